@@ -1,0 +1,48 @@
+# make demo | test | test-all | lint     (PYTHON=python3.12 chooses another interpreter)
+PYTHON ?= python3
+PYVER := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := $(wildcard constraints-py$(PYVER).txt)
+# The reference implementation (torch, CPU) for parity tests; PARITY= leaves it and its tests out.
+PARITY ?= $(if $(filter 3.11,$(PYVER)),1,)
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+BASE := $(VENV)/.base-$(PYVER)
+TEST := $(VENV)/.test-$(PYVER)$(if $(PARITY),-parity)
+
+.PHONY: help demo test test-all lint clean
+help:
+	@echo "make demo      a real model in, NUCL fine-tuning and entropy pruning out (runs/demo/report.md)"
+	@echo "make test      the tests, under 15 minutes on 2 cores"
+	@echo "make test-all  with the slow ones"
+	@echo "make lint      ruff"
+
+# Another Python than the environment's: it is made anew.
+$(BASE): pyproject.toml $(CONSTRAINTS)
+	@echo "making $(VENV) with $(PYTHON) ($(PYVER)); a minute or two the first time"
+	@test -x $(BIN)/python && $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYVER)")' \
+	  || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(TEST): $(BASE)
+	@$(PIP) -e .[test$(if $(PARITY),$(comma)parity)]
+	@touch $@
+comma := ,
+
+demo: $(BASE)
+	@$(BIN)/python scripts/demo.py --workdir=runs/demo
+
+test: $(TEST)
+	@$(BIN)/python -m pytest
+
+test-all: $(TEST)
+	@RUN_SLOW=1 $(BIN)/python -m pytest
+
+lint: $(BASE)
+	@$(PIP) -e .[lint]
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Text in, batches out: sources, tasks, packing, the resumable pipeline, perplexity windows."""

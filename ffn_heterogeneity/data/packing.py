@@ -1,0 +1,256 @@
+"""From examples to rows: tokens, shifted targets, loss mask, segments and positions.
+
+One example becomes token ids `[bos] prompt target [eos]` and then one element of three equal
+arrays: `tokens = ids[:-1]`, `targets = ids[1:]`, and `loss_mask`, true where the TARGET belongs to
+the response (its eos included). Because the shift is made here, inside one document, no packing
+can make a target cross documents; the last id of a document is a target only, never an input, so
+no slot is spent on a position that predicts nothing.
+
+Prompt and target are tokenised apart, so no token spans the boundary and the mask is exact. The
+target is encoded as a continuation: a tokenizer that puts a space before every text (SentencePiece
+with a dummy prefix: Llama 1 and 2) would otherwise insert one in the middle of the example.
+
+Rows are packed by grain: running text by `ConcatThenSplitIterDataset` (documents end to end, a
+document goes on in the next row), examples by `FirstFitPackIterDataset` (whole in one row).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.sources import DataError, Source
+from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
+
+BOS_POLICIES = ("auto", "segment", "document", "none")
+# More open rows than a batch has let small examples fill the gaps; this many are enough for ~95%.
+MIN_OPEN_ROWS = 32
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What became of the documents read so far (by the reader, which runs ahead of training)."""
+
+    documents: int = 0
+    kept: int = 0
+    empty: int = 0
+    no_response: int = 0
+    truncated: int = 0
+    input_tokens: int = 0
+    loss_tokens: int = 0
+
+    def add_problem(self, name: str, meaning: str) -> None:
+        """Counts one and says so at 1, 10, 100, ...: never silent, never a flood."""
+        count = getattr(self, name) + 1
+        setattr(self, name, count)
+        if str(count).rstrip("0") == "1":
+            _log.warning("%d of %d documents so far: %s", count, self.documents, meaning)
+
+
+class Encoder:
+    """Examples to ids under a bos and eos policy.
+
+    Args:
+      tokenizer: `transformers`-like (`encode(text, add_special_tokens=False)`, `bos_token_id`,
+        `eos_token_id`).
+      bos: "segment": first in every segment of a row, also where a document goes on after a cut
+        (there it takes the place of the input whose target closed the previous row, so every token
+        is still predicted exactly once); "document": only at the start of a document; "none";
+        "auto": "segment" if the tokenizer has a bos, else "none".
+      eos: whether the tokenizer's eos, if it has one, ends every document.
+
+    Raises:
+      DataError: unknown policy, or bos asked for from a tokenizer that has none.
+    """
+
+    def __init__(self, tokenizer: Any, bos: str = "auto", eos: bool = True):
+        if bos not in BOS_POLICIES:
+            raise DataError(f"bos is {bos!r}; it must be one of {', '.join(BOS_POLICIES)}")
+        if bos == "auto":
+            bos = "none" if tokenizer.bos_token_id is None else "segment"
+        if bos != "none" and tokenizer.bos_token_id is None:
+            raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
+        self.bos = bos
+        self.bos_id = None if bos == "none" else int(tokenizer.bos_token_id)
+        self.eos_id = int(tokenizer.eos_token_id) if eos and _has_eos(tokenizer) else None
+        self._tokenizer = tokenizer
+        self._newline = encode(tokenizer, "\n")
+        after_newline = encode(tokenizer, "\na")[len(self._newline) :]
+        self._adds_space = after_newline != encode(tokenizer, "a")
+
+    def ids(self, example: Example) -> tuple[list[int], int]:
+        """The ids of a whole example, and how many of them come before the response."""
+        bos = self.bos_id is not None and (example.starts or self.bos == "segment")
+        eos = self.eos_id is not None and example.ends
+        before = ([self.bos_id] if bos else []) + encode(self._tokenizer, example.prompt)
+        continues = bool(example.prompt) or not example.starts
+        response = self._continuation(example.target) if continues else None
+        if response is None:
+            response = encode(self._tokenizer, example.target)
+        return before + response + ([self.eos_id] if eos else []), len(before)
+
+    def _continuation(self, text: str) -> list[int] | None:
+        """Ids of a text that follows another one: encoded after a newline, which is cut off."""
+        if not self._adds_space:
+            return None
+        ids, prefix = encode(self._tokenizer, "\n" + text), self._newline
+        return ids[len(prefix) :] if ids[: len(prefix)] == prefix else None
+
+
+class ExampleReader:
+    """grain flat map: one record -> no, one or several elements `{tokens, targets, loss_mask}`.
+
+    A record whose field is missing is an error naming its place. An empty document, and an example
+    whose prompt fills the row so that no response token is left, are dropped, counted and warned
+    about; if that happens to all `total` records in a row, it is an error.
+    """
+
+    max_fan_out = 1  # asked for by grain's random-access form only
+
+    def __init__(
+        self,
+        task: Task,
+        fields: Fields,
+        source: Source,
+        encoder: Encoder,
+        seq_len: int,
+        total: int,
+        packing: bool,
+    ):
+        self.counts = Counts()
+        self._task, self._fields, self._source = task, fields, source
+        self._encoder, self._seq_len, self._total, self._packing = encoder, seq_len, total, packing
+        self._dropped_in_a_row = 0
+
+    def flat_map(self, item: Mapping[str, Any]) -> Sequence[dict[str, np.ndarray]]:
+        example = read_example(self._task, self._fields, self._source, item["row"], item["record"])
+        self.counts.documents += 1
+        element = self._element(example)
+        if element is None:
+            self._dropped_in_a_row += 1
+            if self._dropped_in_a_row >= self._total:
+                raise DataError(
+                    f"{self._source.name}: none of its {self._total} records leaves a token to "
+                    f"predict in rows of {self._seq_len} ({self.counts.empty} empty, "
+                    f"{self.counts.no_response} with a prompt that fills the row); "
+                    "check the fields, or use longer rows"
+                )
+            return []
+        self._dropped_in_a_row = 0
+        self.counts.kept += 1
+        self.counts.input_tokens += len(element["tokens"])
+        self.counts.loss_tokens += int(element["loss_mask"].sum())
+        if self._task.split_long and not self._packing:
+            return split_pieces(element, self._seq_len, self._encoder)
+        return [element]
+
+    def _element(self, example: Example) -> dict[str, np.ndarray] | None:
+        if not example.target.strip():
+            return self.counts.add_problem("empty", "dropped, nothing to predict in them")
+        ids, before = self._encoder.ids(example)
+        if not self._task.split_long:
+            if before > self._seq_len:
+                meaning = f"dropped, the prompt alone fills seq_len = {self._seq_len}"
+                return self.counts.add_problem("no_response", meaning)
+            if len(ids) > self._seq_len + 1:
+                meaning = f"end of the response cut off to fit seq_len = {self._seq_len}"
+                self.counts.add_problem("truncated", meaning)
+                ids = ids[: self._seq_len + 1]
+        if len(ids) < 2:
+            return self.counts.add_problem("empty", "dropped, nothing to predict in them")
+        return shift(ids, before)
+
+
+def read_example(
+    task: Task, fields: Fields, source: Source, row: int, record: Mapping[str, Any]
+) -> Example:
+    """`task.example`, whose errors then name the file and row."""
+    try:
+        return task.example(record, fields)
+    except DataError as error:
+        raise DataError(f"{source.where(row)}: {error}") from error
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text, no special tokens; without the length warning, which rows make untrue."""
+    if not text:
+        return []
+    quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
+    return tokenizer.encode(text, add_special_tokens=False, **quiet)
+
+
+def shift(ids: Sequence[int], before: int) -> dict[str, np.ndarray]:
+    """Inputs and targets of one document, [len(ids) - 1] each.
+
+    `loss_mask[i]` is true where `targets[i] = ids[i + 1]` is a response token: i + 1 >= before.
+    """
+    ids = np.asarray(ids, np.int32)
+    mask = np.arange(1, len(ids)) >= before
+    return {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": mask}
+
+
+def split_pieces(
+    element: Mapping[str, np.ndarray], seq_len: int, encoder: Encoder
+) -> list[dict[str, np.ndarray]]:
+    """A long document as rows of its own (packing off), with the same bos rule as grain's split."""
+    pieces = []
+    for start in range(0, len(element["tokens"]), seq_len):
+        piece = {key: value[start : start + seq_len] for key, value in element.items()}
+        if encoder.bos == "segment":
+            piece["tokens"] = np.concatenate(
+                [[encoder.bos_id], piece["tokens"][1:]], dtype=np.int32
+            )
+        pieces.append(piece)
+    return pieces
+
+
+def pack(dataset: Any, task: Task, encoder: Encoder, seq_len: int, **first_fit: Any) -> Any:
+    """Packs a grain `IterDataset` of elements into one of rows with the five batch keys, [T] each.
+
+    Args:
+      first_fit: `packing` (off: one segment a row), `open_rows`, and `seed` (rows of a round leave
+        in shuffled order, because first fit leaves the emptiest for the end; None keeps order).
+    """
+    import grain
+
+    lengths = dict.fromkeys(("tokens", "targets", "loss_mask"), seq_len)
+    if task.split_long and first_fit["packing"]:
+        bos = {}
+        if encoder.bos == "segment":
+            handling = grain.experimental.BOSHandling.REPLACE_FIRST_TOKEN_WITH_BOS
+            bos = {"bos_handling": handling, "bos_features": ("tokens",)}
+            bos["bos_token_id"] = encoder.bos_id
+        dataset = grain.experimental.ConcatThenSplitIterDataset(
+            dataset, length_struct=lengths, **bos
+        )
+    else:
+        seed = first_fit["seed"]
+        dataset = grain.experimental.FirstFitPackIterDataset(
+            dataset,
+            length_struct=lengths,
+            num_packing_bins=first_fit["open_rows"],
+            seed=seed or 0,
+            shuffle_bins=seed is not None,
+            max_sequences_per_bin=None if first_fit["packing"] else 1,
+        )
+    return dataset.map(_finish_row)
+
+
+def _finish_row(row: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        "tokens": row["tokens"],
+        "targets": row["targets"],
+        "loss_mask": row["loss_mask"],
+        "segment_ids": row["tokens_segment_ids"],
+        "positions": row["tokens_positions"],
+    }
+
+
+def _has_eos(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "eos_token_id", None) is not None

@@ -1,0 +1,299 @@
+"""Where records come from: text, JSONL and parquet files, or a data set of the Hugging Face hub.
+
+A source is random access (`len(source)`, `source[i] -> dict`), as grain wants it, and can say where
+row i stands (`source.where(i)`), so that every error names file and line. Text and JSONL are read
+and checked whole when they are opened: a broken line 90,000 is reported now, not after an hour of
+training. Data larger than memory belongs in parquet or in a hub data set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from etils import epath
+
+TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
+PASSAGE_CHARS = 16_384
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names file and row, the value seen and the way out."""
+
+
+class Source(Protocol):
+    """Random access to records.
+
+    `in_memory`: reading every record is cheap. `running_text`: neighbouring records continue each
+    other, so a held-out part must be one stretch of them, not a scattering.
+    """
+
+    name: str
+    in_memory: bool
+    running_text: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    def where(self, index: int) -> str: ...
+
+
+class ListSource:
+    """Records held in memory, each with the place it was read from."""
+
+    in_memory = True
+
+    def __init__(
+        self,
+        name: str,
+        records: Sequence[Mapping[str, Any]],
+        places: Sequence[str],
+        running_text: bool = False,
+    ):
+        self.name, self.running_text = name, running_text
+        self._records, self._places = records, places
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._records[index]
+
+    def where(self, index: int) -> str:
+        return self._places[index]
+
+
+class ParquetSource:
+    """Rows of a parquet file, memory-mapped when it is local."""
+
+    in_memory = running_text = False
+
+    def __init__(self, path: str):
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            self._table = pyarrow.parquet.read_table(path, memory_map="://" not in path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{path}: not a readable parquet file ({_first_line(error)})"
+            ) from error
+        if not len(self._table):
+            raise DataError(f"{path}: the file has no rows")
+        self.name = path
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class HubSource:
+    """One split of a data set loaded by name through `datasets` (cached, memory-mapped)."""
+
+    in_memory = running_text = False
+
+    def __init__(self, name: str, split: str, revision: str | None = None):
+        import datasets
+
+        repository, _, config = name.partition(":")
+        try:
+            self._data = datasets.load_dataset(
+                repository, config or None, split=split, revision=revision
+            )
+        # Anything may go wrong in there (network, names, formats): all of it has one way out.
+        except Exception as error:
+            raise DataError(
+                f"{name!r} is no local file, and the hub gave no data set of that name with split "
+                f"{split!r} ({type(error).__name__}: {_first_line(error)}); without a network give "
+                "a local .jsonl, .parquet or .txt file instead"
+            ) from error
+        if not len(self._data):
+            raise DataError(f"data set {name!r}, split {split!r}, has no rows")
+        self.name = f"{name}[{split}]"
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._data[index]
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class Subset:
+    """Some records of a source, each with its row number: `{"row": i, "record": source[i]}`."""
+
+    def __init__(self, source: Source, rows: Sequence[int]):
+        self.source, self.rows = source, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = int(self.rows[index])
+        return {"row": row, "record": self.source[row]}
+
+
+def open_source(
+    path: str | Sequence[str],
+    *,
+    split: str = "train",
+    revision: str | None = None,
+    passage_chars: int = PASSAGE_CHARS,
+) -> Source:
+    """Opens what `path` names.
+
+    Args:
+      path: a text file, a .jsonl file, a .parquet file, a directory of .txt files, several text or
+        several JSONL files (a sequence), or a hub name `name[:config]`.
+      split, revision: of a hub data set; local files have neither and ignore them.
+      passage_chars: running text is cut into records of at most this many characters.
+
+    Raises:
+      DataError: no such file, unknown kind, empty, not UTF-8 (file and byte offset), a broken JSON
+        line (file and line number), or a hub name that cannot be loaded.
+    """
+    paths = [path] if isinstance(path, str) else list(path)
+    if not paths or not all(paths):
+        raise DataError(f"no data: path is {path!r}; give a file, a directory or a hub name")
+    files = [file for name in paths for file in _expand(name)]
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{', '.join(paths)}: files of several kinds {sorted(kinds)}; give one kind"
+        )
+    kind = kinds.pop()
+    if kind == "text":
+        return read_text(files, passage_chars)
+    if kind == "jsonl":
+        return read_jsonl(files)
+    if len(files) > 1:
+        raise DataError(f"{', '.join(paths)}: only text and JSONL can be given as several files")
+    return ParquetSource(files[0]) if kind == "parquet" else HubSource(files[0], split, revision)
+
+
+def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListSource:
+    """Each file is a document, cut at blank lines (or lines, or spaces) into passages.
+
+    Records are `{"text", "passage_starts", "passage_ends"}`; the last two tell whether the passage
+    begins and ends its document. The passages of a file, joined, are the file: nothing is lost.
+    """
+    if passage_chars < 1:
+        raise DataError(f"passage_chars is {passage_chars}; it must be at least 1")
+    records, places = [], []
+    for path in paths:
+        text = read_utf8(path)
+        start = 0
+        while start < len(text):
+            end = _passage_end(text, start, passage_chars)
+            edges = {"passage_starts": start == 0, "passage_ends": end == len(text)}
+            records.append({"text": text[start:end], **edges})
+            places.append(f"{path}, character {start}")
+            start = end
+    return ListSource(_name(paths), records, places, running_text=True)
+
+
+def read_jsonl(paths: Sequence[str]) -> ListSource:
+    """One JSON object per line; blank lines are passed over (line numbers count them)."""
+    records, places = [], []
+    for path in paths:
+        # Not splitlines(): JSON strings may hold U+2028 and other ends of line as they are.
+        for number, line in enumerate(read_utf8(path).split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                shown = line if len(line) <= 60 else line[:57] + "..."
+                raise DataError(
+                    f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}): "
+                    f"{shown!r}; each line must be one JSON object"
+                ) from error
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}, line {number}: {type(record).__name__}, but each line must be one "
+                    "JSON object"
+                )
+            records.append(record)
+            places.append(f"{path}, line {number}")
+    if not records:
+        raise DataError(f"{_name(paths)}: no JSON objects, only blank lines")
+    return ListSource(_name(paths), records, places)
+
+
+def read_utf8(path: str) -> str:
+    """The text of a file, line ends untouched, a leading byte order mark dropped.
+
+    Raises:
+      DataError: it does not exist, is empty, or is not UTF-8 (names the byte offset).
+    """
+    try:
+        data = epath.Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start} "
+            f"({error.reason}); convert the file to UTF-8 first"
+        ) from error
+    text = text.removeprefix("\ufeff")
+    if not text:
+        raise DataError(f"{path}: the file is empty")
+    return text
+
+
+def _expand(name: str) -> list[str]:
+    """A directory becomes its .txt files in order; anything else is itself."""
+    path = epath.Path(name)
+    if not path.is_dir():
+        return [name]
+    files = sorted(str(file) for file in path.glob("**/*.txt"))
+    if not files:
+        raise DataError(f"{name}: a directory without .txt files; name the data file itself")
+    return files
+
+
+def _kind(name: str) -> str:
+    suffix = epath.Path(name).suffix.lower()
+    if suffix in TEXT_SUFFIXES:
+        return "text"
+    if suffix in (".jsonl", ".parquet"):
+        return suffix[1:]
+    if epath.Path(name).exists():
+        known = ", ".join((*TEXT_SUFFIXES, ".jsonl", ".parquet"))
+        raise DataError(f"{name}: cannot tell what kind of data {suffix!r} is; known: {known}")
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name):
+        return "hub"
+    raise DataError(f"{name}: no such file, and not the form of a hub name (owner/name[:config])")
+
+
+def _passage_end(text: str, start: int, size: int) -> int:
+    """Where the passage from `start` ends: at the last good break in its second half."""
+    end = start + size
+    if end >= len(text):
+        return len(text)
+    for separator in ("\n\n", "\n", " "):
+        found = text.rfind(separator, start + size // 2, end)
+        if found >= 0:
+            # A space goes with the word after it, as tokenizers have it; line ends stay behind.
+            return max(found + (0 if separator == " " else len(separator)), start + 1)
+    return end
+
+
+def _name(paths: Sequence[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

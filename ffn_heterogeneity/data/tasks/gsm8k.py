@@ -1,0 +1,23 @@
+"""GSM8K: "Question: ...\\nAnswer: ...", loss on the answer only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.data.tasks.base import Example, Fields, Task, text_of
+
+
+def example(record: Mapping[str, Any], fields: Fields) -> Example:
+    """The space before the answer belongs to the target, so that its first token is " word"."""
+    question = text_of(record, fields.prompt or "question")
+    answer = text_of(record, fields.response or "answer")
+    return Example(f"Question: {question}\nAnswer:", f" {answer}")
+
+
+TASK = Task(
+    "gsm8k",
+    example,
+    hub="openai/gsm8k:main",
+    metrics=("exact_match_strict", "exact_match_flexible"),
+)

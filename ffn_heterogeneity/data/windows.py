@@ -1,0 +1,79 @@
+"""Windows for perplexity: a long text as rows of ids in which every position after the first is
+predicted (MW, section 4; the protocol of the code its authors used)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.packing import encode
+from ffn_heterogeneity.data.sources import DataError
+
+WINDOW_BOS = ("segment", "stream", "none")
+
+
+def text_windows(
+    text: str,
+    tokenizer: Any,
+    window: int,
+    max_windows: int | None = None,
+    bos: str = "segment",
+) -> np.ndarray:
+    """Cuts a text into windows of `window` PREDICTIONS each.
+
+    The text is tokenised whole, as it is, without special tokens: x_0 ... x_{N-1}. Row i, of
+    window + 1 ids, is the input followed by nothing else: row[1:] are the targets, row[:-1] their
+    inputs. With w = window:
+
+    - "segment": [bos, x_{iw} ... x_{iw+w-1}]: every window starts afresh behind a bos. Windows do
+      not overlap; each token is predicted once; floor(N / w) windows. The default: Gemma-2 without
+      bos is broken.
+    - "stream": the stream bos, x_0, x_1, ... cut every w ids: the same predicted tokens as
+      "segment", but only the first window starts with bos; the others start with the token before
+      their first prediction, x_{iw-1}.
+    - "none": no bos anywhere: [x_{iw} ... x_{iw+w}]. The first id is context only and is the last
+      target of the window before, so x_1, x_2, ... are predicted once each; floor((N - 1) / w)
+      windows.
+
+    Tokens after the last whole window are left out.
+
+    Args:
+      text: the text.
+      tokenizer: `transformers`-like; needs a `bos_token_id` unless bos is "none".
+      window: predictions in a window, at least 1.
+      max_windows: the first so many windows only; None (or 0) for all.
+      bos: one of the above.
+
+    Returns:
+      int32 [n, window + 1].
+
+    Raises:
+      DataError: empty text, fewer tokens than one window needs (says how many there are), bad
+        arguments, or no bos token in the tokenizer.
+    """
+    if window < 1:
+        raise DataError(f"window is {window}; it must be at least 1 prediction")
+    if max_windows is not None and max_windows < 0:
+        raise DataError(f"max_windows is {max_windows}; it must be positive, or None for all")
+    if bos not in WINDOW_BOS:
+        raise DataError(f"bos is {bos!r}; it must be one of {', '.join(WINDOW_BOS)}")
+    if bos != "none" and tokenizer.bos_token_id is None:
+        raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
+    if not text:
+        raise DataError("the text is empty: there is nothing to predict")
+    ids = np.asarray(encode(tokenizer, text), np.int32)
+    stream = ids if bos == "none" else np.concatenate([[tokenizer.bos_token_id], ids])
+    count = (len(stream) - 1) // window
+    if count < 1:
+        needed = window + 1 if bos == "none" else window
+        raise DataError(
+            f"the text has {len(ids)} tokens, fewer than one window of {window} predictions needs "
+            f"({needed}); use a longer text or a smaller window"
+        )
+    count = min(count, max_windows) if max_windows else count
+    starts = np.arange(count)[:, None] * window
+    rows = stream[starts + np.arange(window + 1)].astype(np.int32)
+    if bos == "segment":
+        rows[:, 0] = tokenizer.bos_token_id
+    return rows

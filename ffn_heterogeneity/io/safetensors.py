@@ -1,0 +1,151 @@
+"""Safetensors files as named numpy views (bf16 through ml_dtypes; no torch), and back.
+
+The `safetensors` library validates the header; the bytes are then memory-mapped, so a tensor costs
+nothing until it is used and a checkpoint is never held twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from ffn_heterogeneity.io.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+
+
+def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """`{name: read-only view}` of one file.
+
+    Raises:
+      CheckpointError: truncated, not safetensors, or a type that numpy cannot hold.
+    """
+    import safetensors
+
+    path = Path(path)
+    try:
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}): fetch or write it again"
+        ) from None
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    data = np.memmap(path, np.uint8, mode="r")[8 + size :]
+    views = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has type {entry['dtype']}, not one of {list(_DTYPES)}"
+            )
+        start, stop = entry["data_offsets"]
+        views[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return views
+
+
+def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, Path]]:
+    """`{name: (view, file)}` of model.safetensors or of the shards its index lists.
+
+    Raises:
+      CheckpointError: no safetensors; a shard missing; a tensor that index and shards disagree on.
+    """
+    directory = Path(directory)
+    if (directory / SINGLE).is_file():
+        file = directory / SINGLE
+        return {name: (view, file) for name, view in open_file(file).items()}
+    if not (directory / INDEX).is_file():
+        raise CheckpointError(_nothing_there(directory))
+    try:
+        index = json.loads((directory / INDEX).read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise CheckpointError(f"{directory / INDEX} is not a shard index: {error!r}") from None
+    tensors: dict[str, tuple[np.ndarray, Path]] = {}
+    for shard in sorted(set(index.values())):
+        file = directory / shard
+        if Path(shard).name != shard or not file.is_file():
+            raise CheckpointError(f"{directory / INDEX} lists the shard {shard!r}: no such file")
+        for name, view in open_file(file).items():
+            if index.get(name) != shard:
+                raise CheckpointError(
+                    f"{file} holds tensor {name!r}, the index places it in {index.get(name)!r}"
+                )
+            tensors[name] = (view, file)
+    if lost := sorted(set(index) - set(tensors)):
+        raise CheckpointError(f"{directory / INDEX}: tensors {_some(lost)} are in no shard")
+    return tensors
+
+
+def _nothing_there(directory: Path) -> str:
+    pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        return (
+            f"{directory} holds only pickled weights ({_some(pickles)}), which can run code when "
+            "opened and are never read: convert them to safetensors first (save_pretrained in "
+            "transformers does)"
+        )
+    return f"{directory} has neither {SINGLE} nor {INDEX}"
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def write_shards(
+    directory: Path,
+    sizes: Mapping[str, int],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    """Writes `tensors` (in the order of `sizes`, name -> bytes) as one file, or shards and index.
+
+    One shard is in memory at a time.
+    """
+    from safetensors.numpy import save_file
+
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    many = len(shards) > 1
+    stream: Iterator[tuple[str, np.ndarray]] = iter(tensors)
+    index = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE
+        # transformers refuses files without this metadata.
+        shard = {name: np.ascontiguousarray(next(stream)[1]) for name in names}
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    if many:
+        total = {"total_size": sum(sizes.values())}
+        text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
+        (directory / INDEX).write_text(text + "\n")

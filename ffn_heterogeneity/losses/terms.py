@@ -1,0 +1,53 @@
+"""A loss is a weighted sum of named terms; each term is a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class TermValue(NamedTuple):
+    """What a term returns: `total / denominator` is its value.
+
+    Sum and denominator stay apart so that accumulation, packing and data parallelism are exact:
+    both are summed over micro-batches and devices before they are divided.
+
+    Attributes:
+      total: scalar float32.
+      denominator: scalar float32; must not depend on the parameters.
+      metrics: name -> array, what comes free with the computation (never differentiated).
+    """
+
+    total: jax.Array
+    denominator: jax.Array
+    metrics: dict[str, jax.Array] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerm:
+    """One named, weighted term of the loss.
+
+    Attributes:
+      name: prefix of its metrics.
+      function: for `on="outputs"`: (params, outputs, batch) -> TermValue; for `on="params"`:
+        (params) -> TermValue.
+      weight: a key of `hyper` (so that a sweep never recompiles), or a constant.
+      on: "outputs" terms see every micro-batch; "params" terms are added once per optimiser step.
+      probes: the probes whose results it reads from `outputs["probes"]`.
+      targets: regular expressions of the parameter paths a "params" term acts on; one that matches
+        no trainable leaf is an error when the train step is built.
+    """
+
+    name: str
+    function: Callable[..., TermValue]
+    weight: str | float
+    on: str = "outputs"
+    probes: tuple[Any, ...] = ()
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.on not in ("outputs", "params"):
+            raise ValueError(f"term {self.name!r}: on={self.on!r}, must be 'outputs' or 'params'")

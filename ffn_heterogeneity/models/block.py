@@ -1,0 +1,82 @@
+"""One transformer block: attention and feed-forward on a residual stream."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ffn_heterogeneity.models.attention import Attention
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.feed_forward import FeedForward
+from ffn_heterogeneity.models.norms import RMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerIO:
+    """What a probe may read of one layer. Unread fields cost nothing: XLA drops them.
+
+    Attributes:
+      block_input, block_output: the residual stream before and after the block, [B, T, D].
+      ffn_input: what the FFN's first kernels see (after its norm), [B, T, D].
+      ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
+      ffn_output: what the FFN returns, before its post-norm, [B, T, D].
+      attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
+    """
+
+    block_input: jax.Array
+    block_output: jax.Array
+    ffn_input: jax.Array
+    ffn_state: jax.Array
+    ffn_output: jax.Array
+    attention_weights: jax.Array | None = None
+
+
+def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
+    """Zeroes elements with probability `rate` (a traced scalar) and rescales the rest."""
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate).astype(x.dtype), jnp.zeros((), x.dtype))
+
+
+class Block(nn.Module):
+    """x + [post_norm](attention(norm(x))), then x + [post_norm](ffn(norm(x))).
+
+    Dropout, where asked for, falls on the two branches' outputs (NUCL gives 0.1 without saying
+    where; this is our choice).
+    """
+
+    config: ModelConfig
+    layer: LayerConfig
+    attention_kernel: str = "xla"
+    with_attention_weights: bool = False
+
+    @nn.compact
+    def __call__(self, x_btd, rotary, mask_bts, drop=None) -> tuple[jax.Array, LayerIO]:
+        """x [B, T, D] -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
+        config = self.config
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(config.norm_eps, config.norm_offset, name=name)
+
+        def branch(y_btd: jax.Array, post_norm: str, index: int) -> jax.Array:
+            if config.post_norms:
+                y_btd = norm(post_norm)(y_btd)
+            if drop is not None:
+                y_btd = dropout(y_btd, jax.random.fold_in(drop[0], index), drop[1])
+            return y_btd
+
+        attention = Attention(
+            config, self.layer, self.attention_kernel, self.with_attention_weights,
+            name="attention",
+        )  # fmt: skip
+        attended, weights = attention(norm("attention_norm")(x_btd), rotary, mask_bts)
+        attended = checkpoint_name(attended, "attention_output")
+        middle = x_btd + branch(attended, "post_attention_norm", 0)
+        ffn_input = norm("ffn_norm")(middle)
+        ffn_output, ffn_state = FeedForward(config, self.layer, name="ffn")(ffn_input)
+        output = middle + branch(ffn_output, "post_ffn_norm", 1)
+        seen = LayerIO(x_btd, output, ffn_input, ffn_state, ffn_output, weights)
+        return output, seen

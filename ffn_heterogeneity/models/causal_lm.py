@@ -1,0 +1,196 @@
+"""Decoder-only language models: init, forward, logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.models.attention import attention_mask, choose_kernel
+from ffn_heterogeneity.models.block import Block
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.linear import normal_init
+from ffn_heterogeneity.models.norms import RMSNorm
+from ffn_heterogeneity.models.rotary import rotary_tables
+from ffn_heterogeneity.models.stack import run_stack, segmentation
+from ffn_heterogeneity.paths import flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How to compute, never what: any choice gives the same numbers up to rounding.
+
+    Attributes:
+      compute_dtype: dtype of activations and of kernels when they are used.
+      remat: "none", "full" (keep block inputs only), "dots", "attention_output".
+      unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
+      attention: "auto", "xla" or "cudnn" (models/attention.py).
+    """
+
+    compute_dtype: Any = jnp.float32
+    remat: str = "none"
+    unroll: int | bool = 1
+    attention: str = "auto"
+
+
+def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
+    """Random parameters, stacked: kernels and embeddings N(0, 0.02^2), norms 1."""
+    embed_key, head_key, layers_key = jax.random.split(key, 3)
+    x = jnp.zeros((1, 2, config.d_model), jnp.float32)
+    positions = jnp.zeros((1, 2), jnp.int32)
+    layer_keys = jax.random.split(layers_key, config.n_layers)
+    stack = {}
+    for i, segment in enumerate(segmentation(config.layers)):
+        stack[f"segment_{i}"] = {}
+        for slot in range(segment.slots):
+            layer = config.layers[segment.layer(slot)]
+            rotary = rotary_tables(layer.rope, config.head_dim, positions)
+            mask = attention_mask(positions, positions, None)
+            block = Block(config, layer)
+            indices = [segment.layer(slot, repeat) for repeat in range(segment.repeats)]
+
+            def init_one(k, block=block, rotary=rotary, mask=mask):
+                return block.init(k, x, rotary, mask)["params"]
+
+            stack[f"segment_{i}"][f"slot_{slot}"] = jax.vmap(init_one)(
+                layer_keys[jnp.asarray(indices)]
+            )
+    params = {
+        "embed": {"embedding": normal_init(embed_key, (config.vocab_size, config.d_model))},
+        "stack": stack,
+        "final_norm": {"scale": jnp.full((config.d_model,), 1.0 - config.norm_offset)},
+    }
+    if not config.tied:
+        params["head"] = {"kernel": normal_init(head_key, (config.d_model, config.vocab_size))}
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict:
+    """Shapes and dtypes of `init` without computing anything (27B parameters in a second)."""
+    return jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(0))
+
+
+def forward(
+    config: ModelConfig,
+    params: dict,
+    batch: dict,
+    *,
+    options: RunOptions = RunOptions(),
+    probes: tuple = (),
+    per_layer: dict | None = None,
+    dropout: tuple[jax.Array, jax.Array] | None = None,
+) -> dict:
+    """Hidden states after the final norm, and what the probes saw.
+
+    Args:
+      params: stacked tree.
+      batch: "tokens" int32 [B, T]; optional "segment_ids" [B, T] (tokens see their own segment
+        only) and "positions" [B, T] (default 0..T-1). Within a segment positions must increase.
+      probes: `probes.base.Probe` instances with distinct names.
+      per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
+      dropout: (key, rate) or None for none.
+
+    Returns:
+      {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}.
+    """
+    tokens = batch["tokens"]
+    x = params["embed"]["embedding"][tokens].astype(options.compute_dtype)
+    x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+    kernel = choose_kernel(options.attention, config, x.dtype)
+    with_weights = any("attention_weights" in probe.needs for probe in probes)
+    context = _context(config, batch, tokens.shape)
+
+    def run_layer(index, layer_params, x, extra):
+        layer = config.layers[index]
+        block = Block(config, layer, kernel, with_weights)
+        drop = None if dropout is None else (extra["dropout_key"], dropout[1])
+        rotary, mask = context[index]
+        x, seen = block.apply({"params": layer_params}, x, rotary, mask, drop)
+        results = {
+            probe.name: probe.function(seen, batch, extra["probes"].get(probe.name))
+            for probe in probes
+        }
+        return x, results
+
+    extra: dict = {"probes": per_layer or {}}
+    if dropout is not None:
+        extra["dropout_key"] = jax.random.split(dropout[0], config.n_layers)
+    x, seen = run_stack(
+        config, params["stack"], x, run_layer,
+        per_layer=extra, remat=options.remat, unroll=options.unroll,
+    )  # fmt: skip
+    norm = RMSNorm(config.norm_eps, config.norm_offset)
+    return {"hidden": norm.apply({"params": params["final_norm"]}, x), "probes": seen}
+
+
+def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[tuple]:
+    """(rotary tables, mask) of each layer; layers of one kind share theirs."""
+    positions = batch.get("positions")
+    segments = batch.get("segment_ids")
+    if positions is None:
+        positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
+    rotary, masks = {}, {}
+    for layer in config.layers:
+        if layer.rope not in rotary:
+            rotary[layer.rope] = rotary_tables(layer.rope, config.head_dim, positions)
+        # A window no shorter than the row hides nothing.
+        window = None if layer.window is None or layer.window >= shape[1] else layer.window
+        if window not in masks:
+            masks[window] = attention_mask(positions, positions, window, segments, segments)
+    result = []
+    for layer in config.layers:
+        window = layer.window if layer.window in masks else None
+        result.append((rotary[layer.rope], masks[window]))
+    return result
+
+
+def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
+    """The output matrix and its layout: the tied embedding "vd" [V, D], or a head "dv" [D, V]."""
+    if config.tied:
+        return params["embed"]["embedding"], "vd"
+    return params["head"]["kernel"], "dv"
+
+
+def logits(config: ModelConfig, params: dict, hidden_btd: jax.Array) -> jax.Array:
+    """Soft-capped logits [B, T, V], float32. For evaluation: training uses losses/nll.py."""
+    kernel, layout = head_kernel(config, params)
+    wide = jnp.promote_types(hidden_btd.dtype, jnp.float32)
+    equation = "btd,vd->btv" if layout == "vd" else "btd,dv->btv"
+    values = jnp.einsum(
+        equation, hidden_btd, kernel.astype(hidden_btd.dtype), preferred_element_type=wide
+    )
+    if config.final_softcap is not None:
+        values = config.final_softcap * jnp.tanh(values / config.final_softcap)
+    return values
+
+
+def unused_leaves(config: ModelConfig, params: dict) -> tuple[str, ...]:
+    """Paths of leaves that the logits do not depend on (0.02 s; sees through scan and remat)."""
+    from jax.interpreters import partial_eval
+
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+
+    def run(params, tokens):
+        return logits(config, params, forward(config, params, {"tokens": tokens})["hidden"])
+
+    jaxpr = jax.make_jaxpr(run)(abstract, tokens).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    paths = [*flatten(abstract), "tokens"]
+    return tuple(path for path, is_used in zip(paths, used, strict=True) if not is_used)
+
+
+def check_leaves(config: ModelConfig, params: dict) -> None:
+    """Refuses a tree that holds leaves nobody reads (Flax is silent about them).
+
+    Raises:
+      ValueError: names the leaves.
+    """
+    unused = unused_leaves(config, params)
+    if unused:
+        raise ValueError(
+            f"{len(unused)} leaves are never used by the {config.family} model: "
+            + ", ".join(unused[:8]) + (" ..." if len(unused) > 8 else "")
+        )  # fmt: skip

@@ -1,0 +1,163 @@
+"""Shapes of a model: the frozen, hashable truth every other module reads.
+
+A model is a `ModelConfig` plus a plain nested dict of arrays. The config is static under `jax.jit`;
+anything that may change without recompiling (learning rates, loss weights) lives elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+FFN_KINDS = ("gated", "plain")
+
+
+class ConfigError(ValueError):
+    """A model configuration that cannot describe a model; the message names the field and value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer.
+
+    Attributes:
+      theta: base of the inverse frequencies, theta ** (-2i / head_dim).
+      linear_factor: positions are divided by it (1.0: none).
+      llama3: `(factor, low_freq_factor, high_freq_factor, original_max_position)` of Llama 3.1's
+        frequency-dependent scaling, or None.
+    """
+
+    theta: float = 10_000.0
+    linear_factor: float = 1.0
+    llama3: tuple[float, float, float, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+      ffn_width: m, the number of inner neurons of the feed-forward block.
+      ffn_kind: "gated" (act(x G) * (x U)) W, or "plain" act(x U) W.
+      window: sliding-window size: position t sees t - window < s <= t; None sees all s <= t.
+      rope: the layer's rotary embedding.
+    """
+
+    ffn_width: int
+    ffn_kind: str = "gated"
+    window: int | None = None
+    rope: RopeConfig = RopeConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer. One `LayerConfig` per layer; layers may differ.
+
+    Attributes:
+      family: name of the module in `models/families` that maps it to and from other formats.
+      norm_offset: the RMSNorm multiplies by (norm_offset + scale): 1.0 for Gemma, 0.0 for Llama.
+      post_norms: RMSNorm also after attention and after the FFN, before the residual (Gemma 2, 3).
+      qk_norm: RMSNorm over the head dimension of queries and keys (Gemma 3).
+      embedding_multiplier: embeddings are multiplied by it (Gemma: sqrt(d_model)).
+      query_scale: attention logits are multiplied by it (usually head_dim ** -0.5).
+      attention_softcap, final_softcap: logits become cap * tanh(logits / cap); None: no cap.
+      tied: the output head is the transposed embedding.
+      bos_id, eos_id, pad_id: special token ids; None where the model has none.
+    """
+
+    family: str
+    vocab_size: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    activation: str = "silu"
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    ffn_bias: bool = False
+    embedding_multiplier: float = 1.0
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    tied: bool = True
+    max_position: int = 8192
+    bos_id: int | None = 1
+    eos_id: int | tuple[int, ...] | None = 2
+    pad_id: int | None = None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"activation={self.activation!r}: choose one of {ACTIVATIONS}")
+        if not self.layers:
+            raise ConfigError("layers is empty: a model needs at least one layer")
+        for i, layer in enumerate(self.layers):
+            if layer.ffn_kind not in FFN_KINDS:
+                raise ConfigError(f"layer {i}: ffn_kind={layer.ffn_kind!r}, not in {FFN_KINDS}")
+            if layer.ffn_width < 1:
+                raise ConfigError(f"layer {i}: ffn_width={layer.ffn_width} must be at least 1")
+            if layer.window is not None and layer.window < 1:
+                raise ConfigError(f"layer {i}: window={layer.window} must be at least 1 or None")
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def scale(self) -> float:
+        """Multiplier of the attention logits."""
+        return 1.0 / math.sqrt(self.head_dim) if self.query_scale is None else self.query_scale
+
+    @property
+    def ffn_widths(self) -> tuple[int, ...]:
+        return tuple(layer.ffn_width for layer in self.layers)
+
+    @property
+    def uniform_width(self) -> bool:
+        return len(set(self.ffn_widths)) == 1
+
+    def with_widths(self, widths: Sequence[int]) -> ModelConfig:
+        """The same model with `widths[i]` inner neurons in layer i."""
+        if len(widths) != self.n_layers:
+            raise ConfigError(f"{len(widths)} widths for {self.n_layers} layers")
+        layers = tuple(
+            dataclasses.replace(layer, ffn_width=int(w))
+            for layer, w in zip(self.layers, widths, strict=True)
+        )
+        return dataclasses.replace(self, layers=layers)
+
+
+def config_to_dict(config: ModelConfig) -> dict:
+    """JSON-ready dict; `config_from_dict` is its inverse."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: dict) -> ModelConfig:
+    """Rebuilds a `ModelConfig` written by `config_to_dict` (JSON lists become tuples again)."""
+    values = dict(values)
+    layers = []
+    for layer in values.pop("layers"):
+        layer = dict(layer)
+        rope = dict(layer.pop("rope"))
+        if rope.get("llama3") is not None:
+            rope["llama3"] = tuple(rope["llama3"])
+        layers.append(LayerConfig(rope=RopeConfig(**rope), **layer))
+    if isinstance(values.get("eos_id"), list):
+        values["eos_id"] = tuple(values["eos_id"])
+    return ModelConfig(layers=tuple(layers), **values)

@@ -1,0 +1,90 @@
+"""Registry of model families: by name, config.json, GGUF architecture or preset.
+
+A further family is one module with a `FAMILY` and one entry in `_MODULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig
+from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, llama
+from ffn_heterogeneity.models.families.common import Family, Rule
+from ffn_heterogeneity.models.shapes import count_parameters, expected_shapes
+
+__all__ = [
+    "FAMILIES",
+    "PRESETS",
+    "Family",
+    "Rule",
+    "config_from_hf",
+    "count_parameters",
+    "expected_shapes",
+    "family_by_name",
+    "family_from_gguf",
+    "preset",
+]
+
+_MODULES = (llama, gemma, gemma2, gemma3)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+PRESETS: dict[str, tuple[ModelConfig, str]] = {
+    name: entry for family in FAMILIES.values() for name, entry in family.presets.items()
+}
+
+
+def family_by_name(name: str) -> Family:
+    """The family `name`.
+
+    Raises:
+      ConfigError: unknown; the message lists the known ones.
+    """
+    if name not in FAMILIES:
+        raise ConfigError(f"family {name!r} is not known: {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def preset(name: str) -> tuple[ModelConfig, str]:
+    """`(config, hub id)` of a preset such as "gemma2_2b".
+
+    Raises:
+      ConfigError: unknown; the message lists the known ones.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is not known: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` of config.json, by `model_type`, else by `architectures`.
+
+    Raises:
+      ConfigError: unknown kind of model (the message lists the known ones), or settings that the
+        family cannot express.
+    """
+    if values.get("quantization_config"):
+        raise ConfigError("quantised checkpoints (quantization_config) are not read: use the "
+                          "original weights or a GGUF file")  # fmt: skip
+    kind, architectures = values.get("model_type"), values.get("architectures") or []
+    for family in FAMILIES.values():
+        if kind in family.model_types or (
+            kind is None and set(architectures) & {*family.architectures}
+        ):
+            return family.from_hf(values)
+    known = [t for family in FAMILIES.values() for t in family.model_types]
+    raise ConfigError(
+        f"model_type {kind!r} (architectures {architectures}) is not known: {', '.join(known)}"
+    )
+
+
+def family_from_gguf(architecture: str) -> Family:
+    """The family of a GGUF `general.architecture`.
+
+    Raises:
+      ConfigError: unknown; the message lists the known ones.
+    """
+    for family in FAMILIES.values():
+        if architecture in family.gguf_architectures:
+            return family
+    known = [a for family in FAMILIES.values() for a in family.gguf_architectures]
+    raise ConfigError(f"GGUF architecture {architecture!r} is not known: {', '.join(known)}")

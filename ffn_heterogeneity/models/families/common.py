@@ -1,0 +1,353 @@
+"""What the families share: the `Family` record, name rules, and readers of config fields.
+
+A family is one module that ends in `FAMILY = Family(...)` and is listed in `families/__init__`.
+For a decoder whose checkpoint holds one tensor per leaf it needs presets, `from_hf`, `to_hf` and
+two name tables; fused tensors (GPT-NeoX's query_key_value) get their own `Rule`s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.shapes import expected_shapes
+
+Arrays = list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Leaves at `paths` of the unstacked tree <-> tensors `names` of a file.
+
+    `load` and `save` are exact inverses: views or permutations of the same bits, never arithmetic.
+    """
+
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    load: Callable[[Arrays], Arrays]
+    save: Callable[[Arrays], Arrays]
+
+    def stored_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Shapes the file must hold when the leaves have `shapes`."""
+        empty = np.zeros((), np.int8)
+        return [a.shape for a in self.save([np.broadcast_to(empty, shapes[p]) for p in self.paths])]
+
+
+def _same(arrays: Arrays) -> Arrays:
+    return arrays
+
+
+def _transpose(arrays: Arrays) -> Arrays:
+    return [a.T for a in arrays]
+
+
+def one_to_one(config: ModelConfig, names: Mapping[str, str]) -> list[Rule]:
+    """One rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
+
+    Kernels are transposed ([in, out] here, [out, in] in torch and GGUF); the rest is kept.
+
+    Raises:
+      ConfigError: the config has a leaf that the table does not name.
+    """
+    rules = []
+    for path in expected_shapes(config):
+        match = re.match(r"layers/(\d+)/(.*)", path)
+        key = f"layers/{{i}}/{match[2]}" if match else path
+        if key not in names:
+            raise ConfigError(f"family {config.family!r} has no tensor name for the leaf {path!r}")
+        name = names[key].replace("{i}", match[1] if match else "")
+        turn = _transpose if path.endswith("/kernel") else _same
+        rules.append(Rule((path,), (name,), turn, turn))
+    return rules
+
+
+def name_table(
+    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
+) -> dict[str, str]:
+    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
+
+    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
+    """
+    names = dict(table)
+    for path, name in layers.items():
+        leaf = "scale" if path.endswith("norm") else "kernel"
+        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
+        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
+    return names
+
+
+_HF_TOP = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+_HF_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention/q": "self_attn.q_proj",
+    "attention/k": "self_attn.k_proj",
+    "attention/v": "self_attn.v_proj",
+    "attention/out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn/gate": "mlp.gate_proj",
+    "ffn/up": "mlp.up_proj",
+    "ffn/down": "mlp.down_proj",
+}
+_HF_POST_NORMS = {
+    "attention/q_norm": "self_attn.q_norm",
+    "attention/k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER)
+HF_POST_NORM_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_POST_NORMS)
+GGUF_NAMES = name_table(
+    {
+        "embed/embedding": "token_embd.weight",
+        "final_norm/scale": "output_norm.weight",
+        "head/kernel": "output.weight",
+    },
+    "blk.{i}.",
+    {
+        "attention_norm": "attn_norm",
+        "attention/q": "attn_q",
+        "attention/k": "attn_k",
+        "attention/v": "attn_v",
+        "attention/out": "attn_output",
+        "attention/q_norm": "attn_q_norm",
+        "attention/k_norm": "attn_k_norm",
+        "post_attention_norm": "post_attention_norm",
+        "ffn_norm": "ffn_norm",
+        "ffn/gate": "ffn_gate",
+        "ffn/up": "ffn_up",
+        "ffn/down": "ffn_down",
+        "post_ffn_norm": "post_ffw_norm",
+    },
+)
+
+
+def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def subtract_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
+    """GGUF stores Gemma's norms as 1 + weight (float32); ours are the raw weights."""
+    return array - np.float32(1) if path.endswith("/scale") else array
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family of models and how it is written by others.
+
+    Attributes:
+      model_types, architectures: values of config.json's `model_type` and `architectures`.
+      gguf_architectures: values of GGUF's `general.architecture`.
+      presets: {name: (config, hub id)} with the published shapes.
+      from_hf, to_hf: config.json's dict -> `ModelConfig` and back.
+      rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
+      redundant: regexes of tensors that carry no information of their own and may be ignored.
+      from_gguf: metadata (keys without the architecture's prefix; "vocab_size", "tied", token ids
+        and, where the file has it, the tensor "rope_freqs" added by the reader) -> `ModelConfig`.
+      gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->
+        leaf` undoing what llama.cpp's converter did.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    presets: Mapping[str, tuple[ModelConfig, str]]
+    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    to_hf: Callable[[ModelConfig], dict[str, Any]]
+    rules: Callable[[ModelConfig], list[Rule]]
+    redundant: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    gguf_architectures: tuple[str, ...] = ()
+    from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
+    gguf_rules: Callable[[ModelConfig], list[Rule]] | None = None
+    gguf_transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
+
+
+_HF_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def activation_from_hf(name: str) -> str:
+    if name not in _HF_ACTIVATIONS:
+        raise ConfigError(f"activation {name!r} is not known: {sorted(_HF_ACTIVATIONS)}")
+    return _HF_ACTIVATIONS[name]
+
+
+def activation_to_hf(name: str) -> str:
+    return next(hf for hf, ours in _HF_ACTIVATIONS.items() if ours == name)
+
+
+def rope_from_hf(values: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
+    """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`."""
+    theta = float(values.get("rope_theta") or theta)
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial rotary embeddings (partial_rotary_factor) are not supported")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, linear_factor=float(values["factor"]))
+    if kind == "llama3":
+        old = int(values.get("original_max_position_embeddings") or max_position)
+        scaling = (values["factor"], values["low_freq_factor"], values["high_freq_factor"])
+        return RopeConfig(theta=theta, llama3=(*map(float, scaling), old))
+    raise ConfigError(f"rope type {kind!r} is not known: default, linear, llama3")
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """`RopeConfig` -> one `rope_parameters` dict, theta included."""
+    if rope.llama3 is not None:
+        factor, low, high, old = rope.llama3
+        return {
+            "rope_type": "llama3",
+            "rope_theta": rope.theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": old,
+        }
+    if rope.linear_factor != 1.0:
+        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.linear_factor}
+    return {"rope_type": "default", "rope_theta": rope.theta}
+
+
+def classic_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling` value that transformers 4 and vLLM read; None without scaling."""
+    if parameters["rope_type"] == "default":
+        return None
+    return {key: value for key, value in parameters.items() if key != "rope_theta"}
+
+
+def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelConfig` that every decoder spells alike; `defaults` are the class defaults
+    of transformers, because the hub's config.json files leave those out."""
+    values = {**defaults, **{k: v for k, v in values.items() if v is not None}}
+    needed = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+    missing = [k for k in (*needed, "intermediate_size") if k not in values]
+    if missing:
+        raise ConfigError(f"config.json lacks {', '.join(missing)}")
+    heads, eos = values["num_attention_heads"], values.get("eos_token_id")
+    return dict(
+        vocab_size=values["vocab_size"],
+        d_model=values["hidden_size"],
+        n_heads=heads,
+        n_kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        norm_eps=float(values["rms_norm_eps"]),
+        attention_bias=bool(values.get("attention_bias", False)),
+        attention_out_bias=bool(values.get("attention_bias", False)),
+        ffn_bias=bool(values.get("mlp_bias", False)),
+        tied=bool(values["tie_word_embeddings"]),
+        max_position=values["max_position_embeddings"],
+        bos_id=values.get("bos_token_id"),
+        eos_id=tuple(eos) if isinstance(eos, list) else eos,
+        pad_id=values.get("pad_token_id"),
+    )
+
+
+def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """Inverse of `base_from_hf`. `intermediate_size` is the widest layer's."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": max(config.ffn_widths),
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": config.max_position,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_id) if isinstance(config.eos_id, tuple) else config.eos_id,
+        "pad_token_id": config.pad_id,
+        "use_cache": True,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+    }
+
+
+def base_from_gguf(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelConfig` that llama.cpp writes alike for every decoder."""
+    needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count")
+    missing = [k for k in (*needed, "attention.layer_norm_rms_epsilon") if k not in meta]
+    if missing:
+        raise ConfigError(f"GGUF metadata lacks {', '.join(missing)}")
+    heads, d = meta["attention.head_count"], meta["embedding_length"]
+    return dict(
+        vocab_size=meta["vocab_size"],
+        d_model=d,
+        n_heads=heads,
+        n_kv_heads=meta.get("attention.head_count_kv") or heads,
+        head_dim=meta.get("attention.key_length") or meta.get("rope.dimension_count") or d // heads,
+        norm_eps=short_float(meta["attention.layer_norm_rms_epsilon"]),
+        tied=meta["tied"],
+        max_position=meta.get("context_length", 8192),
+        bos_id=meta.get("bos_id"),
+        eos_id=meta.get("eos_id"),
+        pad_id=meta.get("pad_id"),
+    )
+
+
+def gguf_widths(meta: Mapping[str, Any]) -> list[int]:
+    """FFN widths, one per layer (the key holds a number, or a list where layers differ)."""
+    widths, count = meta["feed_forward_length"], meta["block_count"]
+    return [int(w) for w in widths] if isinstance(widths, list) else [int(widths)] * count
+
+
+def short_float(value: float) -> float:
+    """The shortest decimal that is this float32: 9.99999975e-06 in the file means 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def uniform_layers(count: int, width: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
+    return (LayerConfig(ffn_width=width, rope=rope),) * count
+
+
+def windows_from_hf(values: Mapping[str, Any], every: int) -> list[int | None]:
+    """Window per layer from `layer_types`, else every `every`-th layer is global."""
+    count = values["num_hidden_layers"]
+    kinds = values.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)
+    ]
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != count:
+        raise ConfigError(
+            f"layer_types needs {count} of full_attention, sliding_attention; got {kinds}"
+        )
+    if values.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention=true is not a causal language model")
+    return [None if kind == "full_attention" else values["sliding_window"] for kind in kinds]
+
+
+def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`."""
+    windows = [layer.window for layer in config.layers]
+    local = [w for w in windows if w is not None]
+    return {
+        "sliding_window": local[0] if local else 4096,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+    }
+
+
+def query_scalar(config: ModelConfig) -> float:
+    """`query_pre_attn_scalar`, whose inverse square root multiplies the attention logits."""
+    scalar = config.scale**-2
+    return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

@@ -1,0 +1,125 @@
+"""Gemma 2 (2B, 9B, 27B): alternating windows (even layers local), soft-caps, post-norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, gemma
+
+_DEFAULTS = gemma.DEFAULTS | dict(
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0,
+)
+
+
+def _preset(layers, width, d_model, n_heads, n_kv_heads, head_dim, query_scalar) -> ModelConfig:
+    kinds = [LayerConfig(width, window=4096), LayerConfig(width)] * (layers // 2)
+    return ModelConfig(
+        family="gemma2",
+        vocab_size=256_000,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        layers=tuple(kinds),
+        norm_eps=1e-6,
+        post_norms=True,
+        query_scale=query_scalar**-0.5,
+        attention_softcap=50.0,
+        final_softcap=30.0,
+        max_position=8192,
+        **gemma.special_ids(),
+        **gemma.gemma_fields(d_model),
+    )
+
+
+PRESETS = {
+    "gemma2_2b": (_preset(26, 9216, 2304, 8, 4, 256, 256), "google/gemma-2-2b"),
+    "gemma2_9b": (_preset(42, 14336, 3584, 16, 8, 256, 256), "google/gemma-2-9b"),
+    "gemma2_27b": (_preset(46, 36864, 4608, 32, 16, 128, 144), "google/gemma-2-27b"),
+}
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a Gemma2ForCausalLM (an explicit null soft-cap switches it off)."""
+    fields = common.base_from_hf(values, _DEFAULTS) | gemma.gemma_fields(values["hidden_size"])
+    fields["activation"] = gemma.activation_from_hf(values)
+    values = _DEFAULTS | dict(values)
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = values.get("rope_theta") or 10_000.0
+    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    windows = common.windows_from_hf(values, every=2)
+    return ModelConfig(
+        family="gemma2",
+        layers=tuple(
+            LayerConfig(values["intermediate_size"], window=w, rope=rope) for w in windows
+        ),
+        post_norms=True,
+        query_scale=values["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=values["attn_logit_softcapping"],
+        final_softcap=values["final_logit_softcapping"],
+        **fields,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that transformers 4 and 5 and vLLM read."""
+    rope = common.rope_to_hf(config.layers[0].rope)
+    activation = common.activation_to_hf(config.activation)
+    return common.base_to_hf(config, "gemma2", "Gemma2ForCausalLM") | {
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "query_pre_attn_scalar": common.query_scalar(config),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        **common.windows_to_hf(config),
+        "cache_implementation": "hybrid",
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": common.classic_scaling(rope),
+        "rope_parameters": rope,
+    }
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Metadata of a GGUF file with general.architecture = gemma2.
+
+    GGUF does not store the query scaling. As llama.cpp does: the 27B (46 layers) divides by
+    sqrt(d_model / heads), the others by sqrt(head_dim).
+    """
+    fields = common.base_from_gguf(meta) | gemma.gemma_fields(meta["embedding_length"])
+    rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
+    widths = common.gguf_widths(meta)
+    window = meta.get("attention.sliding_window", 4096)
+    large = len(widths) == 46
+    scalar = fields["d_model"] / fields["n_heads"] if large else fields["head_dim"]
+    return ModelConfig(
+        family="gemma2",
+        layers=tuple(
+            LayerConfig(width, window=None if i % 2 else window, rope=rope)
+            for i, width in enumerate(widths)
+        ),
+        post_norms=True,
+        query_scale=scalar**-0.5,
+        attention_softcap=common.short_float(meta.get("attn_logit_softcapping", 50.0)),
+        final_softcap=common.short_float(meta.get("final_logit_softcapping", 30.0)),
+        **fields,
+    )
+
+
+FAMILY = common.Family(
+    name="gemma2",
+    model_types=("gemma2",),
+    architectures=("Gemma2ForCausalLM",),
+    presets=PRESETS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    rules=lambda config: common.one_to_one(config, common.HF_POST_NORM_NAMES),
+    gguf_architectures=("gemma2",),
+    from_gguf=from_gguf,
+    gguf_rules=lambda config: common.one_to_one(config, common.GGUF_NAMES),
+    gguf_transform=common.subtract_one,
+)

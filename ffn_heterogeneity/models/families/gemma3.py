@@ -1,0 +1,140 @@
+"""Gemma 3, text models (270M, 1B): five local layers to one global, two thetas, QK-norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, gemma
+
+_GLOBAL_THETA, _LOCAL_THETA, _EVERY = 1_000_000.0, 10_000.0, 6
+_DEFAULTS = gemma.DEFAULTS | dict(
+    vocab_size=262_208,
+    max_position_embeddings=131_072,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    final_logit_softcapping=None,
+    attn_logit_softcapping=None,
+)
+
+
+def _layers(widths, windows, local: RopeConfig, full: RopeConfig) -> tuple[LayerConfig, ...]:
+    return tuple(
+        LayerConfig(width, window=window, rope=full if window is None else local)
+        for width, window in zip(widths, windows, strict=True)
+    )
+
+
+def _preset(layers, width, d_model) -> ModelConfig:
+    windows = [None if (i + 1) % _EVERY == 0 else 512 for i in range(layers)]
+    ropes = RopeConfig(_LOCAL_THETA), RopeConfig(_GLOBAL_THETA)
+    return ModelConfig(
+        family="gemma3",
+        vocab_size=262_144,
+        d_model=d_model,
+        n_heads=4,
+        n_kv_heads=1,
+        head_dim=256,
+        layers=_layers([width] * layers, windows, *ropes),
+        norm_eps=1e-6,
+        post_norms=True,
+        qk_norm=True,
+        query_scale=256**-0.5,
+        max_position=32_768,
+        **gemma.special_ids(),
+        **gemma.gemma_fields(d_model),
+    )
+
+
+PRESETS = {
+    "gemma3_270m": (_preset(18, 2048, 640), "google/gemma-3-270m"),
+    "gemma3_1b": (_preset(26, 6912, 1152), "google/gemma-3-1b-pt"),
+}
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a Gemma3ForCausalLM: classic keys, or transformers 5's nested ones."""
+    fields = common.base_from_hf(values, _DEFAULTS) | gemma.gemma_fields(values["hidden_size"])
+    fields["activation"] = gemma.activation_from_hf(values)
+    values = _DEFAULTS | dict(values)
+    nested = values.get("rope_parameters") or {}
+    full_scaling = nested.get("full_attention") or values.get("rope_scaling") or {}
+    full_theta = values.get("rope_theta") or _GLOBAL_THETA
+    local_theta = values.get("rope_local_base_freq") or _LOCAL_THETA
+    local_scaling = nested.get("sliding_attention") or {}
+    local = common.rope_from_hf(local_scaling, local_theta, fields["max_position"])
+    full = common.rope_from_hf(full_scaling, full_theta, fields["max_position"])
+    windows = common.windows_from_hf(values, every=values.get("sliding_window_pattern") or _EVERY)
+    widths = [values["intermediate_size"]] * len(windows)
+    return ModelConfig(
+        family="gemma3",
+        layers=_layers(widths, windows, local, full),
+        post_norms=True,
+        qk_norm=True,
+        query_scale=values["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=values["attn_logit_softcapping"],
+        final_softcap=values["final_logit_softcapping"],
+        **fields,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that transformers 4 and 5 and vLLM read."""
+    ropes = {layer.window is None: layer.rope for layer in reversed(config.layers)}
+    full = common.rope_to_hf(ropes.get(True, RopeConfig(_GLOBAL_THETA)))
+    local = common.rope_to_hf(ropes.get(False, RopeConfig(_LOCAL_THETA)))
+    return common.base_to_hf(config, "gemma3_text", "Gemma3ForCausalLM") | {
+        "hidden_activation": common.activation_to_hf(config.activation),
+        "query_pre_attn_scalar": common.query_scalar(config),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        **common.windows_to_hf(config),
+        "sliding_window_pattern": _EVERY,
+        "rope_theta": full["rope_theta"],
+        "rope_local_base_freq": local["rope_theta"],
+        "rope_scaling": common.classic_scaling(full),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Metadata of a GGUF file with general.architecture = gemma3.
+
+    Files of the small models leave out the pattern (6) and the local theta (10,000).
+    """
+    fields = common.base_from_gguf(meta) | gemma.gemma_fields(meta["embedding_length"])
+    theta = common.short_float(meta.get("rope.freq_base", _GLOBAL_THETA))
+    local = RopeConfig(common.short_float(meta.get("rope.freq_base_swa", _LOCAL_THETA)))
+    factor = common.short_float(meta.get("rope.scaling.factor", 1.0))
+    full = RopeConfig(theta, linear_factor=factor)
+    widths = common.gguf_widths(meta)
+    every = meta.get("attention.sliding_window_pattern", _EVERY)
+    window = meta.get("attention.sliding_window", 512)
+    windows = [None if (i + 1) % every == 0 else window for i in range(len(widths))]
+    # As llama.cpp does, the 27B (62 layers) divides by sqrt(d_model / heads).
+    large = len(widths) == 62
+    scalar = fields["d_model"] / fields["n_heads"] if large else fields["head_dim"]
+    return ModelConfig(
+        family="gemma3",
+        layers=_layers(widths, windows, local, full),
+        post_norms=True,
+        qk_norm=True,
+        query_scale=scalar**-0.5,
+        **fields,
+    )
+
+
+FAMILY = common.Family(
+    name="gemma3",
+    model_types=("gemma3_text",),
+    architectures=("Gemma3ForCausalLM",),
+    presets=PRESETS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    rules=lambda config: common.one_to_one(config, common.HF_POST_NORM_NAMES),
+    gguf_architectures=("gemma3",),
+    from_gguf=from_gguf,
+    gguf_rules=lambda config: common.one_to_one(config, common.GGUF_NAMES),
+    gguf_transform=common.subtract_one,
+)

@@ -1,0 +1,44 @@
+"""The feed-forward block: the subject of every paper here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.linear import Linear, optional_leaf
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class FeedForward(nn.Module):
+    """h = act(x G) * (x U) (gated) or act(x U) (plain);  y = (h * P) W.
+
+    P is the optional fixed vector `neuron_scale` [M] (MLP Fusion's cluster sizes), applied after
+    the activation. Row i of W = down/kernel holds the outgoing weights of inner neuron i.
+    """
+
+    config: ModelConfig
+    layer: LayerConfig
+
+    @nn.compact
+    def __call__(self, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, D] -> (y [B, T, D], intermediate state h [B, T, M])."""
+        config, width = self.config, self.layer.ffn_width
+        act = ACTIVATIONS[config.activation]
+        up_btm = Linear(width, config.ffn_bias, name="up")(x_btd)
+        if self.layer.ffn_kind == "gated":
+            state_btm = act(Linear(width, config.ffn_bias, name="gate")(x_btd)) * up_btm
+        else:
+            state_btm = act(up_btm)
+        scale = optional_leaf(self, "neuron_scale")
+        scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
+        return Linear(config.d_model, config.ffn_bias, name="down")(scaled_btm), state_btm

@@ -1,0 +1,48 @@
+"""Rotary position embeddings, half-rotation form (Hugging Face's order of the head dimension)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """float32 [head_dim / 2]: theta^(-2i/head_dim), scaled as the config says.
+
+    Llama 3.1's scaling [its reference code]: wavelengths longer than original_max / low_freq_factor
+    are slowed by `factor`, shorter than original_max / high_freq_factor kept, linear between.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
+    frequencies = frequencies / np.float32(rope.linear_factor)
+    if rope.llama3 is None:
+        return frequencies
+    factor, low, high, original = rope.llama3
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = np.where(wavelengths > original / low, frequencies / factor, frequencies)
+    between = (wavelengths <= original / low) & (wavelengths >= original / high)
+    return np.where(between, blended, scaled).astype(np.float32)
+
+
+def rotary_tables(
+    rope: RopeConfig, head_dim: int, positions_bt: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [B, T, head_dim / 2], of the angles position x frequency."""
+    angles = positions_bt[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(x_btnh: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (x[i], x[i + H/2]) by the angle of frequency i; keeps the dtype."""
+    wide = jnp.promote_types(x_btnh.dtype, jnp.float32)
+    cos, sin = (table[:, :, None, :] for table in tables)
+    first, second = jnp.split(x_btnh.astype(wide), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_btnh.dtype)

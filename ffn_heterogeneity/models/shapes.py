@@ -1,0 +1,79 @@
+"""Names and shapes of every leaf of an unstacked tree, and parameter counts, from a config alone.
+
+Pure arithmetic: a 405B model is counted in milliseconds. The checkpoint readers use
+`expected_shapes` to hold every tensor to the one shape it may have.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+
+
+def _linear(path: str, fan_in: int, fan_out: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    leaves = {f"{path}/kernel": (fan_in, fan_out)}
+    if bias:
+        leaves[f"{path}/bias"] = (fan_out,)
+    return leaves
+
+
+def layer_shapes(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
+    """`{path inside the layer: shape}` of one decoder layer; kernels are [in, out]."""
+    d, m = config.d_model, layer.ffn_width
+    query, key = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"attention_norm/scale": (d,)}
+    shapes |= _linear("attention/q", d, query, config.attention_bias)
+    shapes |= _linear("attention/k", d, key, config.attention_bias)
+    shapes |= _linear("attention/v", d, key, config.attention_bias)
+    shapes |= _linear("attention/out", query, d, config.attention_out_bias)
+    if config.qk_norm:
+        shapes["attention/q_norm/scale"] = (config.head_dim,)
+        shapes["attention/k_norm/scale"] = (config.head_dim,)
+    if config.post_norms:
+        shapes["post_attention_norm/scale"] = (d,)
+    shapes["ffn_norm/scale"] = (d,)
+    if layer.ffn_kind == "gated":
+        shapes |= _linear("ffn/gate", d, m, config.ffn_bias)
+    shapes |= _linear("ffn/up", d, m, config.ffn_bias)
+    shapes |= _linear("ffn/down", m, d, config.ffn_bias)
+    if config.post_norms:
+        shapes["post_ffn_norm/scale"] = (d,)
+    return shapes
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """`{path: shape}` of the whole unstacked tree ("layers/3/ffn/down/kernel": (m_3, d))."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed/embedding": (config.vocab_size, config.d_model),
+    }
+    for i, layer in enumerate(config.layers):
+        shapes |= {f"layers/{i}/{p}": s for p, s in layer_shapes(config, layer).items()}
+    shapes["final_norm/scale"] = (config.d_model,)
+    if not config.tied:
+        shapes["head/kernel"] = (config.d_model, config.vocab_size)
+    return shapes
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Numbers of parameters: `total` and its parts.
+
+    Parts: `embedding` (the table, counted once when tied), `head` (0 when tied), `attention`
+    (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
+    """
+    counts = dict.fromkeys(("total", "embedding", "head", "attention", "ffn", "norms"), 0)
+    for path, shape in expected_shapes(config).items():
+        size = math.prod(shape)
+        parts = path.split("/")
+        if parts[0] == "embed":
+            counts["embedding"] += size
+        elif parts[0] == "head":
+            counts["head"] += size
+        elif "attention" in parts:
+            counts["attention"] += size
+        elif "ffn" in parts:
+            counts["ffn"] += size
+        else:
+            counts["norms"] += size
+        counts["total"] += size
+    return counts

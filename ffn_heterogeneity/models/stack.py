@@ -1,0 +1,229 @@
+"""Layers as a few scans: segments of repeated patterns, probes, rematerialisation, restacking.
+
+Consecutive layers are grouped into segments. A segment is a short pattern of layers (Gemma-2:
+local, global) repeated r times; its parameters are stored stacked, `[r, ...]` a leaf, and one
+`lax.scan` runs it. Slot p of repeat j of a segment that starts at layer s, with P slots, is layer
+s + j * P + p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.paths import flatten
+
+MAX_PATTERN = 8
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    # name -> policy of jax.checkpoint; "none" saves every intermediate, "full" only block inputs.
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention_output": jax.checkpoint_policies.save_only_these_names("attention_output"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """`repeats` times a pattern of `slots` layers, from layer `start` on."""
+
+    start: int
+    slots: int
+    repeats: int
+
+    def layer(self, slot: int, repeat: int = 0) -> int:
+        """Index in the model of the layer at this place."""
+        return self.start + repeat * self.slots + slot
+
+
+def segmentation(signatures: Sequence[Hashable]) -> tuple[Segment, ...]:
+    """Groups layers of equal signature patterns; greedy, longest cover first, shortest pattern wins.
+
+    Args:
+      signatures: one per layer; equal ones may share a stacked leaf.
+    """
+    segments, start, total = [], 0, len(signatures)
+    while start < total:
+        best = (1, 1)
+        for slots in range(1, min(MAX_PATTERN, total - start) + 1):
+            repeats = 1
+            pattern = signatures[start : start + slots]
+            while signatures[start + repeats * slots : start + (repeats + 1) * slots] == pattern:
+                repeats += 1
+            # A pattern that does not repeat gains nothing over its layers one by one.
+            if repeats > 1 and slots * repeats > best[0] * best[1]:
+                best = (slots, repeats)
+        segments.append(Segment(start, *best))
+        start += best[0] * best[1]
+    return tuple(segments)
+
+
+def tree_segments(stack: dict) -> tuple[Segment, ...]:
+    """The segments a stacked tree holds, read from the tree itself.
+
+    Raises:
+      ValueError: a slot's leaves disagree on their leading axis.
+    """
+    segments, start = [], 0
+    for i in range(len(stack)):
+        slots = stack[f"segment_{i}"]
+        repeats = {path: leaf.shape[0] for path, leaf in flatten(slots).items()}
+        if len(set(repeats.values())) != 1:
+            raise ValueError(f"segment_{i}: leaves differ in their leading axis: {repeats}")
+        segment = Segment(start, len(slots), next(iter(repeats.values())))
+        segments.append(segment)
+        start += segment.slots * segment.repeats
+    return tuple(segments)
+
+
+def unstack(params: dict) -> dict:
+    """{"stack": ...} -> {"layers": [one tree per layer]}; exact inverse of `restack`."""
+    if "layers" in params:
+        return params
+    stack, layers = params["stack"], []
+    for i, segment in enumerate(tree_segments(stack)):
+        slots = stack[f"segment_{i}"]
+        for repeat in range(segment.repeats):
+            for slot in range(segment.slots):
+                tree = slots[f"slot_{slot}"]
+                layers.append(jax.tree.map(lambda leaf, j=repeat: leaf[j], tree))
+    rest = {name: tree for name, tree in params.items() if name != "stack"}
+    return {**rest, "layers": layers}
+
+
+def restack(config: ModelConfig, params: dict) -> dict:
+    """{"layers": [...]} -> {"stack": ...}: layers of equal config, structure and shapes share leaves.
+
+    Raises:
+      ValueError: the number of layers is not the config's.
+    """
+    if "stack" in params:
+        return params
+    layers = params["layers"]
+    if len(layers) != config.n_layers:
+        raise ValueError(f"the tree holds {len(layers)} layers, the config {config.n_layers}")
+    signatures = [
+        (layer, tuple((path, leaf.shape, str(leaf.dtype)) for path, leaf in flatten(tree).items()))
+        for layer, tree in zip(config.layers, layers, strict=True)
+    ]
+    stack = {}
+    for i, segment in enumerate(segmentation(signatures)):
+        stack[f"segment_{i}"] = {
+            f"slot_{slot}": jax.tree.map(
+                _stack_leaves,
+                *(layers[segment.layer(slot, repeat)] for repeat in range(segment.repeats)),
+            )
+            for slot in range(segment.slots)
+        }
+    rest = {name: tree for name, tree in params.items() if name != "layers"}
+    return {**rest, "stack": stack}
+
+
+def _stack_leaves(*leaves):
+    library = np if all(isinstance(leaf, np.ndarray) for leaf in leaves) else jnp
+    return library.stack(leaves)
+
+
+def check_stack(config: ModelConfig, stack: dict) -> tuple[Segment, ...]:
+    """The tree's segments, after checking that each slot's layers share one `LayerConfig`.
+
+    Raises:
+      ValueError: the tree does not fit the config; the message names the layer.
+    """
+    segments = tree_segments(stack)
+    total = sum(segment.slots * segment.repeats for segment in segments)
+    if total != config.n_layers:
+        raise ValueError(f"the tree holds {total} layers, the config {config.n_layers}")
+    for segment in segments:
+        for repeat in range(1, segment.repeats):
+            for slot in range(segment.slots):
+                index = segment.layer(slot, repeat)
+                if config.layers[index] != config.layers[segment.layer(slot)]:
+                    raise ValueError(
+                        f"layer {index} is stacked with layer {segment.layer(slot)} but their "
+                        "configs differ: restack the tree with the config at hand"
+                    )
+    return segments
+
+
+def per_layer_slices(tree: Any, segment: Segment) -> Any:
+    """[L, ...] leaves -> this segment's [r, P, ...]."""
+
+    def cut(leaf):
+        part = leaf[segment.start : segment.start + segment.repeats * segment.slots]
+        return part.reshape(segment.repeats, segment.slots, *leaf.shape[1:])
+
+    return jax.tree.map(cut, tree)
+
+
+def run_stack(
+    config: ModelConfig,
+    stack: dict,
+    x: jax.Array,
+    run_layer: Callable,
+    *,
+    per_layer: Any = None,
+    remat: str = "none",
+    unroll: int | bool = 1,
+) -> tuple[jax.Array, Any]:
+    """Runs every layer, one scan per segment.
+
+    Args:
+      run_layer: (layer index for static facts, layer params, x, this layer's slice of `per_layer`)
+        -> (x, small tree). The index is that of the pattern's first occurrence: repeats share it,
+        so what differs between repeats must come through `per_layer`.
+      per_layer: tree of [L, ...] leaves sliced into the scan.
+      remat: a name of `REMAT_POLICIES`, applied to each layer.
+      unroll: as in `lax.scan`; True unrolls each segment wholly.
+
+    Returns:
+      (x, the layers' small trees stacked to [L, ...]; None where they are empty).
+    """
+    if remat not in REMAT_POLICIES:
+        raise ValueError(f"remat={remat!r}: choose one of {tuple(REMAT_POLICIES)}")
+    collected = []
+    for i, segment in enumerate(check_stack(config, stack)):
+        slots = stack[f"segment_{i}"]
+
+        def body(x, scanned, segment=segment):
+            params, sliced = scanned
+            seen = []
+            for slot in range(segment.slots):
+                layer_slice = jax.tree.map(lambda leaf, p=slot: leaf[p], sliced)
+                call = _with_remat(run_layer, segment.layer(slot), remat)
+                x, small = call(params[f"slot_{slot}"], x, layer_slice)
+                seen.append(small)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
+
+        x, small = jax.lax.scan(
+            body, x, (slots, per_layer_slices(per_layer, segment)), unroll=unroll
+        )
+        # [r, P, ...] -> [r * P, ...]: layer order.
+        collected.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), small))
+    return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *collected)
+
+
+def _with_remat(run_layer: Callable, index: int, remat: str) -> Callable:
+    def call(params, x, layer_slice):
+        return run_layer(index, params, x, layer_slice)
+
+    if remat == "none":
+        return call
+    # Inside a scan the loop already keeps XLA from merging the recomputation away.
+    return jax.checkpoint(call, policy=REMAT_POLICIES[remat], prevent_cse=False)
+
+
+def layer_leaves(params: dict, name: str) -> Iterator[tuple[int, Any]]:
+    """(layer index, subtree at `name`, e.g. "ffn/down") of an unstacked or stacked tree, in order."""
+    for index, layer in enumerate(unstack(params)["layers"]):
+        node = layer
+        for part in name.split("/"):
+            node = node[part]
+        yield index, node

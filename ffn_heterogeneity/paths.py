@@ -1,0 +1,49 @@
+"""Names of leaves: nested dicts (and lists of layers) to "a/b/c" strings and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def path_str(key_path: tuple) -> str:
+    """A jax key path as "stack/segment_0/slot_1/ffn/down/kernel"; list indices become numbers."""
+    parts = []
+    for key in key_path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+        else:
+            raise TypeError(f"cannot name the tree key {key!r}: use dicts, lists or dataclasses")
+    return "/".join(parts)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """`{path: leaf}` in tree order."""
+    return {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def unflatten(leaves: dict[str, Any]) -> dict:
+    """Inverse of `flatten`; a dict whose keys are exactly 0..n-1 becomes a list again."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"path {path!r} passes through the leaf at {part!r}")
+        if last in node:
+            raise ValueError(f"path {path!r} is given twice, or is both a leaf and a node")
+        node[last] = leaf
+    return _lists(tree)
+
+
+def _lists(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if node and all(key.isdigit() for key in node) and len(node) == 1 + max(map(int, node)):
+        return [_lists(node[str(i)]) for i in range(len(node))]
+    return {key: _lists(value) for key, value in node.items()}

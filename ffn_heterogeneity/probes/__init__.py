@@ -1,0 +1,1 @@
+"""Probes: small statistics of what a layer saw, computed inside the layer scan."""

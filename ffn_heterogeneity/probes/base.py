@@ -1,0 +1,24 @@
+"""What a probe is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A pure function evaluated inside the (rematerialised) layer scan.
+
+    Attributes:
+      name: key of its results in `outputs["probes"]`.
+      function: (seen: models.block.LayerIO, batch, per_layer slice or None) -> small tree of SUMS
+        and COUNTS, so that results add up over batches and devices. The results of all layers come
+        back stacked, [L, ...].
+      needs: what costs extra and must be asked for statically: "attention_weights".
+    """
+
+    name: str
+    function: Callable[[Any, dict, Any], Any]
+    needs: frozenset[str] = frozenset()

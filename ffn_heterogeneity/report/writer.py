@@ -1,0 +1,129 @@
+"""Metrics of a run: `metrics.jsonl` (one object a line) and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+
+class MetricsWriter:
+    """Appends metrics; a resumed run continues as if it had never stopped.
+
+    Lines are `{"step": 3, "loss": 2.5, "nucl/entropy": [...]}`: scalars as numbers, arrays as
+    nested lists, exactly as computed (a float32's decimal form reads back to the same float32).
+    NaN and infinities are written as the strings "nan", "inf", "-inf". Every line is flushed.
+
+    Args:
+      directory: where `metrics.jsonl` and the folder `tensorboard` go.
+      resume_step: lines of later steps are dropped first (they were written after the checkpoint
+        that is resumed from, and will be written again), and so is a half-written last line.
+        None: start a new file.
+      tensorboard: also write events (needs the package tensorboardX; without it a line says so).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        resume_step: int | None = None,
+        tensorboard: bool = True,
+    ):
+        directory = epath.Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
+        _replace_lines(self.path, kept)
+        self._file = self.path.open("a")
+        self._events = None
+        if tensorboard:
+            self._events = _tensorboard(directory / "tensorboard", resume_step)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes one line and its events. Values are numbers or arrays on the host."""
+        row = {"step": int(step), **{name: _plain(value) for name, value in metrics.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            self._write_events(step, metrics)
+
+    def _write_events(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            value = np.asarray(value)
+            if value.dtype.kind not in "fiub":
+                continue
+            if value.ndim == 0:
+                self._events.add_scalar(name, float(value), step)
+            elif value.ndim == 1:
+                # Per-layer values: one curve a layer, named so that they sort by depth.
+                for i, item in enumerate(value):
+                    self._events.add_scalar(f"{name}/{i:03d}", float(item), step)
+            elif np.all(np.isfinite(value)):
+                self._events.add_histogram(name, value.reshape(-1).astype(np.float64), step)
+        self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict]:
+    """The rows of a `metrics.jsonl` up to `last_step`; a half-written last line is left out.
+
+    Raises:
+      ValueError: a line other than the last is not JSON.
+    """
+    path = epath.Path(path)
+    if not path.exists():
+        return []
+    lines, rows = path.read_text().splitlines(), []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+
+def _replace_lines(path: epath.Path, rows: list[dict]) -> None:
+    temporary = path.parent / f".{path.name}.partial"
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
+
+
+def _tensorboard(directory: epath.Path, resume_step: int | None):
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        print("tensorboardX is not installed: metrics go to metrics.jsonl only", flush=True)
+        return None
+    purge = None if resume_step is None else resume_step + 1
+    return SummaryWriter(os.fspath(directory), purge_step=purge)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str) or value is None:
+        return value
+    value = np.asarray(value).tolist()
+
+    def finite(item):
+        if isinstance(item, list):
+            return [finite(x) for x in item]
+        if isinstance(item, float) and not math.isfinite(item):
+            return str(item)
+        return item
+
+    return finite(value)

@@ -1,0 +1,127 @@
+"""Removal criteria: functions of ONE layer's FFN leaves -> scores [m]; the highest go first.
+
+NUCL, section 4.2. r_i = |W_i| / sum_j |W_ij| is the distribution of neuron i's outgoing weights,
+W = down/kernel [m, n], one row per inner neuron. Scores decide which neurons go, so they are
+computed in float64 on the host, one layer at a time; the streaming form is the same code.
+
+A neuron whose outgoing weights are all zero does nothing: every data-free criterion removes it
+first (the paper does not meet this case; removing it is exact).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from ffn_heterogeneity.models.linear import effective_kernel
+
+
+def outgoing_weights(ffn: dict) -> np.ndarray:
+    """W as the forward pass uses it (masked, adapted, scaled by P), float64 [m, n].
+
+    Raises:
+      ValueError: a weight is NaN or infinite.
+    """
+    kernel = np.asarray(jax.device_get(effective_kernel(ffn["down"])), dtype=np.float64)
+    if "neuron_scale" in ffn:
+        kernel = kernel * np.asarray(ffn["neuron_scale"], dtype=np.float64)[:, None]
+    bad = ~np.isfinite(kernel)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"ffn/down/kernel holds {int(bad.sum())} non-finite weights (first: row {row}, column "
+            f"{column} is {kernel[row, column]}): repair the checkpoint before scoring neurons"
+        )
+    return kernel
+
+
+def distributions(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(r [m, n], dead [m]): the rows of |W| normalised to sum 1; dead rows are left at 0."""
+    magnitudes = np.abs(weights)
+    # Dividing by the largest first keeps rows of 1e-300 from vanishing in the sum.
+    largest = magnitudes.max(axis=1, keepdims=True)
+    dead = largest[:, 0] == 0
+    magnitudes /= np.where(largest > 0, largest, 1.0)
+    totals = magnitudes.sum(axis=1, keepdims=True)
+    return magnitudes / np.where(totals > 0, totals, 1.0), dead
+
+
+def _dead_first(scores: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    return np.where(dead, np.inf, scores)
+
+
+def entropy(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """H(r_i) = -sum_j r_ij log r_ij (nats): the most uniform neurons have the highest."""
+    r, dead = distributions(outgoing_weights(ffn))
+    logs = np.log(np.where(r > 0, r, 1.0))
+    return _dead_first(-np.einsum("mn,mn->m", r, logs), dead)
+
+
+def gini(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """1 - sum_j r_ij^2."""
+    r, dead = distributions(outgoing_weights(ffn))
+    return _dead_first(1.0 - np.einsum("mn,mn->m", r, r), dead)
+
+
+def mstd(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """-std_j(r_ij), the population standard deviation."""
+    r, dead = distributions(outgoing_weights(ffn))
+    return _dead_first(-r.std(axis=1), dead)
+
+
+def magnitude(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """-sum_j W_ij^2: the smallest outgoing norm goes first."""
+    weights = outgoing_weights(ffn)
+    # Sums of squares of float32 weights neither overflow nor vanish in float64.
+    return _dead_first(-np.einsum("mn,mn->m", weights, weights), ~weights.any(axis=1))
+
+
+def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """A seeded permutation; reads no weight."""
+    return rng.permutation(ffn["down"]["kernel"].shape[0]).astype(np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """A named criterion.
+
+    Attributes:
+      function: (FFN leaves of one layer, generator) -> float64 [m], highest removed first.
+      comparable: scores of different layers may be compared (needed for a global budget).
+    """
+
+    function: Callable[[dict, np.random.Generator], np.ndarray]
+    comparable: bool = True
+
+
+CRITERIA: dict[str, Criterion] = {
+    "entropy": Criterion(entropy),
+    "gini": Criterion(gini),
+    "mstd": Criterion(mstd),
+    "magnitude": Criterion(magnitude),
+    "random": Criterion(random),
+}
+
+
+def layer_scores(
+    name: str, ffn: dict, *, layer: int, seed: int = 0, reverse: bool = False
+) -> np.ndarray:
+    """Scores [m] of one layer, float64; `reverse` turns the order round (the sanity row).
+
+    The generator depends on (seed, layer) alone, so a layer's choice does not depend on which other
+    layers are chosen.
+
+    Raises:
+      ValueError: unknown criterion, or non-finite weights (the message names the layer).
+    """
+    if name not in CRITERIA:
+        raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(CRITERIA)}")
+    rng = np.random.default_rng([seed, layer])
+    try:
+        scores = CRITERIA[name].function(ffn, rng)
+    except ValueError as error:
+        raise ValueError(f"layer {layer}: {error}") from None
+    return -scores if reverse else scores

@@ -1,0 +1,126 @@
+"""Which layers, how many neurons, which ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+def layer_subset(spec: str | Sequence[int], n_layers: int) -> tuple[int, ...]:
+    """The 0-based layers a specification names, in order.
+
+    Args:
+      spec: "all"; "top" (the half next to the output) or "bottom"; "even" or "odd" (0-based
+        indices; Gemma-2's layer 0 is local, so "odd" are its global layers, which the NUCL paper,
+        counting from 1, calls even); "pair:i" (layers i and i + 1, Figure 4); "3,7,9"; "4-9"; or
+        a sequence of integers.
+
+    Raises:
+      ValueError: the specification is not understood, names a layer twice or out of range.
+    """
+    half = n_layers // 2
+    names = {
+        "all": range(n_layers),
+        "top": range(half, n_layers),
+        "bottom": range(half),
+        "even": range(0, n_layers, 2),
+        "odd": range(1, n_layers, 2),
+    }
+    if isinstance(spec, str):
+        text = spec.strip()
+        if text in names:
+            return tuple(names[text])
+        try:
+            chosen = _parse_layers(text)
+        except ValueError:
+            raise ValueError(
+                f"layers={spec!r} is not understood: use {', '.join(names)}, pair:5, 0,3,7 or 4-9"
+            ) from None
+    else:
+        chosen = [int(i) for i in spec]
+    outside = [i for i in chosen if not 0 <= i < n_layers]
+    if outside:
+        raise ValueError(
+            f"layers={spec!r}: layer {outside[0]} is out of range, the model has layers "
+            f"0 to {n_layers - 1}"
+        )
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"layers={spec!r} names a layer twice")
+    if not chosen:
+        raise ValueError(f"layers={spec!r} names no layer")
+    return tuple(sorted(chosen))
+
+
+def _parse_layers(text: str) -> list[int]:
+    if text.startswith("pair:"):
+        first = int(text.removeprefix("pair:"))
+        return [first, first + 1]
+    chosen: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        chosen += range(int(first), int(last) + 1) if dash else [int(first)]
+    return chosen
+
+
+def removal_count(width: int, *, ratio: float | None = None, count: int | None = None) -> int:
+    """How many of `width` neurons go: `count`, or floor(ratio * width + 1e-9) [our rounding].
+
+    Raises:
+      ValueError: not exactly one of them is given, ratio is outside [0, 1), or nothing would stay.
+    """
+    if (ratio is None) == (count is None):
+        raise ValueError(f"give exactly one of ratio and count, got ratio={ratio}, count={count}")
+    if count is None:
+        if not (isinstance(ratio, (int, float)) and math.isfinite(ratio) and 0 <= ratio < 1):
+            raise ValueError(f"ratio={ratio} is outside [0, 1): 0.25 removes a quarter")
+        return math.floor(ratio * width + 1e-9)
+    if not 0 <= count < width:
+        raise ValueError(f"count={count} is outside [0, {width}): a layer has {width} neurons")
+    return int(count)
+
+
+def highest(scores: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` highest scores, ascending; ties go to the lower index."""
+    order = np.argsort(-scores, kind="stable")
+    return np.sort(order[:count])
+
+
+def select_per_layer(
+    scores: Mapping[int, np.ndarray], *, ratio: float | None = None, count: int | None = None
+) -> dict[int, np.ndarray]:
+    """layer -> removed indices: each layer loses its own share."""
+    return {
+        layer: highest(values, removal_count(len(values), ratio=ratio, count=count))
+        for layer, values in scores.items()
+    }
+
+
+def select_global(
+    scores: Mapping[int, np.ndarray], *, ratio: float | None = None, count: int | None = None
+) -> dict[int, np.ndarray]:
+    """layer -> removed indices: one budget over all layers, highest scores anywhere first.
+
+    The neuron each layer would lose last always stays, so that no layer ends without neurons. Ties
+    go to the lower layer, then the lower index.
+
+    Args:
+      ratio, count: of all the layers' neurons together.
+    """
+    layers = sorted(scores)
+    total = sum(len(scores[layer]) for layer in layers)
+    budget = removal_count(total, ratio=ratio, count=count)
+    if budget > total - len(layers):
+        raise ValueError(
+            f"a global budget of {budget} of {total} neurons would empty a layer: at most "
+            f"{total - len(layers)} can go"
+        )
+    flat = np.concatenate([scores[layer] for layer in layers])
+    owner = np.concatenate([np.full(len(scores[layer]), layer) for layer in layers])
+    index = np.concatenate([np.arange(len(scores[layer])) for layer in layers])
+    for layer in layers:
+        last = np.argsort(-scores[layer], kind="stable")[-1]
+        flat[(owner == layer) & (index == last)] = -np.inf
+    chosen = np.argsort(-flat, kind="stable")[:budget]
+    return {layer: np.sort(index[chosen[owner[chosen] == layer]]) for layer in layers}

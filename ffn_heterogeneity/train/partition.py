@@ -1,0 +1,194 @@
+"""Ordered path rules: which leaves train, which decay, how each is sharded.
+
+A rule is `(regex, value)`; the regex is searched (not matched whole) in the leaf's path
+("stack/segment_0/slot_0/ffn/down/kernel") and the first rule that matches decides. Rules are
+strict in both directions, so that neither a renamed leaf nor a mistyped rule passes silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ffn_heterogeneity.paths import flatten, path_str
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+class RuleError(ValueError):
+    """A leaf without a rule, or a rule without a leaf; the message names it."""
+
+
+class _Defaults:
+    """Marker: the rules after it are the library's own and may match nothing."""
+
+    def __repr__(self):
+        return "DEFAULTS"
+
+
+DEFAULTS = _Defaults()
+Rules = Sequence["tuple[str, Any] | _Defaults"]
+
+
+def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
+    """`{path: value of the first rule whose regex is found in the path}`.
+
+    Args:
+      rules: `(regex, value)` pairs, in order. Those after the marker `DEFAULTS` are allowed to
+        match nothing: they also speak of adapters and heads that a given model may not have.
+      paths: the leaves' paths.
+
+    Raises:
+      RuleError: a path matches no rule; a rule before `DEFAULTS` decides no path; a regex is not
+        one.
+    """
+    paths = list(paths)
+    compiled, strict = [], True
+    for rule in rules:
+        if rule is DEFAULTS:
+            strict = False
+            continue
+        pattern, value = rule
+        try:
+            compiled.append((re.compile(pattern), value, strict))
+        except re.error as error:
+            raise RuleError(f"rule {pattern!r} is not a regular expression: {error}") from None
+    matched, used = {}, set()
+    for path in paths:
+        for i, (regex, value, _) in enumerate(compiled):
+            if regex.search(path):
+                matched[path] = value
+                used.add(i)
+                break
+        else:
+            raise RuleError(
+                f"no rule covers the leaf {path!r}; rules, in order: "
+                f"{[regex.pattern for regex, _, _ in compiled]}. Add a rule for it"
+            )
+    for i, (regex, _, must_match) in enumerate(compiled):
+        if must_match and i not in used:
+            shadow = next((p for p in paths if regex.search(p)), None)
+            why = (
+                f"every leaf it matches (first: {shadow!r}) is taken by an earlier rule"
+                if shadow
+                else f"it matches none of the {len(paths)} leaves, e.g. {paths[:3]}"
+            )
+            raise RuleError(f"rule {regex.pattern!r} decides nothing: {why}. Remove or correct it")
+    return matched
+
+
+# Leaves that are data, not weights, never train: removal masks and quantisation codes.
+DEFAULT_TRAINABLE_RULES = (
+    DEFAULTS,
+    (r"/(mask|codes|absmax|code_book)$", False),
+    (r"", True),
+)
+
+# No decay on biases, norms, neuron_scale (P of MLP Fusion), lambda (P-32), gates, DoRA magnitudes.
+# The embedding decays, as it does in the usual Hugging Face recipes (they spare biases and norms).
+DEFAULT_DECAY_RULES = (
+    DEFAULTS,
+    (r"(^|/)bias$", False),
+    (r"norm/(scale|bias)$", False),
+    (r"(^|/)(neuron_scale|lambda|gates?_logits|magnitude)$", False),
+    (r"", True),
+)
+
+# Leading None is the stack's layer axis, which is never sharded: the scan slices it. Kernels are
+# [in, out]; "fsdp" always lies on the model width, "tensor" on heads, inner neurons, vocabulary.
+_IN = PartitionSpec(None, "fsdp", "tensor")
+_OUT = PartitionSpec(None, "tensor", "fsdp")
+DEFAULT_SHARDING_RULES = (
+    DEFAULTS,
+    (r"^embed/embedding$", PartitionSpec("tensor", "fsdp")),
+    (r"^head/kernel$", PartitionSpec("fsdp", "tensor")),
+    (r"^head/", PartitionSpec()),
+    (r"^final_norm/", PartitionSpec()),
+    (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
+    (r"^stack/.*/(q|k|v|gate|up)/(kernel|mask)$", _IN),
+    (r"^stack/.*/(out|down)/(kernel|mask)$", _OUT),
+    (r"^stack/.*/(q|k|v|gate|up)/(bias|magnitude)$", PartitionSpec(None, "tensor")),
+    (r"^stack/.*/(out|down)/(bias|magnitude)$", PartitionSpec(None, "fsdp")),
+    (r"^stack/.*/(q|k|v|gate|up)/lora_a$", PartitionSpec(None, "fsdp", None)),
+    (r"^stack/.*/(q|k|v|gate|up)/lora_b$", PartitionSpec(None, None, "tensor")),
+    (r"^stack/.*/(out|down)/lora_a$", PartitionSpec(None, "tensor", None)),
+    (r"^stack/.*/(out|down)/lora_b$", PartitionSpec(None, None, "fsdp")),
+    (r"^stack/.*/neuron_scale$", PartitionSpec(None, "tensor")),
+)
+
+
+def trainable_mask(
+    paths: Iterable[str], freeze: Sequence[str] = (), train_only: Sequence[str] = ()
+) -> dict[str, bool]:
+    """`{path: trains}` from user patterns laid before the defaults.
+
+    Args:
+      paths: the leaves' paths.
+      freeze: regexes of leaves that do not train.
+      train_only: regexes of the only leaves that train (after `freeze`); empty: all of them.
+
+    Raises:
+      RuleError: a pattern matches nothing, or nothing is left to train.
+    """
+    rules: list[Any] = [(pattern, False) for pattern in freeze]
+    rules += [(pattern, True) for pattern in train_only]
+    rules += [DEFAULTS, (r"", False)] if train_only else list(DEFAULT_TRAINABLE_RULES)
+    mask = match_rules(rules, paths)
+    if not any(mask.values()):
+        raise RuleError(
+            f"no leaf is left to train: freeze={list(freeze)}, train_only={list(train_only)}"
+        )
+    return mask
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh over the three axes; (1, 1, 1) is the one-device mesh."""
+    n_devices = data * fsdp * tensor
+    devices = jax.devices()
+    if n_devices > len(devices):
+        raise ValueError(
+            f"mesh ({data}, {fsdp}, {tensor}) needs {n_devices} devices, there are {len(devices)}"
+        )
+    return jax.make_mesh(
+        (data, fsdp, tensor),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * 3,
+        devices=devices[:n_devices],
+    )
+
+
+def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> Any:
+    """The tree of `NamedSharding`s that `rules` give to `tree` (arrays or ShapeDtypeStructs).
+
+    Raises:
+      RuleError: as in `match_rules`; a spec names more axes than its leaf has, or an axis that the
+        mesh has not.
+    """
+    leaves = flatten(tree)
+    specs = match_rules(rules, leaves)
+    for path, spec in specs.items():
+        if len(spec) > len(leaves[path].shape):
+            raise RuleError(
+                f"leaf {path!r} of shape {leaves[path].shape} cannot take the spec {spec}: "
+                "it names more axes than the leaf has"
+            )
+        names = {n for axis in spec for n in (axis if isinstance(axis, tuple) else (axis,)) if n}
+        if names - set(mesh.axis_names):
+            raise RuleError(f"spec {spec} of {path!r} names axes that are not in {mesh.axis_names}")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: NamedSharding(mesh, specs[path_str(path)]), tree
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, accumulated: bool = True) -> NamedSharding:
+    """Examples over `data` and `fsdp`; `accumulated` batches are [A, B, T], others [B, T]."""
+    spec = (None, ("data", "fsdp")) if accumulated else (("data", "fsdp"),)
+    return NamedSharding(mesh, PartitionSpec(*spec))

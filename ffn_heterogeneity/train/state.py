@@ -1,0 +1,142 @@
+"""What a training step reads and writes, and the split into trainable and frozen leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from ffn_heterogeneity.paths import flatten, path_str, unflatten
+from ffn_heterogeneity.train import partition
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The state of a run between two steps; a pytree.
+
+    Attributes:
+      step: int32 scalar, the number of optimiser steps done.
+      params: the whole parameter tree: trainable leaves float32, frozen ones in storage dtype.
+      opt_state: the optimiser's state, of trainable leaves only.
+      key: uint32 [2], raw data of the threefry key that every step's randomness is folded from.
+        (Raw, so that a checkpoint is plain numbers.)
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key: jax.Array
+
+
+def split_params(params: Any, trainable: Mapping[str, bool]) -> tuple[dict, dict]:
+    """`(trainable, frozen)`, two flat dicts `{path: leaf}`; `merge_params` is the inverse."""
+    leaves = flatten(params)
+    missing = [path for path in leaves if path not in trainable]
+    if missing:
+        raise ValueError(f"trainable says nothing about the leaf {missing[0]!r}")
+    return (
+        {path: leaf for path, leaf in leaves.items() if trainable[path]},
+        {path: leaf for path, leaf in leaves.items() if not trainable[path]},
+    )
+
+
+def merge_params(trainable: Mapping[str, Any], frozen: Mapping[str, Any]) -> Any:
+    """The nested tree of both; keys are sorted, as jax does, so the order is always the same."""
+    both = {**trainable, **frozen}
+    return unflatten({path: both[path] for path in sorted(both)})
+
+
+def create_state(
+    params: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
+    trainable: Mapping[str, bool],
+    *,
+    seed: int = 0,
+    master_dtype: Any = jnp.float32,
+) -> TrainState:
+    """A fresh state. Floating trainable leaves become `master_dtype`; frozen ones are untouched.
+
+    Args:
+      params: tree of numpy or jax arrays. It stays valid: donating the state does not delete it.
+      optimizer: from `make_optimizer`.
+      trainable: `{path: trains}`.
+      seed: of all randomness of the run.
+      master_dtype: of the trainable leaves (float64 only in tests).
+
+    Raises:
+      ValueError: a leaf that is set to train is not floating.
+    """
+    train, frozen = split_params(params, trainable)
+    for path, leaf in train.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"leaf {path!r} of dtype {leaf.dtype} cannot train: freeze it")
+    # Copies, because the step donates the state and must not delete the caller's arrays.
+    train = {path: jnp.array(leaf, dtype=master_dtype, copy=True) for path, leaf in train.items()}
+    frozen = {path: jnp.array(leaf, copy=True) for path, leaf in frozen.items()}
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=merge_params(train, frozen),
+        opt_state=optimizer.init(train),
+        key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+    )
+
+
+def abstract_state(
+    params: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
+    trainable: Mapping[str, bool],
+    *,
+    master_dtype: Any = jnp.float32,
+) -> TrainState:
+    """`create_state`'s shapes and dtypes, without allocating anything."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def build(tree):
+        train, frozen = split_params(tree, trainable)
+        train = {path: leaf.astype(master_dtype) for path, leaf in train.items()}
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=merge_params(train, frozen),
+            opt_state=optimizer.init(train),
+            key=jnp.zeros((2,), jnp.uint32),
+        )
+
+    return jax.eval_shape(build, shapes)
+
+
+def state_shardings(
+    mesh: Mesh, state: TrainState, rules: partition.Rules = partition.DEFAULT_SHARDING_RULES
+) -> TrainState:
+    """The state's `NamedSharding`s: parameters by `rules`, moments as their parameter.
+
+    A leaf of the optimiser's state belongs to the parameter whose path is one of its own keys; it
+    takes that parameter's spec when the shapes agree and is replicated otherwise (Adafactor's
+    factored rows and columns: small).
+    """
+    params = partition.shardings(mesh, state.params, rules)
+    by_path, shapes = flatten(params), {p: x.shape for p, x in flatten(state.params).items()}
+    whole = partition.replicated(mesh)
+
+    def of_opt_leaf(key_path, leaf):
+        for key in key_path:
+            path = getattr(key, "key", None)
+            if path in by_path and shapes[path] == leaf.shape:
+                return by_path[path]
+        return whole
+
+    opt_state = jax.tree_util.tree_map_with_path(of_opt_leaf, state.opt_state)
+    return TrainState(step=whole, params=params, opt_state=opt_state, key=whole)
+
+
+def describe(tree: Any) -> dict[str, list]:
+    """`{path: [shape, dtype]}`, JSON-ready: what two trees must share to be exchangeable."""
+    return {
+        path_str(path): [list(leaf.shape), str(leaf.dtype)]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -1,0 +1,312 @@
+"""One optimiser step as one compiled, donated function: `train_step(state, batch, hyper)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.train.state import TrainState, merge_params, split_params
+
+# (params, batch, *, probes, dropout) -> outputs; dropout is None or (key, rate)
+ForwardFn = Callable[..., dict]
+
+
+def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> None:
+    """Refuses terms that cannot act.
+
+    Raises:
+      ValueError: no terms, two of one name, or a "params" term with a target pattern that matches
+        no trainable leaf (it would change nothing and say nothing).
+    """
+    if not terms:
+        raise ValueError("a train step needs at least one loss term")
+    names = [term.name for term in terms]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two loss terms are named {name!r}: give each its own name")
+    for term in terms:
+        for pattern in term.targets if term.on == "params" else ():
+            found = [path for path in trainable if re.search(pattern, path)]
+            if not any(trainable[path] for path in found):
+                why = (
+                    f"all {len(found)} leaves it matches are frozen (first: {found[0]!r})"
+                    if found
+                    else "it matches no leaf of the model"
+                )
+                raise ValueError(
+                    f"loss term {term.name!r} has no trainable leaf for its target {pattern!r}: "
+                    f"{why}. Let them train or drop the term"
+                )
+
+
+def make_train_step(
+    forward_fn: ForwardFn,
+    terms: Sequence[LossTerm],
+    optimizer: optax.GradientTransformationExtraArgs,
+    trainable: Mapping[str, bool],
+    *,
+    accumulation: int = 1,
+    dropout: bool = False,
+    refresh: Callable[..., Any] | None = None,
+    shardings: tuple[Any, Any, Any] | None = None,
+    donate: bool = True,
+):
+    """Builds `train_step(state, batch, hyper) -> (state, metrics)`, jitted, donating `state`.
+
+    total = sum_i w_i * (sum over micro-batches of total_i) / (sum of denominator_i)
+            + sum_j w_j * total_j / denominator_j            ("params" terms, once per step)
+
+    Accumulation is exact for any mixture of denominators: they do not depend on the parameters
+    (`TermValue`'s contract), so a first scan sums them - the compiler removes the forward pass from
+    it, since only masks are read - and the second scan differentiates
+    sum_i (w_i / D_i) total_i of each micro-batch into float32 accumulators. A term whose
+    denominators sum to 0 (no target in the whole batch) contributes 0.
+
+    Args:
+      forward_fn: `(params, batch, *, probes, dropout) -> outputs`.
+      terms: the loss.
+      optimizer: from `make_optimizer`, for the trainable leaves.
+      trainable: `{path: trains}` over every leaf. The gradient is taken with respect to the
+        trainable ones only; there is no buffer for the others.
+      accumulation: A, the number of micro-batches in a step.
+      dropout: whether the model drops at all (static); the rate is `hyper["dropout"]`.
+      refresh: optional `(params, step, key, hyper) -> params`, applied to the tree before the
+        forward pass and never stored (adapters that redraw a mask every step).
+      shardings: optional `(state, batch, replicated)` shardings for the jit.
+      donate: the state's buffers are reused. False only for tests.
+
+    Returns:
+      The jitted step. Batch leaves are [A, B, T]; `hyper` is a dict of scalar float32 arrays with
+      "learning_rate", the terms' weights by name, and "dropout" if it is on. Metrics: "loss",
+      each term's value by name, "<term>/<metric>", "grad_norm", "update_norm", "tokens" (not
+      padding), "target_tokens", "finite" (bool) and "gradient_finite" (bool per trainable leaf, in
+      sorted order of paths). An "outputs" term's metrics are sums, divided by its denominator as
+      its total is; a "params" term's are reported as they are.
+      If the loss or any gradient is not finite, the state is returned as it came and "finite" is
+      False.
+
+    Raises:
+      ValueError: see `check_terms`; when traced: a weight that `hyper` has not, a batch whose
+        leading axis is not A.
+    """
+    check_terms(terms, trainable)
+    terms = tuple(terms)
+    if accumulation < 1:
+        raise ValueError(f"accumulation={accumulation} must be at least 1")
+    static = (forward_fn, terms, dropout, refresh)
+
+    def train_step(state: TrainState, batch: dict, hyper: dict):
+        _check_batch(batch, accumulation)
+        key = jax.random.fold_in(
+            jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step
+        )
+        train, frozen = split_params(state.params, trainable)
+        loss = _StepLoss(*static, frozen, state.step, key, hyper)
+        grads, metrics = loss.grad_and_metrics(train, batch, accumulation)
+        gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
+        finite = jnp.isfinite(metrics["loss"]) & jnp.all(gradient_finite)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, train, learning_rate=hyper["learning_rate"]
+        )
+        new = {path: leaf + updates[path] for path, leaf in train.items()}
+        new, opt_state = jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), (new, opt_state), (train, state.opt_state)
+        )
+        metrics |= _counts(batch) | {
+            "grad_norm": optax.global_norm(grads),
+            "update_norm": optax.global_norm(updates),
+            "finite": finite,
+            "gradient_finite": gradient_finite,
+        }
+        new_state = TrainState(
+            step=jnp.where(finite, state.step + 1, state.step),
+            params=merge_params(new, frozen),
+            opt_state=opt_state,
+            key=state.key,
+        )
+        return new_state, metrics
+
+    placed = {}
+    if shardings is not None:
+        state_s, batch_s, whole = shardings
+        placed = {"in_shardings": (state_s, batch_s, whole), "out_shardings": (state_s, whole)}
+    return jax.jit(train_step, donate_argnums=(0,) if donate else (), **placed)
+
+
+@dataclasses.dataclass
+class _StepLoss:
+    """The loss of one step as functions of the trainable leaves; lives while the step is traced."""
+
+    forward_fn: ForwardFn
+    terms: tuple[LossTerm, ...]
+    dropout: bool
+    refresh: Callable[..., Any] | None
+    frozen: dict
+    step: jax.Array
+    key: jax.Array
+    hyper: dict
+
+    def __post_init__(self):
+        self.weights = {term.name: _weight(term, self.hyper) for term in self.terms}
+        self.probes = union_of_probes(self.terms)
+        self.on_outputs = [term for term in self.terms if term.on == "outputs"]
+        self.on_params = [term for term in self.terms if term.on == "params"]
+        self.dropout_key, self.refresh_key = jax.random.split(self.key)
+
+    def grad_and_metrics(self, train: dict, batch: dict, accumulation: int) -> tuple[dict, dict]:
+        """The gradient of the whole loss, "loss", and every term's value and metrics."""
+        grads, summed, plain = jax.tree.map(jnp.zeros_like, train), {}, {}
+        if self.on_outputs and accumulation == 1:
+            grads, summed = self._micro_grad(train, jax.tree.map(lambda x: x[0], batch), 0, None)
+        elif self.on_outputs:
+            grads, summed = self._scan(train, batch, accumulation)
+        if self.on_params:
+            more, plain = jax.grad(self._params_loss, has_aux=True)(train)
+            grads = jax.tree.map(jnp.add, grads, more)
+        metrics = term_metrics(summed, divide=True) | term_metrics(plain, divide=False)
+        metrics["loss"] = sum(self.weights[term.name] * metrics[term.name] for term in self.terms)
+        return grads, metrics
+
+    def _params(self, train: dict) -> Any:
+        params = merge_params(train, self.frozen)
+        if self.refresh is None:
+            return params
+        return self.refresh(params, self.step, self.refresh_key, self.hyper)
+
+    def _values(self, train: dict, micro: dict, index) -> dict[str, TermValue]:
+        params, dropout = self._params(train), None
+        if self.dropout:
+            dropout = (jax.random.fold_in(self.dropout_key, index), self.hyper["dropout"])
+        outputs = self.forward_fn(params, micro, probes=self.probes, dropout=dropout)
+        return {term.name: term.function(params, outputs, micro) for term in self.on_outputs}
+
+    def _micro_grad(self, train: dict, micro: dict, index, denominators: dict | None):
+        """Gradient of one micro-batch's share; `denominators` None: it is the whole batch."""
+
+        def loss(train):
+            values, total = self._values(train, micro, index), 0.0
+            for name, value in values.items():
+                whole = value.denominator if denominators is None else denominators[name]
+                share = value.total * jax.lax.stop_gradient(_reciprocal(whole))
+                total = total + self.weights[name] * share
+            return total, values
+
+        return jax.grad(loss, has_aux=True)(train)
+
+    def _scan(self, train: dict, batch: dict, accumulation: int):
+        xs = (batch, jnp.arange(accumulation))
+
+        def count(sums, x):
+            values = self._values(train, *x)
+            return {n: sums[n] + _float32(v.denominator) for n, v in values.items()}, None
+
+        zeros = {term.name: jnp.zeros((), jnp.float32) for term in self.on_outputs}
+        denominators, _ = jax.lax.scan(count, zeros, xs)
+
+        def add(sums, x):
+            new = self._micro_grad(train, *x, denominators)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new), None
+
+        first = jax.tree.map(lambda x: x[0], xs)
+        shapes = jax.eval_shape(lambda x: self._micro_grad(train, *x, denominators), first)
+        start = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes
+        )
+        return jax.lax.scan(add, start, xs)[0]
+
+    def _params_loss(self, train: dict):
+        params = self._params(train)
+        values = {term.name: term.function(params) for term in self.on_params}
+        total = sum(
+            self.weights[name] * value.total * jax.lax.stop_gradient(_reciprocal(value.denominator))
+            for name, value in values.items()
+        )
+        return total, values
+
+
+def make_eval_step(forward_fn: ForwardFn, terms: Sequence[LossTerm]):
+    """Jitted `(params, batch) -> {term: TermValue}` of the "outputs" terms, batch leaves [B, T].
+
+    Sum the values of several batches with `jax.tree.map`, then `term_metrics`: token-exact.
+    """
+    on_outputs = [term for term in terms if term.on == "outputs"]
+    probes = union_of_probes(on_outputs)
+
+    def eval_step(params, batch):
+        outputs = forward_fn(params, batch, probes=probes, dropout=None)
+        return {term.name: term.function(params, outputs, batch) for term in on_outputs}
+
+    return jax.jit(eval_step)
+
+
+def make_params_metrics(terms: Sequence[LossTerm]):
+    """Jitted `params -> metrics` of the "params" terms: values and what comes free with them."""
+    on_params = [term for term in terms if term.on == "params"]
+
+    def params_metrics(params):
+        return term_metrics({t.name: t.function(params) for t in on_params}, divide=False)
+
+    return jax.jit(params_metrics)
+
+
+def term_metrics(values: Mapping[str, TermValue], *, divide: bool) -> dict[str, Any]:
+    """`{term: total / denominator, "term/metric": ...}`; `divide`: metrics are sums as well."""
+    metrics = {}
+    for name, (total, denominator, extra) in values.items():
+        scale = _reciprocal(denominator)
+        metrics[name] = total * scale
+        for key, value in extra.items():
+            metrics[f"{name}/{key}"] = value * scale if divide else value
+    return metrics
+
+
+def union_of_probes(terms: Sequence[LossTerm]) -> tuple:
+    """Every probe that a term needs, once, in order of first use."""
+    return tuple(dict.fromkeys(probe for term in terms for probe in term.probes))
+
+
+def _reciprocal(denominator) -> jax.Array:
+    """1 / denominator, and 0 for 0."""
+    denominator = _float32(denominator)
+    return jnp.where(denominator == 0, 0.0, 1.0 / jnp.where(denominator == 0, 1.0, denominator))
+
+
+def _float32(x) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _weight(term: LossTerm, hyper: Mapping[str, Any]):
+    if not isinstance(term.weight, str):
+        return term.weight
+    if term.weight not in hyper:
+        raise ValueError(
+            f"loss term {term.name!r} takes its weight from hyper[{term.weight!r}], which is not "
+            f"given; hyper has {sorted(hyper)}"
+        )
+    return hyper[term.weight]
+
+
+def _check_batch(batch: Mapping[str, Any], accumulation: int) -> None:
+    for name, leaf in batch.items():
+        if leaf.ndim < 2 or leaf.shape[0] != accumulation:
+            raise ValueError(
+                f"batch[{name!r}] has shape {leaf.shape}; expected [accumulation={accumulation}, "
+                "examples, ...]"
+            )
+
+
+def _counts(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    counts = {}
+    if "segment_ids" in batch:
+        counts["tokens"] = jnp.sum(batch["segment_ids"] > 0)
+    if "loss_mask" in batch:
+        counts["target_tokens"] = jnp.sum(batch["loss_mask"])
+    return counts

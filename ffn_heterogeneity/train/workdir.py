@@ -1,0 +1,132 @@
+"""A work directory belongs to one run: its config, command and versions are written into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from ffn_heterogeneity.io.files import read_json, write_json
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
+# Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
+OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
+_ABSENT = "<absent>"
+
+
+class WorkdirError(ValueError):
+    """The work directory holds another run; the message names what differs and the way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """`path`, and whether the directory already held this very run."""
+
+    path: epath.Path
+    resumed: bool
+
+    def __truediv__(self, name: str) -> epath.Path:
+        return self.path / name
+
+
+def prepare_workdir(
+    workdir: str | os.PathLike, config: Mapping[str, Any], *, resume: bool = True
+) -> Workdir:
+    """Claims `workdir` for the run that `config` describes; every script calls it first.
+
+    Writes `config.json`, `command.txt` (appended: one line per start) and `versions.json`.
+
+    Args:
+      workdir: local path or bucket (`gs://...`).
+      config: nested dict of plain values (`ConfigDict.to_dict()`).
+      resume: whether a directory that already holds this run may be continued.
+
+    Raises:
+      WorkdirError: it holds another run (the differing keys are named), or this one and `resume`
+        is False, or outputs without a config.
+    """
+    if not os.fspath(workdir):
+        raise WorkdirError("no work directory given: add --workdir=<directory>")
+    path = epath.Path(workdir)
+    new = flatten_config(config)
+    resumed = (path / "config.json").exists()
+    if resumed:
+        old = flatten_config(read_json(path / "config.json"))
+        differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
+        if differing:
+            shown = "; ".join(
+                f"{k}: {old.get(k, _ABSENT)!r} there, {new.get(k, _ABSENT)!r} here"
+                for k in differing[:8]
+            )
+            more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+            raise WorkdirError(
+                f"work directory {path} holds another run ({shown}{more}). "
+                "Use another --workdir, remove that directory, or repeat its config"
+            )
+        if not resume:
+            raise WorkdirError(
+                f"work directory {path} already holds this run and resuming is off: use another "
+                "--workdir or remove that directory"
+            )
+    else:
+        foreign = [name for name in OUTPUTS if (path / name).exists()]
+        if foreign:
+            raise WorkdirError(
+                f"work directory {path} holds {', '.join(foreign)} but no config.json, so it is "
+                "another run's: use another --workdir"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / "config.json", _jsonable(config))
+    _record_start(path)
+    return Workdir(path, resumed)
+
+
+def resume_command() -> str:
+    """The command of this process as one line that can be pasted into a shell."""
+    return shlex.join([os.path.basename(sys.executable) or "python", *sys.argv])
+
+
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"optimizer.name": "adamw"}`, values as JSON would give them back."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten_config(value, name + "."))
+        else:
+            flat[name] = _jsonable(value)
+    return flat
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"config value {value!r} of type {type(value).__name__} is not plain data")
+
+
+def _record_start(path: epath.Path) -> None:
+    log = path / "command.txt"
+    before = log.read_text() if log.exists() else ""
+    log.write_text(before + resume_command() + "\n")
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    write_json(path / "versions.json", versions)

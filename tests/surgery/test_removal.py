@@ -1,0 +1,183 @@
+"""Removal equals masking; choices equal a float64 oracle written from the formula."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
+from ffn_heterogeneity.surgery.removal import choose_neurons, mask_neurons, remove_neurons
+from ffn_heterogeneity.surgery.selection import layer_subset, removal_count, select_global
+
+CONFIG = ModelConfig(
+    family="gemma2", vocab_size=61, d_model=24, n_heads=4, n_kv_heads=2, head_dim=8,
+    layers=(LayerConfig(40, window=5), LayerConfig(40)) * 3,
+    activation="gelu_tanh", norm_offset=1.0, post_norms=True, ffn_bias=True,
+    attention_softcap=50.0, final_softcap=30.0, embedding_multiplier=24**0.5,
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 17))
+
+
+def random_params(dtype=np.float64) -> dict:
+    """A tree with large random leaves, biases included, so that every leaf matters."""
+    rng = np.random.default_rng(1)
+    shapes = causal_lm.abstract_params(CONFIG)
+    return jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype(dtype), shapes)
+
+
+def logits(config, params, dtype) -> np.ndarray:
+    options = causal_lm.RunOptions(compute_dtype=dtype)
+    hidden = causal_lm.forward(config, params, {"tokens": TOKENS}, options=options)["hidden"]
+    return np.asarray(causal_lm.logits(config, params, hidden))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "budget"), [("entropy", "layer"), ("magnitude", "global"), ("random", "layer")]
+)
+def test_removal_equals_masking_in_float64(criterion, budget):
+    with jax.enable_x64(True):
+        params = random_params()
+        removed = choose_neurons(CONFIG, params, criterion=criterion, ratio=0.3, budget=budget)
+        config, smaller = remove_neurons(CONFIG, params, removed)
+        pruned = logits(config, restack(config, smaller), jnp.float64)
+        masked = logits(CONFIG, restack(CONFIG, mask_neurons(params, removed)), jnp.float64)
+        full = logits(CONFIG, params, jnp.float64)
+    assert pruned.dtype == np.float64
+    assert np.abs(pruned - masked).max() <= 1e-9
+    assert np.abs(pruned - full).max() > 1e-3, "removal changed nothing: the test cannot fail"
+
+
+def test_widths_and_counts():
+    params = random_params()
+    removed = choose_neurons(CONFIG, params, criterion="entropy", ratio=0.25, layers="pair:2")
+    config, smaller = remove_neurons(CONFIG, params, removed)
+    assert config.ffn_widths == (40, 40, 30, 30, 40, 40)
+    assert smaller["layers"][2]["ffn"]["down"]["kernel"].shape == (30, 24)
+    assert smaller["layers"][2]["ffn"]["up"]["bias"].shape == (30,)
+    assert smaller["layers"][2]["ffn"]["down"]["bias"].shape == (24,)
+    removed = choose_neurons(CONFIG, params, criterion="magnitude", ratio=0.25, budget="global")
+    assert sum(map(len, removed.values())) == 60
+    assert removal_count(10, ratio=0.3) == 3, "0.3 * 10 is 2.9999999999999996 in floats"
+
+
+def oracle_scores(name: str, w: np.ndarray) -> list[float]:
+    """Row by row in plain Python floats, from the formulas."""
+    scores = []
+    for row in w.astype(np.float64):
+        z = math.fsum(abs(x) for x in row)
+        r = [abs(x) / z for x in row]
+        n = len(r)
+        if name == "entropy":
+            scores.append(-math.fsum(x * math.log(x) for x in r if x > 0))
+        elif name == "gini":
+            scores.append(1 - math.fsum(x * x for x in r))
+        elif name == "mstd":
+            scores.append(-math.sqrt(math.fsum((x - 1 / n) ** 2 for x in r) / n))
+        else:
+            scores.append(-math.fsum(x * x for x in row))
+    return scores
+
+
+@pytest.mark.parametrize("name", ["entropy", "gini", "mstd", "magnitude"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_choice_equals_the_oracle(name, reverse):
+    params = random_params(np.float32)
+    removed = choose_neurons(CONFIG, params, criterion=name, ratio=0.25, reverse=reverse)
+    for layer, tree in enumerate(unstack(params)["layers"]):
+        scores = oracle_scores(name, tree["ffn"]["down"]["kernel"])
+        order = sorted(range(40), key=lambda i: scores[i] if reverse else -scores[i])
+        assert removed[layer].tolist() == sorted(order[:10])
+
+
+def test_random_is_a_permutation_that_depends_on_seed_and_layer_only():
+    params = random_params()
+    choose = lambda **kw: choose_neurons(CONFIG, params, criterion="random", ratio=0.25, **kw)  # noqa: E731
+    everywhere, alone, other = choose(), choose(layers=[3]), choose(seed=1)
+    assert everywhere[3].tolist() == alone[3].tolist()
+    assert everywhere[3].tolist() != everywhere[4].tolist()
+    assert everywhere[3].tolist() != other[3].tolist()
+
+
+@pytest.mark.parametrize("name", sorted(set(CRITERIA) - {"random"}))
+def test_dead_and_tiny_rows(name):
+    w = np.random.default_rng(0).normal(size=(8, 6))
+    w[3] = 0
+    w[5] *= 1e-200
+    scores = layer_scores(name, {"down": {"kernel": w}}, layer=0)
+    assert scores.argmax() == 3, "a neuron that does nothing goes first"
+    assert np.isfinite(np.delete(scores, 3)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_non_finite_weights_are_refused_by_layer(value):
+    params = unstack(random_params())
+    params["layers"][4]["ffn"]["down"]["kernel"][7, 2] = value
+    with pytest.raises(ValueError, match="layer 4.*row 7, column 2"):
+        choose_neurons(CONFIG, params, criterion="entropy", ratio=0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ratio": 1.0}, r"ratio=1.0 is outside \[0, 1\)"),
+        ({"ratio": -0.1}, "ratio=-0.1 is outside"),
+        ({"ratio": float("nan")}, "ratio=nan is outside"),
+        ({"count": 40}, "count=40 is outside"),
+        ({}, "exactly one of ratio and count"),
+        ({"ratio": 0.1, "count": 1}, "exactly one of ratio and count"),
+        ({"ratio": 0.1, "layers": "6"}, "layer 6 is out of range.*0 to 5"),
+        ({"ratio": 0.1, "layers": [0, -1]}, "layer -1 is out of range"),
+        ({"ratio": 0.1, "layers": "1,1"}, "names a layer twice"),
+        ({"ratio": 0.1, "layers": "middle"}, "not understood"),
+        ({"ratio": 0.1, "budget": "total"}, "budget='total'"),
+        ({"ratio": 0.1, "criterion": "entropi"}, "criterion 'entropi' is unknown"),
+        ({"count": 235, "budget": "global"}, "would empty a layer"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        choose_neurons(CONFIG, random_params(), **{"criterion": "entropy", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ({9: [0]}, "layer 9 is out of range"),
+        ({0: [40]}, "is not in 0..39"),
+        ({0: [1, 1]}, "named twice"),
+        ({0: list(range(40))}, "all 40 neurons would go"),
+    ],
+)
+def test_bad_indices_are_named(removed, message):
+    with pytest.raises(ValueError, match=message):
+        remove_neurons(CONFIG, random_params(), removed)
+
+
+def test_layer_subsets():
+    assert layer_subset("top", 5) == (2, 3, 4)
+    assert layer_subset("bottom", 5) == (0, 1)
+    assert layer_subset("even", 5) == (0, 2, 4)
+    assert layer_subset("odd", 5) == (1, 3)
+    assert layer_subset("1-3,0", 5) == (0, 1, 2, 3)
+    assert layer_subset("pair:3", 5) == (3, 4)
+
+
+def test_a_global_budget_never_empties_a_layer():
+    scores = {0: np.full(4, 9.0), 1: np.arange(4.0), 2: np.arange(4.0) - 9}
+    removed = select_global(scores, count=9)
+    assert [len(removed[i]) for i in range(3)] == [3, 3, 3]
+    assert removed[1].tolist() == [1, 2, 3]
+
+
+def test_unknown_adapter_leaves_are_refused():
+    params = unstack(random_params())
+    params["layers"][0]["ffn"]["up"]["lora_a"] = np.zeros((24, 2))
+    with pytest.raises(ValueError, match="ffn/up/lora_a"):
+        remove_neurons(CONFIG, params, {0: [1]})
