@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -95,13 +96,23 @@ class BatchIterator:
     """
 
     def __init__(self, iterator: Any, identity: Mapping[str, Any], counts: Counts):
-        self._iterator, self._identity, self.counts = iterator, dict(identity), counts
+        self._identity, self.counts = dict(identity), counts
+        # At exit the thread must end, and grain's iterator be gone (its __del__ fails later on),
+        # before the interpreter takes the modules apart.
+        self._held = [iterator]
+        self._closing = weakref.finalize(self, _close, self._held)
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __next__(self) -> Batch:
         return next(self._iterator)
+
+    @property
+    def _iterator(self) -> Any:
+        if not self._held:
+            raise DataError("this batch iterator is closed; make a new one")
+        return self._held[0]
 
     def get_state(self) -> dict[str, Any]:
         """Where the consumer stands: plain dicts, ints and strings."""
@@ -129,7 +140,7 @@ class BatchIterator:
 
     def close(self) -> None:
         """Stops the background thread."""
-        self._iterator.close()
+        self._closing()
 
 
 class Pipeline:
@@ -386,6 +397,11 @@ def _finite(batches: Any, limit: int | None) -> Iterator[Batch]:
         yield from itertools.islice(iterator, limit)
     finally:
         iterator.close()
+
+
+def _close(held: list[Any]) -> None:
+    while held:
+        held.pop().close()
 
 
 def _tuples(state: Any) -> Any:

@@ -8,9 +8,13 @@ training. Data larger than memory belongs in parquet or in a hub data set.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from etils import epath
@@ -105,9 +109,10 @@ class HubSource:
 
         repository, _, config = name.partition(":")
         try:
-            self._data = datasets.load_dataset(
-                repository, config or None, split=split, revision=revision
-            )
+            with _offline_without_network():
+                self._data = datasets.load_dataset(
+                    repository, config or None, split=split, revision=revision
+                )
         # Anything may go wrong in there (network, names, formats): all of it has one way out.
         except Exception as error:
             raise DataError(
@@ -258,7 +263,7 @@ def _expand(name: str) -> list[str]:
     path = epath.Path(name)
     if not path.is_dir():
         return [name]
-    files = sorted(str(file) for file in path.glob("**/*.txt"))
+    files = sorted(str(file) for file in path.glob("*.txt"))
     if not files:
         raise DataError(f"{name}: a directory without .txt files; name the data file itself")
     return files
@@ -289,6 +294,31 @@ def _passage_end(text: str, start: int, size: int) -> int:
             # A space goes with the word after it, as tokenizers have it; line ends stay behind.
             return max(found + (0 if separator == " " else len(separator)), start + 1)
     return end
+
+
+@contextlib.contextmanager
+def _offline_without_network() -> Iterator[None]:
+    """Without a network the hub's client retries for 25 s: tell it at once (the cache still works).
+
+    Behind a proxy names may not resolve here though the hub can be reached: nothing is done then.
+    """
+    import datasets
+    import huggingface_hub
+
+    host = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT).hostname
+    flags = (huggingface_hub.constants, datasets.config)
+    before = [module.HF_HUB_OFFLINE for module in flags]
+    try:
+        if not urllib.request.getproxies():
+            socket.getaddrinfo(host, 443)
+    except OSError:
+        for module in flags:
+            module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(flags, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 def _name(paths: Sequence[str]) -> str:

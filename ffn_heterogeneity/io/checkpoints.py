@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint import checkpoint_managers
 
-from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.paths import path_str
 
 MANIFEST = "manifest.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read or does not fit; names it and the last good one."""
+BEST = "best.json"
 
 
 class Checkpoints:
-    """The checkpoints under one directory: the latest `keep` and, by metric, the best one.
+    """The checkpoints under one directory: the latest `keep`, and the best one.
 
     A checkpoint is a directory named by its step: `state/` (orbax, arrays by path), `info/` (JSON:
     what the caller hands over, e.g. the data position), and `manifest.json` with the size and
@@ -33,8 +31,6 @@ class Checkpoints:
     Args:
       directory: local path or bucket; made when missing.
       keep: how many of the latest are kept.
-      best_mode: "min" or "max": which metric value given to `save` is the best.
-      keep_best: keep the best one besides.
     """
 
     def __init__(
@@ -42,25 +38,12 @@ class Checkpoints:
         directory: str | os.PathLike,
         *,
         keep: int = 1,
-        best_mode: str = "min",
-        keep_best: bool = True,
     ):
-        if best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode={best_mode!r}: choose 'min' or 'max'")
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the latest checkpoint must be kept")
         self.directory = epath.Path(directory).absolute()
-        policies: list[Any] = [checkpoint_managers.LatestN(keep)]
-        if keep_best:
-            best = checkpoint_managers.BestN(
-                get_metric_fn=lambda metrics: metrics["value"],
-                reverse=best_mode == "max",
-                n=1,
-                keep_checkpoints_without_metrics=False,
-            )
-            policies.append(best)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            preservation_policy=_LatestAndBest(keep, self),
             # On CPU the arrays on the host ARE the device's: a save in the background would read
             # buffers that the next step has been given by donation.
             enable_async_checkpointing=jax.default_backend() != "cpu",
@@ -71,22 +54,32 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a whole checkpoint, ascending."""
         self.wait()
-        return sorted(self._manager.all_steps(read=True))
+        return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, info: dict, *, metric: float | None = None) -> None:
-        """Saves `state` (any pytree of arrays) and `info` (JSON) as `step`; a no-op if it is there.
+    @property
+    def best_step(self) -> int | None:
+        """The step last saved as the best."""
+        path = self.directory / BEST
+        return read_json(path)["step"] if path.exists() else None
+
+    def save(self, step: int, state: Any, info: dict, *, best: bool = False) -> None:
+        """Saves `state` (any pytree of arrays) and `info` (JSON) as `step`, unless it is there.
 
         Args:
-          metric: the value by which this checkpoint may be the best; None: it never is.
+          best: it is the best so far: it stays until another is.
 
         Raises:
           CheckpointError: the files could not be written (a full disk, say).
         """
-        if step in self.steps():
-            return
+        if step not in self.steps():
+            self._write(step, state, info)
+        if best:
+            write_json(self.directory / BEST, {"step": step})
+
+    def _write(self, step: int, state: Any, info: dict) -> None:
         leaves = _named_leaves(state)
         record = {"tree": _describe(leaves), "info": info}
         try:
@@ -95,7 +88,6 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(leaves), info=ocp.args.JsonSave(record)
                 ),
-                metrics=None if metric is None else {"value": float(metric)},
                 force=True,
             )
         except OSError as error:
@@ -151,7 +143,9 @@ class Checkpoints:
                 f"{_first_line(error)}); {self._last_good(exclude=step)}"
             ) from error
         treedef = jax.tree_util.tree_structure(abstract_state)
-        return jax.tree_util.tree_unflatten(treedef, [leaves[key] for key in wanted]), record["info"]
+        return jax.tree_util.tree_unflatten(treedef, [leaves[key] for key in wanted]), record[
+            "info"
+        ]
 
     def verify(self, step: int) -> None:
         """Compares the files of `step` with its manifest (none: killed before sealing, accepted).
@@ -193,7 +187,7 @@ class Checkpoints:
         return None
 
     def _last_good(self, exclude: int) -> str:
-        for step in sorted(set(self._manager.all_steps(read=True)) - {exclude}, reverse=True):
+        for step in sorted(set(self._manager.all_steps()) - {exclude}, reverse=True):
             if self._problem(step) is None:
                 good = self.directory / str(step)
                 return (
@@ -201,6 +195,18 @@ class Checkpoints:
                     "to continue from it"
                 )
         return "there is no other good checkpoint: start again in a new work directory"
+
+
+class _LatestAndBest:
+    """Orbax preservation policy: the latest `keep`, and the best."""
+
+    def __init__(self, keep: int, owner: Checkpoints):
+        self.keep, self.owner = keep, owner
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        latest = sorted(info.step for info in checkpoints)[-self.keep :]
+        return [info.step in (*latest, self.owner.best_step) for info in checkpoints]
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -232,8 +238,19 @@ def _shape(entry: list | None) -> str:
 
 
 def _checksums(folder: epath.Path) -> dict[str, list[int]]:
-    files = sorted(p for p in folder.glob("**/*") if p.is_file() and p.name != MANIFEST)
-    return {str(p.relative_to(folder)): [p.stat().length, _crc32(p)] for p in files}
+    return {
+        str(path.relative_to(folder)): [path.stat().length, _crc32(path)]
+        for path in _files(folder)
+        if path.name != MANIFEST
+    }
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
 
 
 def _crc32(path: epath.Path) -> int:
@@ -245,4 +262,4 @@ def _crc32(path: epath.Path) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:300]
+    return (str(error).strip().splitlines() or ["no message"])[0].split(" See full")[0][:200]

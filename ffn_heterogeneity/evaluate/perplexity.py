@@ -1,0 +1,83 @@
+"""Perplexity over non-overlapping windows (MW and its evaluation code; NUCL's Table 4 models)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.losses.nll import chunked_nll
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward, head_kernel
+from ffn_heterogeneity.models.config import ModelConfig
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def window_nll(config: ModelConfig, options: RunOptions, params: dict, rows: jax.Array):
+    """Summed NLL in nats and number of predictions over rows int32 [B, T + 1]; (sum, count).
+
+    A row that is all -1 (padding of the last batch) counts nothing.
+    """
+    valid = rows[:, 1:] >= 0
+    rows = jnp.maximum(rows, 0)
+    hidden = forward(config, params, {"tokens": rows[:, :-1]}, options=options)["hidden"]
+    kernel, layout = head_kernel(config, params)
+    total, count, *_ = chunked_nll(
+        hidden, kernel, rows[:, 1:], valid, layout=layout, softcap=config.final_softcap
+    )
+    return total, count
+
+
+def perplexity(
+    config: ModelConfig,
+    params: dict,
+    rows: np.ndarray,
+    *,
+    batch_size: int = 4,
+    options: RunOptions = RunOptions(),
+    progress: str | None = "perplexity",
+) -> dict[str, float]:
+    """exp of the mean NLL over all predictions of equally long windows.
+
+    Args:
+      params: stacked tree; numpy leaves are put on the device once.
+      rows: int [windows, length]; every position after the first is predicted.
+
+    Returns:
+      {"perplexity", "nll" (nats a token), "tokens" (predictions), "windows"}.
+
+    Raises:
+      ValueError: rows are not 2-D integers of at least two columns, or hold ids outside the
+        vocabulary.
+    """
+    from tqdm import tqdm
+
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < 2:
+        raise ValueError(f"token ids have shape {rows.shape}: [windows, length >= 2] is needed")
+    if not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"token ids are {rows.dtype}: integers are needed")
+    if rows.min() < 0 or rows.max() >= config.vocab_size:
+        bad = rows.min() if rows.min() < 0 else rows.max()
+        raise ValueError(f"token id {bad} is outside the vocabulary of {config.vocab_size}")
+    params = jax.device_put(params)
+    batch_size = min(batch_size, len(rows))
+    starts = range(0, len(rows), batch_size)
+    total, tokens = 0.0, 0
+    for start in tqdm(starts, desc=progress, disable=None if progress else True, file=sys.stderr):
+        batch = np.full((batch_size, rows.shape[1]), -1, np.int32)
+        part = rows[start : start + batch_size]
+        batch[: len(part)] = part
+        nll, count = window_nll(config, options, params, batch)
+        total, tokens = total + float(nll), tokens + int(count)
+    nll = total / tokens
+    return {
+        # A model broken by an attack may exceed what a float holds.
+        "perplexity": math.exp(nll) if nll < 700 else math.inf,
+        "nll": nll,
+        "tokens": tokens,
+        "windows": len(rows),
+    }

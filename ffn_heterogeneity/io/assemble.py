@@ -1,0 +1,134 @@
+"""Stored tensors + name rules -> a parameter tree, strictly: every tensor is used exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import Rule, expected_shapes
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.paths import unflatten
+
+FLOATS = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
+_EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape, where it is, and how to get it."""
+
+    shape: tuple[int, ...]
+    file: str
+    load: Callable[[], np.ndarray]
+
+
+def all_finite(array: np.ndarray, chunk: int = 1 << 24) -> bool:
+    """Whether no element is NaN or infinite; 16-bit types are checked by their exponent bits."""
+    flat = array.reshape(-1)
+    mask = _EXPONENTS.get(array.dtype)
+    for start in range(0, flat.size, chunk):
+        part = flat[start : start + chunk]
+        if mask is None:
+            if not np.isfinite(part).all():
+                return False
+        elif ((part.view(np.uint16) & mask) == mask).any():
+            return False
+    return True
+
+
+def assemble(
+    config: ModelConfig,
+    rules: Iterable[Rule],
+    tensors: Mapping[str, Stored],
+    *,
+    redundant: Iterable[str] = (),
+    transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] | None = None,
+    dtype: Any = None,
+    check_finite: bool = True,
+) -> dict:
+    """The stacked tree of numpy arrays.
+
+    Args:
+      rules: the family's rules for this kind of file.
+      redundant: regexes of tensors that may be ignored. A head tensor beside tied embeddings is
+        ignored too if it equals them.
+      transform: `(config, path, leaf) -> leaf` applied to each leaf.
+      dtype: cast to it; None keeps each tensor's own.
+
+    Raises:
+      CheckpointError: a tensor missing, extra, of the wrong shape or type, or with NaN or infinity.
+    """
+    rules, shapes = list(rules), expected_shapes(config)
+    _check_names(config, rules, tensors, list(redundant))
+    leaves: dict[str, np.ndarray] = {}
+    for rule in rules:
+        arrays = []
+        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
+            arrays.append(_checked(name, tensors[name], shape, check_finite))
+        for path, leaf in zip(rule.paths, rule.load(arrays), strict=True):
+            leaf = transform(config, path, leaf) if transform else leaf
+            leaves[path] = leaf if dtype is None else leaf.astype(np.dtype(dtype), copy=False)
+    tree = restack(config, unflatten(leaves))
+    # Stacking copied most leaves; the others must not keep views of a mapped file.
+    return jax.tree.map(lambda leaf: np.require(leaf, requirements="CEOW"), tree)
+
+
+def _checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: bool) -> np.ndarray:
+    if tuple(stored.shape) != tuple(shape):
+        raise CheckpointError(
+            f"{stored.file}: tensor {name!r} has shape {tuple(stored.shape)}, the config asks for "
+            f"{tuple(shape)}"
+        )
+    array = stored.load()
+    if array.dtype not in FLOATS:
+        raise CheckpointError(f"{stored.file}: tensor {name!r} is {array.dtype}, not a float type")
+    if check_finite and not all_finite(array):
+        raise CheckpointError(
+            f"{stored.file}: tensor {name!r} contains NaN or infinity "
+            "(check_finite=False reads it all the same)"
+        )
+    return array
+
+
+def _check_names(
+    config: ModelConfig, rules: list[Rule], tensors: Mapping[str, Stored], redundant: list[str]
+) -> None:
+    wanted = {name: rule for rule in rules for name in rule.names}
+    source = next(iter(tensors.values())).file if tensors else "the checkpoint"
+    if missing := [name for name in wanted if name not in tensors]:
+        raise CheckpointError(f"{source}: missing tensors: {_some(missing)}")
+    extra = [name for name in tensors if name not in wanted]
+    extra = [name for name in extra if not any(re.fullmatch(r, name) for r in redundant)]
+    if config.tied:
+        extra = [name for name in extra if not _tied_copy(name, rules, tensors)]
+    if extra:
+        raise CheckpointError(
+            f"{tensors[extra[0]].file}: tensors that this {config.family} model has no place for: "
+            f"{_some(extra)}"
+        )
+
+
+def _tied_copy(name: str, rules: list[Rule], tensors: Mapping[str, Stored]) -> bool:
+    """Whether `name` is a head equal to the embedding; an unequal one is an error of its own."""
+    if name not in ("lm_head.weight", "output.weight"):
+        return False
+    embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
+    if not np.array_equal(tensors[name].load(), tensors[embedding].load()):
+        raise CheckpointError(
+            f"{tensors[name].file}: {name!r} differs from {embedding!r} but the config ties them "
+            "(tie_word_embeddings): set it to false, or drop the tensor"
+        )
+    return True
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more

@@ -1,0 +1,199 @@
+"""Hugging Face checkpoints out: a directory that `transformers` and vLLM load as it is.
+
+Three forms. Plain: what the family's own config.json expresses. Padded: FFNs of unequal width are
+padded with zero neurons to the widest; the outputs are the same. Native: per-layer widths stay, in
+config.json under "ffn_heterogeneity"; only this library reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
+from ffn_heterogeneity.io import safetensors
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.huggingface import NATIVE_KEY
+from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
+from ffn_heterogeneity.models.families import config_from_hf, expected_shapes, family_by_name
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.paths import flatten
+
+EXPORTS = ("auto", "padded", "native")
+
+
+def save_pretrained(
+    config: ModelConfig,
+    params: dict,
+    directory: str | os.PathLike,
+    *,
+    tokenizer: Any = None,
+    export: str = "auto",
+    dtype: Any = None,
+    extra: dict | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Path:
+    """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
+
+    Masks and adapters are folded into their kernels and `neuron_scale` into the rows of `down`, in
+    every form. The directory is built under a temporary name and moved.
+
+    Args:
+      params: stacked or unstacked, numpy or jax.
+      tokenizer: anything with `save_pretrained(directory)`.
+      export: "auto" (plain if the family's config can express the model, else native), "padded",
+        or "native".
+      dtype: cast to it; None keeps each leaf's own.
+      extra: JSON-ready facts kept in config.json under "ffn_heterogeneity" (removed indices...).
+      max_shard_bytes: larger models are written as shards with an index.
+      overwrite: replace an existing non-empty directory.
+
+    Returns:
+      The directory.
+
+    Raises:
+      CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" where padding is not
+        enough; a non-empty directory.
+    """
+    directory = Path(directory)
+    if directory.exists() and not overwrite and (directory.is_file() or any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and is not empty: choose another, or pass overwrite=True"
+        )
+    leaves = _checked_leaves(config, params)
+    config, leaves, native = _choose_form(config, leaves, export)
+    if dtype is not None:
+        leaves = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in leaves.items()}
+    family = family_by_name(config.family)
+    rules = family.rules(config)
+    sizes = {}
+    for rule in rules:
+        itemsize = max(leaves[path].dtype.itemsize for path in rule.paths)
+        for name, shape in zip(rule.names, rule.stored_shapes(_shapes(leaves)), strict=True):
+            sizes[name] = math.prod(shape) * itemsize
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for rule in rules:
+            yield from zip(rule.names, rule.save([leaves[p] for p in rule.paths]), strict=True)
+
+    with atomic_path(directory) as temporary:
+        temporary = Path(os.fspath(temporary))
+        temporary.mkdir()
+        safetensors.write_shards(temporary, sizes, tensors(), max_shard_bytes)
+        _write_json(temporary / "config.json", _config_json(config, leaves, native, extra))
+        _write_json(temporary / "generation_config.json", _generation_json(config))
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, temporary)
+    return directory
+
+
+def _checked_leaves(config: ModelConfig, params: dict) -> dict[str, np.ndarray]:
+    """Flat unstacked numpy leaves, adapters folded, held to the config's names and shapes."""
+    tree = unstack(jax.tree.map(np.asarray, params))
+    leaves = flatten(_fold(tree))
+    shapes = expected_shapes(config)
+    if missing := [path for path in shapes if path not in leaves]:
+        raise CheckpointError(f"the parameter tree lacks {missing[:5]}")
+    if unknown := [path for path in leaves if path not in shapes]:
+        raise CheckpointError(f"a {config.family} checkpoint has no place for {unknown[:5]}")
+    for path, shape in shapes.items():
+        if leaves[path].shape != shape:
+            raise CheckpointError(f"{path} has shape {leaves[path].shape}, the config asks {shape}")
+    return leaves
+
+
+def _fold(node: Any) -> Any:
+    """Masks and adapters into kernels, neuron_scale into the rows of down; other leaves as is."""
+    if isinstance(node, list):
+        return [_fold(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    adapters = {name for adapter in KERNEL_ADAPTERS for name in adapter.leaves} & set(node)
+    if "kernel" in node and adapters:
+        kernel = np.asarray(effective_kernel(node)).astype(node["kernel"].dtype)
+        # What is no adapter's stays, for the check of names to refuse.
+        return {"kernel": kernel} | {
+            k: v for k, v in node.items() if k != "kernel" and k not in adapters
+        }
+    node = {key: _fold(value) for key, value in node.items()}
+    if "neuron_scale" in node and "down" in node:
+        scale = node.pop("neuron_scale").astype(np.float32)
+        down = node["down"]["kernel"]
+        scaled = (down.astype(np.float32) * scale[:, None]).astype(down.dtype)
+        node["down"] = node["down"] | {"kernel": scaled}
+    return node
+
+
+def _choose_form(
+    config: ModelConfig, leaves: dict[str, np.ndarray], export: str
+) -> tuple[ModelConfig, dict[str, np.ndarray], bool]:
+    """(config to write, leaves to write, whether the native section is needed)."""
+    if export not in EXPORTS:
+        raise CheckpointError(f"export={export!r}: choose one of {', '.join(EXPORTS)}")
+    if export == "native":
+        return config, leaves, True
+    if export == "padded" and not config.uniform_width:
+        widest = max(config.ffn_widths)
+        config = config.with_widths([widest] * config.n_layers)
+        leaves = {path: _pad(leaf, expected_shapes(config)[path]) for path, leaf in leaves.items()}
+    expressible = config.uniform_width and _expressible(config)
+    if export == "padded" and not expressible:
+        raise CheckpointError(
+            f"the {config.family} config.json cannot express this model even with equal widths: "
+            "use export='native'"
+        )
+    return config, leaves, not expressible
+
+
+def _pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros at the end of each axis: inner neurons that read and write nothing."""
+    return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, shape, strict=True)])
+
+
+def _expressible(config: ModelConfig) -> bool:
+    return config_from_hf(family_by_name(config.family).to_hf(config)) == config
+
+
+def _shapes(leaves: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in leaves.items()}
+
+
+def _config_json(config: ModelConfig, leaves: dict, native: bool, extra: dict | None) -> dict:
+    # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
+    dtype = str(jnp.result_type(*{leaf.dtype for leaf in leaves.values()}))
+    values = family_by_name(config.family).to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    section = dict(extra or {})
+    if native:
+        section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}
+    return values | ({NATIVE_KEY: section} if section else {})
+
+
+def _generation_json(config: ModelConfig) -> dict:
+    eos = list(config.eos_id) if isinstance(config.eos_id, tuple) else config.eos_id
+    ids = {"bos_token_id": config.bos_id, "eos_token_id": eos, "pad_token_id": config.pad_id}
+    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    tokenizer.save_pretrained(os.fspath(directory))
+    path = directory / "tokenizer_config.json"
+    if path.is_file():
+        values = json.loads(path.read_text())
+        # transformers 5's name of the class; 4 knows only the old one, and 5 knows both.
+        if values.get("tokenizer_class") == "TokenizersBackend":
+            _write_json(path, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")

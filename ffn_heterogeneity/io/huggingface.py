@@ -1,0 +1,130 @@
+"""Hugging Face checkpoints in: directories and hub ids, safetensors only, no torch, no pickles.
+
+`read_pretrained` is strict: every tensor is mapped exactly once, or an error names it and its file.
+Writing is in `export.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ffn_heterogeneity.io import safetensors
+from ffn_heterogeneity.io.assemble import Stored, assemble
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
+from ffn_heterogeneity.models.families import config_from_hf, family_by_name
+
+# Key of config.json under which the native form keeps what no other library can express.
+NATIVE_KEY = "ffn_heterogeneity"
+_HUB_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    safetensors.INDEX,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+]
+
+
+def read_config(directory: str | os.PathLike) -> ModelConfig:
+    """The model's config from config.json; per-layer widths come from the native section.
+
+    Raises:
+      CheckpointError: no config.json, not JSON, an unknown kind of model, or missing fields.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no config.json: not a Hugging Face model directory")
+    try:
+        values = json.loads(path.read_text())
+        native = values.get(NATIVE_KEY, {})
+        if "config" not in native:
+            return config_from_hf(values)
+        config = config_from_dict(native["config"])
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
+    if list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
+        raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
+    return config
+
+
+def read_pretrained(
+    directory: str | os.PathLike, *, dtype: Any = None, check_finite: bool = True
+) -> tuple[ModelConfig, dict]:
+    """`(config, stacked tree of numpy arrays)` of a directory.
+
+    Args:
+      dtype: cast every leaf to it; None keeps the stored types (bf16 through ml_dtypes).
+      check_finite: refuse NaN and infinity.
+
+    Raises:
+      CheckpointError: see `read_config`, `safetensors.open_directory` and `assemble`.
+    """
+    config = read_config(directory)
+    family = family_by_name(config.family)
+    tensors = {
+        name: Stored(view.shape, str(file), lambda view=view: view)
+        for name, (view, file) in safetensors.open_directory(directory).items()
+    }
+    params = assemble(
+        config,
+        family.rules(config),
+        tensors,
+        redundant=family.redundant,
+        dtype=dtype,
+        check_finite=check_finite,
+    )
+    return config, params
+
+
+def read_tokenizer(directory: str | os.PathLike) -> Any:
+    """The directory's tokenizer (`transformers.PreTrainedTokenizerFast`); None if it has none.
+
+    tokenizer.json is read by the `tokenizers` library, without torch. A directory with only a
+    SentencePiece or vocabulary file goes through transformers' converters (which import torch).
+    """
+    directory = Path(directory)
+    if (directory / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+    if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory)
+    return None
+
+
+def download(repo_id: str, revision: str | None = None) -> Path:
+    """A local copy of the hub repository: config, safetensors, tokenizer; nothing else.
+
+    Raises:
+      CheckpointError: offline, not found, gated, or not a valid id; one line with the way out.
+    """
+    import huggingface_hub
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        local = huggingface_hub.snapshot_download(
+            repo_id, revision=revision, allow_patterns=_HUB_PATTERNS
+        )
+    except (OSError, ValueError, RuntimeError, huggingface_hub.errors.EntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise CheckpointError(
+            f"cannot fetch {repo_id!r}{at} from the Hugging Face hub "
+            f"({type(error).__name__}: {reason}): check the name, the network and `hf auth login`, "
+            "or pass a local directory or .gguf file"
+        ) from None
+    return Path(local)

@@ -1,0 +1,78 @@
+"""`load_model`: one call for a directory, a GGUF file, a preset's name or a hub id."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import PRESETS
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model read from somewhere.
+
+    Attributes:
+      params: stacked tree of numpy arrays.
+      tokenizer: a `transformers.PreTrainedTokenizerFast`, or None where the source has none.
+      source: the file, directory or hub id (with revision) it came from.
+    """
+
+    config: ModelConfig
+    params: dict
+    tokenizer: Any
+    source: str
+
+
+def load_model(
+    spec: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    dtype: Any = None,
+    check_finite: bool = True,
+) -> Model:
+    """Reads config, weights and tokenizer.
+
+    Args:
+      spec: a directory, a .gguf file, a preset ("gemma2_2b": its hub id is fetched), or a hub id
+        ("google/gemma-2-2b").
+      revision: branch, tag or commit of a hub id.
+      dtype: cast every leaf to it; None keeps what is stored (float32 for GGUF).
+      check_finite: refuse NaN and infinity.
+
+    Raises:
+      CheckpointError: `spec` is none of these, or what it names cannot be read.
+    """
+    spec = os.fspath(spec)
+    path = Path(spec).expanduser()
+    options = dict(dtype=dtype, check_finite=check_finite)
+    if path.suffix == ".gguf" or path.is_file():
+        _no_revision(spec, revision)
+        file = gguf_file.open_gguf(path)
+        config, params = gguf.read_gguf(file, **options)
+        return Model(config, params, gguf_tokenizer.read_tokenizer(file), spec)
+    if path.is_dir():
+        _no_revision(spec, revision)
+        config, params = huggingface.read_pretrained(path, **options)
+        return Model(config, params, huggingface.read_tokenizer(path), spec)
+    repo_id = PRESETS[spec][1] if spec in PRESETS else spec
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or spec.startswith("."):
+        raise CheckpointError(
+            f"model {spec!r} is not a directory, a .gguf file, a hub id (owner/name) or a preset: "
+            f"{', '.join(PRESETS)}"
+        )
+    local = huggingface.download(repo_id, revision)
+    config, params = huggingface.read_pretrained(local, **options)
+    source = f"{repo_id}@{revision}" if revision else repo_id
+    return Model(config, params, huggingface.read_tokenizer(local), source)
+
+
+def _no_revision(spec: str, revision: str | None) -> None:
+    if revision is not None:
+        raise CheckpointError(f"revision={revision!r} is for hub ids; {spec!r} is a local path")

@@ -1,0 +1,301 @@
+"""Next-token cross-entropy, chunked along time, with its own backward pass.
+
+    l = z, or cap tanh(z / cap) under a soft-cap,  z = h K        (float32)
+    NLL = logsumexp(l) - l_y
+    dNLL/dz = (softmax(l) - onehot(y)) (1 - (l / cap)^2)          (the last factor under a soft-cap)
+
+Logits exist for one chunk of positions at a time. When the sum is differentiated, the gradient is
+computed beside the value (three products, not four: no logits are computed twice) and only scaled
+by the upstream cotangent later; dK is accumulated in float32 whatever the kernel's dtype.
+
+Chunks cut the time axis and not B * T or V: on a mesh, those would gather every token's state or
+the whole embedding.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.models.causal_lm import head_kernel
+from ffn_heterogeneity.models.config import ModelConfig
+
+# Float32 logits of one chunk. Larger chunks amortise the read and write of the float32 dK.
+CHUNK_BYTES = 2**29
+LAYOUTS = ("vd", "dv")
+
+
+class NLLSums(NamedTuple):
+    """Sums over target positions; `total` alone is differentiable.
+
+    Attributes:
+      total: sum of the NLL in nats, float32 (float64 for float64 inputs).
+      count: number of target positions, float32.
+      correct: number of them whose target has the largest logit, float32.
+    """
+
+    total: jax.Array
+    count: jax.Array
+    correct: jax.Array
+
+
+class _Static(NamedTuple):
+    layout: str
+    softcap: float | None
+    chunk: int
+    kernel_trainable: bool
+
+
+def chunked_nll(
+    hidden_btd: jax.Array,
+    kernel: jax.Array,
+    targets_bt: jax.Array,
+    mask_bt: jax.Array | None = None,
+    *,
+    layout: str,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    kernel_trainable: bool = True,
+) -> NLLSums:
+    """Sum of -log p(target) over the masked-in positions; [B, T, V] never exists.
+
+    Args:
+      hidden_btd: final hidden states in the compute dtype (float32 or bfloat16).
+      kernel: [V, D] for layout "vd" (tied embedding), [D, V] for "dv"; cast to the compute dtype,
+        its gradient comes back in its own dtype.
+      targets_bt: int32 token ids; ignored where the mask is off.
+      mask_bt: True where the target counts; None: everywhere.
+      softcap: logits become cap tanh(logits / cap).
+      chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES.
+      kernel_trainable: False skips dK (it comes back as 0), for a frozen head.
+
+    Raises:
+      ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
+    """
+    static, mask_bt = _prepare(
+        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable
+    )
+    # The count depends on the mask alone: whoever wants only that pays for nothing else.
+    count = jnp.sum(mask_bt, dtype=jnp.float32)
+    total, correct = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
+    return NLLSums(total, count, correct)
+
+
+def token_nll(
+    hidden_btd: jax.Array,
+    kernel: jax.Array,
+    targets_bt: jax.Array,
+    *,
+    layout: str,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> jax.Array:
+    """-log p(target) of every position, [B, T] float32, without gradient; as in `chunked_nll`."""
+    static, mask_bt = _prepare(hidden_btd, kernel, targets_bt, None, layout, softcap, chunk, False)
+    hidden_btd, kernel = lax.stop_gradient((hidden_btd, kernel))
+    kernel = kernel.astype(hidden_btd.dtype)
+    starts, _ = _chunks(hidden_btd.shape[1], static.chunk)
+
+    def body(nll_bt, start):
+        h_bcd, y_bc, _ = _cut(hidden_btd, targets_bt, mask_bt, start, static.chunk)
+        logits_bcv = _logits(h_bcd, kernel, static)
+        nll_bc = _log_z(logits_bcv)[0] - _target_logit(logits_bcv, y_bc)
+        return lax.dynamic_update_slice_in_dim(nll_bt, nll_bc, start, 1), None
+
+    empty = jnp.zeros(targets_bt.shape, jnp.promote_types(hidden_btd.dtype, jnp.float32))
+    return lax.scan(body, empty, starts)[0]
+
+
+def nll_term(config: ModelConfig, reduction: str = "mean", *, name: str = "nll") -> LossTerm:
+    """The language-modelling loss, weight 1.
+
+    The NUCL paper does not state its reduction (its equations sum over the sequence). Chosen here:
+    "mean" over target tokens (default), or "sum": summed over each document's target tokens, mean
+    over documents. Both are sums over sums, exact under accumulation and packing.
+
+    Metrics: "accuracy" of the next token ("mean" only; a sum like the total, divided by the same
+    denominator).
+
+    Raises:
+      ValueError: unknown reduction.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: choose 'mean' or 'sum'")
+
+    def function(params: dict, outputs: dict, batch: dict) -> TermValue:
+        kernel, layout = head_kernel(config, params)
+        sums = chunked_nll(
+            outputs["hidden"],
+            kernel,
+            batch["targets"],
+            batch["loss_mask"],
+            layout=layout,
+            softcap=config.final_softcap,
+        )
+        if reduction == "mean":
+            return TermValue(sums.total, sums.count, {"accuracy": sums.correct})
+        return TermValue(sums.total, _documents(batch), {})
+
+    return LossTerm(name, function, 1.0)
+
+
+def _documents(batch: dict) -> jax.Array:
+    """Number of documents with at least one target; a row is one where nothing says otherwise."""
+    mask_bt = batch["loss_mask"]
+    segments_bt = batch.get("segment_ids")
+    if segments_bt is None:
+        return jnp.sum(jnp.any(mask_bt, axis=1), dtype=jnp.float32)
+    # Documents count from 1 along a row: one is new where no earlier target has its number.
+    seen_bt = lax.cummax(jnp.where(mask_bt, segments_bt, 0), axis=1)
+    before_bt = jnp.pad(seen_bt, ((0, 0), (1, 0)))[:, :-1]
+    return jnp.sum(mask_bt & (segments_bt > before_bt), dtype=jnp.float32)
+
+
+def _prepare(hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable):
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: choose one of {LAYOUTS}")
+    if hidden_btd.ndim != 3 or kernel.ndim != 2:
+        raise ValueError(f"hidden {hidden_btd.shape} must be [B, T, D], kernel {kernel.shape} 2-D")
+    if kernel.shape[layout.index("d")] != hidden_btd.shape[2]:
+        raise ValueError(f"kernel {kernel.shape} in layout {layout!r}, hidden {hidden_btd.shape}")
+    if mask_bt is None:
+        mask_bt = jnp.ones(targets_bt.shape, bool)
+    for what, shape in (("targets", targets_bt.shape), ("mask", mask_bt.shape)):
+        if shape != hidden_btd.shape[:2]:
+            raise ValueError(f"{what} {shape} do not fit hidden {hidden_btd.shape}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
+    batch, time, _ = hidden_btd.shape
+    if chunk is None:
+        chunk = max(1, CHUNK_BYTES // (4 * batch * kernel.shape[layout.index("v")]))
+        # Equal chunks: the fewest that fit, none of them mostly empty.
+        chunk = -(-time // -(-time // chunk))
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1")
+    return _Static(layout, softcap, min(chunk, time), kernel_trainable), mask_bt.astype(bool)
+
+
+def _chunks(time: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """(start, number of valid positions) of each chunk, all of one length.
+
+    Where `chunk` does not divide `time` the first chunk reaches into the second, which overwrites
+    what the first wrote there.
+    """
+    count = -(-time // chunk)
+    surplus = count * chunk - time
+    starts = np.maximum(np.arange(count) * chunk - surplus, 0)
+    return starts.astype(np.int32), np.where(np.arange(count) == 0, chunk - surplus, chunk)
+
+
+def _cut(hidden_btd, targets_bt, mask_bt, start, chunk):
+    return tuple(
+        lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (hidden_btd, targets_bt, mask_bt)
+    )
+
+
+def _logits(h_bcd, kernel, static):
+    """[B, C, V] float32, soft-capped."""
+    wide = jnp.promote_types(h_bcd.dtype, jnp.float32)
+    equation = f"bcd,{static.layout}->bcv"
+    logits_bcv = jnp.einsum(equation, h_bcd, kernel, preferred_element_type=wide)
+    if static.softcap is None:
+        return logits_bcv
+    return static.softcap * jnp.tanh(logits_bcv / static.softcap)
+
+
+def _log_z(logits_bcv):
+    """(logsumexp, max) over the vocabulary."""
+    top_bc = jnp.max(logits_bcv, axis=-1)
+    z_bc = jnp.sum(jnp.exp(logits_bcv - top_bc[..., None]), axis=-1)
+    return jnp.log(z_bc) + top_bc, top_bc
+
+
+def _target_logit(logits_bcv, y_bc):
+    # A target outside the vocabulary reads as NaN, which stops a training run.
+    return jnp.take_along_axis(logits_bcv, y_bc[..., None], axis=-1, mode="fill")[..., 0]
+
+
+def _chunk_loss(h_bcd, kernel, y_bc, mask_bc, static):
+    """(NLL sum, number correct, logits, logsumexp) of a chunk."""
+    logits_bcv = _logits(h_bcd, kernel, static)
+    log_z_bc, top_bc = _log_z(logits_bcv)
+    target_bc = _target_logit(logits_bcv, jnp.where(mask_bc, y_bc, 0))
+    total = jnp.sum(jnp.where(mask_bc, log_z_bc - target_bc, 0))
+    correct = jnp.sum(mask_bc & (target_bc >= top_bc), dtype=jnp.float32)
+    return total, correct, logits_bcv, log_z_bc
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _nll(hidden_btd, kernel, targets_bt, mask_bt, static):
+    kernel = kernel.astype(hidden_btd.dtype)
+    starts, valid = _chunks(hidden_btd.shape[1], static.chunk)
+
+    def body(sums, scanned):
+        start, count = scanned
+        h_bcd, y_bc, mask_bc = _cut(hidden_btd, targets_bt, mask_bt, start, static.chunk)
+        mask_bc &= jnp.arange(static.chunk) < count
+        new = _chunk_loss(h_bcd, kernel, y_bc, mask_bc, static)[:2]
+        return tuple(map(jnp.add, sums, new)), None
+
+    return lax.scan(body, _zero_sums(hidden_btd), (starts, valid))[0]
+
+
+def _zero_sums(hidden_btd):
+    wide = jnp.promote_types(hidden_btd.dtype, jnp.float32)
+    return jnp.zeros((), wide), jnp.zeros((), jnp.float32)
+
+
+def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
+    dtype = hidden_btd.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    cast = kernel.astype(dtype)
+    starts, valid = _chunks(hidden_btd.shape[1], static.chunk)
+
+    def body(carry, scanned):
+        (*sums, d_hidden_btd, d_kernel), (start, count) = carry, scanned
+        h_bcd, y_bc, mask_bc = _cut(hidden_btd, targets_bt, mask_bt, start, static.chunk)
+        mask_bc &= jnp.arange(static.chunk) < count
+        total, correct, logits_bcv, log_z_bc = _chunk_loss(h_bcd, cast, y_bc, mask_bc, static)
+        d_bcv = _d_logits(logits_bcv, log_z_bc, y_bc, mask_bc, static).astype(dtype)
+        d_h_bcd = jnp.einsum(f"bcv,{static.layout}->bcd", d_bcv, cast, preferred_element_type=wide)
+        d_hidden_btd = lax.dynamic_update_slice_in_dim(
+            d_hidden_btd, d_h_bcd.astype(dtype), start, 1
+        )
+        if static.kernel_trainable:
+            equation = f"bcv,bcd->{static.layout}"
+            d_kernel += jnp.einsum(equation, d_bcv, h_bcd, preferred_element_type=wide)
+        return (sums[0] + total, sums[1] + correct, d_hidden_btd, d_kernel), None
+
+    d_kernel = jnp.zeros(kernel.shape if static.kernel_trainable else (), wide)
+    start = (*_zero_sums(hidden_btd), jnp.zeros_like(hidden_btd), d_kernel)
+    total, correct, d_hidden_btd, d_kernel = lax.scan(body, start, (starts, valid))[0]
+    # An empty array carries the kernel's dtype: residuals must be arrays.
+    return (total, correct), (d_hidden_btd, d_kernel, jnp.zeros((0,), kernel.dtype))
+
+
+def _d_logits(logits_bcv, log_z_bc, y_bc, mask_bc, static):
+    """dNLL/dz of a chunk, float32; 0 where the mask is off."""
+    p_bcv = jnp.exp(logits_bcv - log_z_bc[..., None])
+    hit_bcv = lax.broadcasted_iota(y_bc.dtype, p_bcv.shape, 2) == y_bc[..., None]
+    d_bcv = jnp.where(hit_bcv, p_bcv - 1, p_bcv)
+    if static.softcap is not None:
+        d_bcv = d_bcv * (1 - jnp.square(logits_bcv / static.softcap))
+    return jnp.where(mask_bc[..., None], d_bcv, 0)
+
+
+def _nll_bwd(static, residuals, cotangents):
+    d_hidden_btd, d_kernel, like = residuals
+    scale = cotangents[0]
+    d_hidden_btd = (d_hidden_btd * scale).astype(d_hidden_btd.dtype)
+    if not static.kernel_trainable:
+        return d_hidden_btd, None, None, None
+    return d_hidden_btd, (d_kernel * scale).astype(like.dtype), None, None
+
+
+_nll.defvjp(_nll_fwd, _nll_bwd)

@@ -1,0 +1,238 @@
+"""NUCL, outgoing connection heterogeneity (Stahlberg & Kumar): sums, loss term, statistics.
+
+The formulas, their closed-form gradients and what happens on degenerate rows: `nucl_rows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.losses.nucl_rows import VARIANTS, nucl_rows
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.stack import layer_leaves, tree_segments
+
+# Table 3's names -> the subtree of a layer that holds the kernel.
+TARGETS = {
+    "ffn_out": "ffn/down",
+    "ffn_in_linear": "ffn/up",
+    "ffn_in_gated": "ffn/gate",
+    "attention_out": "attention/out",
+}
+AXES = ("neurons", "outputs")
+
+
+class _Site(NamedTuple):
+    """The leaves of one kernel, or of a stack of them, and the layers they belong to."""
+
+    layers: tuple[int, ...]
+    leaves: dict[str, jax.Array]
+    stacked: bool
+
+
+def compute_nucl(w_param: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three NUCL sums over all rows of a matrix or a stack of them (NUCL, listing 1).
+
+    Args:
+      w_param: [m, n] or [..., m, n]; row i holds the outgoing weights of neuron i. Any float dtype;
+        sums are float32 (float64 for float64 weights).
+
+    Returns:
+      (ent_loss, gini_loss, mstd_loss), scalars: sum H(r), sum (1 - q), -sum std(r).
+
+    Raises:
+      TypeError: the weights are not real floating point numbers.
+    """
+    return _compute_nucl(w_param)
+
+
+@jax.jit
+def _compute_nucl(w):
+    ent_loss, gini_loss, mstd_loss = (nucl(w, variant) for variant in VARIANTS)
+    return ent_loss, gini_loss, mstd_loss
+
+
+def nucl(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Array:
+    """Sum over rows of one variant; see `nucl_rows`."""
+    return jnp.sum(nucl_rows(w, variant, axis=axis))
+
+
+def nucl_term(
+    variant: str = "mstd",
+    targets: Sequence[str] = ("ffn_out",),
+    axis: str = "neurons",
+    layers: Sequence[int] | None = None,
+    weight: str | float = "alpha",
+    name: str = "nucl",
+) -> LossTerm:
+    """NUCL over chosen matrices of chosen layers (equation 6, Table 3): a term on parameters.
+
+    total = SUM over layers, targets and rows of the variant; denominator 1. Rows are those of the
+    EFFECTIVE kernels (masks and adapters applied, one layer at a time); `neuron_scale` scales whole
+    rows and drops out.
+
+    Metrics, from the same reductions (under the term's name): "<variant>/<target>/layer_mean"
+    [layers that hold the target, in order] and "<variant>/<target>/mean" over the rows acted on.
+    Both are per row: a sum says little by itself (Gaussian weights: about -0.7555/n for mstd).
+
+    Args:
+      variant: "ent", "gini" or "mstd".
+      targets: of "ffn_out" (rows of W, one per inner neuron), "ffn_in_linear" (U), "ffn_in_gated"
+        (G), "attention_out" (rows of the attention's output kernel).
+      axis: for the two incoming kernels, where the paper does not say which axis is the row:
+        "neurons" (chosen here) one distribution per inner neuron over its incoming weights,
+        "outputs" one per input over the neurons.
+      layers: indices of the layers to act on; None: all.
+      weight: a key of `hyper`, or a constant.
+      name: the term's name; give each its own where a loss holds several.
+
+    Raises:
+      ValueError: unknown variant, target or axis; and, when the term runs: a tree without the
+        target, a layer out of range.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r}: choose one of {VARIANTS}")
+    targets = (targets,) if isinstance(targets, str) else tuple(targets)
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown or not targets or len(set(targets)) < len(targets):
+        raise ValueError(f"targets={targets}: name each of {tuple(TARGETS)} at most once")
+    if axis not in AXES:
+        raise ValueError(f"axis={axis!r}: choose one of {AXES}")
+    chosen = None if layers is None else frozenset(int(layer) for layer in layers)
+    if chosen is not None and not chosen:
+        raise ValueError("layers is empty: the term would act on nothing; None means all layers")
+
+    def function(params: dict) -> TermValue:
+        total, metrics = jnp.zeros((), jnp.float32), {}
+        for target in targets:
+            along = -2 if target.startswith("ffn_in") and axis == "neurons" else -1
+            value, found = _target_value(params, target, variant, along, chosen)
+            total = total + value
+            metrics |= {f"{variant}/{target}/{key}": array for key, array in found.items()}
+        return TermValue(total, jnp.ones((), jnp.float32), metrics)
+
+    patterns = tuple(_pattern(TARGETS[target], chosen) for target in targets)
+    return LossTerm(name, function, weight, on="params", targets=patterns)
+
+
+def _pattern(place: str, chosen: frozenset[int] | None) -> str:
+    """Matches the kernel at `place` and its adapters' leaves; never its bias."""
+    listed = r"\d+" if chosen is None else "|".join(map(str, sorted(chosen)))
+    return rf"^(?:stack/segment_\d+/slot_\d+|layers/(?:{listed}))/{place}/(?!bias$)[^/]+$"
+
+
+def _target_value(params, target, variant, along, chosen):
+    """(sum over the chosen layers' rows, metrics) of one target."""
+    sites = _sites(params, TARGETS[target])
+    if not sites:
+        raise ValueError(
+            f"NUCL target {target!r}: no layer of the model holds {TARGETS[target]!r} (a plain FFN "
+            "has no gate)"
+        )
+    count = _layer_count(params)
+    wrong = sorted(layer for layer in chosen or () if not 0 <= layer < count)
+    if wrong:
+        raise ValueError(f"NUCL layers {wrong}: the model has layers 0 to {count - 1}")
+    total, count_rows, means = jnp.zeros((), jnp.float32), 0, {}
+    for site in sites:
+        rows = _site_rows(site, variant, along)
+        keep = [chosen is None or layer in chosen for layer in site.layers]
+        if all(keep):
+            total = total + jnp.sum(rows)
+        elif any(keep):
+            # A mask and not a selection: selecting would copy stacked weights.
+            total = total + jnp.sum(rows * np.asarray(keep, np.float32)[:, None])
+        layer_means = jnp.mean(jax.lax.stop_gradient(rows), axis=-1)
+        means |= {layer: layer_means[i] for i, layer in enumerate(site.layers)}
+        count_rows += sum(keep) * rows.shape[-1]
+    if not count_rows:
+        raise ValueError(f"NUCL target {target!r}: none of the layers {sorted(chosen)} holds it")
+    layer_mean = jnp.stack([means[layer] for layer in sorted(means)])
+    mean = jax.lax.stop_gradient(total) / count_rows
+    return total, {"layer_mean": layer_mean, "mean": mean}
+
+
+def _sites(params: dict, place: str) -> list[_Site]:
+    """Every kernel at `place`, stacked ones together."""
+    if "stack" not in params:
+        found = [(i, _descend(layer, place)) for i, layer in enumerate(params["layers"])]
+        return [_Site((i,), leaves, False) for i, leaves in found if leaves is not None]
+    sites = []
+    for i, segment in enumerate(tree_segments(params["stack"])):
+        for slot in range(segment.slots):
+            leaves = _descend(params["stack"][f"segment_{i}"][f"slot_{slot}"], place)
+            if leaves is not None:
+                layers = tuple(segment.layer(slot, repeat) for repeat in range(segment.repeats))
+                sites.append(_Site(layers, leaves, True))
+    return sites
+
+
+def _descend(layer: dict, place: str) -> dict | None:
+    for part in place.split("/"):
+        if part not in layer:
+            return None
+        layer = layer[part]
+    # The bias is no part of a kernel, and lax.map below would slice it for nothing.
+    return {name: leaf for name, leaf in layer.items() if name != "bias"}
+
+
+def _layer_count(params: dict) -> int:
+    if "stack" not in params:
+        return len(params["layers"])
+    return sum(segment.slots * segment.repeats for segment in tree_segments(params["stack"]))
+
+
+def _site_rows(site: _Site, variant: str, along: int) -> jax.Array:
+    """[layers of the site, rows] values."""
+
+    def rows(leaves):
+        return nucl_rows(effective_kernel(leaves), variant, axis=along)
+
+    if not site.stacked:
+        return rows(site.leaves)[None]
+    if set(site.leaves) == {"kernel"}:
+        return rows(site.leaves)
+    # Layer by layer, recomputed for the backward pass: no stacked effective kernel ever exists.
+    return jax.lax.map(jax.checkpoint(rows), site.leaves)
+
+
+def layer_statistics(params: dict) -> list[dict[str, float]]:
+    """Heterogeneity of the outgoing connections of each layer, in float64.
+
+    Args:
+      params: a tree, stacked or not; the effective kernels ffn/down [m, n] are read one at a time.
+
+    Returns:
+      One {"entropy": sum H(r), "gini": sum (1 - q), "mstd": -sum std(r)} per layer, each summed
+      over the layer's neurons (rows). An all-zero row contributes 0.
+
+    Raises:
+      ValueError: a kernel holds a value that is not finite; the message names the layer.
+    """
+    statistics = []
+    for index, leaves in layer_leaves(params, TARGETS["ffn_out"]):
+        kernel_md = np.abs(np.asarray(effective_kernel(leaves)).astype(np.float64))
+        if not np.isfinite(kernel_md).all():
+            bad = int(np.size(kernel_md) - np.isfinite(kernel_md).sum())
+            raise ValueError(
+                f"layer {index}: {bad} weights of {TARGETS['ffn_out']} are NaN or infinite; check "
+                "the checkpoint it was loaded from"
+            )
+        top = kernel_md.max(axis=1, keepdims=True)
+        scaled = kernel_md / np.where(top > 0, top, 1)
+        z = scaled.sum(axis=1, keepdims=True)
+        alive = top[:, 0] > 0
+        r = scaled[alive] / z[alive]
+        statistics.append(
+            {
+                "entropy": float(-(r * np.log(np.where(r > 0, r, 1))).sum()),
+                "gini": float((1 - (r * r).sum(axis=1)).sum()),
+                "mstd": float(-r.std(axis=1).sum()),
+            }
+        )
+    return statistics

@@ -1,0 +1,68 @@
+"""What the loop says, and how it hears a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+class StopRequested(Exception):
+    """A signal came while something long was running between two steps."""
+
+
+@contextlib.contextmanager
+def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number, _frame):
+        # Not print: the signal may have come in the middle of one.
+        os.write(
+            2, f"{signal.Signals(number).name}: saving and stopping after this step\n".encode()
+        )
+        callback(signal.Signals(number).name)
+        signal.signal(signal.SIGINT, old[signal.SIGINT])
+
+    for number in old:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+class Progress:
+    """A tqdm bar on a terminal, else about twenty lines over the run."""
+
+    def __init__(self, steps: int, start: int):
+        import tqdm
+
+        self.steps, self._tqdm = steps, tqdm.tqdm
+        self.every = max(1, steps // 20)
+        self.bar = tqdm.tqdm(total=steps, initial=start, unit="step", disable=None)
+
+    def update(self, step: int, loss: float, rate: float) -> None:
+        if not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step == 1 or step % self.every == 0:
+            print(f"step {step}/{self.steps}: loss {loss:.4f}, {rate:,.0f} tokens/s", flush=True)
+
+    def say(self, line: str) -> None:
+        if self.bar.disable:
+            print(line, flush=True)
+        else:
+            self._tqdm.write(line)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()

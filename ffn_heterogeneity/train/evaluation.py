@@ -1,0 +1,61 @@
+"""Validation metrics of a tree of parameters, exact over all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ffn_heterogeneity.losses.terms import TermValue
+
+
+def make_evaluator(
+    eval_step: Any,
+    params_metrics: Any,
+    batches: Callable[[], Iterator[dict[str, np.ndarray]]],
+    *,
+    sharding: Any = None,
+    prefix: str = "validation/",
+) -> Callable[..., dict[str, Any]]:
+    """`evaluate(params, check_stop=...) -> {"validation/<term>": ...}` over one pass of `batches`.
+
+    Token-exact: totals and denominators of all batches are summed in float64 on the host, then
+    divided. `params_metrics` (from `make_params_metrics`, or None) is added under the same prefix.
+
+    Raises:
+      ValueError: `batches()` is empty.
+    """
+
+    def fetch(sums, value):
+        value = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(value))
+        return value if sums is None else jax.tree.map(np.add, sums, value)
+
+    def evaluate(params, check_stop: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        sums, running = None, None
+        for batch in batches():
+            check_stop()
+            following = eval_step(params, jax.device_put(batch, sharding))
+            if running is not None:
+                sums = fetch(sums, running)
+            running = following
+        if running is None:
+            raise ValueError("the validation data is empty: give a larger part of it")
+        sums = fetch(sums, running)
+        metrics = _divide(sums)
+        if params_metrics is not None:
+            metrics |= jax.device_get(params_metrics(params))
+        return {prefix + name: value for name, value in metrics.items()}
+
+    return evaluate
+
+
+def _divide(sums: dict[str, TermValue]) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    for name, (total, denominator, extra) in sums.items():
+        if denominator == 0:
+            raise ValueError(f"the validation data holds no target for the term {name!r}")
+        metrics[name] = total / denominator
+        metrics |= {f"{name}/{key}": value / denominator for key, value in extra.items()}
+    return metrics

@@ -1,0 +1,345 @@
+"""The training loop: steps, evaluation, checkpoints, resume, and an orderly end in every case."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from etils import epath
+
+from ffn_heterogeneity.io.checkpoints import Checkpoints
+from ffn_heterogeneity.report.writer import MetricsWriter
+from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
+from ffn_heterogeneity.train.state import TrainState
+from ffn_heterogeneity.train.workdir import resume_command
+
+
+class TrainingDiverged(ValueError):
+    """A loss term, a gradient or an update is not finite; names step, culprit, last checkpoint."""
+
+
+class Batches(Protocol):
+    """Training batches: dicts of numpy arrays [B, T], and a JSON-able place to go on from."""
+
+    def __next__(self) -> dict[str, np.ndarray]: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopConfig:
+    """When the loop does what.
+
+    Attributes:
+      steps: optimiser steps of the whole run.
+      eval_every: evaluate every so many steps, besides before the first and after the last; 0:
+        only then.
+      checkpoint_every: save every so many steps; 0: only at the end, at a stop, and when best.
+      accumulation: micro-batches a step; batches [B, T] are cut into [A, B / A, T].
+      best_metric, best_mode: which evaluation metric, and whether "min" or "max" of it, is best.
+      keep: how many of the latest checkpoints stay.
+      keep_best: save whenever the best metric improves after training began, and keep that one.
+      save_at_end: save after the last step too (so that a finished run can be read back).
+    """
+
+    steps: int
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    accumulation: int = 1
+    best_metric: str = "validation/nll"
+    best_mode: str = "min"
+    keep: int = 1
+    keep_best: bool = True
+    save_at_end: bool = True
+
+    def __post_init__(self):
+        for name, least in (("steps", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation={self.accumulation} must be at least 1")
+
+
+@dataclasses.dataclass
+class LoopResult:
+    """How a run ended; `stopped` is None after the last step, else the signal's name."""
+
+    state: TrainState
+    step: int
+    stopped: str | None
+    best: dict[str, Any] | None
+    tokens_per_second: float | None
+    compile_seconds: float | None
+
+
+class TrainLoop:
+    """Runs `train_step` to `config.steps`, from the latest checkpoint in `workdir` if there is one.
+
+    Args:
+      config: when to do what.
+      train_step: from `make_train_step`.
+      state: the state at step 0, placed. It is donated: keep no reference.
+      batches: see `Batches`; at its beginning.
+      hyper: step (0-based) -> floats for `train_step`.
+      workdir: checkpoints and metrics go there; claim it with `prepare_workdir` first.
+      evaluate: params -> metrics by name (numbers and arrays on the host), or None. It calls the
+        argument `check_stop` between batches.
+      shardings: the (state, batch, replicated) that the step was built with.
+      gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
+      tensorboard: also write events.
+    """
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        *,
+        train_step: Any,
+        state: TrainState,
+        batches: Batches,
+        hyper: Callable[[int], dict[str, float]],
+        workdir: str | os.PathLike,
+        evaluate: Callable[..., dict[str, Any]] | None = None,
+        shardings: tuple[Any, Any, Any] | None = None,
+        gradient_paths: tuple[str, ...] = (),
+        tensorboard: bool = True,
+    ):
+        self.config, self.train_step, self.state = config, train_step, state
+        self.batches, self.hyper, self.evaluate = batches, hyper, evaluate
+        self.workdir, self.gradient_paths = epath.Path(workdir), gradient_paths
+        self.shardings = shardings or (None, None, None)
+        self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=config.keep)
+        self.tensorboard = tensorboard
+        self.step, self.best, self.last_eval = 0, None, -1
+        self.saved_step: int | None = None
+        self._signal: str | None = None
+        self._pending: tuple[int, Any, dict] | None = None
+        self._improved = False
+        self._rates: list[tuple[float, float]] = []
+        self.compile_seconds: float | None = None
+
+    def run(self) -> LoopResult:
+        """Trains to the end or to a signal; see `LoopResult`.
+
+        Raises:
+          TrainingDiverged: something is not finite; the update was not applied.
+          CheckpointError: the checkpoint to resume from is damaged or another model's.
+          ValueError: the data ended early.
+          RuntimeError: the step was compiled a second time.
+        """
+        self._resume()
+        done = False
+        with (
+            MetricsWriter(
+                self.workdir, resume_step=self.saved_step, tensorboard=self.tensorboard
+            ) as self.writer,
+            catch_signals(self._on_signal),
+            Progress(self.config.steps, self.step) as self.progress,
+        ):
+            try:
+                self._loop()
+                done = self.step >= self.config.steps
+            finally:
+                self.checkpoints.close()
+                if not done:
+                    self._say(f"stopped at step {self.step}; to resume: {resume_command()}")
+        rates = self._rates[1:] or self._rates
+        seconds = sum(s for _, s in rates)
+        return LoopResult(
+            state=self.state,
+            step=self.step,
+            stopped=None if done else self._signal,
+            best=self.best,
+            tokens_per_second=sum(n for n, _ in rates) / seconds if seconds else None,
+            compile_seconds=self.compile_seconds,
+        )
+
+    def check_stop(self) -> None:
+        """Raises `StopRequested` once a signal has come; for long work between two steps."""
+        if self._signal:
+            raise StopRequested
+
+    def _loop(self) -> None:
+        last = self.config.steps
+        while True:
+            if self._due(self.config.eval_every, ends=True) and self.last_eval != self.step:
+                with contextlib.suppress(StopRequested):
+                    self._evaluate()
+            if self._due(self.config.checkpoint_every, ends=False) or self._improved:
+                self._save()
+            if self.step >= last or self._signal:
+                break
+            self._train_one()
+        self._drain()
+        if self._signal or self.config.save_at_end:
+            self._save()
+
+    def _due(self, every: int, *, ends: bool) -> bool:
+        if self.step in (0, self.config.steps):
+            return ends
+        return bool(every) and self.step % every == 0
+
+    def _train_one(self) -> None:
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self._drain()
+            self._save()
+            raise ValueError(
+                f"the training data ended after {self.step} of {self.config.steps} steps: "
+                "lower steps, or let the data repeat"
+            ) from None
+        hyper = self.hyper(self.step)
+        placed = self._place_batch(batch), self._place_hyper(hyper)
+        if self.compile_seconds is None:
+            metrics = self._first_call(placed)
+        else:
+            # From here on the loop moves nothing between host and device without saying so.
+            with jax.transfer_guard("disallow"):
+                self.state, metrics = self.train_step(self.state, *placed)
+        self.step += 1
+        compiled = self.train_step._cache_size()
+        if compiled > 1:
+            raise RuntimeError(
+                f"the train step was compiled {compiled} times by step {self.step}: a batch or "
+                f"hyper leaf changed its shape or dtype; batch "
+                f"{ {k: (v.shape, str(v.dtype)) for k, v in batch.items()} }, hyper {sorted(hyper)}"
+            )
+        previous, self._pending = self._pending, (self.step, metrics, hyper)
+        self._report(previous)
+
+    def _first_call(self, placed: tuple) -> Any:
+        self._say("compiling the train step ...")
+        start = time.perf_counter()
+        self.state, metrics = self.train_step(self.state, *placed)
+        jax.block_until_ready(metrics)
+        self.compile_seconds = time.perf_counter() - start
+        self._say(f"compiled; compilation and first step took {self.compile_seconds:.1f} s")
+        self._clock = time.perf_counter()
+        return metrics
+
+    def _place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        a = self.config.accumulation
+        for name, leaf in batch.items():
+            if leaf.shape[0] % a:
+                raise ValueError(
+                    f"batch[{name!r}] has {leaf.shape[0]} rows, which accumulation={a} does not "
+                    "divide: choose a batch size that is a multiple of it"
+                )
+        cut = {k: v.reshape(a, v.shape[0] // a, *v.shape[1:]) for k, v in batch.items()}
+        return jax.device_put(cut, self.shardings[1])
+
+    def _place_hyper(self, hyper: Mapping[str, float]) -> dict[str, jax.Array]:
+        return jax.device_put({k: np.float32(v) for k, v in hyper.items()}, self.shardings[2])
+
+    def _drain(self) -> None:
+        previous, self._pending = self._pending, None
+        self._report(previous)
+
+    def _report(self, pending: tuple[int, Any, dict] | None) -> None:
+        """Fetches a step's metrics (the next one runs meanwhile), checks and writes them."""
+        if pending is None:
+            return
+        step, metrics, hyper = pending
+        metrics = jax.device_get(metrics)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        finite, by_leaf = metrics.pop("finite"), metrics.pop("gradient_finite")
+        if not finite or not np.isfinite(metrics["update_norm"]):
+            self._diverged(step, metrics, by_leaf)
+        row = {f"train/{name}": value for name, value in metrics.items()}
+        row |= {f"train/{name}": float(value) for name, value in hyper.items()}
+        tokens = float(metrics.get("tokens", 0))
+        if step > 1 and seconds > 0:
+            self._rates.append((tokens, seconds))
+            row["timing/seconds"] = seconds
+            row["timing/tokens_per_second"] = tokens / seconds
+        if metrics.get("target_tokens", 1) == 0:
+            self._say(f"step {step}: the batch has no target token, so its text loss is 0")
+        self.writer.write(step, row)
+        self.progress.update(step, float(metrics["loss"]), tokens / seconds if seconds else 0.0)
+
+    def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> None:
+        terms = [
+            f"{name}={float(value)}"
+            for name, value in metrics.items()
+            if np.ndim(value) == 0 and not name.endswith("_norm") and not np.isfinite(value)
+        ]
+        leaves = [p for p, good in zip(self.gradient_paths, by_leaf, strict=False) if not good]
+        if terms:
+            what = f"not finite: {', '.join(t for t in terms if not t.startswith('loss='))}"
+        elif not np.all(by_leaf):
+            what = f"the gradient of {leaves[0] if leaves else 'a leaf'} is not finite"
+        else:
+            what = "the update is not finite"
+        good = self.checkpoints.latest_step()
+        where = (
+            f"last good checkpoint: {self.checkpoints.directory / str(good)}"
+            if good is not None
+            else "there is no checkpoint yet"
+        )
+        raise TrainingDiverged(
+            f"step {step}: {what}; {where}. Lower the learning rate or the term's weight, or look "
+            "at the batch of that step"
+        )
+
+    def _evaluate(self) -> None:
+        self._drain()
+        if self.evaluate is None:
+            return
+        if self.last_eval < 0:
+            self._say("evaluating (the first time compiles) ...")
+        metrics = self.evaluate(self.state.params, check_stop=self.check_stop)
+        name = self.config.best_metric
+        if name not in metrics:
+            raise ValueError(
+                f"best_metric={name!r} is not among the evaluation metrics {sorted(metrics)}"
+            )
+        value = float(metrics[name])
+        sign = 1.0 if self.config.best_mode == "min" else -1.0
+        if self.best is None or sign * value < sign * self.best["value"]:
+            self.best = {"step": self.step, "metric": name, "value": value}
+            # At step 0 the best is the model as it was loaded: nothing to save.
+            self._improved = self.config.keep_best and self.step > 0
+        self.last_eval = self.step
+        self.writer.write(self.step, metrics)
+        self._say(f"step {self.step}: {name} {value:.5f} (best {self.best['value']:.5f})")
+        self._clock = time.perf_counter()
+
+    def _save(self) -> None:
+        """Saves once a step. Metrics are drained first: a step that diverged is never saved."""
+        self._drain()
+        improved, self._improved = self._improved, False
+        if self.saved_step == self.step and not improved:
+            return
+        info = {"data": self.batches.get_state(), "best": self.best, "last_eval": self.last_eval}
+        self.checkpoints.save(self.step, self.state, info, best=improved)
+        self.saved_step = self.step
+        self._clock = time.perf_counter()
+
+    def _resume(self) -> None:
+        step = self.checkpoints.latest_step()
+        if step is None:
+            return
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+        )
+        self.state = None  # free it before the saved one is read
+        self.state, info = self.checkpoints.restore(abstract, step)
+        self.batches.set_state(info["data"])
+        self.best, self.last_eval = info["best"], info["last_eval"]
+        self.step = self.saved_step = step
+        print(f"resumed from {self.checkpoints.directory / str(step)}", flush=True)
+
+    def _on_signal(self, name: str) -> None:
+        self._signal = name
+
+    def _say(self, line: str) -> None:
+        self.progress.say(line)

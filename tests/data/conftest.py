@@ -1,0 +1,59 @@
+"""Tokenizers for the data tests: a trained byte-level BPE, and one id per character."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+class Characters:
+    """One id per character; bos 1, eos 2 (or None). Counts its calls."""
+
+    def __init__(self, bos=1, eos=2):
+        self.bos_token_id, self.eos_token_id, self.calls = bos, eos, 0
+
+    def encode(self, text, add_special_tokens=True):
+        assert add_special_tokens is False
+        self.calls += 1
+        return [ord(character) + 3 for character in text]
+
+    def decode(self, ids):
+        return "".join(chr(i - 3) for i in ids if i > 2)
+
+
+@pytest.fixture(scope="session")
+def characters():
+    return Characters
+
+
+@pytest.fixture(scope="session")
+def bpe(shared_data):
+    """A byte-level BPE of 2,000 tokens trained on tinyshakespeare, as `transformers` wraps it."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    trained = ByteLevelBPETokenizer()
+    text = str(shared_data / "tinyshakespeare" / "input.txt")
+    trained.train([text], 2000, special_tokens=["<bos>", "<eos>"], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=128,
+    )
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(name, content)`: text, bytes, or a list of records as JSONL -> path as str."""
+
+    def _write(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(record) + "\n" for record in content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return _write

@@ -1,0 +1,371 @@
+"""The pipeline: order, resume, shares of processes, held-out data, refusals."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.data.pipeline import DataConfig, make_pipeline, split_records
+from ffn_heterogeneity.data.sources import DataError, open_source
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(np.array_equal(first[k], second[k]) for k in first)
+
+
+def take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def documents_of(batches):
+    """Each packed document as text, in order of appearance (the Characters tokenizer)."""
+    found = []
+    for batch in batches:
+        for targets, ids in zip(batch["targets"], batch["segment_ids"], strict=True):
+            for segment in range(1, ids.max() + 1):
+                found.append("".join(chr(i - 3) for i in targets[ids == segment] if i > 2))
+    return found
+
+
+@pytest.fixture
+def numbered(write):
+    """103 short documents "0" ... "102"."""
+    return write("numbered.jsonl", [{"text": str(i)} for i in range(103)])
+
+
+CASES = {
+    "gsm8k": {"task": "gsm8k", "path": "gsm8k/test.jsonl"},
+    "one_per_row": {"task": "gsm8k", "path": "gsm8k/test.jsonl", "packing": False},
+    "text": {"path": "tinyshakespeare/input.txt"},
+    "text_one_per_row": {"path": "tinyshakespeare/input.txt", "packing": False},
+    "alpaca": {"task": "jsonl", "path": "alpaca_gpt4_en/train.jsonl", "prefetch": 0},
+    "in_order": {"path": "wikitext2/validation.txt", "shuffle": False, "bos": "document"},
+}
+
+
+def case(name, shared_data, **more):
+    return {**CASES[name], "path": str(shared_data / CASES[name]["path"]), **more}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumes_to_the_very_next_batch(shared_data, bpe, name):
+    pipeline = make_pipeline(case(name, shared_data), bpe, 8, 128, seed=3)
+    whole, states = [], []
+    iterator = pipeline.train_iterator()
+    for _ in range(14):
+        states.append(json.dumps(iterator.get_state()))
+        whole.append(next(iterator))
+    assert not equal(whole[0], whole[1])
+    assert max(map(len, states)) < 1000
+    for step in (0, 1, 5, 9, 13):
+        again = make_pipeline(case(name, shared_data), bpe, 8, 128, seed=3).train_iterator()
+        again.set_state(json.loads(states[step]))
+        assert again.get_state()["pipeline"] == json.loads(states[step])["pipeline"]
+        rest = take(again, 14 - step)
+        assert all(equal(a, b) for a, b in zip(rest, whole[step:], strict=True)), step
+        again.close()
+    iterator.set_state(json.loads(states[2]))  # an iterator in use goes back as well
+    assert all(equal(a, b) for a, b in zip(take(iterator, 4), whole[2:6], strict=True))
+    iterator.close()
+
+
+def test_resumes_anywhere_in_a_finite_pass(numbered, characters):
+    pipeline = make_pipeline({"path": numbered, "packing": False}, characters(), 4, 8, 0)
+    iterator, states, whole = pipeline.train_iterator(epochs=2), [], []
+    for _ in range(52):
+        states.append(iterator.get_state())
+        whole.append(next(iterator))
+    assert next(iterator, None) is None
+    for state, rest in list(zip(states, range(52, 0, -1), strict=True))[::3]:
+        again = pipeline.train_iterator(epochs=2)
+        again.set_state(state)
+        got = list(again)
+        assert len(got) == rest and equal(got[0], whole[52 - rest]) and equal(got[-1], whole[-1])
+
+
+def test_a_state_survives_dropped_documents(write, characters):
+    """Reading the same dropped documents again must not be taken for "nothing is left"."""
+    records = [{"text": ""}] * 9 + [{"text": "word"}]
+    config = {"path": write("a.jsonl", records), "task": "text", "shuffle": False}
+    iterator = make_pipeline(config, characters(), 1, 4, 0).train_iterator()
+    start = iterator.get_state()
+    for _ in range(3):
+        iterator.set_state(start)
+        assert documents_of([next(iterator)]) == ["word"]
+    iterator.close()
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"seed": 4}, "seed was 3, is 4"),
+        ({"seq_len": 64}, "seq_len was 128, is 64"),
+        ({"batch_size": 4}, "batch_size was 8, is 4"),
+        ({"shuffle": False}, "shuffle was True, is False"),
+        ({"packing": False}, "packing was True, is False"),
+        ({"bos": "document"}, "bos was"),
+        ({"eos": False}, "eos was 1, is None"),
+        ({"path": "gsm8k/train.jsonl"}, "records was 1319, is 7473"),
+        ({"validation_fraction": 0.1}, "records was 1319, is 1187"),
+        ({"task": "jsonl"}, "task was 'gsm8k', is 'jsonl'"),
+        ({"prompt_field": "answer"}, "data_crc was"),
+        ({"process_count": 2}, r"process was \[0, 1\], is \[0, 2\]"),
+        ({"epochs": 1}, "epochs was None, is 1"),
+    ],
+)
+def test_a_state_of_another_pipeline_is_refused(shared_data, bpe, change, named):
+    def iterator_of(seed=3, seq_len=128, batch_size=8, process_count=1, epochs=None, **config):
+        if "path" in config:
+            config["path"] = str(shared_data / config["path"])
+        config = case("gsm8k", shared_data) | config
+        pipeline = make_pipeline(
+            config, bpe, batch_size, seq_len, seed, process_count=process_count
+        )
+        return pipeline.train_iterator(epochs)
+
+    state = iterator_of().get_state()
+    iterator_of().set_state(state)
+    with pytest.raises(DataError, match=f"another pipeline.*{named}"):
+        iterator_of(**change).set_state(state)
+
+
+def test_other_data_tokenizer_or_version_is_refused(write, characters, bpe):
+    config = {"path": write("a.txt", "one text")}
+    state = make_pipeline(config, characters(), 1, 8, 0).train_iterator().get_state()
+    with pytest.raises(DataError, match="tokenizer_crc was"):
+        make_pipeline(config, bpe, 1, 8, 0).train_iterator().set_state(state)
+    write("a.txt", "two text")
+    changed = make_pipeline(config, characters(), 1, 8, 0).train_iterator()
+    with pytest.raises(DataError, match="data_crc was"):
+        changed.set_state(state)
+    with pytest.raises(DataError, match="version None"):
+        changed.set_state({})
+
+
+def test_every_epoch_holds_each_document_once_in_a_new_order(numbered, characters):
+    everything = [str(i) for i in range(103)]
+    # One document a row, so that rows keep the order; 206 rows in 2 epochs.
+    config = {"path": numbered, "packing": False, "eos": False}
+
+    def orders(seed, **more):
+        iterator = make_pipeline(config | more, characters(), 1, 8, seed).train_iterator(epochs=2)
+        found = documents_of(iterator)
+        return found[:103], found[103:]
+
+    first, second = orders(0)
+    assert sorted(first) == sorted(second) == sorted(everything)
+    assert len({tuple(first), tuple(second), tuple(everything)}) == 3
+    assert orders(0) == (first, second)
+    assert orders(99, shuffle_seed=0) == (first, second)
+    other = orders(1)
+    assert len({tuple(first), tuple(second), *map(tuple, other)}) == 4  # not seed 0, an epoch on
+    assert orders(0, shuffle=False) == (everything, everything)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_share_an_epoch_without_overlap(numbered, characters, packing, count):
+    config = {"path": numbered, "packing": packing}
+
+    def documents(index, count):
+        pipeline = make_pipeline(
+            config, characters(), 4, 8, 0, process_index=index, process_count=count
+        )
+        batches = list(pipeline.train_iterator(epochs=1))
+        assert all(len(batch["tokens"]) == 4 // count for batch in batches)
+        return batches
+
+    def texts(batches):  # text may be cut at the end of a row: put it together again
+        return "".join(documents_of(batches)) if packing else sorted(documents_of(batches))
+
+    shares = [documents(index, count) for index in range(count)]
+    whole = documents(0, 1)
+    tokens = collections.Counter()
+    for share in shares:
+        for batch in share:
+            tokens.update(batch["targets"][batch["loss_mask"]].tolist())
+    one = collections.Counter()
+    for batch in whole:
+        one.update(batch["targets"][batch["loss_mask"]].tolist())
+    assert tokens == one and one[2] == 103  # 103 ends of document: each exactly once
+    if not packing:
+        assert sorted(sum((texts(share) for share in shares), [])) == texts(whole)
+
+
+def test_process_shares_of_examples(shared_data, bpe):
+    def examples(index, count):
+        pipeline = make_pipeline(
+            case("gsm8k", shared_data), bpe, 8, 512, 1, process_index=index, process_count=count
+        )
+        found = collections.Counter()
+        for batch in pipeline.train_iterator(epochs=1):
+            for targets, ids in zip(batch["targets"], batch["segment_ids"], strict=True):
+                found.update(tuple(targets[ids == s].tolist()) for s in range(1, ids.max() + 1))
+        return found
+
+    first, second, whole = examples(0, 2), examples(1, 2), examples(0, 1)
+    assert not first & second and first + second == whole and sum(whole.values()) == 1319
+
+
+def test_held_out_records_are_disjoint_and_the_same_for_every_seed(numbered, characters):
+    config = {"path": numbered, "validation_fraction": 0.2, "packing": False, "task": "text"}
+    held_out = None
+    for seed in (0, 1):
+        pipeline = make_pipeline(config, characters(), 4, 8, seed)
+        train = documents_of(pipeline.train_iterator(epochs=1))
+        held = documents_of(pipeline.validation_iterator())
+        assert len(held) == 21 and len(train) == 82
+        assert sorted(train + held) == sorted(str(i) for i in range(103))
+        assert held == sorted(held, key=int), "in order"
+        assert held_out in (None, held)
+        held_out = held
+    assert held_out != [str(i) for i in range(82, 103)], "a sample, not the tail"
+
+
+def test_running_text_holds_out_its_last_stretch(shared_data):
+    source = open_source(str(shared_data / "tinyshakespeare" / "input.txt"))
+    train, held = split_records(source, 0.1)
+    assert list(train.rows) + list(held.rows) == list(range(len(source)))
+    assert len(held) == round(0.1 * len(source))
+
+
+def test_validation_is_a_fixed_padded_pass(shared_data, bpe):
+    config = case("gsm8k", shared_data, validation_fraction=0.05)
+    pipeline = make_pipeline(config, bpe, 8, 256, 0)
+    batches = list(pipeline.validation_iterator())
+    again = list(pipeline.validation_iterator())
+    assert len(batches) > 2 and all(equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert all(batch["tokens"].shape == (8, 256) for batch in batches)
+    assert not batches[-1]["segment_ids"][-1].any() and not batches[-1]["loss_mask"][-1].any()
+    assert len(list(pipeline.validation_iterator(max_batches=2))) == 2
+    halves = [
+        list(
+            make_pipeline(
+                config, bpe, 8, 256, 5, process_index=i, process_count=2
+            ).validation_iterator()
+        )
+        for i in range(2)
+    ]
+    assert len(halves[0]) == len(halves[1]) == len(batches)
+    for whole, *parts in zip(batches, *halves, strict=True):
+        joined = {key: np.concatenate([part[key] for part in parts]) for key in whole}
+        assert equal(whole, joined)
+
+
+def test_validation_of_its_own(write, characters, monkeypatch):
+    train = write("train.jsonl", [{"text": "t"}] * 5)
+    other = write("other.jsonl", [{"text": "v"}] * 3)
+    config = {"path": train, "validation_path": other, "packing": False}
+    pipeline = make_pipeline(config, characters(), 2, 4, 0)
+    assert documents_of(pipeline.validation_iterator()) == ["v"] * 3
+    assert documents_of(pipeline.train_iterator(epochs=1)) == ["t"] * 5
+
+
+def test_prefetching_changes_nothing_and_ends(numbered, characters):
+    def batches(prefetch):
+        config = {"path": numbered, "prefetch": prefetch}
+        iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator()
+        found = take(iterator, 9)
+        iterator.close()
+        return found
+
+    before = threading.active_count()
+    for prefetch in (2, 5):
+        assert all(equal(a, b) for a, b in zip(batches(0), batches(prefetch), strict=True))
+    assert threading.active_count() == before
+
+
+def test_tokenises_no_more_than_it_needs(write, characters):
+    path = write("a.jsonl", [{"text": f"{i:>200}"} for i in range(3000)])
+    tokenizer = characters()
+    pipeline = make_pipeline({"path": path, "prefetch": 0}, tokenizer, 4, 128, 0)
+    next(pipeline.train_iterator())
+    assert tokenizer.calls < 20
+
+
+def test_count_epoch(numbered, characters, capsys):
+    config = {"path": numbered, "packing": False}
+    counts = make_pipeline(config, characters(), 4, 8, 0).count_epoch()
+    characters_in_all = sum(len(str(i)) for i in range(103))
+    assert counts["batches"] == 26 and counts["documents"] == counts["kept"] == 103
+    assert counts["loss_tokens"] == characters_in_all + 103
+    assert capsys.readouterr().err == ""  # a bar on a terminal only
+
+
+def test_a_closed_iterator_says_so(numbered, characters):
+    iterator = make_pipeline({"path": numbered}, characters(), 4, 16, 0).train_iterator()
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    with pytest.raises(DataError, match="closed"):
+        next(iterator)
+
+
+def test_a_program_that_forgets_to_close_ends_in_silence(numbered):
+    code = f"""
+from ffn_heterogeneity.data.pipeline import make_pipeline
+class Tokenizer:
+    bos_token_id = eos_token_id = 1
+    def encode(self, text, add_special_tokens): return [ord(c) for c in text]
+iterator = make_pipeline({{"path": {numbered!r}}}, Tokenizer(), 4, 16, 0).train_iterator()
+next(iterator)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_missing_field_is_found_at_once_and_placed(write, characters):
+    records = [{"question": "q", "answer": "a"}] * 4 + [{"question": "q", "reply": "a"}]
+    config = {"task": "gsm8k", "path": write("a.jsonl", records)}
+    message = r"a.jsonl, line 5: no field 'answer'; fields seen: question, reply"
+    with pytest.raises(DataError, match=message):
+        make_pipeline(config, characters(), 2, 16, 0)
+
+
+@pytest.mark.parametrize(
+    "config, sizes, message",
+    [
+        ({"task": "gsm8"}, (2, 8), "unknown task 'gsm8'; did you mean gsm8k"),
+        ({"pth": "x"}, (2, 8), "unknown data setting 'pth'; did you mean path"),
+        ({"qqqq": "x"}, (2, 8), "unknown data setting 'qqqq'; known"),
+        ({}, (2, 1), "seq_len is 1"),
+        ({}, (0, 8), "batch_size is 0"),
+        ({}, (3, 8), "batch_size is 3; it must be a positive multiple of the 2"),
+        ({"prefetch": -1}, (2, 8), "prefetch is -1"),
+        ({"validation_fraction": 1.0}, (2, 8), r"validation_fraction is 1.0.*\[0, 1\)"),
+        ({"validation_fraction": -0.1}, (2, 8), "validation_fraction is -0.1"),
+        ({"validation_fraction": 0.1, "validation_path": "x"}, (2, 8), "choose one"),
+        ({"path": ""}, (2, 8), "task 'text' needs a path"),
+        ({"bos": "first"}, (2, 8), "bos is 'first'"),
+        ({"passage_chars": 0}, (2, 8), "passage_chars is 0"),
+        ({"passage_chars": 10**6}, (2, 8), "1 training records for 2 processes"),
+        ({"passage_chars": 10**6, "validation_fraction": 0.5}, (2, 8), "cannot be split"),
+    ],
+)
+def test_bad_settings(write, characters, config, sizes, message):
+    config = {"path": write("a.txt", "some words, " * 9), "passage_chars": 20, **config}
+    with pytest.raises(DataError, match=message) as caught:
+        make_pipeline(config, characters(), *sizes, 0, process_count=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_asking_for_validation_that_is_not_there(numbered, characters):
+    with pytest.raises(DataError, match="no validation data: set validation_fraction"):
+        make_pipeline({"path": numbered}, characters(), 1, 8, 0).validation_iterator()
+    with pytest.raises(DataError, match="process_index 2 is not one of 2"):
+        make_pipeline({"path": numbered}, characters(), 2, 8, 0, process_index=2, process_count=2)
+
+
+def test_config_from_a_config_dict():
+    import ml_collections
+
+    config = ml_collections.ConfigDict({"task": "gsm8k", "packing": False})
+    assert DataConfig.from_mapping(config) == DataConfig("gsm8k", packing=False)
+    assert hash(DataConfig()) == hash(DataConfig())

@@ -1,0 +1,219 @@
+"""Sources and tasks: what is read, and what each kind of bad input says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ffn_heterogeneity.data import sources
+from ffn_heterogeneity.data.sources import DataError, open_source
+from ffn_heterogeneity.data.tasks import Fields, get_task, tasks
+
+
+def read(source):
+    return [source[i] for i in range(len(source))]
+
+
+def test_text_passages_join_to_the_file(shared_data):
+    path = shared_data / "tinyshakespeare" / "input.txt"
+    records = read(open_source(str(path), passage_chars=5000))
+    assert "".join(r["text"] for r in records) == path.read_bytes().decode()
+    assert all(0 < len(r["text"]) <= 5000 for r in records)
+    # Speeches are parted by blank lines, far closer than half a passage: every cut is at one.
+    assert all(r["text"].endswith("\n\n") for r in records[:-1])
+    assert [r["passage_starts"] for r in records] == [True] + [False] * (len(records) - 1)
+    assert [r["passage_ends"] for r in records] == [False] * (len(records) - 1) + [True]
+
+
+@pytest.mark.parametrize("text", ["a" * 50, "ab " * 20, "one line\n" * 9, "\n" * 30, " " * 30, "x"])
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_passages_of_any_text(write, text, size):
+    pieces = [r["text"] for r in read(open_source(write("a.txt", text), passage_chars=size))]
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= size for piece in pieces)
+
+
+def test_line_ends_and_byte_order_mark(write):
+    source = open_source(write("a.txt", b"\xef\xbb\xbfone\r\ntwo\r\n"))
+    assert source[0]["text"] == "one\r\ntwo\r\n"
+    assert open_source(write("a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n'))[0] == {"text": "one"}
+
+
+def test_directory_of_text_in_order(write):
+    write("books/b.txt", "second")
+    write("books/c.txt", "third")
+    write("books/cover.png", b"\x89PNG")
+    directory = write("books/a.txt", "first").removesuffix("/a.txt")
+    source = open_source(directory)
+    assert [r["text"] for r in read(source)] == ["first", "second", "third"]
+    assert all(r["passage_starts"] and r["passage_ends"] for r in read(source))
+    assert source.where(1).startswith(directory + "/b.txt")
+
+
+def test_jsonl_keeps_unicode_line_separators(write):
+    line = json.dumps({"text": "one\u2028two\u0085three"}, ensure_ascii=False)
+    source = open_source(write("a.jsonl", f"\n{line}\n\n{line}"))
+    assert read(source) == [{"text": "one\u2028two\u0085three"}] * 2
+    assert source.where(0).endswith("line 2") and source.where(1).endswith("line 4")
+
+
+def test_jsonl_rows_equal_json(shared_data):
+    path = shared_data / "gsm8k" / "test.jsonl"
+    expected = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    assert read(open_source(str(path))) == expected and len(expected) == 1319
+
+
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"text": "one", "n": 1}, {"text": "zwei \u00fc", "n": 2}, {"text": "", "n": None}]
+    path = str(tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert read(open_source(path)) == rows
+
+
+def test_hub_name_config_split_revision(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return datasets.Dataset.from_list([{"question": "q", "answer": "a"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = open_source("openai/gsm8k:main", split="test", revision="abc")
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "revision": "abc"})]
+    assert read(source) == [{"question": "q", "answer": "a"}]
+
+
+def test_hub_offline_is_one_line_with_the_way_out(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="'nobody/nothing'.*give a local") as caught:
+        open_source("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_name_server_the_hub_is_not_retried(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    def unresolved(*_):
+        raise sources.socket.gaierror("no such name")
+
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources.socket, "getaddrinfo", unresolved)
+    monkeypatch.setattr(sources.urllib.request, "getproxies", dict)
+    with sources._offline_without_network():
+        assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+BROKEN = [
+    ("empty.txt", b"", "empty.txt: the file is empty"),
+    ("empty.jsonl", b"", "empty.jsonl: the file is empty"),
+    ("blank.jsonl", b"\n \n", "no JSON objects"),
+    ("latin.txt", b"caf\xe9 au lait", r"latin.txt: not UTF-8: byte 0xe9 at offset 3"),
+    ("latin.jsonl", b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at offset 13"),
+    ("cut.jsonl", b'{"a": 1}\n\n{"a": \n{"a": 3}\n', r"cut.jsonl, line 3: not JSON"),
+    ("list.jsonl", b'{"a": 1}\n[1, 2]\n', r"list.jsonl, line 2: list, but"),
+    ("bad.parquet", b"PAR1 no table", r"bad.parquet: not a readable parquet"),
+    ("table.csv", b"a,b\n", r"table.csv: cannot tell what kind of data '.csv' is; known: .txt"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", BROKEN, ids=[name for name, *_ in BROKEN])
+def test_broken_files(write, name, content, message):
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(write(name, content))
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_that_lead_nowhere(write, tmp_path):
+    for path, message in [
+        (str(tmp_path / "none.txt"), "none.txt: no such file"),
+        (str(tmp_path / "none"), "no such file, and not the form of a hub name"),
+        (write("images/a.png", b"").removesuffix("/a.png"), "a directory without .txt files"),
+        ("", "no data: path is ''"),
+        ((), "no data"),
+        ((write("a.txt", "x"), write("a.jsonl", "{}")), "several kinds"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            open_source(path)
+
+
+def test_tasks_are_discovered():
+    assert {"text", "jsonl", "gsm8k"} <= set(tasks())
+    assert all(task.name == name for name, task in tasks().items())
+    with pytest.raises(DataError, match=r"unknown task 'gsm8'; did you mean gsm8k\?.*known: gsm8k"):
+        get_task("gsm8")
+    with pytest.raises(DataError, match=r"unknown task '\?\?'; known: gsm8k, jsonl, text"):
+        get_task("??")
+
+
+def test_gsm8k_form():
+    example = get_task("gsm8k").example({"question": "How?", "answer": "So. #### 3"}, Fields())
+    assert example.prompt + example.target == "Question: How?\nAnswer: So. #### 3"
+    assert example.target == " So. #### 3"
+
+
+@pytest.mark.parametrize(
+    "record, prompt, response",
+    [
+        ({"prompt": "p ", "response": "r"}, "p ", "r"),
+        ({"prompt": "p", "completion": " c"}, "p", " c"),
+        ({"instruction": "i", "input": "x", "output": "o", "answer": "B"}, "i\nx\n", "o"),
+        ({"instruction": "i", "input": "", "output": "o"}, "i\n", "o"),
+        ({"instruction": "i", "output": "o"}, "i\n", "o"),
+        ({"question": "q", "answer": "a"}, "q\n", "a"),
+    ],
+)
+def test_jsonl_pairs(record, prompt, response):
+    assert get_task("jsonl").example(record, Fields())[:2] == (prompt, response)
+
+
+def test_jsonl_named_fields_are_verbatim():
+    fields = Fields(prompt="ask", response="say")
+    record = {"ask": "1+1=", "say": "2", "prompt": "no", "response": "no"}
+    assert get_task("jsonl").example(record, fields)[:2] == ("1+1=", "2")
+    with pytest.raises(DataError, match="name both or neither"):
+        get_task("jsonl").example(record, Fields(prompt="ask"))
+
+
+@pytest.mark.parametrize(
+    "task, record, message",
+    [
+        ("gsm8k", {"question": "q", "solution": "s"}, "'answer'; fields seen: question, solution"),
+        ("text", {"body": "b"}, "no field 'text'; fields seen: body"),
+        ("text", {"text": None}, "'text' is NoneType"),
+        ("text", {"text": ["a"]}, "'text' is list"),
+        ("jsonl", {"ask": "a"}, "fields seen: ask; known pairs: prompt/response"),
+        ("jsonl", {}, "fields seen: none"),
+    ],
+)
+def test_unreadable_records(task, record, message):
+    with pytest.raises(DataError, match=message):
+        get_task(task).example(record, Fields())
+
+
+def test_imports_stay_light(shared_data):
+    """Reading local text and JSONL needs neither `datasets` nor grain nor `transformers`."""
+    code = f"""
+import sys
+import ffn_heterogeneity.data.pipeline, ffn_heterogeneity.data.windows
+from ffn_heterogeneity.data.sources import open_source
+from ffn_heterogeneity.data.tasks import get_task
+open_source({str(shared_data / "gsm8k" / "test.jsonl")!r}); get_task("text")
+heavy = {{"datasets", "grain", "transformers", "tokenizers", "pyarrow", "torch"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,59 @@
+"""Perplexity windows: what each policy predicts, from what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.windows import text_windows
+
+
+@pytest.mark.parametrize("bos", ["segment", "stream", "none"])
+@pytest.mark.parametrize("window", [1, 7, 512])
+def test_windows_of_wikitext(shared_data, bpe, bos, window):
+    text = (shared_data / "wikitext2" / "test.raw.txt").read_bytes().decode()[:40_000]
+    ids = bpe.encode(text, add_special_tokens=False)
+    rows = text_windows(text, bpe, window, bos=bos)
+    predicted = ids[1:] if bos == "none" else ids
+    count = len(predicted) // window
+    assert rows.shape == (count, window + 1) and rows.dtype == np.int32
+    assert rows[:, 1:].reshape(-1).tolist() == predicted[: count * window]  # each exactly once
+    context = {
+        "segment": [0] * count,
+        "stream": [0, *(ids[i * window - 1] for i in range(1, count))],
+        "none": [ids[i * window] for i in range(count)],
+    }[bos]
+    assert rows[:, 0].tolist() == context
+
+
+def test_max_windows_and_no_special_tokens(characters):
+    tokenizer = characters()
+    assert text_windows("abcdefgh", tokenizer, 2, max_windows=2).tolist() == [
+        [1, 100, 101],
+        [1, 102, 103],
+    ]
+    assert len(text_windows("abcdefgh", tokenizer, 2, max_windows=99)) == 4
+    assert text_windows("abc", characters(bos=None), 2, bos="none").tolist() == [[100, 101, 102]]
+
+
+@pytest.mark.parametrize(
+    "text, window, options, message",
+    [
+        ("abc", 4, {}, r"the text has 3 tokens.*one window of 4 predictions needs \(4\)"),
+        ("abc", 3, {"bos": "none"}, r"the text has 3 tokens.*needs \(4\)"),
+        ("", 4, {}, "the text is empty"),
+        ("abc", 0, {}, "window is 0"),
+        ("abc", 1, {"max_windows": -1}, "max_windows is -1"),
+        ("abc", 1, {"bos": "first"}, "bos is 'first'; it must be one of segment, stream, none"),
+    ],
+)
+def test_bad_windows(characters, text, window, options, message):
+    with pytest.raises(DataError, match=message):
+        text_windows(text, characters(), window, **options)
+
+
+def test_bos_asked_of_a_tokenizer_without(characters):
+    for bos in ("segment", "stream"):
+        with pytest.raises(DataError, match="no bos token"):
+            text_windows("abc", characters(bos=None), 1, bos=bos)

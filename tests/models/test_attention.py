@@ -1,0 +1,163 @@
+"""Attention: a float64 oracle, causality by gradient, packed documents, rotary scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.attention import (
+    attention_mask,
+    blocked_attention,
+    choose_kernel,
+    plain_attention,
+)
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=31, d_model=16, n_heads=4, n_kv_heads=2, head_dim=8,
+    layers=(LayerConfig(24),) * 2,
+)  # fmt: skip
+
+
+def oracle(q, k, v, scale, softcap, window, segments):
+    """Query by query in float64, from the definition."""
+    b, t, n, h = q.shape
+    out = np.zeros((b, t, n, h))
+    for i in range(b):
+        for head in range(n):
+            kv = head // (n // k.shape[2])
+            for pos in range(t):
+                seen = [
+                    s for s in range(pos + 1)
+                    if segments[i, s] == segments[i, pos] and (window is None or pos - s < window)
+                ]  # fmt: skip
+                scores = k[i, seen, kv] @ q[i, pos, head] * scale
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                weights = np.exp(scores - scores.max())
+                out[i, pos, head] = weights / weights.sum() @ v[i, seen, kv]
+    return out
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 9, 70])
+def test_both_forms_equal_the_oracle(softcap, window):
+    rng = np.random.default_rng(0)
+    b, t, n, kv_heads, h = 2, 150, 4, 2, 8
+    q, k, v = (rng.normal(size=(b, t, heads, h)) * 2 for heads in (n, kv_heads, kv_heads))
+    segments = np.stack([np.repeat([1, 2, 0], [60, 65, 25]), np.ones(t, int)])
+    expected = oracle(q, k, v, 0.3, softcap, window, segments)
+    with jax.enable_x64(True):
+        positions = jnp.arange(t)[None]
+        mask = attention_mask(positions, positions, window, segments, segments)
+        arguments = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask)
+        plain, _ = plain_attention(*arguments, scale=0.3, softcap=softcap)
+        blocked = blocked_attention(*arguments, scale=0.3, softcap=softcap, window=window)
+        assert np.abs(plain - expected).max() < 1e-12
+        assert np.abs(blocked - expected).max() < 1e-12
+
+
+def test_gradients_of_both_forms_agree():
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 140, heads, 8))) for heads in (4, 2, 2))
+    positions = jnp.arange(140)[None]
+    mask = attention_mask(positions, positions, 50)
+
+    def total(form, q, k, v):
+        return jnp.sum(jnp.sin(form(q, k, v, mask)))
+
+    def plain(q, k, v, mask):
+        return plain_attention(q, k, v, mask, scale=0.4, softcap=3.0)[0]
+
+    def blocked(q, k, v, mask):
+        return blocked_attention(q, k, v, mask, scale=0.4, softcap=3.0, window=50)
+
+    first = jax.grad(total, argnums=(1, 2, 3))(plain, q, k, v)
+    second = jax.grad(total, argnums=(1, 2, 3))(blocked, q, k, v)
+    for a, b in zip(first, second, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+
+
+def test_queries_and_keys_may_differ_in_number():
+    """The last 3 queries against all keys, as a cache would ask, equal the full rows."""
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 20, heads, 8))) for heads in (4, 2, 2))
+    positions = jnp.arange(20)[None]
+    full, _ = plain_attention(q, k, v, attention_mask(positions, positions, 6), scale=0.4)
+    mask = attention_mask(positions[:, 17:], positions, 6)
+    part, _ = plain_attention(q[:, 17:], k, v, mask, scale=0.4)
+    np.testing.assert_allclose(part, full[:, 17:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_causality_by_gradient(window):
+    """d hidden[t] / d embedding[s] is 0 exactly where t does not see s, through both layers."""
+    config = dataclasses.replace(CONFIG, layers=(LayerConfig(24, window=window),) * 2)
+    params = causal_lm.init(config, jax.random.key(0))
+    length = 9
+
+    def hidden(table):
+        tree = {**params, "embed": {"embedding": table}}
+        return causal_lm.forward(config, tree, {"tokens": jnp.arange(length)[None]})["hidden"]
+
+    jacobian = jax.jacobian(lambda table: hidden(table)[0].sum(-1))(params["embed"]["embedding"])
+    reaches = np.abs(jacobian[:, :length]).sum(-1) > 0
+    # Two layers of window w reach back 2 (w - 1).
+    far = length if window is None else 2 * (window - 1)
+    for t in range(length):
+        for s in range(length):
+            assert reaches[t, s] == (0 <= t - s <= far), (t, s)
+
+
+def test_packed_documents_do_not_see_each_other():
+    params = causal_lm.init(CONFIG, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 31, 6), rng.integers(0, 31, 5)
+    packed = {
+        "tokens": np.concatenate([first, second, [0, 0]])[None],
+        "segment_ids": np.repeat([1, 2, 0], [6, 5, 2])[None],
+        "positions": np.concatenate([np.arange(6), np.arange(5), np.arange(2)])[None],
+    }
+    together = causal_lm.forward(CONFIG, params, packed)["hidden"][0]
+    for tokens, rows in ((first, slice(0, 6)), (second, slice(6, 11))):
+        alone = causal_lm.forward(CONFIG, params, {"tokens": tokens[None]})["hidden"][0]
+        np.testing.assert_allclose(together[rows], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_rotary_is_a_rotation_by_position_times_frequency():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 5, 1, 8))
+    tables = rotary_tables(RopeConfig(theta=50.0), 8, jnp.asarray([[0, 1, 7, 100, 3]]))
+    y = np.asarray(apply_rotary(jnp.asarray(x, jnp.float32), tables))
+    for i, position in enumerate((0, 1, 7, 100, 3)):
+        for pair in range(4):
+            z = complex(x[0, i, 0, pair], x[0, i, 0, pair + 4])
+            z *= complex(math.cos(a := position * 50.0 ** (-2 * pair / 8)), math.sin(a))
+            np.testing.assert_allclose(y[0, i, 0, [pair, pair + 4]], [z.real, z.imag], atol=2e-5)
+
+
+def test_llama3_scaling_slows_only_long_wavelengths():
+    rope = RopeConfig(theta=500_000.0, llama3=(8.0, 1.0, 4.0, 8192))
+    plain = inverse_frequencies(RopeConfig(theta=500_000.0), 128)
+    scaled = inverse_frequencies(rope, 128)
+    wavelength = 2 * np.pi / plain
+    np.testing.assert_array_equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
+    np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
+    between = (wavelength >= 2048) & (wavelength <= 8192)
+    assert between.any() and (scaled[between] < plain[between]).all()
+
+
+def test_kernel_choice_is_static_and_says_no_clearly():
+    assert choose_kernel("auto", CONFIG, jnp.bfloat16) == "xla"
+    capped = dataclasses.replace(CONFIG, attention_softcap=50.0)
+    with pytest.raises(ValueError, match="no soft-cap"):
+        choose_kernel("cudnn", capped, jnp.bfloat16)
+    with pytest.raises(ValueError, match="flash"):
+        choose_kernel("flash", CONFIG, jnp.float32)

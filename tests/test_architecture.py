@@ -1,0 +1,82 @@
+"""The house rules that a machine can check: arrows point one way, files stay short."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "ffn_heterogeneity"
+# Rooms by floor: a room may import rooms of lower floors, and its own.
+FLOORS = [
+    {"paths"},
+    {"adapters"},
+    {"models"},
+    {"probes", "losses", "heads", "surgery", "io", "data", "report"},
+    {"train", "evaluate"},
+    {"cli", "demo"},
+]
+ALONE = {"data", "report", "adapters"}  # import no other room (adapters and data: pure parts)
+# Leaf helpers everyone may use: writing a file whole is not an upward arrow.
+SHARED = {"paths", "io.files", "io.errors"}
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ffn_heterogeneity"):
+            inside = node.module.split(".")[1:]
+            found |= {".".join(inside)} if inside else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {
+                alias.name.partition(".")[2]
+                for alias in node.names
+                if alias.name.startswith("ffn_heterogeneity.")
+            }
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"]
+
+
+def test_imports_point_downwards():
+    floor = {name: i for i, names in enumerate(FLOORS) for name in names}
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        here = room(path)
+        if here == "__init__":
+            continue
+        for target in imports(path):
+            there = target.split(".")[0]
+            if there == here or target in SHARED:
+                continue
+            if floor[there] > floor[here] or here in ALONE:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {target}")
+    assert not wrong, wrong
+
+
+def test_files_and_functions_stay_short():
+    long = []
+    for path in modules():
+        text = path.read_text()
+        if text.count("\n") > 420:
+            long.append(f"{path.name}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno > 65:
+                long.append(f"{path.name}: {node.name} has {node.end_lineno - node.lineno} lines")
+    assert not long, long
+
+
+def test_families_and_scripts_stay_short():
+    families = [p for p in (PACKAGE / "models/families").glob("*.py") if p.stem not in
+                ("__init__", "common")]  # fmt: skip
+    scripts = list((PACKAGE.parent / "scripts").glob("*.py"))
+    assert len(families) >= 4 and len(scripts) >= 5
+    too_long = [p.name for p in families if p.read_text().count("\n") > 150]
+    too_long += [p.name for p in scripts if p.read_text().count("\n") > 60]
+    assert not too_long, too_long

@@ -1,0 +1,246 @@
+"""The loop: resume to the same bits, signals, divergence, checkpoints kept, compile once."""
+
+import functools
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, toy_params
+
+from ffn_heterogeneity.io.checkpoints import Checkpoints
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.report.writer import read_metrics
+from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from ffn_heterogeneity.train.partition import batch_sharding, make_mesh, replicated, trainable_mask
+from ffn_heterogeneity.train.state import create_state, state_shardings
+from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
+
+TERMS = (NLL, NORM, L1)
+SCHEDULE = make_schedule("cosine", 0.05, warmup_steps=3, total_steps=20)
+
+
+@functools.cache
+def compiled(terms, accumulation):
+    """The functions of a run; kept, because compiling them takes most of a test's time."""
+    mesh, params = make_mesh(), toy_params()
+    mask = trainable_mask(flatten(params), freeze=("^embed/",))
+    optimizer = make_optimizer(OptimizerConfig("adamw", weight_decay=0.1), params, mask)
+    state = create_state(params, optimizer, mask)
+    placed = (state_shardings(mesh, state), batch_sharding(mesh), replicated(mesh))
+    step = make_train_step(
+        toy_forward, terms, optimizer, mask,
+        accumulation=accumulation, dropout=True, shardings=placed,
+    )  # fmt: skip
+    evaluate = make_eval_step(toy_forward, terms), make_params_metrics(terms)
+    return mask, optimizer, placed, step, evaluate
+
+
+def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **options):
+    options = {"steps": 12, "eval_every": 4, "accumulation": 2} | options
+    mask, optimizer, placed, step, evaluators = compiled(terms, options["accumulation"])
+    validation = [toy_batch(3, seed=900 + i) for i in range(2)]
+    evaluator = make_evaluator(*evaluators, lambda: iter(validation))
+    state = create_state(toy_params(), optimizer, mask, seed=5)
+    return TrainLoop(
+        LoopConfig(**options),
+        train_step=step,
+        state=jax.device_put(state, placed[0]),
+        batches=ToyBatches(4, hook),
+        hyper=hyper or (lambda s: HYPER | {"learning_rate": SCHEDULE(s), "dropout": 0.2}),
+        workdir=workdir,
+        evaluate=evaluator if evaluate else None,
+        shardings=placed,
+        gradient_paths=tuple(sorted(path for path, trains in mask.items() if trains)),
+        tensorboard=False,
+    )
+
+
+def metrics(workdir):
+    """All rows without the clock's."""
+    rows = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in rows]
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, make_loop(workdir, checkpoint_every=5).run()
+
+
+def test_a_whole_run(whole, capsys):
+    workdir, result = whole
+    assert result.step == 12 and result.stopped is None and int(result.state.step) == 12
+    rows = metrics(workdir)
+    train = [row["step"] for row in rows if "train/loss" in row]
+    evaluated = [row["step"] for row in rows if "validation/nll" in row]
+    assert train == list(range(1, 13)) and evaluated == [0, 4, 8, 12]
+    first = next(row for row in rows if row["step"] == 1)
+    assert first["train/learning_rate"] == SCHEDULE(0) and first["train/alpha"] == HYPER["alpha"]
+    assert rows[-1]["validation/nll"] < rows[0]["validation/nll"]
+    assert len(rows[0]["validation/l1/per_layer"]) == 3
+    assert result.tokens_per_second > 0 and result.compile_seconds > 0
+
+
+def interrupt_at(position):
+    def hook(now):
+        if now == position:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return hook
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(whole, tmp_path, at, capsys):
+    result = make_loop(tmp_path, hook=interrupt_at(at)).run()
+    assert result.stopped == "SIGTERM" and result.step == at + 1
+    assert "to resume: " in capsys.readouterr().out
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == at + 1
+    again = make_loop(tmp_path).run()
+    assert f"resumed from {tmp_path / 'checkpoints' / str(at + 1)}" in capsys.readouterr().out
+    assert bits(again.state) == bits(whole[1].state)
+    assert metrics(tmp_path) == metrics(whole[0])
+    assert again.best == whole[1].best
+
+
+def test_a_crash_resumes_from_the_last_checkpoint(whole, tmp_path, capsys):
+    def crash(position):
+        if position == 9:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk is gone"):
+        make_loop(tmp_path, hook=crash, checkpoint_every=5, keep_best=False).run()
+    out = capsys.readouterr().out
+    assert "stopped at step 9" in out and "to resume: " in out
+    assert [row["step"] for row in metrics(tmp_path)][-1] > 5
+    again = make_loop(tmp_path, checkpoint_every=5, keep_best=False).run()
+    assert "checkpoints/5" in capsys.readouterr().out
+    assert bits(again.state) == bits(whole[1].state)
+    assert metrics(tmp_path) == metrics(whole[0])
+
+
+def test_a_finished_run_is_not_trained_again(whole, tmp_path):
+    first = make_loop(tmp_path).run()
+    before = metrics(tmp_path)
+
+    def never(position):
+        raise AssertionError("a batch was read")
+
+    again = make_loop(tmp_path, hook=never).run()
+    assert bits(again.state) == bits(first.state) and metrics(tmp_path) == before
+    assert again.step == 12 and again.stopped is None
+
+
+def test_a_signal_during_evaluation_is_made_up_for(whole, tmp_path):
+    loop = make_loop(tmp_path)
+    inner = loop.evaluate
+
+    def evaluate(params, check_stop):
+        if loop.step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(params, check_stop=check_stop)
+
+    loop.evaluate = evaluate
+    assert loop.run().step == 8
+    assert not any("validation/nll" in row for row in metrics(tmp_path) if row["step"] == 8)
+    again = make_loop(tmp_path).run()
+    assert metrics(tmp_path) == metrics(whole[0]) and again.best == whole[1].best
+
+
+def test_old_signal_handlers_come_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    make_loop(tmp_path, steps=1, evaluate=False).run()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_divergence_names_step_term_and_checkpoint(tmp_path, capsys):
+    def hyper(step):
+        broken = float("inf") if step == 6 else 0.01
+        return HYPER | {"dropout": 0.0, "learning_rate": 0.01, "gamma": broken}
+
+    fragile = LossTerm("fragile", _over, "gamma", on="params")
+    with pytest.raises(TrainingDiverged) as error:
+        make_loop(tmp_path, terms=(NLL, fragile), hyper=hyper, checkpoint_every=4).run()
+    message = str(error.value)
+    assert "step 7:" in message and str(tmp_path / "checkpoints" / "4") in message
+    assert "stopped at step" in capsys.readouterr().out
+    assert max(row["step"] for row in metrics(tmp_path)) == 6
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+
+
+def _over(params):
+    return TermValue(params["final_norm"]["scale"].sum(), np.float32(1))
+
+
+def test_divergence_names_the_term(tmp_path):
+    def bad(params, outputs, batch):
+        return TermValue(np.float32(np.nan) * outputs["hidden"].sum(), np.float32(1))
+
+    with pytest.raises(TrainingDiverged, match="step 1: not finite: bad=nan; there is no check"):
+        make_loop(tmp_path, terms=(NLL, LossTerm("bad", bad, 1.0)), evaluate=False).run()
+
+
+def test_a_second_compilation_is_an_error(tmp_path):
+    compiled.cache_clear()
+    loop = make_loop(tmp_path, evaluate=False)
+    compiled.cache_clear()  # the other tests' step must have been compiled for one shape
+    batches = iter([toy_batch(4, seed=1), toy_batch(4, length=9, seed=2), toy_batch(4)])
+    loop.batches = type(
+        "Changing", (), {"__next__": lambda s: next(batches), "get_state": lambda s: {}}
+    )()
+    with pytest.raises(RuntimeError, match="compiled 2 times by step 2"):
+        loop.run()
+
+
+def test_data_that_ends_early_is_an_error_and_saved(tmp_path):
+    def hook(position):
+        if position == 3:
+            raise StopIteration
+
+    with pytest.raises(ValueError, match="ended after 3 of 12 steps"):
+        make_loop(tmp_path, hook=hook).run()
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() == 3
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    """The rate makes the loss rise after step 4: that step stays, beside the last."""
+
+    def hyper(step):
+        rate = 0.05 if step < 4 else -0.05
+        return HYPER | {"learning_rate": rate, "dropout": 0.0}
+
+    result = make_loop(tmp_path, hyper=hyper, eval_every=2).run()
+    assert result.best["step"] == 4 and result.best["metric"] == "validation/nll"
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [4, 12] and checkpoints.best_step == 4
+    by_step = {r["step"]: r["validation/nll"] for r in metrics(tmp_path) if "validation/nll" in r}
+    assert result.best["value"] == min(by_step.values()) == by_step[4]
+
+
+def test_a_wrong_best_metric_lists_the_right_ones(tmp_path):
+    with pytest.raises(ValueError, match="'validation/nlll' is not among .*'validation/nll'"):
+        make_loop(tmp_path, best_metric="validation/nlll").run()
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    make_loop(tmp_path, steps=2, evaluate=False).run()
+    loop = make_loop(tmp_path, steps=2, evaluate=False)
+    loop.state.params["final_norm"]["scale"] = jax.numpy.zeros(7)
+    with pytest.raises(CheckpointError, match=r"leaf 'params.final_norm.scale'.*\[6\].*\[7\]"):
+        loop.run()
+
+
+def test_bad_settings_are_named(tmp_path):
+    with pytest.raises(ValueError, match="steps=0"):
+        LoopConfig(steps=0)
+    with pytest.raises(ValueError, match="4 rows, which accumulation=3 does not divide"):
+        make_loop(tmp_path, accumulation=3, evaluate=False).run()

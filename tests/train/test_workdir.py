@@ -1,0 +1,56 @@
+"""A work directory belongs to one config."""
+
+import json
+
+import pytest
+
+from ffn_heterogeneity.train.workdir import WorkdirError, flatten_config, prepare_workdir
+
+CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
+
+
+def test_a_new_directory_is_claimed_and_resumed(tmp_path):
+    first = prepare_workdir(tmp_path / "run", CONFIG)
+    assert not first.resumed
+    assert json.loads((first / "config.json").read_text())["optimizer"]["betas"] == [0.9, 0.99]
+    assert json.loads((first / "versions.json").read_text())["jax"]
+    again = prepare_workdir(tmp_path / "run", CONFIG)
+    assert again.resumed
+    assert len((again / "command.txt").read_text().splitlines()) == 2
+
+
+def test_another_config_is_refused_with_its_keys(tmp_path):
+    prepare_workdir(tmp_path, CONFIG)
+    other = {"steps": 20, "optimizer": {"name": "adamw", "betas": (0.9, 0.95)}, "seed": 1}
+    with pytest.raises(WorkdirError) as error:
+        prepare_workdir(tmp_path, other)
+    message = str(error.value)
+    assert "steps: 10 there, 20 here" in message
+    assert "optimizer.betas: [0.9, 0.99] there, [0.9, 0.95] here" in message
+    assert "seed: '<absent>' there, 1 here" in message and "another --workdir" in message
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 10
+    assert "optimizer.name" not in message
+
+
+def test_resuming_can_be_refused(tmp_path):
+    prepare_workdir(tmp_path, CONFIG)
+    with pytest.raises(WorkdirError, match="resuming is off"):
+        prepare_workdir(tmp_path, CONFIG, resume=False)
+
+
+def test_outputs_without_a_config_are_foreign(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(WorkdirError, match="holds model but no config.json"):
+        prepare_workdir(tmp_path, CONFIG)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_an_empty_name_is_refused():
+    with pytest.raises(WorkdirError, match="--workdir"):
+        prepare_workdir("", CONFIG)
+
+
+def test_a_config_of_something_else_than_data_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="not plain data"):
+        prepare_workdir(tmp_path, {"function": print})
+    assert flatten_config({"a": {"b": {}}, "c": float("inf")}) == {"a.b": {}, "c": "inf"}

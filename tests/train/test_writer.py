@@ -1,0 +1,53 @@
+"""metrics.jsonl: exact values, resumed without repeats; events beside it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
+
+
+def test_values_read_back_exactly(tmp_path):
+    value, layers = np.float32(0.1) / 3, np.array([1.5, np.nan, 0.1], np.float32)
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(3, {"loss": value, "nucl/ent": layers, "count": np.int32(7), "name": "x"})
+        row = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed before close
+    assert row["step"] == 3 and row["count"] == 7 and row["name"] == "x"
+    assert np.float32(row["loss"]) == value
+    assert row["nucl/ent"][1] == "nan" and np.float32(row["nucl/ent"][2]) == layers[2]
+
+
+def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(6):
+            writer.write(step, {"loss": float(step)})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-5])
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
+    with MetricsWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
+        writer.write(4, {"loss": 40.0})
+    rows = read_metrics(path)
+    assert [(r["step"], r["loss"]) for r in rows] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path):
+    for _ in range(2):
+        with MetricsWriter(tmp_path, tensorboard=False) as writer:
+            writer.write(1, {"loss": 1.0})
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_events_are_written(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0, "layers": np.arange(3.0), "image": np.ones((2, 2)), "s": "x"})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    for name in (b"loss", b"layers/002", b"image"):
+        assert name in content
