@@ -55,7 +55,8 @@ class DataConfig:
       packing: several documents in one row; False gives each its own, padded.
       bos: "auto", "segment", "document" or "none"; see `packing.Encoder`.
       eos: whether documents end with the tokenizer's eos.
-      passage_chars: running text is shuffled in passages of at most this many characters.
+      passage_chars: running text is shuffled in passages of at most this many characters, and no
+        context reaches beyond its passage: raise it (T * 5 or so) for very long rows.
       prefetch: batches prepared ahead by the background thread; 0 for none.
     """
 

@@ -16,11 +16,10 @@ from ffn_heterogeneity.report.figures import connectivity_figure
 def connectivity(config: ConfigDict, workdir: epath.Path) -> dict:
     """Entropy, gini and mstd of the outgoing weights, summed over each layer's neurons."""
     model = load_model(config.model, revision=config.revision)
-    statistics = layer_statistics(model.params)
+    widths = model.config.ffn_widths
     layers = [
-        {name: float(statistics[name][i]) for name in ("entropy", "gini", "mstd")}
-        | {"neurons": model.config.ffn_widths[i]}
-        for i in range(model.config.n_layers)
+        {**sums, "neurons": width}
+        for sums, width in zip(layer_statistics(model.params), widths, strict=True)
     ]
     connectivity_figure(layers, model.config.d_model, workdir / "connectivity.png")
     return {"layers": layers, "d_model": model.config.d_model}

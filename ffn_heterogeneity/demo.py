@@ -1,0 +1,195 @@
+"""`make demo`: what the NUCL paper says, shown on a real model in minutes on two CPU cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.io.fetch import fetch_model
+from ffn_heterogeneity.io.files import atomic_path, read_json, write_json
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.losses.nucl import layer_statistics
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.report.figures import bar_figure, connectivity_figure, training_figure
+from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.report.writer import read_metrics
+from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+
+WINDOW = 256
+WINDOWS = 16
+RATIO = 0.25
+# label -> (criterion, reverse)
+REMOVALS: dict[str, tuple[str, bool]] = {
+    "highest entropy (NUCL)": ("entropy", False),
+    "random": ("random", False),
+    "smallest magnitude": ("magnitude", False),
+    "lowest entropy (sanity row)": ("entropy", True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the demo's flags say."""
+
+    workdir: str
+    models: str
+    steps: int
+    alpha: float
+    fresh: bool = False
+
+
+def python_manual() -> tuple[str, str]:
+    """(train, held-out): the language reference that every CPython ships, every 8th topic apart."""
+    from pydoc_data.topics import topics
+
+    parts: tuple[list[str], list[str]] = ([], [])
+    for i, name in enumerate(sorted(topics)):
+        parts[i % 8 == 0].append(topics[name])
+    return "\n\n".join(parts[0]), "\n\n".join(parts[1])
+
+
+def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
+    """Runs every piece that is not there yet and writes the report.
+
+    Args:
+      get_config: of configs/nucl_finetune.py.
+    """
+    started = time.time()
+    workdir = epath.Path(settings.workdir)
+    claim(workdir, settings)
+    # A second process finds the compiled programs of the first.
+    jax.config.update("jax_compilation_cache_dir", str((workdir / "compiled").resolve()))
+    path = fetch_model("smollm2", settings.models)
+    train_text, heldout_text = python_manual()
+    for name, text in (("train", train_text), ("heldout", heldout_text)):
+        with atomic_path(workdir / f"{name}.txt") as temporary:
+            temporary.write_text(text)
+    say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
+        "characters of the Python language reference")  # fmt: skip
+    pieces = Pieces(workdir, Lazy(str(path)), heldout_text)
+    results = {
+        "settings": dataclasses.asdict(settings),
+        "before": pieces.once("before", pieces.before),
+        "removal": {
+            label: pieces.once(
+                f"removal-{criterion}{'-reverse' if reverse else ''}",
+                lambda c=criterion, r=reverse: pieces.removal(c, r),
+            )
+            for label, (criterion, reverse) in REMOVALS.items()
+        },
+        "training": {
+            label: train(workdir, label, alpha, settings, str(path), get_config)
+            for label, alpha in (("alpha = 0", 0.0), (f"alpha = {settings.alpha:g}", settings.alpha))
+        },
+    }
+    results["seconds"] = round(time.time() - started, 1)
+    write_json(workdir / "results.json", results)
+    report(workdir, results)
+    return results
+
+
+def claim(workdir: epath.Path, settings: Settings) -> None:
+    """Keeps finished pieces of the same settings, removes those of others."""
+    mine = {**dataclasses.asdict(settings), "workdir": None, "fresh": None, "models": None}
+    marker = workdir / "settings.json"
+    if workdir.exists() and any(workdir.iterdir()) and not marker.exists():
+        sys.exit(f"error: {workdir} holds something else: choose another --workdir")
+    if marker.exists() and (settings.fresh or read_json(marker) != mine):
+        say(f"starting over in {workdir}")
+        workdir.rmtree()
+    write_json(marker, mine)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Lazy:
+    """The model, loaded when first needed: a second run that finds all pieces needs none."""
+
+    def __init__(self, spec: str):
+        self.spec = spec
+        self._model: Model | None = None
+
+    def __call__(self) -> Model:
+        if self._model is None:
+            self._model = load_model(self.spec)
+        return self._model
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Measurements on the pretrained model, each kept under `<workdir>/pieces`."""
+
+    workdir: epath.Path
+    model: Lazy
+    heldout: str
+
+    def once(self, name: str, measure: Callable[[], dict]) -> dict:
+        """The kept result of `name`, or a new one."""
+        path = self.workdir / "pieces" / f"{name}.json"
+        if not path.exists():
+            write_json(path, measure())
+        return read_json(path)
+
+    def rows(self) -> np.ndarray:
+        return text_windows(
+            self.heldout, self.model().tokenizer, WINDOW, max_windows=WINDOWS, bos="segment"
+        )
+
+    def before(self) -> dict:
+        """Perplexity and connectivity of the model as it comes."""
+        model = self.model()
+        found = perplexity(model.config, model.params, self.rows(), progress="perplexity before")
+        layers = [
+            {**sums, "neurons": width}
+            for sums, width in zip(
+                layer_statistics(model.params), model.config.ffn_widths, strict=True
+            )
+        ]
+        connectivity_figure(layers, model.config.d_model, self.workdir / "connectivity.png")
+        return {**found, "layers": layers}
+
+    def removal(self, criterion: str, reverse: bool) -> dict:
+        """Perplexity after removing a quarter of every layer's neurons."""
+        model = self.model()
+        removed = choose_neurons(
+            model.config, model.params, criterion=criterion, reverse=reverse, ratio=RATIO
+        )
+        config, params = remove_neurons(model.config, model.params, removed)
+        label = f"without {RATIO:.0%} by {'reversed ' if reverse else ''}{criterion}"
+        return perplexity(config, restack(config, params), self.rows(), progress=label)
+
+
+def train(
+    workdir: epath.Path,
+    label: str,
+    alpha: float,
+    settings: Settings,
+    model: str,
+    get_config: Callable[[str], ConfigDict],
+) -> dict:
+    """One short fine-tuning run; its results and its metrics by step."""
+    from ffn_heterogeneity.train import run as training
+    from ffn_heterogeneity.train.workdir import prepare_workdir
+
+    folder = workdir / f"train-alpha-{alpha:g}"
+    if not (folder / "results.json").exists():
+        say(f"fine-tuning, {label}")
+        config = demo_config(get_config(f"{model},text"), workdir, alpha, settings.steps)
+        prepare_workdir(folder, config.to_dict())
+        training.run(config, folder)
+    return {
+        "results": read_json(folder / "results.json"),
+        "metrics": read_metrics(folder / "metrics.jsonl"),
+    }
