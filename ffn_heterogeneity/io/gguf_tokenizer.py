@@ -7,7 +7,7 @@ is named by tokenizer.ggml.pre, and SentencePiece BPE ("llama"), whose merges fo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -48,6 +48,7 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
     if (tokens := get("tokens")) is None:
         raise CheckpointError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
     types = get("token_type") or [_NORMAL] * len(tokens)
+    _check(path, tokens, get)
     kind = get("model")
     if kind == "gpt2":
         pre = get("pre", "gpt-2")
@@ -71,6 +72,21 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
     special = _special_tokens(tokens, get)
     _add_template(tokenizer, tokens, get, kind)
     return _wrap(tokenizer, special, fields)
+
+
+def _check(path: str, tokens: Sequence[str], get: Callable) -> None:
+    """Lists as long as the vocabulary, ids inside it."""
+    for name in ("token_type", "scores"):
+        if (values := get(name)) is not None and len(values) != len(tokens):
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens"
+            )
+    for name in ("bos", "eos", "unknown", "padding"):
+        if not 0 <= (get(f"{name}_token_id") or 0) < len(tokens):
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.{name}_token_id={get(f'{name}_token_id')} is outside the "
+                f"{len(tokens)} tokens"
+            )
 
 
 def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: str):

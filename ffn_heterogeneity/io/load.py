@@ -51,13 +51,13 @@ def load_model(
     """
     spec = os.fspath(spec)
     path = Path(spec).expanduser()
-    options = dict(dtype=dtype, check_finite=check_finite)
+    options = {"dtype": dtype, "check_finite": check_finite}
     if path.suffix == ".gguf" or path.is_file():
         _no_revision(spec, revision)
         file = gguf_file.open_gguf(path)
         config, params = gguf.read_gguf(file, **options)
         return Model(config, params, gguf_tokenizer.read_tokenizer(file), spec)
-    if path.is_dir():
+    if spec and path.is_dir():
         _no_revision(spec, revision)
         config, params = huggingface.read_pretrained(path, **options)
         return Model(config, params, huggingface.read_tokenizer(path), spec)

@@ -21,13 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.causal_lm import head_kernel
 from ffn_heterogeneity.models.config import ModelConfig
 
-# Float32 logits of one chunk. Larger chunks amortise the read and write of the float32 dK.
-CHUNK_BYTES = 2**29
+# Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
+# before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
+CHUNK_BYTES = 2**30
+CHUNK_BYTES_CPU = 2**28
 LAYOUTS = ("vd", "dv")
 
 
@@ -72,8 +75,10 @@ def chunked_nll(
       targets_bt: int32 token ids; ignored where the mask is off.
       mask_bt: True where the target counts; None: everywhere.
       softcap: logits become cap tanh(logits / cap).
-      chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES.
-      kernel_trainable: False skips dK (it comes back as 0), for a frozen head.
+      chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES
+        (CHUNK_BYTES_CPU where JAX's default backend is the CPU).
+      kernel_trainable: False skips dK (it comes back as 0). A kernel that is not differentiated
+        (a frozen head) is noticed without it.
 
     Raises:
       ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
@@ -173,7 +178,8 @@ def _prepare(hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, ke
         raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
-        chunk = max(1, CHUNK_BYTES // (4 * batch * kernel.shape[layout.index("v")]))
+        budget = CHUNK_BYTES_CPU if jax.default_backend() == "cpu" else CHUNK_BYTES
+        chunk = max(1, budget // (4 * batch * kernel.shape[layout.index("v")]))
         # Equal chunks: the fewest that fit, none of them mostly empty.
         chunk = -(-time // -(-time // chunk))
     if chunk < 1:
@@ -252,6 +258,11 @@ def _zero_sums(hidden_btd):
 
 
 def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
+    # With symbolic_zeros each argument comes with whether it is differentiated at all.
+    trainable = static.kernel_trainable and kernel.perturbed
+    hidden_btd, kernel, targets_bt, mask_bt = (
+        argument.value for argument in (hidden_btd, kernel, targets_bt, mask_bt)
+    )
     dtype = hidden_btd.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     cast = kernel.astype(dtype)
@@ -267,12 +278,12 @@ def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
         d_hidden_btd = lax.dynamic_update_slice_in_dim(
             d_hidden_btd, d_h_bcd.astype(dtype), start, 1
         )
-        if static.kernel_trainable:
+        if trainable:
             equation = f"bcv,bcd->{static.layout}"
             d_kernel += jnp.einsum(equation, d_bcv, h_bcd, preferred_element_type=wide)
         return (sums[0] + total, sums[1] + correct, d_hidden_btd, d_kernel), None
 
-    d_kernel = jnp.zeros(kernel.shape if static.kernel_trainable else (), wide)
+    d_kernel = jnp.zeros(kernel.shape if trainable else (), wide)
     start = (*_zero_sums(hidden_btd), jnp.zeros_like(hidden_btd), d_kernel)
     total, correct, d_hidden_btd, d_kernel = lax.scan(body, start, (starts, valid))[0]
     # An empty array carries the kernel's dtype: residuals must be arrays.
@@ -291,11 +302,11 @@ def _d_logits(logits_bcv, log_z_bc, y_bc, mask_bc, static):
 
 def _nll_bwd(static, residuals, cotangents):
     d_hidden_btd, d_kernel, like = residuals
-    scale = cotangents[0]
+    scale = 0.0 if isinstance(cotangents[0], SymbolicZero) else cotangents[0]
     d_hidden_btd = (d_hidden_btd * scale).astype(d_hidden_btd.dtype)
-    if not static.kernel_trainable:
+    if d_kernel.ndim == 0:
         return d_hidden_btd, None, None, None
     return d_hidden_btd, (d_kernel * scale).astype(like.dtype), None, None
 
 
-_nll.defvjp(_nll_fwd, _nll_bwd)
+_nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)

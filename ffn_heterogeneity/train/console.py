@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 
 class StopRequested(Exception):
@@ -48,12 +48,14 @@ class Progress:
         self.every = max(1, steps // 20)
         self.bar = tqdm.tqdm(total=steps, initial=start, unit="step", disable=None)
 
-    def update(self, step: int, loss: float, rate: float) -> None:
+    def update(self, step: int, values: Mapping[str, float], rate: float) -> None:
+        text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        text += f", {rate:,.0f} tokens/s"
         if not self.bar.disable:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step == 1 or step % self.every == 0:
-            print(f"step {step}/{self.steps}: loss {loss:.4f}, {rate:,.0f} tokens/s", flush=True)
+            print(f"step {step}/{self.steps}: {text}", flush=True)
 
     def say(self, line: str) -> None:
         if self.bar.disable:

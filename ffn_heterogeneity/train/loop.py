@@ -264,7 +264,8 @@ class TrainLoop:
         if metrics.get("target_tokens", 1) == 0:
             self._say(f"step {step}: the batch has no target token, so its text loss is 0")
         self.writer.write(step, row)
-        self.progress.update(step, float(metrics["loss"]), tokens / seconds if seconds else 0.0)
+        shown = {name: float(metrics[name]) for name in ("loss", "nll") if name in metrics}
+        self.progress.update(step, shown, tokens / seconds if seconds else 0.0)
 
     def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> None:
         terms = [

@@ -111,7 +111,7 @@ def _check_folders(root: epath.Path, wanted: list[epath.Path]) -> None:
 
 
 def _save_model(model: Any, directory: epath.Path) -> None:
-    from ffn_heterogeneity.io.huggingface import save_pretrained
+    from ffn_heterogeneity.io.export import save_pretrained
 
     save_pretrained(
         model.config, model.params, directory, tokenizer=model.tokenizer, overwrite=True

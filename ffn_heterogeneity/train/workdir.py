@@ -41,7 +41,7 @@ def prepare_workdir(
 ) -> Workdir:
     """Claims `workdir` for the run that `config` describes; every script calls it first.
 
-    Writes `config.json`, `command.txt` (appended: one line per start) and `versions.json`.
+    Writes `config.json`, `command.txt` (one line per different command) and `versions.json`.
 
     Args:
       workdir: local path or bucket (`gs://...`).
@@ -121,8 +121,9 @@ def _jsonable(value: Any) -> Any:
 
 def _record_start(path: epath.Path) -> None:
     log = path / "command.txt"
-    before = log.read_text() if log.exists() else ""
-    log.write_text(before + resume_command() + "\n")
+    lines = log.read_text().splitlines() if log.exists() else []
+    if resume_command() not in lines:
+        log.write_text("\n".join([*lines, resume_command(), ""]))
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

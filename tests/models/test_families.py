@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -107,13 +106,13 @@ def tiny(name, **changes):
     """The preset's config with few small layers."""
     config, _ = families.preset(name)
     layers = tuple(dataclasses.replace(layer, ffn_width=10) for layer in config.layers[:7])
-    sizes = dict(vocab_size=11, d_model=6, n_heads=4, n_kv_heads=2, head_dim=4)
+    sizes = {"vocab_size": 11, "d_model": 6, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
     return dataclasses.replace(config, layers=layers, **sizes, **changes)
 
 
 TINY = {
     "llama3_8b": {},
-    "llama3_2_1b": dict(attention_bias=True, attention_out_bias=True, ffn_bias=True),
+    "llama3_2_1b": {"attention_bias": True, "attention_out_bias": True, "ffn_bias": True},
     "gemma_2b": {},
     "gemma2_2b": {},
     "gemma3_1b": {},
@@ -247,11 +246,3 @@ def test_layer_types_decide_the_windows():
     values["layer_types"][0] = "chunked_attention"
     with pytest.raises(ConfigError, match="layer_types"):
         families.config_from_hf(values)
-
-
-def test_tiny_models_run():
-    for name, changes in TINY.items():
-        config = tiny(name, **changes)
-        params = causal_lm.init(config, jax.random.key(0))
-        hidden = causal_lm.forward(config, params, {"tokens": np.array([[1, 2, 3]])})["hidden"]
-        assert np.isfinite(np.asarray(causal_lm.logits(config, params, hidden))).all()

@@ -58,6 +58,8 @@ def test_saving_a_step_twice_keeps_the_first(tmp_path):
     assert checkpoints.best_step == 3
 
 
+# A read that fails inside orbax leaves coroutines behind that were never awaited.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_truncated_checkpoint_names_the_last_good_one(tmp_path, sealed):
     checkpoints = filled(tmp_path)

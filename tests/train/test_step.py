@@ -62,7 +62,7 @@ def plain_loss(params, batch, values):
 def test_accumulation_is_exact(parts):
     """Micro-batches with unequal counts, two denominators: the gradient of the whole batch."""
     batch, values = toy_batch(8), hyper(learning_rate=1.0)
-    assert len(set(batch["loss_mask"].reshape(parts, -1).sum(1))) == min(parts, 8) or parts == 8
+    assert parts == 1 or len(set(batch["loss_mask"].reshape(parts, -1).sum(1))) > 1
     loss, grads = jax.value_and_grad(plain_loss)(
         jax.tree.map(jnp.asarray, toy_params()), jax.tree.map(jnp.asarray, batch), values
     )
@@ -303,7 +303,7 @@ def test_evaluation_is_token_exact():
     )
     accuracy = float(value.metrics["accuracy"] / value.denominator)
     assert found["validation/nll/accuracy"] == pytest.approx(accuracy)
-    assert found["validation/l1/per_layer"].shape == (3,)
+    assert found["validation/l1/per_layer"].shape == (2,)
     with pytest.raises(ValueError, match="empty"):
         make_evaluator(make_eval_step(toy_forward, TERMS), None, lambda: iter([]))(params)
     batches[0]["loss_mask"][:] = False

@@ -9,13 +9,16 @@ from ffn_heterogeneity.train.workdir import WorkdirError, flatten_config, prepar
 CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
 
 
-def test_a_new_directory_is_claimed_and_resumed(tmp_path):
+def test_a_new_directory_is_claimed_and_resumed(tmp_path, monkeypatch):
     first = prepare_workdir(tmp_path / "run", CONFIG)
     assert not first.resumed
     assert json.loads((first / "config.json").read_text())["optimizer"]["betas"] == [0.9, 0.99]
     assert json.loads((first / "versions.json").read_text())["jax"]
+    prepare_workdir(tmp_path / "run", CONFIG)
+    monkeypatch.setattr("sys.argv", ["train.py", "--config.name=two words"])
     again = prepare_workdir(tmp_path / "run", CONFIG)
     assert again.resumed
+    assert "'--config.name=two words'" in (again / "command.txt").read_text()
     assert len((again / "command.txt").read_text().splitlines()) == 2
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 
-V, D, L = 11, 6, 3
+V, D, L = 11, 6, 2
 
 
 def toy_params(seed: int = 0) -> dict:

@@ -241,22 +241,22 @@ def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     if missing:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
     heads, eos = values["num_attention_heads"], values.get("eos_token_id")
-    return dict(
-        vocab_size=values["vocab_size"],
-        d_model=values["hidden_size"],
-        n_heads=heads,
-        n_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        norm_eps=float(values["rms_norm_eps"]),
-        attention_bias=bool(values.get("attention_bias", False)),
-        attention_out_bias=bool(values.get("attention_bias", False)),
-        ffn_bias=bool(values.get("mlp_bias", False)),
-        tied=bool(values["tie_word_embeddings"]),
-        max_position=values["max_position_embeddings"],
-        bos_id=values.get("bos_token_id"),
-        eos_id=tuple(eos) if isinstance(eos, list) else eos,
-        pad_id=values.get("pad_token_id"),
-    )
+    return {
+        "vocab_size": values["vocab_size"],
+        "d_model": values["hidden_size"],
+        "n_heads": heads,
+        "n_kv_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+        "norm_eps": float(values["rms_norm_eps"]),
+        "attention_bias": bool(values.get("attention_bias", False)),
+        "attention_out_bias": bool(values.get("attention_bias", False)),
+        "ffn_bias": bool(values.get("mlp_bias", False)),
+        "tied": bool(values["tie_word_embeddings"]),
+        "max_position": values["max_position_embeddings"],
+        "bos_id": values.get("bos_token_id"),
+        "eos_id": tuple(eos) if isinstance(eos, list) else eos,
+        "pad_id": values.get("pad_token_id"),
+    }
 
 
 def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
@@ -291,19 +291,20 @@ def base_from_gguf(meta: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"GGUF metadata lacks {', '.join(missing)}")
     heads, d = meta["attention.head_count"], meta["embedding_length"]
-    return dict(
-        vocab_size=meta["vocab_size"],
-        d_model=d,
-        n_heads=heads,
-        n_kv_heads=meta.get("attention.head_count_kv") or heads,
-        head_dim=meta.get("attention.key_length") or meta.get("rope.dimension_count") or d // heads,
-        norm_eps=short_float(meta["attention.layer_norm_rms_epsilon"]),
-        tied=meta["tied"],
-        max_position=meta.get("context_length", 8192),
-        bos_id=meta.get("bos_id"),
-        eos_id=meta.get("eos_id"),
-        pad_id=meta.get("pad_id"),
-    )
+    head_dim = meta.get("attention.key_length") or meta.get("rope.dimension_count") or d // heads
+    return {
+        "vocab_size": meta["vocab_size"],
+        "d_model": d,
+        "n_heads": heads,
+        "n_kv_heads": meta.get("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "norm_eps": short_float(meta["attention.layer_norm_rms_epsilon"]),
+        "tied": meta["tied"],
+        "max_position": meta.get("context_length", 8192),
+        "bos_id": meta.get("bos_id"),
+        "eos_id": meta.get("eos_id"),
+        "pad_id": meta.get("pad_id"),
+    }
 
 
 def gguf_widths(meta: Mapping[str, Any]) -> list[int]:

@@ -9,22 +9,24 @@ from typing import Any
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
 
-DEFAULTS = dict(
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    max_position_embeddings=8192,
-    head_dim=256,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=2,
-)
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 
 
 def gemma_fields(d_model: int) -> dict[str, Any]:
     """Fields that are the same in every Gemma."""
-    return dict(
-        activation="gelu_tanh", norm_offset=1.0, embedding_multiplier=math.sqrt(float(d_model))
-    )
+    return {
+        "activation": "gelu_tanh",
+        "norm_offset": 1.0,
+        "embedding_multiplier": math.sqrt(float(d_model)),
+    }
 
 
 def activation_from_hf(values: Mapping[str, Any]) -> str:
@@ -34,7 +36,7 @@ def activation_from_hf(values: Mapping[str, Any]) -> str:
 
 
 def special_ids() -> dict[str, Any]:
-    return dict(bos_id=2, eos_id=1, pad_id=0)
+    return {"bos_id": 2, "eos_id": 1, "pad_id": 0}
 
 
 def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:

@@ -8,12 +8,12 @@ from typing import Any
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common, gemma
 
-_DEFAULTS = gemma.DEFAULTS | dict(
-    query_pre_attn_scalar=256,
-    sliding_window=4096,
-    final_logit_softcapping=30.0,
-    attn_logit_softcapping=50.0,
-)
+_DEFAULTS = gemma.DEFAULTS | {
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
 
 
 def _preset(layers, width, d_model, n_heads, n_kv_heads, head_dim, query_scalar) -> ModelConfig:

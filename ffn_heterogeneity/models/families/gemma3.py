@@ -9,14 +9,14 @@ from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common, gemma
 
 _GLOBAL_THETA, _LOCAL_THETA, _EVERY = 1_000_000.0, 10_000.0, 6
-_DEFAULTS = gemma.DEFAULTS | dict(
-    vocab_size=262_208,
-    max_position_embeddings=131_072,
-    query_pre_attn_scalar=256,
-    sliding_window=4096,
-    final_logit_softcapping=None,
-    attn_logit_softcapping=None,
-)
+_DEFAULTS = gemma.DEFAULTS | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
 
 
 def _layers(widths, windows, local: RopeConfig, full: RopeConfig) -> tuple[LayerConfig, ...]:

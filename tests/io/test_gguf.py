@@ -1,0 +1,326 @@
+"""GGUF in: files written by the gguf package as llama.cpp's converter would, then read back."""
+
+import dataclasses
+import struct
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf import read_gguf
+from ffn_heterogeneity.io.gguf_file import open_gguf
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models import families
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten, unflatten
+
+# leaf of a layer -> name after "blk.<i>."
+NAMES = {
+    "attention_norm/scale": "attn_norm.weight",
+    "attention/q/kernel": "attn_q.weight",
+    "attention/k/kernel": "attn_k.weight",
+    "attention/v/kernel": "attn_v.weight",
+    "attention/out/kernel": "attn_output.weight",
+    "attention/q_norm/scale": "attn_q_norm.weight",
+    "attention/k_norm/scale": "attn_k_norm.weight",
+    "post_attention_norm/scale": "post_attention_norm.weight",
+    "ffn_norm/scale": "ffn_norm.weight",
+    "ffn/gate/kernel": "ffn_gate.weight",
+    "ffn/up/kernel": "ffn_up.weight",
+    "ffn/down/kernel": "ffn_down.weight",
+    "post_ffn_norm/scale": "post_ffw_norm.weight",
+}
+TOP = {
+    "embed/embedding": "token_embd.weight",
+    "final_norm/scale": "output_norm.weight",
+    "head/kernel": "output.weight",
+}
+
+
+def tiny_config(preset="llama2_7b", layers=3, **changes):
+    config, _ = families.preset(preset)
+    changes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 8,
+        "layers": config.layers[:layers],
+        **changes,
+    }
+    if config.norm_offset:
+        changes["embedding_multiplier"] = 32**0.5
+    if config.query_scale:
+        changes["query_scale"] = 8**-0.5
+    return dataclasses.replace(config, **changes).with_widths([64] * layers)
+
+
+def random_leaves(config, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = families.expected_shapes(config)
+    return {p: rng.normal(size=shape).astype(np.float32) for p, shape in shapes.items()}
+
+
+def converted(config, path, leaf):
+    """(name, tensor) as llama.cpp's convert_hf_to_gguf.py writes the leaf."""
+    if path in TOP:
+        name = TOP[path]
+    else:
+        _, layer, rest = path.split("/", 2)
+        name = f"blk.{layer}.{NAMES[rest]}"
+    tensor = leaf.T if path.endswith("kernel") else leaf
+    if config.family == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+        heads = config.n_heads if "attn_q" in name else config.n_kv_heads
+        rows = tensor.shape[0]
+        tensor = tensor.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(rows, -1)
+    if config.family != "llama" and name.endswith("norm.weight"):
+        tensor = tensor + np.float32(1)
+    return name, np.ascontiguousarray(tensor)
+
+
+def write(path, config, leaves, *, quantise=(), drop=(), add=None, meta=None, architecture=None):
+    """A GGUF file of `leaves`; `quantise` maps a tensor's name to a type."""
+    from gguf import GGUFWriter
+    from gguf.quants import quantize
+
+    quantise = dict(quantise)
+    writer = GGUFWriter(path, architecture or config.family)
+    writer.add_block_count(config.n_layers)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(config.layers[0].ffn_width)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_bos_token_id(config.bos_id)
+    writer.add_eos_token_id(config.eos_id)
+    if config.pad_id is not None:
+        writer.add_pad_token_id(config.pad_id)
+    writer.add_rope_freq_base(config.layers[-1].rope.theta)
+    windows = [layer.window for layer in config.layers if layer.window]
+    if windows:
+        writer.add_sliding_window(windows[0])
+    for key, value in (meta or {}).items():
+        add_value = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+        add_value[type(value)](key, value)
+    tensors = dict(converted(config, p, leaf) for p, leaf in leaves.items()) | (add or {})
+    for name, tensor in tensors.items():
+        if name in drop:
+            continue
+        if name in quantise:
+            data = quantize(tensor, quantise[name])
+            writer.add_tensor(name, data, raw_dtype=quantise[name])
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def found_leaves(params):
+    return flatten(unstack(params))
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "changes"),
+    [
+        ("llama2_7b", 3, {}),
+        ("smollm2_135m", 2, {"bos_id": 1, "eos_id": 2}),
+        ("gemma_2b", 2, {}),
+        ("gemma2_2b", 4, {}),
+        ("gemma3_1b", 12, {}),
+    ],
+)
+def test_every_family_is_read_back_exactly(tmp_path, preset, layers, changes):
+    config = tiny_config(preset, layers, **changes)
+    leaves = random_leaves(config)
+    path = write(tmp_path / "m.gguf", config, leaves)
+    found_config, params = read_gguf(path)
+    assert found_config == config
+    found = found_leaves(params)
+    assert set(found) == set(leaves)
+    for name, leaf in leaves.items():
+        if name.endswith("scale") and config.family != "llama":
+            # The file holds float32(1 + scale): one rounding is lost there, none here.
+            leaf = (leaf + np.float32(1)) - np.float32(1)
+        np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_tensors_are_dequantised(tmp_path, kind):
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    config = tiny_config()
+    leaves = random_leaves(config)
+    name, path = "blk.1.ffn_down.weight", "layers/1/ffn/down/kernel"
+    qtype = GGMLQuantizationType[kind]
+    file = write(tmp_path / "m.gguf", config, leaves, quantise={name: qtype})
+    _, params = read_gguf(file)
+    found = found_leaves(params)
+    expected = dequantize(quantize(np.ascontiguousarray(leaves[path].T), qtype), qtype).T
+    np.testing.assert_array_equal(found[path], expected)
+    # The steps between levels of a 4-bit block are an eighth of its largest weight.
+    assert 0 < np.abs(found[path] - leaves[path]).max() < 0.5
+    np.testing.assert_array_equal(
+        found["layers/0/ffn/down/kernel"], leaves["layers/0/ffn/down/kernel"]
+    )
+
+
+def test_dtype_pattern_and_local_theta(tmp_path):
+    import ml_dtypes
+
+    config = tiny_config("gemma3_1b", 4)
+    meta = {
+        "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.rope.freq_base_swa": 5e3,
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+    path = write(tmp_path / "m.gguf", config, random_leaves(config), meta=meta)
+    found, params = read_gguf(path, dtype="bfloat16")
+    assert [layer.window for layer in found.layers] == [512, None, 512, None]
+    assert [layer.rope.theta for layer in found.layers[:2]] == [5e3, config.layers[-1].rope.theta]
+    assert [layer.rope.linear_factor for layer in found.layers[:2]] == [1.0, 8.0]
+    assert all(leaf.dtype == ml_dtypes.bfloat16 for leaf in found_leaves(params).values())
+
+
+def test_container_agrees_with_the_gguf_package(tmp_path):
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    config = tiny_config()
+    meta = {
+        "a.strings": ["one", "zwei", "三"],
+        "a.floats": [0.5, -1.25],
+        "a.numbers": [1, -2, 3],
+    }
+    quantise = {"blk.0.ffn_up.weight": GGMLQuantizationType.Q4_0}
+    path = write(tmp_path / "m.gguf", config, random_leaves(config), quantise=quantise, meta=meta)
+    reader, ours = GGUFReader(path), open_gguf(path)
+    theirs = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert ours.fields == theirs
+    assert ours.fields["a.strings"] == ["one", "zwei", "三"]
+    assert set(ours.tensors) == {t.name for t in reader.tensors}
+    for tensor in reader.tensors:
+        mine = ours.tensors[tensor.name]
+        assert mine.type == tensor.tensor_type
+        assert mine.shape == tuple(int(n) for n in reversed(tensor.shape))
+        assert mine.data.tobytes() == tensor.data.tobytes()
+
+
+# ---- bad input
+
+
+def refused(path, *words, **options):
+    with pytest.raises(CheckpointError) as caught:
+        read_gguf(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (str(path), *words):
+        assert word in message, message
+
+
+@pytest.fixture
+def whole(tmp_path):
+    config = tiny_config()
+    return write(tmp_path / "m.gguf", config, random_leaves(config))
+
+
+def test_truncation_anywhere_is_named(whole, tmp_path):
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for keep in [5, 20, 24, 40, 200, 700, 1500, len(data) // 2, len(data) - 40]:
+        cut.write_bytes(data[:keep])
+        refused(cut, "truncated")
+
+
+def test_not_gguf(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    refused(path, "not a GGUF file")
+    path.write_bytes(b"")
+    refused(path, "not a GGUF file")
+    refused(tmp_path / "none.gguf", "no such file")
+
+
+def test_damaged_headers(whole, tmp_path):
+    data = bytearray(whole.read_bytes())
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data[:4] + struct.pack(">I", 3) + data[8:])
+    refused(path, "version")
+    path.write_bytes(data[:16] + struct.pack("<Q", 1 << 60) + data[24:])
+    refused(path)
+
+
+def test_unknown_architecture(tmp_path):
+    config = tiny_config()
+    path = write(tmp_path / "m.gguf", config, random_leaves(config), architecture="mamba")
+    refused(path, "'mamba'", "llama, gemma, gemma2, gemma3")
+
+
+def test_missing_extra_and_misshapen_tensors(tmp_path):
+    config, path = tiny_config(), tmp_path / "m.gguf"
+    leaves = random_leaves(config)
+    write(path, config, leaves, drop=["blk.2.ffn_down.weight"])
+    refused(path, "missing", "blk.2.ffn_down.weight")
+    write(path, config, leaves, drop=["token_embd.weight"])
+    refused(path, "token_embd.weight")
+    write(path, config, leaves, add={"blk.0.extra.weight": np.zeros((2, 2), np.float32)})
+    refused(path, "no place", "blk.0.extra.weight")
+    write(path, config, leaves, add={"blk.0.ffn_up.weight": np.zeros((32, 32), np.float32)})
+    refused(path, "blk.0.ffn_up.weight", "(32, 32)", "(64, 32)")
+
+
+def test_integer_tensors_are_refused(tmp_path):
+    config, path = tiny_config(), tmp_path / "m.gguf"
+    write(path, config, random_leaves(config), add={"output_norm.weight": np.zeros(32, np.int32)})
+    refused(path, "output_norm.weight", "I32")
+
+
+def test_nan_weights(tmp_path):
+    config, path = tiny_config(), tmp_path / "m.gguf"
+    leaves = random_leaves(config)
+    leaves["layers/1/ffn/up/kernel"][3, 4] = np.nan
+    write(path, config, leaves)
+    refused(path, "blk.1.ffn_up.weight", "NaN")
+    _, params = read_gguf(path, check_finite=False)
+    assert np.isnan(found_leaves(params)["layers/1/ffn/up/kernel"][3, 4])
+
+
+def test_missing_metadata(tmp_path):
+    from gguf import GGUFWriter
+
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(path, "embedding_length", "attention.head_count")
+
+
+def test_a_file_without_tokenizer_cannot_be_loaded_as_a_model(whole):
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_model(whole)
+
+
+def test_restacked_tree_has_the_models_structure(whole):
+    config, params = read_gguf(whole)
+    assert set(params) == {"embed", "stack", "final_norm", "head"}
+    rebuilt = restack(config, unflatten(found_leaves(params)))
+    assert flatten(rebuilt).keys() == flatten(params).keys()
+
+
+@pytest.mark.slow
+def test_smollm2_and_gemma3_files(smollm2_gguf, gemma3_gguf):
+    """Published shapes, and weights of a trained model's size."""
+    for path, preset in ((smollm2_gguf, "smollm2_135m"), (gemma3_gguf, "gemma3_270m")):
+        config, params = read_gguf(path)
+        expected, _ = families.preset(preset)
+        special = {"bos_id": config.bos_id, "eos_id": config.eos_id, "pad_id": config.pad_id}
+        assert config == dataclasses.replace(expected, **special)
+        assert 0.01 < params["embed"]["embedding"].std() < 1.0

@@ -1,0 +1,302 @@
+"""Parity with torch `transformers`: logits, gradients, checkpoints out and in, real models.
+
+Tiny models have random weights (norms too), more tokens than their windows, float32.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.io.assemble import Stored, assemble
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.huggingface import read_config, read_pretrained
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.safetensors import open_directory
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.families import expected_shapes, family_by_name
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# name -> (transformers' name, what differs from SIZES)
+TINY = {
+    "llama": ("Llama", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "llama_untied": ("Llama", {"num_hidden_layers": 2, "tie_word_embeddings": False}),
+    "llama_biases": ("Llama", {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}),
+    "llama3_rope": ("Llama", {"num_hidden_layers": 2, "rope_parameters": LLAMA3_ROPE}),
+    "llama_linear_rope": (
+        "Llama",
+        {
+            "num_hidden_layers": 2,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "gemma": ("Gemma", {"num_hidden_layers": 2, "num_key_value_heads": 1}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {"num_hidden_layers": 8, "sliding_window": 5, "query_pre_attn_scalar": 6},
+    ),
+}
+TOKENS = np.random.default_rng(7).integers(3, 97, (2, 24))
+
+
+@functools.cache
+def torch_model(name):
+    import torch
+    import transformers
+
+    kind, changes = TINY[name]
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | changes))
+    architecture = {"Gemma3Text": "Gemma3ForCausalLM"}.get(kind, f"{kind}ForCausalLM")
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases too: zeros and ones would hide mistakes.
+            noise = torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15)
+            parameter.copy_(noise + (0.0 if "Gemma" in kind or parameter.ndim > 1 else 1.0))
+    return model
+
+
+@pytest.fixture(params=TINY)
+def tiny(request, torch, tmp_path):
+    """(torch model, the directory transformers saved it to)."""
+    model = torch_model(request.param)
+    model.save_pretrained(tmp_path / "theirs")
+    return model, tmp_path / "theirs"
+
+
+def run(config, params, tokens):
+    """Our logits, float32."""
+
+    @jax.jit
+    def compute(params, tokens):
+        hidden = causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
+        return causal_lm.logits(config, params, hidden)
+
+    return np.asarray(compute(params, jnp.asarray(tokens)))
+
+
+def run_torch(torch, model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(tokens))).logits.float().numpy()
+
+
+def test_logits_agree(torch, tiny):
+    model, directory = tiny
+    config, params = read_pretrained(directory)
+    ours, theirs = run(config, params, TOKENS), run_torch(torch, model, TOKENS)
+    assert np.abs(theirs).max() > 0.5, "the reference must say something"
+    np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_gradients_agree_leaf_by_leaf(torch, tiny):
+    model, directory = tiny
+    config, params = read_pretrained(directory)
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
+
+    def loss(params):
+        hidden = causal_lm.forward(config, params, {"tokens": jnp.asarray(inputs)})["hidden"]
+        log_p = jax.nn.log_softmax(causal_lm.logits(config, params, hidden))
+        return -jnp.take_along_axis(log_p, jnp.asarray(targets)[..., None], axis=-1).mean()
+
+    value, ours = jax.jit(jax.value_and_grad(loss))(params)
+    model.zero_grad()
+    their_logits = model(torch.tensor(inputs)).logits
+    their_loss = torch.nn.functional.cross_entropy(
+        their_logits.flatten(0, 1), torch.tensor(targets).flatten()
+    )
+    their_loss.backward()
+    assert abs(float(value) - their_loss.item()) < 1e-5
+
+    grads = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    stored = {name: Stored(g.shape, "grad", lambda g=g: g) for name, g in grads.items()}
+    theirs = assemble(config, family_by_name(config.family).rules(config), stored)
+    ours, theirs = (flatten(unstack(tree)) for tree in (ours, theirs))
+    assert set(ours) == set(theirs) == set(expected_shapes(config))
+    for path, reference in theirs.items():
+        norm = np.linalg.norm(reference)
+        assert norm > 0, path
+        assert np.linalg.norm(np.asarray(ours[path]) - reference) < 1e-4 * norm, path
+
+
+def test_round_trip_is_bit_exact_and_transformers_reads_it(torch, tiny, tmp_path):
+    import transformers
+
+    model, directory = tiny
+    config, params = read_pretrained(directory)
+    save_pretrained(config, params, tmp_path / "ours")
+    before, after = open_directory(directory), open_directory(tmp_path / "ours")
+    assert set(before) == set(after)
+    for name, (tensor, _) in before.items():
+        assert tensor.dtype == after[name][0].dtype
+        assert tensor.tobytes() == after[name][0].tobytes(), name
+    assert read_config(tmp_path / "ours") == config
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
+    assert type(again) is type(model)
+    assert again.dtype == torch.float32
+    np.testing.assert_array_equal(
+        run_torch(torch, again.eval(), TOKENS), run_torch(torch, model, TOKENS)
+    )
+
+
+def pruned(config, params, widths):
+    """The first `widths[i]` neurons of each layer, written here from the definition."""
+    layers = []
+    for layer, width in zip(unstack(params)["layers"], widths, strict=True):
+        ffn = {
+            "gate": {"kernel": layer["ffn"]["gate"]["kernel"][:, :width]},
+            "up": {"kernel": layer["ffn"]["up"]["kernel"][:, :width]},
+            "down": {"kernel": layer["ffn"]["down"]["kernel"][:width]},
+        }
+        layers.append({**layer, "ffn": ffn})
+    rest = {k: v for k, v in params.items() if k != "stack"}
+    config = config.with_widths(widths)
+    return config, restack(config, {**rest, "layers": layers})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_unequal_widths_padded_for_transformers_or_native_for_us(torch, tmp_path, name):
+    import transformers
+
+    torch_model(name).save_pretrained(tmp_path / "theirs")
+    config, params = read_pretrained(tmp_path / "theirs")
+    config, params = pruned(config, params, [48, 7, 30, 31, 9][: config.n_layers])
+    save_pretrained(config, params, tmp_path / "padded", export="padded")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "padded", attn_implementation="eager"
+    ).eval()
+    ours = run(config, params, TOKENS)
+    np.testing.assert_allclose(ours, run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0)
+
+    save_pretrained(config, params, tmp_path / "native")
+    section = json.loads((tmp_path / "native" / "config.json").read_text())["ffn_heterogeneity"]
+    assert section["ffn_widths"] == list(config.ffn_widths)
+    again_config, again = read_pretrained(tmp_path / "native")
+    assert again_config == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    with pytest.raises((RuntimeError, ValueError)):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+
+
+def test_uniformly_pruned_model_is_plain(torch, tmp_path):
+    import transformers
+
+    torch_model("llama").save_pretrained(tmp_path / "theirs")
+    config, params = pruned(*read_pretrained(tmp_path / "theirs"), [11, 11, 11])
+    save_pretrained(config, params, tmp_path / "plain")
+    values = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert values["intermediate_size"] == 11 and "ffn_heterogeneity" not in values
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", attn_implementation="eager"
+    ).eval()
+    np.testing.assert_allclose(
+        run(config, params, TOKENS), run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0
+    )
+
+
+def test_masks_and_neuron_scales_are_folded(torch, tmp_path):
+    import transformers
+
+    torch_model("llama").save_pretrained(tmp_path / "theirs")
+    config, params = read_pretrained(tmp_path / "theirs")
+    rng, tree = np.random.default_rng(0), unstack(params)
+    for layer in tree["layers"]:
+        ffn = layer["ffn"]
+        ffn["neuron_scale"] = rng.uniform(0.5, 2.0, 48).astype(np.float32)
+        for kernel in (ffn["down"], ffn["up"], layer["attention"]["q"]):
+            kernel["mask"] = (rng.random(kernel["kernel"].shape) < 0.7).astype(np.float32)
+    params = restack(config, tree)
+    save_pretrained(config, params, tmp_path / "folded")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "folded", attn_implementation="eager"
+    ).eval()
+    ours = run(config, params, TOKENS)
+    np.testing.assert_allclose(ours, run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0)
+    assert np.abs(ours - run_torch(torch, torch_model("llama"), TOKENS)).max() > 0.1
+
+
+def test_bfloat16_and_shards_written_by_transformers(torch, tmp_path):
+    model = torch_model("gemma2")
+    model.save_pretrained(tmp_path / "one")
+    import transformers
+
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one", dtype="bfloat16")
+    half.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    config, params = read_pretrained(tmp_path / "shards")
+    assert params["embed"]["embedding"].dtype == jnp.bfloat16
+    theirs = half.model.embed_tokens.weight.detach().float().numpy()
+    np.testing.assert_array_equal(params["embed"]["embedding"].astype(np.float32), theirs)
+    save_pretrained(config, params, tmp_path / "ours", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype == torch.bfloat16
+    for (name, a), b in zip(half.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def _real_model_agrees(torch, gguf, text, directory):
+    """64 real tokens, the same dequantised weights in float32."""
+    import transformers
+
+    model = load_model(gguf)
+    save_pretrained(model.config, model.params, directory, tokenizer=model.tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    assert theirs.dtype == torch.float32
+    ids = model.tokenizer.encode(text, add_special_tokens=False)[:63]
+    tokens = np.array([[model.tokenizer.bos_token_id, *ids]])
+    ours, reference = run(model.config, model.params, tokens), run_torch(torch, theirs, tokens)
+    bound = 5e-5 * np.abs(reference).max() + 1e-3
+    assert np.abs(ours - reference).max() <= bound
+    np.testing.assert_array_equal(ours.argmax(-1), reference.argmax(-1))
+    # Weights in the wrong places would agree with themselves: real text must also be likely.
+    log_p = jax.nn.log_softmax(ours[0, :-1])
+    assert -log_p[np.arange(63), tokens[0, 1:]].mean() < 5.0
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    assert their_tokenizer.encode(text) == model.tokenizer.encode(text)
+
+
+@pytest.mark.slow
+def test_smollm2_agrees(torch, smollm2_gguf, shared_data, tmp_path):
+    text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:2000]
+    _real_model_agrees(torch, smollm2_gguf, text, tmp_path / "smollm2")
+
+
+@pytest.mark.slow
+def test_gemma3_agrees(torch, gemma3_gguf, shared_data, tmp_path):
+    text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:2000]
+    _real_model_agrees(torch, gemma3_gguf, text, tmp_path / "gemma3")

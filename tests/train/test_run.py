@@ -1,0 +1,209 @@
+"""The whole trainer on a tiny real model directory and real text; and its config."""
+
+import json
+import runpy
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.cli import leaf_names
+from ffn_heterogeneity.io.checkpoints import Checkpoints
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.losses.nucl import layer_statistics
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.report.writer import read_metrics
+from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.train.partition import RuleError
+from ffn_heterogeneity.train.workdir import WorkdirError
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"
+
+
+def byte_tokenizer():
+    """One token a byte, and the two special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """(model directory, text file)."""
+    import jax
+
+    root = tmp_path_factory.mktemp("files")
+    config = ModelConfig(
+        "llama", vocab_size=258, d_model=16, n_heads=2, n_kv_heads=1, head_dim=8,
+        layers=(LayerConfig(24),) * 2, bos_id=0, eos_id=1,
+    )  # fmt: skip
+    params = jax.tree.map(np.asarray, causal_lm.init(config, jax.random.key(0)))
+    save_pretrained(config, params, root / "model", tokenizer=byte_tokenizer())
+    (root / "text.txt").write_text("\n\n".join(topics[name] for name in sorted(topics)[:3]))
+    return root / "model", root / "text.txt"
+
+
+def make_config(files, **changes):
+    config = runpy.run_path(str(CONFIG))["get_config"](f"{files[0]},text")
+    config.data.path = str(files[1])
+    config.data.validation_fraction = 0.2
+    small = {
+        "steps": 6, "batch_size": 4, "accumulation": 2, "seq_len": 32, "dropout": 0.0,
+        "optimizer.learning_rate": 3e-3, "optimizer.warmup_steps": 2, "eval.every": 3,
+        "eval.max_batches": 2, "nucl.alpha": 10.0, "tensorboard": False,
+    }  # fmt: skip
+    for key, value in (small | changes).items():
+        config.update_from_flattened_dict({key: value})
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run") / "a"
+    return workdir, training.run(make_config(files), workdir)
+
+
+def test_a_run_trains_and_exports(files, finished):
+    workdir, results = finished
+    assert results == json.loads((workdir / "results.json").read_text())
+    assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
+    assert [row["step"] for row in results["history"]] == [0, 3, 6]
+    before, after = load_model(str(files[0])), load_model(str(workdir / "model"))
+    assert results["parameters"] == sum(x.size for x in flatten(before.params).values())
+    assert after.tokenizer.encode("ab") == before.tokenizer.encode("ab")
+    for key, model in (("before", before), ("after", after)):
+        for row, layer in zip(results[key], layer_statistics(model.params), strict=True):
+            assert row["entropy"] == layer["entropy"]
+            assert row["mstd_mean"] == pytest.approx(layer["mstd"] / 24)
+    moved = {
+        p: np.abs(x - flatten(before.params)[p]).max() for p, x in flatten(after.params).items()
+    }
+    assert min(moved.values()) > 0
+    assert Checkpoints(workdir / "checkpoints").latest_step() == 6
+
+
+def test_nucl_lowers_the_entropy(files, finished, tmp_path):
+    plain = training.run(make_config(files, **{"nucl.alpha": 0.0}), tmp_path / "plain")
+
+    def entropy(rows):
+        return sum(row["entropy"] for row in rows)
+
+    assert entropy(finished[1]["after"]) < entropy(plain["after"])
+    assert entropy(plain["before"]) == entropy(finished[1]["before"])
+    assert finished[1]["final"]["validation/nucl"] < plain["final"]["validation/nucl"]
+
+
+def test_a_complete_run_is_only_read(files, finished, capsys):
+    workdir, results = finished
+    assert training.run(make_config(files), workdir) == results
+    assert "complete" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_ends_with_the_same_numbers(files, finished, tmp_path, monkeypatch):
+    import os
+    import signal
+
+    from ffn_heterogeneity.data.pipeline import BatchIterator
+
+    inner, calls = BatchIterator.__next__, []
+
+    def interrupting(self):
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self)
+
+    monkeypatch.setattr(BatchIterator, "__next__", interrupting)
+    with pytest.raises(SystemExit) as stop:
+        training.run(make_config(files), tmp_path / "b")
+    assert stop.value.code == 143 and not (tmp_path / "b" / "results.json").exists()
+    results = training.run(make_config(files), tmp_path / "b")
+    whole = finished[1]
+    for key in ("history", "best", "before", "after", "steps"):
+        assert results[key] == whole[key], key
+
+    def rows(workdir):
+        found = read_metrics(workdir / "metrics.jsonl")
+        return [{k: v for k, v in r.items() if not k.startswith("timing/")} for r in found]
+
+    assert rows(tmp_path / "b") == rows(finished[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer.name": "adafactor", "dropout": 0.1, "nucl.variant": "ent"},
+        {"optimizer.name": "sgd", "freeze": ("^embed/",), "compute_dtype": "bfloat16"},
+        {"data.validation_fraction": 0.0, "nucl.variant": "none", "remat": "full", "unroll": 0},
+        {"export.weights": "best", "nll_reduction": "sum", "nucl.targets": ("ffn_in_gated",)},
+    ],
+)
+def test_options(files, tmp_path, changes):
+    results = training.run(make_config(files, steps=3, **changes), tmp_path / "x")
+    assert results["steps"] == 3
+    after, before = load_model(str(tmp_path / "x" / "model")), load_model(str(files[0]))
+    same = {
+        path: np.array_equal(leaf, flatten(before.params)[path])
+        for path, leaf in flatten(after.params).items()
+    }
+    assert same["embed/embedding"] == ("freeze" in changes)
+    assert sum(same.values()) == ("freeze" in changes)
+    assert (results["final"] is None) == (changes.get("data.validation_fraction") == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dropout": 1.0}, ValueError, r"dropout=1.0 is outside \[0, 1\)"),
+        ({"nucl.alpha": -1.0}, ValueError, "nucl.alpha=-1.0"),
+        ({"nucl.variant": "std"}, ValueError, "variant='std'"),
+        ({"batch_size": 5}, ValueError, "batch_size=5 must be a multiple of accumulation=2"),
+        ({"compute_dtype": "fp8"}, ValueError, "compute_dtype='fp8': choose one of"),
+        ({"freeze": ("ffn/down/kernal",)}, RuleError, "decides nothing"),
+        ({"freeze": ("ffn/down/kernel",)}, ValueError, "'nucl' has no trainable leaf"),
+        ({"data.path": "nowhere.txt"}, ValueError, "nowhere.txt"),
+        ({"model": ""}, ValueError, "model is empty"),
+        ({"optimizer.name": "adam"}, ValueError, "'adam' is unknown"),
+        ({"optimizer.schedule": "cos"}, ValueError, "schedule 'cos' is unknown"),
+        ({"eval.best_metric": "nll"}, ValueError, "best_metric='nll' is not among"),
+    ],
+)
+def test_bad_settings_are_one_clear_error(files, tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        training.run(make_config(files, **changes), tmp_path / "x")
+
+
+def test_another_run_in_the_work_directory_is_refused(files, finished):
+    with pytest.raises(WorkdirError, match="steps: 6 there, 7 here"):
+        training.run(make_config(files, steps=7), finished[0])
+
+
+def test_the_config_is_small_and_typed():
+    config = runpy.run_path(str(CONFIG))["get_config"]("some/model,gsm8k")
+    assert config.model == "some/model" and config.data.task == "gsm8k"
+    assert len(leaf_names(config.to_dict())) <= 60
+    config.lock()
+    config.nucl.alpha = 1  # an integer is a float on the command line
+    assert config.nucl.alpha == 1.0 and isinstance(config.nucl.alpha, float)
+    with pytest.raises(TypeError):
+        config.steps = 1.5
+    with pytest.raises(AttributeError):
+        config.nucl.alhpa = 1
+    paper = {"batch_size": 16, "dropout": 0.1}
+    assert {key: config[key] for key in paper} == paper
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-6, 100)
+    for wrong in ("model", "model,csv", ",text"):
+        with pytest.raises(ValueError, match="write <model>,<gsm8k"):
+            runpy.run_path(str(CONFIG))["get_config"](wrong)
+    header = CONFIG.read_text().split('"""')[1]
+    assert all(word in header for word in ("Command:", "Hardware:", "Hours:", "Paper:"))
