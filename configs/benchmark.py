@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
+            # nucl | nll | step.
+            "name": "",
             # Of the step benchmark: a preset (random weights), the batch, the computation.
             "model": "smollm2_135m",
             "batch": 4,

@@ -1,4 +1,4 @@
-"""What every launcher in scripts/ shares: flags, the work directory, one clear line for an error."""
+"""What launchers in scripts/ share: flags, the work directory, one clear line for an error."""
 
 from __future__ import annotations
 

@@ -131,17 +131,19 @@ class Checkpoints:
             key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
             for key, x in _named_leaves(abstract_state).items()
         }
+        problem, record, leaves = None, {}, {}
         try:
             record = self._restore(step, info=ocp.args.JsonRestore())["info"]
             _check_tree(name, record["tree"], _describe(wanted))
             leaves = self._restore(step, state=ocp.args.StandardRestore(wanted))["state"]
         except CheckpointError:
             raise
-        except Exception as error:  # orbax and tensorstore raise many kinds
+        except Exception as error:  # of many kinds and a hundred lines each
+            problem = f"{type(error).__name__}: {_first_line(error)}"
+        if problem:
             raise CheckpointError(
-                f"checkpoint {name} cannot be read ({type(error).__name__}: "
-                f"{_first_line(error)}); {self._last_good(exclude=step)}"
-            ) from error
+                f"checkpoint {name} cannot be read ({problem}); {self._last_good(exclude=step)}"
+            )
         treedef = jax.tree_util.tree_structure(abstract_state)
         return jax.tree_util.tree_unflatten(treedef, [leaves[key] for key in wanted]), record[
             "info"

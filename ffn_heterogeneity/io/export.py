@@ -22,13 +22,19 @@ from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
 from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path
-from ffn_heterogeneity.io.huggingface import NATIVE_KEY
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
-from ffn_heterogeneity.models.families import config_from_hf, expected_shapes, family_by_name
+from ffn_heterogeneity.models.families import (
+    Rule,
+    config_from_hf,
+    expected_shapes,
+    family_by_name,
+)
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
 
+# Key of config.json under which the native form keeps what no other library can express.
+NATIVE_KEY = "ffn_heterogeneity"
 EXPORTS = ("auto", "padded", "native")
 
 
@@ -75,22 +81,12 @@ def save_pretrained(
     config, leaves, native = _choose_form(config, leaves, export)
     if dtype is not None:
         leaves = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in leaves.items()}
-    family = family_by_name(config.family)
-    rules = family.rules(config)
-    sizes = {}
-    for rule in rules:
-        itemsize = max(leaves[path].dtype.itemsize for path in rule.paths)
-        for name, shape in zip(rule.names, rule.stored_shapes(_shapes(leaves)), strict=True):
-            sizes[name] = math.prod(shape) * itemsize
-
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for rule in rules:
-            yield from zip(rule.names, rule.save([leaves[p] for p in rule.paths]), strict=True)
-
+    rules = family_by_name(config.family).rules(config)
+    sizes, tensors = _tensor_sizes(rules, leaves), _tensors(rules, leaves)
     with atomic_path(directory) as temporary:
         temporary = Path(os.fspath(temporary))
         temporary.mkdir()
-        safetensors.write_shards(temporary, sizes, tensors(), max_shard_bytes)
+        safetensors.write_shards(temporary, sizes, tensors, max_shard_bytes)
         _write_json(temporary / "config.json", _config_json(config, leaves, native, extra))
         _write_json(temporary / "generation_config.json", _generation_json(config))
         if tokenizer is not None:
@@ -165,8 +161,20 @@ def _expressible(config: ModelConfig) -> bool:
     return config_from_hf(family_by_name(config.family).to_hf(config)) == config
 
 
-def _shapes(leaves: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
-    return {path: leaf.shape for path, leaf in leaves.items()}
+def _tensor_sizes(rules: list[Rule], leaves: dict[str, np.ndarray]) -> dict[str, int]:
+    """{tensor name: bytes}, in the order in which `_tensors` yields them."""
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    sizes = {}
+    for rule in rules:
+        itemsize = max(leaves[path].dtype.itemsize for path in rule.paths)
+        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
+            sizes[name] = math.prod(shape) * itemsize
+    return sizes
+
+
+def _tensors(rules: list[Rule], leaves: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    for rule in rules:
+        yield from zip(rule.names, rule.save([leaves[p] for p in rule.paths]), strict=True)
 
 
 def _config_json(config: ModelConfig, leaves: dict, native: bool, extra: dict | None) -> dict:

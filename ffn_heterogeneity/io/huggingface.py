@@ -1,7 +1,7 @@
 """Hugging Face checkpoints in: directories and hub ids, safetensors only, no torch, no pickles.
 
 `read_pretrained` is strict: every tensor is mapped exactly once, or an error names it and its file.
-Writing is in `export.py`.
+Its inverse, `save_pretrained`, is written in `export.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Any
 from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import NATIVE_KEY, save_pretrained
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import config_from_hf, family_by_name
 
-# Key of config.json under which the native form keeps what no other library can express.
-NATIVE_KEY = "ffn_heterogeneity"
+__all__ = [
+    "CheckpointError",
+    "download",
+    "read_config",
+    "read_pretrained",
+    "read_tokenizer",
+    "save_pretrained",
+]
+
 _HUB_PATTERNS = [
     "config.json",
     "generation_config.json",

@@ -28,9 +28,9 @@ from jax import lax
 
 VARIANTS = ("ent", "gini", "mstd")
 
-# Rows with a squared coefficient of variation below this are computed with centred sums: in
-# q - 1/n too many digits would cancel. Gaussian weights have pi/2 - 1 = 0.57.
-_NEARLY_UNIFORM = 0.05
+# Rows with a coefficient of variation below this are computed with centred sums: in
+# q - 1/n too many digits would cancel. Gaussian weights have sqrt(pi/2 - 1) = 0.76.
+_NEARLY_UNIFORM = 0.22
 
 
 def nucl_rows(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Array:
@@ -61,6 +61,8 @@ def nucl_rows(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Arr
     return _rows(w, variant, axis)
 
 
+# Jitted so that a call outside of jit compiles once a shape; inside, XLA inlines it.
+@functools.partial(jax.jit, static_argnums=(1, 2))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _rows(w, variant, axis):
     return _rows_fwd(w, variant, axis)[0]
@@ -95,7 +97,7 @@ def _rows_bwd(variant, axis, residuals, cotangent):
     return ((inner * jnp.sign(x) * scale).astype(w.dtype),)
 
 
-_rows.defvjp(_rows_fwd, _rows_bwd)
+_rows.__wrapped__.defvjp(_rows_fwd, _rows_bwd)
 
 
 # Per-row statistics. Each has a fast form for ordinary rows, one read of the weights; where some
@@ -104,20 +106,24 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 
 def _variation(w, axis):
     """(std / mean of |w|, 1 / Z, not all-zero) along `axis`; both 0 for an all-zero row."""
-    z, square = _two_sums(w, lambda a: a * a, axis, longest=36)
-    some = z > 0
-    inv = jnp.where(some, 1 / jnp.where(some, z, 1), 0)
-    cv2 = jnp.where(some, square * inv * inv * w.shape[axis] - 1, 0)
-    ordinary = (z == 0) | ((z > 2.0**-30) & (z < 2.0**50) & (cv2 > _NEARLY_UNIFORM))
-    cv = jnp.sqrt(jnp.maximum(cv2, 0))
+    a = _magnitude(w)
+    z, square = _sums(a, a * a, axis, longest=36)
 
-    def rescaled(w, ordinary, *fast):
-        slow = _rescaled_variation(w, axis)
-        return tuple(jnp.where(ordinary, *pair) for pair in zip(fast, slow, strict=True))
+    def fast(w, z, square):
+        some = z > 0
+        inv = jnp.where(some, 1 / jnp.where(some, z, 1), 0)
+        cv2 = jnp.where(some, square * inv * inv * w.shape[axis] - 1, 0)
+        return jnp.sqrt(jnp.maximum(cv2, 0)), inv, some
 
-    return lax.cond(
-        jnp.all(ordinary), lambda w, _, *fast: fast, rescaled, w, ordinary, cv, inv, some
-    )
+    def rescaled(w, z, square):
+        keep, new, old = ordinary(w, z, square), _rescaled_variation(w, axis), fast(w, z, square)
+        return tuple(jnp.where(keep, *pair) for pair in zip(old, new, strict=True))
+
+    def ordinary(w, z, square):
+        in_range = (z > 2.0**-30) & (z < 2.0**50)
+        return (z == 0) | (in_range & (fast(w, z, square)[0] > _NEARLY_UNIFORM))
+
+    return lax.cond(jnp.all(ordinary(w, z, square)), fast, rescaled, w, z, square)
 
 
 def _rescaled_variation(w, axis):
@@ -129,7 +135,7 @@ def _rescaled_variation(w, axis):
     n = w.shape[axis]
     alive, middle, scale = _row_scale(w, axis)
     d = (_magnitude(w) - jnp.expand_dims(middle, axis)) * jnp.expand_dims(scale, axis)
-    total, square = (s / n for s in _reduce((d, d * d), axis))
+    total, square = (s / n for s in _sums(d, d * d, axis, longest=96, lanes=4))
     mean = jnp.where(alive, middle * scale + total, 1)
     cv = jnp.where(alive, jnp.sqrt(jnp.maximum(square - total * total, 0)) / mean, 0)
     # Below a few roundings the row is uniform: 0 rather than noise.
@@ -139,27 +145,29 @@ def _rescaled_variation(w, axis):
 
 def _entropy(w, axis):
     """(H, (1/Z) sum |w| log |w|, 1 / Z) along `axis`; all 0 for an all-zero row."""
-    z, plogp = _two_sums(w, _xlogx, axis, longest=18)
-    some = z > 0
-    inv = jnp.where(some, 1 / jnp.where(some, z, 1), 0)
-    ordinary = (z == 0) | ((z > 2.0**-60) & (z < 2.0**60))
-    shift = jnp.where(ordinary, plogp * inv, 0)
-    entropy = jnp.log(jnp.where(some & ordinary, z, 1)) - shift
+    a = _magnitude(w)
+    z, plogp = _sums(a, _xlogx(a), axis, longest=18)
 
-    def rescaled(w, ordinary, *fast):
-        slow = _rescaled_entropy(w, axis)
-        return tuple(jnp.where(ordinary, *pair) for pair in zip(fast, slow, strict=True))
+    def fast(w, z, plogp):
+        some = z > 0
+        inv = jnp.where(some, 1 / jnp.where(some, z, 1), 0)
+        return jnp.log(jnp.where(some, z, 1)) - plogp * inv, plogp * inv, inv
 
-    return lax.cond(
-        jnp.all(ordinary), lambda w, _, *fast: fast, rescaled, w, ordinary, entropy, shift, inv
-    )
+    def rescaled(w, z, plogp):
+        new, old = _rescaled_entropy(w, axis), fast(w, z, plogp)
+        return tuple(jnp.where(ordinary(z), *pair) for pair in zip(old, new, strict=True))
+
+    def ordinary(z):
+        return (z == 0) | ((z > 2.0**-60) & (z < 2.0**60))
+
+    return lax.cond(jnp.all(ordinary(z)), fast, rescaled, w, z, plogp)
 
 
 def _rescaled_entropy(w, axis):
     """`_entropy` for rows of any scale, from |w| over its mid-range."""
     alive, middle, scale = _row_scale(w, axis)
     u = _magnitude(w) * jnp.expand_dims(scale, axis)
-    z, plogp = _reduce((u, _xlogx(u)), axis)
+    z, plogp = _sums(u, _xlogx(u), axis, longest=96, lanes=4)
     z = jnp.where(alive, z, 1)
     within = jnp.where(alive, plogp / z, 0)
     entropy = jnp.where(alive, jnp.log(z) - within, 0)
@@ -198,35 +206,34 @@ def _wide(w):
     return jnp.promote_types(w.dtype, jnp.float32)
 
 
-def _two_sums(w, f, axis, longest):
-    """(sum |w|, sum f(|w|)) along `axis` in one read of w."""
+def _sums(x, y, axis, longest, lanes=16):
+    """(sum x, sum y) along `axis`, of two arrays made from one, in one read of it."""
 
-    def plain(w):
-        a = _magnitude(w)
-        return jnp.sum(a, axis), jnp.sum(f(a), axis)
+    def plain(x, y):
+        return jnp.sum(x, axis), jnp.sum(y, axis)
 
-    def cpu(w):
+    def cpu(x, y):
         # GPU and TPU compilers merge the two sums of `plain` into one read; XLA:CPU does so only
         # for one reduction of pairs, and vectorises that only where the reduced axis is short and
         # not the last one. So: runs of up to `longest` first, then their sums.
-        a = _magnitude(w)
-        size, lanes = w.shape[axis], 16 if axis == -1 else 1
-        if size % lanes:
-            return plain(w)
-        run = max(t for t in range(1, longest + 1) if size // lanes % t == 0)
+        # Longer runs and fewer lanes need less memory, and are slower.
+        size, across = x.shape[axis], lanes if axis == -1 else 1
+        if size % across:
+            return plain(x, y)
+        run = max(t for t in range(1, longest + 1) if size // across % t == 0)
         if run < 4:
-            return plain(w)
+            return plain(x, y)
         if axis == -1:
-            a = a.reshape(*w.shape[:-1], size // (lanes * run), run, lanes)
-            return tuple(jnp.sum(s, (-1, -2)) for s in _reduce((a, f(a)), -2))
-        a = a.reshape(*w.shape[:-2], size // run, run, w.shape[-1])
-        return tuple(jnp.sum(s, -2) for s in _reduce((a, f(a)), -2))
+            shape, rest = (*x.shape[:-1], size // (across * run), run, across), (-1, -2)
+        else:
+            shape, rest = (*x.shape[:-2], size // run, run, x.shape[-1]), (-2,)
+        zero = jnp.zeros((), x.dtype)
+        partial = lax.reduce(
+            (x.reshape(shape), y.reshape(shape)),
+            (zero, zero),
+            lambda a, b: (a[0] + b[0], a[1] + b[1]),
+            (len(shape) - 2,),
+        )
+        return tuple(jnp.sum(part, rest) for part in partial)
 
-    return lax.platform_dependent(w, cpu=cpu, default=plain)
-
-
-def _reduce(operands, axis):
-    """Sums of several arrays of one shape along one axis, in one reduction."""
-    zeros = tuple(jnp.zeros((), x.dtype) for x in operands)
-    axis %= operands[0].ndim
-    return lax.reduce(operands, zeros, lambda a, b: tuple(map(jnp.add, a, b)), (axis,))
+    return lax.platform_dependent(x, y, cpu=cpu, default=plain)

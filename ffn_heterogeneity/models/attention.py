@@ -39,8 +39,8 @@ def attention_mask(
 def choose_kernel(requested: str, config: ModelConfig, dtype: jnp.dtype) -> str:
     """The kernel for this platform, decided at trace time from static facts only.
 
-    "auto" is "xla", the blocked form, on CPU and TPU; on GPU, cuDNN's fused kernel where it can be used: half
-    precision, no soft-cap, heads of at most 128 (cuDNN's limit that holds on every card it runs on).
+    "auto" is "xla", the blocked form, on CPU and TPU; on GPU, cuDNN's fused kernel where it can be
+    used: half precision, no soft-cap, heads of at most 128 (the limit that holds on every card).
 
     Raises:
       ValueError: an unknown name, or cuDNN asked for a soft-capped model.
@@ -192,6 +192,8 @@ class Attention(nn.Module):
                 scale=config.scale, softcap=config.attention_softcap,
             )  # fmt: skip
         else:
-            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, self.layer.window)
+            y_btnh = attend(
+                self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, self.layer.window
+            )
         out = Linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights

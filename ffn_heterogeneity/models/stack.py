@@ -44,7 +44,7 @@ class Segment:
 
 
 def segmentation(signatures: Sequence[Hashable]) -> tuple[Segment, ...]:
-    """Groups layers of equal signature patterns; greedy, longest cover first, shortest pattern wins.
+    """Groups layers of equal signature patterns: greedy, longest cover, then shortest pattern.
 
     Args:
       signatures: one per layer; equal ones may share a stacked leaf.
@@ -99,7 +99,7 @@ def unstack(params: dict) -> dict:
 
 
 def restack(config: ModelConfig, params: dict) -> dict:
-    """{"layers": [...]} -> {"stack": ...}: layers of equal config, structure and shapes share leaves.
+    """{"layers": [...]} -> {"stack": ...}: layers of equal config and shapes share leaves.
 
     Raises:
       ValueError: the number of layers is not the config's.
@@ -221,7 +221,7 @@ def _with_remat(run_layer: Callable, index: int, remat: str) -> Callable:
 
 
 def layer_leaves(params: dict, name: str) -> Iterator[tuple[int, Any]]:
-    """(layer index, subtree at `name`, e.g. "ffn/down") of an unstacked or stacked tree, in order."""
+    """(layer index, subtree at `name`, e.g. "ffn/down") of any tree, in order."""
     for index, layer in enumerate(unstack(params)["layers"]):
         node = layer
         for part in name.split("/"):

@@ -30,7 +30,10 @@ def displacement_sums(seen: LayerIO, batch: dict, per_layer: None = None) -> dic
     psi_bt = (1.0 - cosine(seen.block_input, seen.block_output)) / 2.0
     segments = batch.get("segment_ids")
     valid = jnp.ones(psi_bt.shape, bool) if segments is None else segments > 0
-    return {"sum": jnp.sum(jnp.where(valid, psi_bt, 0.0)), "count": jnp.sum(valid, dtype=psi_bt.dtype)}
+    return {
+        "sum": jnp.sum(jnp.where(valid, psi_bt, 0.0)),
+        "count": jnp.sum(valid, dtype=psi_bt.dtype),
+    }
 
 
 DISPLACEMENT = Probe("displacement", displacement_sums)

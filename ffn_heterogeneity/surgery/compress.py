@@ -51,7 +51,9 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         "layers": config.layers,
         "budget": config.budget,
         "seed": config.seed,
-        "removed": [removed.get(i, np.zeros(0, int)).tolist() for i in range(model.config.n_layers)],
+        "removed": [
+            removed.get(i, np.zeros(0, int)).tolist() for i in range(model.config.n_layers)
+        ],
         "ffn_widths_before": list(model.config.ffn_widths),
         "ffn_widths_after": list(smaller_config.ffn_widths),
         "parameters_before": before,

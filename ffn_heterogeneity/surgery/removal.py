@@ -78,7 +78,7 @@ def remove_neurons(
 
 
 def mask_neurons(params: dict, removed: Mapping[int, Sequence[int]]) -> dict:
-    """The full-size model with those neurons' outputs zeroed, through `neuron_scale` (unstacked)."""
+    """The full-size model (unstacked) with those neurons' outputs zeroed by `neuron_scale`."""
     params = unstack(params)
     layers = list(params["layers"])
     for layer, ffn in enumerate(tree["ffn"] for tree in params["layers"]):

@@ -1,4 +1,4 @@
-"""`scripts/benchmark.py step`: a forward pass and a training step, ours and a peer's in turn."""
+"""`scripts/benchmark.py`; its step: forward and training step, ours and a peer's in turn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.losses.benchmarks import (
+    benchmark_nll,
+    benchmark_nucl,
+    ratio_interval,
+    take_turns,
+)
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.models import causal_lm
@@ -20,7 +28,6 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
-from ffn_heterogeneity.report.timing import interleave, median_ratio
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
@@ -29,11 +36,11 @@ LEARNING_RATE = 1e-6
 
 
 def benchmark_step(config: ConfigDict) -> dict:
-    """Times forward (logits) and forward + backward + AdamW at batch x seq_len, float32 or bf16.
+    """Times forward (logits) and forward + backward + AdamW of one batch [batch, seq_len].
 
-    The peer ("transformers": torch on the same weights, its default attention, fused AdamW) is timed
-    in turn with ours in one process; ratios above 1 mean ours is faster. Without a peer, the plain
-    loss is the reference and the added cost of NUCL (mstd) is what is shown.
+    The peer ("transformers": torch on the same weights, its default attention, fused AdamW) takes
+    turns with ours in one process; ratios above 1 mean that ours is faster. The step with NUCL
+    (mstd) beside the one without shows what the term adds.
 
     Raises:
       ValueError: an unknown peer or model.
@@ -54,7 +61,7 @@ def benchmark_step(config: ConfigDict) -> dict:
         cases |= peer_calls(model, params, tokens)
     cases |= our_calls(model, params, tokens, options)
     print(f"compiling and warming up: {', '.join(cases)}", file=sys.stderr)
-    times = interleave(cases, config.repetitions, warm_up=1)
+    times = take_turns(cases, config.repetitions)
     pairs = [("train step + NUCL", "train step")]
     if config.peer:
         pairs += [("forward", "peer forward"), ("train step", "peer train step")]
@@ -66,7 +73,7 @@ def benchmark_step(config: ConfigDict) -> dict:
     print(markdown_table(("call", "median", "tokens/s"), rows))
     ratios = {}
     for ours, reference in pairs:
-        ratios[f"{reference} / {ours}"] = median_ratio(times[reference], times[ours])
+        ratios[f"{reference} / {ours}"] = ratio_interval(times[reference], times[ours])
     print()
     print(
         markdown_table(
@@ -147,3 +154,25 @@ def peer_calls(
         return loss.item()
 
     return {"peer forward": forward, "peer train step": step}
+
+
+BENCHMARKS: dict[str, Callable[[ConfigDict], dict]] = {
+    "nucl": lambda config: benchmark_nucl(),
+    "nll": lambda config: benchmark_nll(),
+    "step": benchmark_step,
+}
+
+
+def run(config: ConfigDict, workdir: epath.Path) -> dict:
+    """Runs the benchmark `config.name`; returns what `results.json` holds.
+
+    Raises:
+      ValueError: no such benchmark.
+    """
+    if config.name not in BENCHMARKS:
+        raise ValueError(
+            f"benchmark {config.name!r}: write scripts/benchmark.py {'|'.join(BENCHMARKS)}"
+        )
+    results = BENCHMARKS[config.name](config)
+    write_json(workdir / "results.json", results)
+    return results

@@ -280,16 +280,16 @@ class TrainLoop:
             what = f"the gradient of {leaves[0] if leaves else 'a leaf'} is not finite"
         else:
             what = "the update is not finite"
-        good = self.checkpoints.latest_step()
-        where = (
-            f"last good checkpoint: {self.checkpoints.directory / str(good)}"
-            if good is not None
-            else "there is no checkpoint yet"
-        )
         raise TrainingDiverged(
-            f"step {step}: {what}; {where}. Lower the learning rate or the term's weight, or look "
-            "at the batch of that step"
+            f"step {step}: {what}; {self._last_checkpoint()}. Lower the learning rate or the "
+            "term's weight, or look at the batch of that step"
         )
+
+    def _last_checkpoint(self) -> str:
+        good = self.checkpoints.latest_step()
+        if good is None:
+            return "there is no checkpoint yet"
+        return f"last good checkpoint: {self.checkpoints.directory / str(good)}"
 
     def _evaluate(self) -> None:
         self._drain()
@@ -304,6 +304,8 @@ class TrainLoop:
                 f"best_metric={name!r} is not among the evaluation metrics {sorted(metrics)}"
             )
         value = float(metrics[name])
+        if not np.isfinite(value):
+            raise TrainingDiverged(f"step {self.step}: {name}={value}; {self._last_checkpoint()}")
         sign = 1.0 if self.config.best_mode == "min" else -1.0
         if self.best is None or sign * value < sign * self.best["value"]:
             self.best = {"step": self.step, "metric": name, "value": value}

@@ -123,6 +123,14 @@ def make_terms(config: ConfigDict, model: ModelConfig) -> tuple[LossTerm, ...]:
     return tuple(terms)
 
 
+def entropy_monitor(config: ConfigDict) -> LossTerm:
+    """The entropy of the targeted connections, evaluated beside any variant and never trained on.
+
+    Its mean per neuron is what the paper's Figures 2 and 3 plot: "validation/entropy/ent/...".
+    """
+    return nucl_term("ent", tuple(config.nucl.targets), config.nucl.axis, name="entropy")
+
+
 def make_loop(
     config: ConfigDict, workdir: epath.Path, model: Model, pipeline: Pipeline, batches: Any
 ) -> tuple[TrainLoop, dict]:
@@ -191,7 +199,7 @@ def _evaluator(config, forward, terms, pipeline, mesh):
 
     return make_evaluator(
         make_eval_step(forward, terms),
-        make_params_metrics(terms),
+        make_params_metrics((*terms, entropy_monitor(config))),
         batches,
         sharding=partition.batch_sharding(mesh, accumulated=False),
     )

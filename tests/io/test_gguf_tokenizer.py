@@ -5,6 +5,7 @@ here from its definition (split, bytes, merges by rank).
 """
 
 import inspect
+import json
 import random
 import re
 import unicodedata
@@ -101,16 +102,21 @@ def trained(request, tmp_path_factory):
     )
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString((directory / "m.model").read_bytes())
+    # Ids in another order than scores: it is the scores that must decide.
+    special = [p for p in proto.pieces if p.type != 1]
+    normal = [p for p in proto.pieces if p.type == 1]
+    random.Random(0).shuffle(normal)
+    pieces = special + normal
     fields = {
         "general.architecture": "llama",
         "llama.context_length": 4096,
         "tokenizer.ggml.model": "llama",
         # llama.cpp writes the spaces of user-defined pieces as they are typed.
         "tokenizer.ggml.tokens": [
-            p.piece.replace("▁", " ") if p.type == 4 else p.piece for p in proto.pieces
+            p.piece.replace("▁", " ") if p.type == 4 else p.piece for p in pieces
         ],
-        "tokenizer.ggml.scores": [p.score for p in proto.pieces],
-        "tokenizer.ggml.token_type": [p.type for p in proto.pieces],
+        "tokenizer.ggml.scores": [p.score for p in pieces],
+        "tokenizer.ggml.token_type": [p.type for p in pieces],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
@@ -285,11 +291,16 @@ def test_special_tokens_chat_template_and_eos():
 
 
 def test_save_and_load_again(tmp_path):
-    from ffn_heterogeneity.io.huggingface import read_tokenizer as read_directory
+    from test_safetensors import random_params, tiny_config
 
-    ours = read_tokenizer(byte_level_file())
-    ours.save_pretrained(tmp_path)
-    again = read_directory(tmp_path)
+    from ffn_heterogeneity.io.export import save_pretrained
+    from ffn_heterogeneity.io.load import load_model
+
+    ours, config = read_tokenizer(byte_level_file()), tiny_config()
+    save_pretrained(config, random_params(config), tmp_path / "m", tokenizer=ours)
+    again = load_model(tmp_path / "m").tokenizer
+    values = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast", "what transformers 4 knows"
     for text in TEXTS:
         assert again.encode(text) == ours.encode(text)
     assert again.eos_token_id == ours.eos_token_id

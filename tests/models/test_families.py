@@ -49,6 +49,50 @@ TABLE_6 = {
 }
 
 
+# Published config.json: prefix of presets -> rope theta, norm epsilon, tied, positions.
+DETAILS = {
+    "llama1": (1e4, 1e-6, False, 2048),
+    "llama2": (1e4, 1e-5, False, 4096),
+    "llama3_8b": (5e5, 1e-5, False, 8192),
+    "llama3_70b": (5e5, 1e-5, False, 8192),
+    "llama3_1": (5e5, 1e-5, False, 131_072),
+    "llama3_2": (5e5, 1e-5, True, 131_072),
+    "smollm2_135m": (1e5, 1e-5, True, 8192),
+    "smollm2_360m": (1e5, 1e-5, True, 8192),
+    "smollm2_1_7b": (1.3e5, 1e-5, True, 8192),
+    "deepseek_llm": (1e4, 1e-6, False, 4096),
+    "gemma_": (1e4, 1e-6, True, 8192),
+    "gemma2": (1e4, 1e-6, True, 8192),
+    "gemma3": (1e4, 1e-6, True, 32_768),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_details_that_no_shape_shows(name):
+    config, _ = families.preset(name)
+    ours = (config.layers[0].rope.theta, config.norm_eps, config.tied, config.max_position)
+    assert [ours] == [d for prefix, d in DETAILS.items() if name.startswith(prefix)]
+    scaling = {"llama3_1": (8.0, 1.0, 4.0, 8192), "llama3_2": (32.0, 1.0, 4.0, 8192)}
+    assert config.layers[-1].rope.llama3 == scaling.get(name[:8])
+    gemma = name.startswith("gemma")
+    assert config.activation == ("gelu_tanh" if gemma else "silu")
+    assert config.embedding_multiplier == (config.d_model**0.5 if gemma else 1.0)
+    assert config.norm_offset == (1.0 if gemma else 0.0)
+
+
+def test_gemma2_and_gemma3_attention_patterns():
+    config, _ = families.preset("gemma2_27b")
+    assert [layer.window for layer in config.layers[:4]] == [4096, None, 4096, None]
+    assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
+    assert config.scale == 144**-0.5 and families.preset("gemma2_9b")[0].scale == 1 / 16
+    config, _ = families.preset("gemma3_1b")
+    assert [i for i, layer in enumerate(config.layers) if layer.window is None] == [5, 11, 17, 23]
+    assert {(layer.window, layer.rope.theta) for layer in config.layers} == {
+        (512, 1e4),
+        (None, 1e6),
+    }
+
+
 def test_every_preset_has_a_published_size():
     assert set(PUBLISHED) == set(families.PRESETS)
 

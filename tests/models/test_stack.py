@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
-from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.config import config_from_dict, config_to_dict
+from ffn_heterogeneity.models.config import (
+    ConfigError,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    config_from_dict,
+    config_to_dict,
+)
 from ffn_heterogeneity.models.stack import (
     Segment,
     check_stack,

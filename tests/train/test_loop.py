@@ -189,6 +189,19 @@ def test_divergence_names_the_term(tmp_path):
         make_loop(tmp_path, terms=(NLL, LossTerm("bad", bad, 1.0)), evaluate=False).run()
 
 
+def test_a_validation_metric_that_is_not_finite_stops(tmp_path):
+    loop = make_loop(tmp_path, checkpoint_every=3)
+    inner = loop.evaluate
+
+    def evaluate(params, check_stop):
+        found = inner(params, check_stop=check_stop)
+        return found | ({"validation/nll": float("nan")} if loop.step == 4 else {})
+
+    loop.evaluate = evaluate
+    with pytest.raises(TrainingDiverged, match="step 4: validation/nll=nan; .*checkpoints/3"):
+        loop.run()
+
+
 def test_a_second_compilation_is_an_error(tmp_path):
     compiled.cache_clear()
     loop = make_loop(tmp_path, evaluate=False)

@@ -1,0 +1,21 @@
+"""Benchmarks on the machine at hand: ratios inside one run, with 95% intervals.
+
+Example:
+  python scripts/benchmark.py nucl            NUCL (mstd) in a donated update, beside the listing
+  python scripts/benchmark.py nll             chunked cross-entropy beside the plain one
+  python scripts/benchmark.py step --config.peer=transformers     a training step beside torch's
+
+Writes <workdir>/results.json.
+"""
+
+import sys
+
+from ffn_heterogeneity import cli
+from ffn_heterogeneity.train.benchmark import BENCHMARKS, run
+
+if __name__ == "__main__":
+    names = [argument for argument in sys.argv[1:] if argument in BENCHMARKS]
+    for name in names[:1]:
+        # "benchmark.py step" is short for "--config.name=step".
+        sys.argv[sys.argv.index(name)] = f"--config.name={name}"
+    cli.launch(run, "benchmark", "configs/benchmark.py")

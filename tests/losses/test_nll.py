@@ -1,0 +1,269 @@
+"""Chunked NLL: the plain one, a float64 oracle, masks, chunks that do not divide, memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ffn_heterogeneity.losses import nll
+from ffn_heterogeneity.losses.benchmarks import nll_temporary_bytes
+from ffn_heterogeneity.losses.nll import chunked_nll, nll_term, token_nll
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+
+B, T, D, V = 3, 23, 16, 97
+
+
+def inputs(layout="vd", dtype=jnp.float32, seed=0, shape=(B, T, D, V)):
+    b, t, d, v = shape
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.normal(size=(b, t, d)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(v, d) if layout == "vd" else (d, v)), dtype)
+    targets = jnp.asarray(rng.integers(0, v, (b, t)), jnp.int32)
+    mask = jnp.asarray(rng.random((b, t)) < 0.7)
+    return hidden, kernel, targets, mask
+
+
+def oracle(hidden, kernel, targets, mask, layout, softcap=None):
+    """Float64: NLL [B, T], d(sum over the mask)/d hidden, and / d kernel."""
+    h, k, y = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64), np.asarray(targets)
+    k_vd = k if layout == "vd" else k.T
+    z = h @ k_vd.T
+    logits = z if softcap is None else softcap * np.tanh(z / softcap)
+    top = logits.max(-1, keepdims=True)
+    log_z = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    values = (log_z - np.take_along_axis(logits, y[..., None], -1))[..., 0]
+    d = np.exp(logits - log_z)
+    np.put_along_axis(d, y[..., None], np.take_along_axis(d, y[..., None], -1) - 1, -1)
+    if softcap is not None:
+        d *= 1 - np.tanh(z / softcap) ** 2
+    d *= np.asarray(mask)[..., None]
+    d_kernel = np.einsum("btv,btd->vd", d, h)
+    return values, d @ k_vd, d_kernel if layout == "vd" else d_kernel.T
+
+
+def relative(got, expected):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [None, 1, 5, 23, 100])
+def test_equals_the_oracle(layout, softcap, chunk):
+    hidden, kernel, targets, mask = inputs(layout)
+    scale = 0.37
+
+    def loss(hidden, kernel):
+        sums = chunked_nll(
+            hidden, kernel, targets, mask, layout=layout, softcap=softcap, chunk=chunk
+        )
+        return scale * sums.total, sums
+
+    (value, sums), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        hidden, kernel
+    )
+    values, *expected = oracle(hidden, kernel, targets, mask, layout, softcap)
+    np.testing.assert_allclose(value, scale * (values * np.asarray(mask)).sum(), rtol=1e-6)
+    for got, exact in zip(gradients, expected, strict=True):
+        assert relative(got, scale * exact) < 1e-5
+    assert sums.count == np.asarray(mask).sum()
+    # Not differentiated, the sum takes another path.
+    undifferentiated = jax.jit(loss)(hidden, kernel)[1]
+    np.testing.assert_allclose(undifferentiated, sums, rtol=1e-6)
+    each = token_nll(hidden, kernel, targets, layout=layout, softcap=softcap, chunk=chunk)
+    assert each.dtype == jnp.float32
+    np.testing.assert_allclose(each, values, rtol=1e-5, atol=1e-5)
+
+
+def test_counts_correct_predictions():
+    hidden, kernel, targets, mask = inputs()
+    best = np.argmax(np.asarray(hidden) @ np.asarray(kernel).T, -1)
+    targets = jnp.where(jnp.arange(T) % 2 == 0, best, targets)
+    sums = chunked_nll(hidden, kernel, targets, mask, layout="vd", chunk=4)
+    assert sums.correct == ((best == np.asarray(targets)) & np.asarray(mask)).sum() > 0
+
+
+@settings(max_examples=5, deadline=None)
+@given(chunk=st.integers(1, T), seed=st.integers(0, 1000))
+def test_chunks_do_not_change_anything(chunk, seed):
+    hidden, kernel, targets, mask = inputs(seed=seed)
+
+    def loss(hidden, kernel, chunk):
+        return chunked_nll(hidden, kernel, targets, mask, layout="vd", chunk=chunk).total
+
+    got = jax.value_and_grad(loss, (0, 1))(hidden, kernel, chunk)
+    whole = jax.value_and_grad(loss, (0, 1))(hidden, kernel, T)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
+        assert relative(a, b) < 1e-5
+
+
+def test_masked_positions_are_not_seen():
+    hidden, kernel, targets, mask = inputs()
+
+    def loss(hidden, targets):
+        return chunked_nll(hidden, kernel, targets, mask, layout="vd", chunk=7).total
+
+    value, gradient = jax.value_and_grad(loss)(hidden, targets)
+    assert not np.any(np.asarray(gradient)[~np.asarray(mask)])
+    assert np.all(np.any(np.asarray(gradient)[np.asarray(mask)], axis=-1))
+    # Targets outside the vocabulary are fine where they do not count, and loud where they do.
+    assert loss(hidden, jnp.where(mask, targets, -100)) == value
+    assert np.isnan(loss(hidden, jnp.where(mask, V + 3, targets)))
+    nothing = chunked_nll(hidden, kernel, targets, jnp.zeros((B, T), bool), layout="vd")
+    assert nothing.total == 0 and nothing.count == 0 and nothing.correct == 0
+
+
+def test_large_logits_stay_finite():
+    hidden, kernel, targets, mask = inputs()
+    value, gradients = jax.value_and_grad(
+        lambda h, k: chunked_nll(h, k, targets, mask, layout="vd", chunk=8).total, (0, 1)
+    )(1e4 * hidden, kernel)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in gradients)
+
+
+def test_bfloat16_kernel_gradient_accumulates_in_float32():
+    hidden, kernel, targets, mask = inputs(dtype=jnp.bfloat16, shape=(2, 256, 32, 64))
+
+    def gradient(kernel, chunk):
+        return jax.grad(
+            lambda k: chunked_nll(hidden, k, targets, mask, layout="vd", chunk=chunk).total
+        )(kernel)
+
+    exact = oracle(hidden, kernel, targets, mask, "vd")[2]
+    errors = [relative(gradient(kernel, chunk), exact) for chunk in (256, 1)]
+    assert gradient(kernel, 256).dtype == jnp.bfloat16
+    # 256 additions in bfloat16 would cost several times as much as one.
+    assert errors[1] < 1.2 * errors[0] < 0.01
+    # A float32 master beside bfloat16 states gets its gradient back in float32.
+    master = gradient(kernel.astype(jnp.float32), 16)
+    assert master.dtype == jnp.float32 and relative(master, exact) < 0.005
+
+
+def test_a_frozen_head_costs_no_kernel_gradient():
+    hidden, kernel, targets, mask = inputs(shape=(2, 64, 128, 2048))
+
+    def loss(hidden, kernel, trainable=True):
+        return chunked_nll(
+            hidden, kernel, targets, mask, layout="vd", chunk=8, kernel_trainable=trainable
+        ).total
+
+    def memory(gradient):
+        compiled = jax.jit(gradient).lower(hidden, kernel).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    both = memory(jax.grad(loss, (0, 1)))
+    noticed = memory(jax.grad(loss))
+    assert noticed < both - 0.9 * kernel.nbytes
+    told, zero = jax.grad(lambda h, k: loss(h, k, False), (0, 1))(hidden, kernel)
+    assert not np.any(zero)
+    np.testing.assert_allclose(told, jax.grad(loss)(hidden, kernel), rtol=1e-6)
+
+
+def test_inside_scan_and_remat():
+    hidden, kernel, targets, mask = inputs()
+
+    def loss(hidden, kernel):
+        def body(total, weight):
+            sums = chunked_nll(hidden, kernel, targets, mask, layout="vd", chunk=5)
+            return total + weight * sums.total, sums.count
+
+        return jax.lax.scan(jax.checkpoint(body), 0.0, jnp.arange(3.0))[0]
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))(hidden, kernel)
+    expected = oracle(hidden, kernel, targets, mask, "vd")[1:]
+    for got, exact in zip(gradients, expected, strict=True):
+        assert relative(got, 3 * exact) < 1e-5
+
+
+def config(tied, softcap):
+    return ModelConfig(
+        family="llama",
+        vocab_size=V,
+        d_model=D,
+        n_heads=1,
+        n_kv_heads=1,
+        head_dim=16,
+        layers=(LayerConfig(ffn_width=8),),
+        tied=tied,
+        final_softcap=softcap,
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_term_reads_the_head_and_the_softcap(tied):
+    layout = "vd" if tied else "dv"
+    hidden, kernel, targets, mask = inputs(layout)
+    params = {"embed": {"embedding": kernel}} if tied else {"head": {"kernel": kernel}}
+    batch = {"targets": targets, "loss_mask": mask}
+    term = nll_term(config(tied, 5.0))
+    value = jax.jit(term.function)(params, {"hidden": hidden}, batch)
+    values = oracle(hidden, kernel, targets, mask, layout, 5.0)[0]
+    np.testing.assert_allclose(value.total, (values * np.asarray(mask)).sum(), rtol=1e-6)
+    assert value.denominator == np.asarray(mask).sum()
+    assert 0 <= value.metrics["accuracy"] <= value.denominator
+    assert (term.name, term.on, term.weight, term.targets) == ("nll", "outputs", 1.0, ())
+
+
+def test_sum_reduction_divides_by_documents_and_adds_up():
+    hidden, kernel, targets, _ = inputs(shape=(2, 8, D, V))
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 3, 3, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
+    mask = jnp.asarray([[0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 1, 0, 0, 1]], bool)
+    term = nll_term(config(True, None), "sum")
+    params = {"embed": {"embedding": kernel}}
+
+    def value(rows, with_segments=True):
+        batch = {"targets": targets[rows], "loss_mask": mask[rows], "segment_ids": segments[rows]}
+        if not with_segments:
+            del batch["segment_ids"]
+        return term.function(params, {"hidden": hidden[rows]}, batch)
+
+    whole, parts = value(slice(0, 2)), [value(slice(i, i + 1)) for i in range(2)]
+    # Row 0: documents 1 and 3 have targets; row 1: both.
+    assert [int(p.denominator) for p in parts] == [2, 2] and whole.denominator == 4
+    np.testing.assert_allclose(whole.total, parts[0].total + parts[1].total, rtol=1e-6)
+    assert value(slice(0, 2), with_segments=False).denominator == 2
+
+
+def test_what_cannot_be_computed_is_named():
+    hidden, kernel, targets, mask = inputs()
+    good = {"layout": "vd"}
+    with pytest.raises(ValueError, match="layout='vocab'"):
+        chunked_nll(hidden, kernel, targets, mask, layout="vocab")
+    with pytest.raises(ValueError, match="in layout 'dv'"):
+        chunked_nll(hidden, kernel, targets, mask, layout="dv")
+    with pytest.raises(ValueError, match=r"targets \(3, 22\)"):
+        chunked_nll(hidden, kernel, targets[:, 1:], mask, **good)
+    with pytest.raises(ValueError, match=r"mask \(3, 22\)"):
+        chunked_nll(hidden, kernel, targets, mask[:, 1:], **good)
+    with pytest.raises(ValueError, match="softcap=0.0"):
+        chunked_nll(hidden, kernel, targets, mask, softcap=0.0, **good)
+    with pytest.raises(ValueError, match="chunk=0"):
+        chunked_nll(hidden, kernel, targets, mask, chunk=0, **good)
+    with pytest.raises(ValueError, match="must be"):
+        chunked_nll(hidden[0], kernel, targets, mask, **good)
+    with pytest.raises(ValueError, match="'total'"):
+        nll_term(config(True, None), "total")
+
+
+def test_automatic_chunks_keep_to_the_budget(monkeypatch):
+    monkeypatch.setattr(nll, "CHUNK_BYTES_CPU", 4 * B * V * 10)
+    monkeypatch.setattr(nll, "CHUNK_BYTES", 4 * B * V * 10)
+    hidden, kernel, targets, mask = inputs()
+    static, _ = nll._prepare(hidden, kernel, targets, mask, "vd", None, None, True)
+    assert static.chunk == 8  # 23 = 7 + 8 + 8, not 3 + 10 + 10
+    starts, valid = nll._chunks(T, static.chunk)
+    assert starts.tolist() == [0, 7, 15] and valid.tolist() == [7, 8, 8]
+
+
+@pytest.mark.parametrize("shape", [(16, 1024), (4, 4096)])
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_memory_at_gemma_size_compiled_only(shape, layout):
+    # 16,384 tokens: whole float32 logits alone would be 15.6 GiB.
+    for budget in (nll.CHUNK_BYTES_CPU, nll.CHUNK_BYTES):
+        chunk = budget // (4 * shape[0] * 256_000)
+        gib = nll_temporary_bytes(*shape, 2304, 256_000, layout=layout, chunk=chunk) / 2**30
+        assert gib < 6.5, (budget, gib)

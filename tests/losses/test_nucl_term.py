@@ -1,0 +1,284 @@
+"""The NUCL term: which leaves it moves, what it reports, and what it costs."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import nucl_oracle as oracle
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.losses import benchmarks
+from ffn_heterogeneity.losses.nucl import (
+    TARGETS,
+    VARIANTS,
+    compute_nucl,
+    layer_statistics,
+    nucl,
+    nucl_term,
+)
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
+from ffn_heterogeneity.paths import flatten, unflatten
+
+# Slots of two widths and a remainder: segments of [24, 40] x 2 and one layer of 24.
+WIDTHS = (24, 40, 24, 40, 24)
+
+
+def model(widths=WIDTHS, kind="gated"):
+    config = ModelConfig(
+        family="llama",
+        vocab_size=11,
+        d_model=16,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=8,
+        layers=tuple(LayerConfig(ffn_width=m, ffn_kind=kind) for m in widths),
+        ffn_bias=True,
+    )
+    return config, causal_lm.init(config, jax.random.key(0))
+
+
+def kernels(params, place):
+    return [np.asarray(leaves["kernel"]) for _, leaves in layer_leaves(params, place)]
+
+
+def moved(term, params):
+    """Paths of the leaves that the term's gradient is not 0 on."""
+    gradient = jax.jit(jax.grad(lambda p: term.function(p).total))(params)
+    assert all(np.isfinite(leaf).all() for leaf in flatten(gradient).values())
+    return {path for path, leaf in flatten(gradient).items() if np.any(leaf)}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradient_is_not_zero_on_exactly_the_targets(target, stacked):
+    _, params = model()
+    params = params if stacked else unstack(params)
+    term = nucl_term("mstd", (target,))
+    paths = set(flatten(params))
+    expected = {path for path in paths if path.endswith(f"{TARGETS[target]}/kernel")}
+    assert len(expected) == (3 if stacked else 5)
+    assert moved(term, params) == expected
+    (pattern,) = term.targets
+    assert {path for path in paths if re.search(pattern, path)} == expected
+    assert {path for path in paths if re.fullmatch(pattern, path)} == expected
+    assert term.on == "params" and term.weight == "alpha"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stacked", [True, False])
+def test_total_and_metrics_of_several_targets(variant, stacked):
+    _, params = model()
+    params = params if stacked else unstack(params)
+    value = jax.jit(nucl_term(variant, tuple(TARGETS)).function)(params)
+    total = 0.0
+    for target, place in TARGETS.items():
+        matrices = kernels(params, place)
+        if target.startswith("ffn_in"):
+            matrices = [matrix.T for matrix in matrices]
+        rows = [oracle.rows(matrix, variant) for matrix in matrices]
+        total += sum(row.sum() for row in rows)
+        np.testing.assert_allclose(
+            value.metrics[f"{variant}/{target}/layer_mean"], [r.mean() for r in rows], rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            value.metrics[f"{variant}/{target}/mean"], np.concatenate(rows).mean(), rtol=1e-5
+        )
+    np.testing.assert_allclose(value.total, total, rtol=1e-5)
+    assert value.denominator == 1 and value.total.dtype == jnp.float32
+    assert set(value.metrics) == {
+        f"{variant}/{target}/{what}" for target in TARGETS for what in ("layer_mean", "mean")
+    }
+
+
+def test_axis_outputs_takes_one_distribution_per_input():
+    _, params = model()
+    targets = ("ffn_in_linear", "ffn_in_gated")
+    value = nucl_term("gini", targets, axis="outputs").function(params)
+    expected = sum(
+        oracle.rows(matrix, "gini").sum()
+        for place in ("ffn/up", "ffn/gate")
+        for matrix in kernels(params, place)
+    )
+    np.testing.assert_allclose(value.total, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_chosen_layers_only(stacked):
+    _, params = model()
+    chosen = (1, 4)
+    tree = params if stacked else unstack(params)
+    term = nucl_term("mstd", layers=chosen)
+    value = term.function(tree)
+    rows = [oracle.rows(matrix, "mstd") for matrix in kernels(params, "ffn/down")]
+    np.testing.assert_allclose(value.total, sum(rows[i].sum() for i in chosen), rtol=1e-5)
+    mean = np.concatenate([rows[i] for i in chosen]).mean()
+    np.testing.assert_allclose(value.metrics["mstd/ffn_out/mean"], mean, rtol=1e-5)
+    layer_mean = value.metrics["mstd/ffn_out/layer_mean"]
+    np.testing.assert_allclose(layer_mean, [row.mean() for row in rows], rtol=1e-5)
+    gradient = jax.grad(lambda p: term.function(p).total)(tree)
+    for index, leaves in layer_leaves(gradient, "ffn/down"):
+        assert np.any(leaves["kernel"]) == (index in chosen), index
+    if not stacked:
+        matched = [path for path in flatten(tree) if re.search(term.targets[0], path)]
+        assert matched == [f"layers/{i}/ffn/down/kernel" for i in chosen]
+
+
+def masked(params):
+    """The tree with a mask beside every down kernel that removes a third of the weights."""
+    rng, leaves = np.random.default_rng(0), flatten(params)
+    for path in [path for path in leaves if path.endswith("ffn/down/kernel")]:
+        mask = (rng.random(leaves[path].shape) < 0.7).astype(np.float32)
+        leaves[path.replace("kernel", "mask")] = jnp.asarray(mask)
+    return unflatten(leaves)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_reads_the_effective_kernel(stacked):
+    config, params = model()
+    params = masked(unstack(params))
+    tree = restack(config, params) if stacked else params
+    value = jax.jit(nucl_term("ent").function)(tree)
+    expected = [
+        oracle.rows(np.asarray(leaves["kernel"]) * np.asarray(leaves["mask"]), "ent")
+        for _, leaves in layer_leaves(params, "ffn/down")
+    ]
+    np.testing.assert_allclose(value.total, sum(row.sum() for row in expected), rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda p: nucl_term("ent").function(p).total))(tree)
+    for (_, leaves), (_, slopes) in zip(
+        layer_leaves(tree, "ffn/down"), layer_leaves(gradient, "ffn/down"), strict=True
+    ):
+        effective = np.asarray(leaves["kernel"]) * np.asarray(leaves["mask"])
+        exact = oracle.gradient(effective, "ent") * np.asarray(leaves["mask"])
+        assert oracle.gap(slopes["kernel"], exact) < 1e-5
+
+
+def test_a_stack_with_adapters_is_never_copied_whole():
+    shape = (16, 512, 256)
+    leaves = {"kernel": np.ones(shape, np.float32), "mask": np.ones(shape, np.float32)}
+    params = {"stack": {"segment_0": {"slot_0": {"ffn": {"down": leaves}}}}}
+    term = nucl_term("mstd")
+
+    def update(kernel):
+        params["stack"]["segment_0"]["slot_0"]["ffn"]["down"] = leaves | {"kernel": kernel}
+        return jax.grad(lambda k: _with_kernel(term, leaves, k))(kernel)
+
+    def _with_kernel(term, leaves, kernel):
+        down = {"kernel": kernel, "mask": jnp.asarray(leaves["mask"])}
+        return term.function({"stack": {"segment_0": {"slot_0": {"ffn": {"down": down}}}}}).total
+
+    compiled = jax.jit(update).lower(leaves["kernel"]).compile()
+    assert benchmarks.temporary_bytes(compiled) < 0.5 * leaves["kernel"].nbytes
+
+
+def test_bias_alone_is_no_target():
+    _, params = model()
+    (pattern,) = nucl_term("mstd").targets
+    assert any(path.endswith("ffn/down/bias") for path in flatten(params))
+    assert not any(re.search(pattern, path) for path in flatten(params) if "bias" in path)
+
+
+def test_one_compilation_for_any_alpha():
+    _, params = model()
+    term, traces = nucl_term("mstd"), []
+
+    @jax.jit
+    def step(params, hyper):
+        traces.append(1)
+        gradient = jax.grad(lambda p: hyper["alpha"] * term.function(p).total)(params)
+        return jax.tree.map(lambda p, g: p - hyper["learning_rate"] * g, params, gradient)
+
+    for alpha in (0.0, 0.01, 1e4):
+        for rate in (1e-6, 1e-3):
+            hyper = {"alpha": jnp.float32(alpha), "learning_rate": jnp.float32(rate)}
+            after = step(params, hyper)
+            unchanged = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), after, params)
+            assert all(jax.tree.leaves(unchanged)) == (alpha == 0)
+    assert len(traces) == 1 and step._cache_size() == 1
+
+
+def test_descending_the_term_lowers_entropy():
+    _, params = model()
+    term = nucl_term("mstd")
+    slope = jax.jit(jax.grad(lambda p: term.function(p).total))
+    before = layer_statistics(params)
+    for _ in range(20):
+        params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, slope(params))
+    for was, now in zip(before, layer_statistics(params), strict=True):
+        assert all(now[name] < was[name] for name in ("entropy", "gini", "mstd"))
+
+
+def test_what_cannot_be_done_is_named():
+    _, params = model(kind="plain")
+    with pytest.raises(ValueError, match="'variance': choose"):
+        nucl_term("variance")
+    with pytest.raises(ValueError, match="ffn_up"):
+        nucl_term(targets=("ffn_up",))
+    with pytest.raises(ValueError, match="at most once"):
+        nucl_term(targets=("ffn_out", "ffn_out"))
+    with pytest.raises(ValueError, match="axis='rows'"):
+        nucl_term(axis="rows")
+    with pytest.raises(ValueError, match="layers is empty"):
+        nucl_term(layers=())
+    with pytest.raises(ValueError, match=r"layers \[5, 9\].*0 to 4"):
+        nucl_term(layers=(0, 5, 9)).function(params)
+    with pytest.raises(ValueError, match="plain FFN has no gate"):
+        nucl_term(targets=("ffn_in_gated",)).function(params)
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_layer_statistics_equal_the_oracle(as_numpy):
+    _, params = model()
+    leaves = flatten(unstack(params))
+    dead = np.array(leaves["layers/2/ffn/down/kernel"])
+    dead[3] = 0
+    dead[4] *= 1e-30
+    leaves["layers/2/ffn/down/kernel"] = jnp.asarray(dead)
+    tree = unflatten(leaves)
+    if as_numpy:
+        tree = jax.tree.map(np.asarray, tree)
+    statistics = layer_statistics(tree)
+    for found, matrix in zip(statistics, kernels(tree, "ffn/down"), strict=True):
+        assert set(found) == {"entropy", "gini", "mstd"}
+        for name, variant in (("entropy", "ent"), ("gini", "gini"), ("mstd", "mstd")):
+            assert isinstance(found[name], float)
+            np.testing.assert_allclose(found[name], oracle.rows(matrix, variant).sum(), rtol=1e-12)
+
+
+def test_layer_statistics_refuse_nan():
+    _, params = model()
+    leaves = flatten(unstack(params))
+    leaves["layers/3/ffn/down/kernel"] = leaves["layers/3/ffn/down/kernel"].at[1, 2].set(jnp.nan)
+    with pytest.raises(ValueError, match="layer 3: 1 weights"):
+        layer_statistics(unflatten(leaves))
+
+
+def test_real_weights_with_exact_zeros(smollm2_gguf):
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    zeros = layers = 0
+    for tensor in GGUFReader(str(smollm2_gguf)).tensors:
+        if not tensor.name.endswith("ffn_down.weight"):
+            continue
+        layers += 1
+        kernel_md = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).T
+        assert kernel_md.shape == (1536, 576)
+        zeros += int((kernel_md == 0).sum())
+        for variant, total in zip(VARIANTS, compute_nucl(kernel_md), strict=True):
+            np.testing.assert_allclose(total, oracle.rows(kernel_md, variant).sum(), rtol=1e-5)
+            slopes = np.asarray(_slope(kernel_md, variant))
+            assert oracle.gap(slopes, oracle.gradient(kernel_md, variant)) < 1e-5
+            assert (slopes[kernel_md == 0] == 0).all()
+    assert layers == 30 and zeros > 8_000
+
+
+def _slope(w, variant):
+    return _SLOPES[variant](w)
+
+
+_SLOPES = {v: jax.jit(jax.grad(lambda w, v=v: nucl(w, v))) for v in VARIANTS}
