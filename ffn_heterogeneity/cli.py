@@ -1,88 +1,155 @@
-"""What launchers in scripts/ share: flags, the work directory, one clear line for an error."""
+"""What launchers in scripts/ share: flags, help, the work directory, one clear line for an error."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
+import runpy
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from absl import app, flags
 from etils import epath
 from ml_collections import ConfigDict, config_flags
 
-from ffn_heterogeneity.train.workdir import prepare_workdir
+from ffn_heterogeneity.train.workdir import prepare_workdir, release_workdir
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
-
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Directory for all outputs; default: runs/<script>-<date>-<time>."
-)
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
+HELP_FLAGS = ("-h", "-help", "--help", "--helpshort", "-?")
 
 
-class UnknownKey(ValueError):
-    """A --config.<key> that the config does not have."""
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
 
 
-def launch(run: Callable[[ConfigDict, epath.Path], Any], name: str, default_config: str) -> None:
+def launch(
+    run: Callable[[ConfigDict, epath.Path], Any],
+    name: str,
+    default_config: str,
+    positional: str | None = None,
+) -> None:
     """Parses --config, --config.<key>=<value> and --workdir, claims the directory, calls `run`.
+
+    An error that a user can mend ends the program with one line and exit code 2.
 
     Args:
       run: (config, work directory) -> anything; writes `<workdir>/results.json` itself.
       name: of the script, for the default work directory.
-      default_config: path of the config file, relative to the repository's root.
+      default_config: config file, relative to the repository's root, with its argument if any.
+      positional: the config key that an argument without dashes stands for.
     """
-    holder = config_flags.DEFINE_config_file(
-        "config", default_config, "Config file, with its argument after a colon where it has one."
+    workdir_flag = flags.DEFINE_string(
+        "workdir", None, f"Directory for all outputs; default: runs/{name}-<date>-<time>."
     )
 
-    def main(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
-            _fail(f"unexpected argument {argv[1]!r}: options are written --config.<key>=<value>")
+    def prepare(argv: list[str]) -> tuple[list[str], config_flags.ConfigFileFlagParser]:
+        argv, spec = config_first(argv, _beside_script(default_config))
+        config = load_config(spec)
+        if positional:
+            argv = [argv[0], *(_named(a, positional) for a in argv[1:])]
+        if set(HELP_FLAGS) & set(argv):
+            _help(config, spec)
+        check_keys(argv, config)
+        holder = config_flags.DEFINE_config_file(
+            "config", spec, "Config file; its argument, where it has one, after a colon.",
+            sys_argv=argv,
+        )  # fmt: skip
+        return argv, holder
+
+    with _one_line():
+        argv, holder = prepare(list(sys.argv))
+
+    def main() -> None:
+        config = holder.value
+        path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        claimed = prepare_workdir(path, config.to_dict())
+        print(f"work directory: {path}", file=sys.stderr)
         try:
-            config = holder.value
-            if not isinstance(config, ConfigDict):
-                config.to_dict()  # Raises what went wrong while the config file was read.
-            workdir = _WORKDIR.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            prepare_workdir(workdir, config.to_dict())
-            print(f"work directory: {workdir}", file=sys.stderr)
-            run(config, epath.Path(workdir))
-        except USER_ERRORS as error:
-            if _TRACEBACK.value:
-                traceback.print_exc()
-            _fail(_message(error))
+            run(config, epath.Path(path))
+        except USER_ERRORS:
+            # So that the mended command may use the same directory.
+            if not claimed.resumed:
+                release_workdir(path)
+            raise
 
-    app.run(main, flags_parser=_parse_flags)
+    launch_flags(main, argv)
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return app.parse_flags_with_usage(list(argv))
-    except (AttributeError, KeyError) as error:
-        key, names = _unknown_key(argv)
-        if key is None:
-            _fail(f"--config could not be read: {_message(error)}")
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        _fail(f"unknown config key {key!r}{hint} Known keys: {', '.join(names)}")
-    except (TypeError, ValueError, OSError, ImportError) as error:
-        _fail(f"--config could not be read: {_message(error)}")
+def launch_flags(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
+    """Parses the flags that the script defined with absl and calls `main()`; errors as `launch`."""
+    argv = list(sys.argv if argv is None else argv)
+    if set(HELP_FLAGS) & set(argv):
+        _help()
+    if "traceback" not in flags.FLAGS:
+        flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
+
+    def guarded(rest: Sequence[str]) -> None:
+        with _one_line():
+            if len(rest) > 1:
+                raise UsageError(f"unexpected argument {rest[1]!r}: options are written --key=value")
+            main()
+
+    app.run(guarded, argv=argv, flags_parser=_parse_flags)
 
 
-def _unknown_key(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The first --config.<key> on the command line that the config lacks, and the keys it has."""
-    config = flags.FLAGS["config"].value
-    names = leaf_names(config.to_dict()) if isinstance(config, ConfigDict) else []
+def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
+    """(argv with --config=<spec> before its overrides, the spec); the order does not matter."""
+    spec, rest, waiting = default, [], iter(argv[1:])
+    for argument in waiting:
+        if argument in ("-config", "--config"):
+            spec = next(waiting, "")
+        elif match := re.match(r"--?config=(.*)", argument):
+            spec = match[1]
+        else:
+            rest.append(argument)
+    return [argv[0], f"--config={spec}", *rest], spec
+
+
+def load_config(spec: str) -> ConfigDict:
+    """What `get_config` of "file.py" or "file.py:argument" returns.
+
+    Raises:
+      UsageError: no such file, no such function, an argument it does not take.
+      ValueError: what `get_config` says about its argument.
+    """
+    name, colon, argument = spec.partition(":")
+    path = Path(name)
+    if not path.is_file():
+        others = ", ".join(sorted(str(p) for p in path.parent.glob("*.py")))
+        raise UsageError(
+            f"config file {name!r} does not exist" + (f"; there are: {others}" if others else "")
+        )
+    get_config = runpy.run_path(name).get("get_config")
+    if get_config is None:
+        raise UsageError(f"config file {name!r} defines no get_config()")
+    if colon and not inspect.signature(get_config).parameters:
+        raise UsageError(f"config file {name!r} takes no argument, got {argument!r} after the colon")
+    return get_config(*([argument] if colon else []))
+
+
+def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
+    """Refuses a --config.<key> that the config does not have.
+
+    Raises:
+      UsageError: names the nearest key, and all of them.
+    """
+    names = leaf_names(config.to_dict())
     for argument in argv[1:]:
-        match = re.match(r"--?(?:no)?config\.([^=]+)", argument)
-        if match and match[1] not in names:
-            return match[1], names
-    return None, names
+        match = re.match(r"--?(no)?config\.([^=]+)", argument)
+        if not match or match[2] in names:
+            continue
+        inside = [name for name in names if name.startswith(f"{match[2]}.")]
+        if inside:
+            raise UsageError(f"config key {match[2]!r} is a group: set one of {', '.join(inside)}")
+        near = difflib.get_close_matches(match[2], names, n=1, cutoff=0.3)
+        hint = f", did you mean {near[0]!r}?" if near else "."
+        raise UsageError(f"unknown config key {match[2]!r}{hint} Known keys: {', '.join(names)}")
 
 
 def leaf_names(values: dict, prefix: str = "") -> list[str]:
@@ -94,11 +161,67 @@ def leaf_names(values: dict, prefix: str = "") -> list[str]:
     return names
 
 
-def _message(error: BaseException) -> str:
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    return " ".join(text.split()) or type(error).__name__
+def _named(argument: str, key: str) -> str:
+    return argument if argument.startswith("-") else f"--config.{key}={argument}"
 
 
-def _fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+def _beside_script(path: str) -> str:
+    """The config in the working directory, else the one in the script's repository."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if Path(path.partition(":")[0]).is_file() or script is None:
+        return path
+    return str(Path(script).resolve().parent.parent / path)
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    with _one_line():
+        return flags.FLAGS(list(argv))
+
+
+class _one_line:
+    """Ends the program with one line and exit code 2 where the block raises a user's error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or not isinstance(error, (*USER_ERRORS, flags.Error)):
+            return
+        if {"--traceback", "-traceback"} & set(sys.argv):
+            traceback.print_exception(error)
+        _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    text = " ".join(str(error).split())
+    # A bare key, or nothing at all, says too little.
+    if isinstance(error, KeyError) or not text:
+        text = f"{type(error).__name__}: {text} (--traceback shows where)"
+    print(f"error: {text}", file=sys.stderr)
     sys.exit(2)
+
+
+def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
+    """The script's docstring, its flags, and the config's keys with their values."""
+    module = sys.modules["__main__"]
+    print((module.__doc__ or "").strip(), "\n\nFlags:")
+    by_module = flags.FLAGS.flags_by_module_dict()
+    script = [flag for name in (__name__, sys.argv[0]) for flag in by_module.get(name, ())]
+    for flag in script:
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        print(f"  --{flag.name}: {flag.help}{default}")
+    if config is not None:
+        print(f"  --config: the file; now {spec}, whose comments explain its keys:")
+        for key, value in _leaves(config.to_dict()):
+            print(f"  --config.{key}={value!r}")
+    sys.exit(0)
+
+
+def _leaves(values: dict) -> list[tuple[str, Any]]:
+    found = []
+    for name in leaf_names(values):
+        value: Any = values
+        for part in name.split("."):
+            value = value[part]
+        found.append((name, value))
+    return found

@@ -24,6 +24,7 @@ from ffn_heterogeneity.report.figures import bar_figure, connectivity_figure, tr
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+from ffn_heterogeneity.train.workdir import WorkdirError, prepare_workdir
 
 WINDOW = 256
 WINDOWS = 16
@@ -106,7 +107,7 @@ def claim(workdir: epath.Path, settings: Settings) -> None:
     mine = {**dataclasses.asdict(settings), "workdir": None, "fresh": None, "models": None}
     marker = workdir / "settings.json"
     if workdir.exists() and any(workdir.iterdir()) and not marker.exists():
-        sys.exit(f"error: {workdir} holds something else: choose another --workdir")
+        raise WorkdirError(f"{workdir} holds something else: choose another --workdir")
     if marker.exists() and (settings.fresh or read_json(marker) != mine):
         say(f"starting over in {workdir}")
         workdir.rmtree()
@@ -184,7 +185,6 @@ def train(
 ) -> dict:
     """One short fine-tuning run; its results and its metrics by step."""
     from ffn_heterogeneity.train import run as training
-    from ffn_heterogeneity.train.workdir import prepare_workdir
 
     folder = workdir / f"train-alpha-{alpha:g}"
     if not (folder / "results.json").exists():

@@ -8,14 +8,8 @@ Example:
 Writes <workdir>/results.json.
 """
 
-import sys
-
 from ffn_heterogeneity import cli
-from ffn_heterogeneity.train.benchmark import BENCHMARKS, run
+from ffn_heterogeneity.train.benchmark import run
 
 if __name__ == "__main__":
-    names = [argument for argument in sys.argv[1:] if argument in BENCHMARKS]
-    for name in names[:1]:
-        # "benchmark.py step" is short for "--config.name=step".
-        sys.argv[sys.argv.index(name)] = f"--config.name={name}"
-    cli.launch(run, "benchmark", "configs/benchmark.py")
+    cli.launch(run, "benchmark", "configs/benchmark.py", positional="name")

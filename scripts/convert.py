@@ -1,6 +1,7 @@
 """Converts any readable model into a Hugging Face directory of safetensors.
 
-    python scripts/convert.py --model=smollm2.gguf --output=smollm2 --dtype=bfloat16
+Example:
+  python scripts/convert.py --model=smollm2.gguf --output=smollm2 --dtype=bfloat16
 
 `--model` is a directory, a .gguf file, a preset (gemma2_2b) or a hub id (google/gemma-2-2b).
 `--export=padded` pads FFNs of unequal width with zero neurons so that transformers reads them.
@@ -8,11 +9,9 @@
 
 from __future__ import annotations
 
-import sys
+from absl import flags
 
-from absl import app, flags
-
-from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity import cli
 from ffn_heterogeneity.io.export import EXPORTS, save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.families import count_parameters
@@ -27,24 +26,19 @@ _EXPORT = flags.DEFINE_enum("export", "auto", EXPORTS, "Form of the checkpoint."
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an existing directory.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}: every option is a --flag")
-    try:
-        model = load_model(_MODEL.value, revision=_REVISION.value, dtype=_DTYPE.value)
-        directory = save_pretrained(
-            model.config,
-            model.params,
-            _OUTPUT.value,
-            tokenizer=model.tokenizer,
-            export=_EXPORT.value,
-            overwrite=_OVERWRITE.value,
-        )
-    except CheckpointError as error:
-        sys.exit(f"error: {error}")
+def main() -> None:
+    model = load_model(_MODEL.value, revision=_REVISION.value, dtype=_DTYPE.value)
+    directory = save_pretrained(
+        model.config,
+        model.params,
+        _OUTPUT.value,
+        tokenizer=model.tokenizer,
+        export=_EXPORT.value,
+        overwrite=_OVERWRITE.value,
+    )
     total = count_parameters(model.config)["total"]
     print(f"{model.source} -> {directory}: {model.config.family}, {total:,} parameters")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.launch_flags(main)

@@ -10,9 +10,9 @@ run shows the report at once; --fresh starts over.
 import runpy
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from ffn_heterogeneity import demo
+from ffn_heterogeneity import cli, demo
 
 WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Directory for all outputs.")
 MODELS = flags.DEFINE_string("models", ".cache/models", "Where the model is fetched to.")
@@ -21,7 +21,7 @@ ALPHA = flags.DEFINE_float("alpha", 1000.0, "Weight of NUCL (mstd).")
 FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     config_file = Path(__file__).resolve().parent.parent / "configs" / "nucl_finetune.py"
     demo.run(
         demo.Settings(
@@ -33,4 +33,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.launch_flags(main)

@@ -36,7 +36,7 @@ class _Site(NamedTuple):
 
 
 def compute_nucl(w_param: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three NUCL sums over all rows of a matrix or a stack of them (NUCL, listing 1).
+    """The three NUCL sums over all rows of a matrix or a stack: the paper's listing, made safe.
 
     Args:
       w_param: [m, n] or [..., m, n]; row i holds the outgoing weights of neuron i. Any float dtype;

@@ -13,7 +13,7 @@ from jax.scipy.special import entr
 
 
 def compute_nucl_listing(w_param: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(ent_loss, gini_loss, mstd_loss) of rows of [..., m, n], summed (NUCL, listing 1)."""
+    """(ent_loss, gini_loss, mstd_loss) of rows of [..., m, n], summed."""
     w = jnp.abs(w_param)
     z = jnp.sum(w, axis=-1, keepdims=True)
     r = w / z

@@ -12,7 +12,7 @@ from ffn_heterogeneity.models.norms import RMSNorm
 from ffn_heterogeneity.models.rotary import apply_rotary
 
 KERNELS = ("auto", "xla", "plain", "cudnn")
-MIN_BLOCK = 64
+MIN_BLOCK = 128
 
 
 def attention_mask(

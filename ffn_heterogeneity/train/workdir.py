@@ -18,6 +18,8 @@ from ffn_heterogeneity.io.files import read_json, write_json
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
+# What `prepare_workdir` writes.
+CLAIM = ("config.json", "command.txt", "versions.json")
 _ABSENT = "<absent>"
 
 
@@ -86,6 +88,17 @@ def prepare_workdir(
         write_json(path / "config.json", _jsonable(config))
     _record_start(path)
     return Workdir(path, resumed)
+
+
+def release_workdir(workdir: str | os.PathLike) -> None:
+    """Gives back a directory whose run failed before it wrote anything: the next may have it."""
+    path = epath.Path(workdir)
+    if any((path / name).exists() for name in OUTPUTS):
+        return
+    for name in CLAIM:
+        (path / name).unlink(missing_ok=True)
+    if not any(path.iterdir()):
+        path.rmdir()
 
 
 def resume_command() -> str:

@@ -127,10 +127,10 @@ def test_convert_script(tmp_path):
     assert found == config.with_widths([7, 7, 7])
     assert params["embed"]["embedding"].dtype == np.dtype("bfloat16")
     again = run_script("convert.py", *flags)
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert again.stderr.strip().startswith("error:") and "not empty" in again.stderr
     lost = run_script("convert.py", "--model=nothing", f"--output={tmp_path / 'x'}")
-    assert lost.returncode == 1 and "gemma2_2b" in lost.stderr and "Traceback" not in lost.stderr
+    assert lost.returncode == 2 and "gemma2_2b" in lost.stderr and "Traceback" not in lost.stderr
 
 
 @pytest.mark.parametrize("script", ["convert.py", "fetch_models.py"])
