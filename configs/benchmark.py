@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
             "batch": 4,
             "seq_len": 512,
             "compute_dtype": "float32",
-            "remat": "none",
+            "remat": "dots",
             "unroll": 1,
             # "transformers": torch on the same weights, interleaved (extra `parity`).
             "peer": "",

@@ -64,7 +64,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     config.train_only = ()
 
     config.compute_dtype = "auto"  # float32 | bfloat16; auto: float32 on CPU, else bfloat16
-    config.remat = "auto"  # none | full | dots | attention_output; auto: none on CPU, else full
+    config.remat = "auto"  # none | full | dots | attention_output; auto: dots on CPU, else full
     config.unroll = 1  # layers a scan step; 0: all (best on one GPU)
 
     config.eval = ConfigDict()
@@ -97,6 +97,7 @@ def _data(name: str) -> ConfigDict:
     data.prompt_field = ""  # jsonl; "" takes the task's own names
     data.response_field = ""
     data.text_field = ""
+    data.passage_chars = 16_384  # text: a long file is shuffled in passages of at most so many
     data.packing = True
     data.bos = "auto"  # auto | segment | document | none
     return data

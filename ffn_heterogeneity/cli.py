@@ -1,4 +1,4 @@
-"""What launchers in scripts/ share: flags, help, the work directory, one clear line for an error."""
+"""What launchers in scripts/ share: flags, help, the work directory, one line for an error."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ def launch(
         "workdir", None, f"Directory for all outputs; default: runs/{name}-<date>-<time>."
     )
 
-    def prepare(argv: list[str]) -> tuple[list[str], config_flags.ConfigFileFlagParser]:
+    def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
         argv, spec = config_first(argv, _beside_script(default_config))
         config = load_config(spec)
-        if positional:
-            argv = [argv[0], *(_named(a, positional) for a in argv[1:])]
         if set(HELP_FLAGS) & set(argv):
             _help(config, spec)
         check_keys(argv, config)
@@ -62,7 +60,7 @@ def launch(
         )  # fmt: skip
         return argv, holder
 
-    with _one_line():
+    with _OneLine():
         argv, holder = prepare(list(sys.argv))
 
     def main() -> None:
@@ -78,21 +76,36 @@ def launch(
                 release_workdir(path)
             raise
 
-    launch_flags(main, argv)
+    def name_given(value: str) -> None:
+        holder.value[positional] = value
+
+    launch_flags(main, argv, name_given if positional else None)
 
 
-def launch_flags(main: Callable[[], Any], argv: Sequence[str] | None = None) -> None:
-    """Parses the flags that the script defined with absl and calls `main()`; errors as `launch`."""
+def launch_flags(
+    main: Callable[[], Any],
+    argv: Sequence[str] | None = None,
+    positional: Callable[[str], None] | None = None,
+) -> None:
+    """Parses the flags that the script defined with absl and calls `main()`; errors as `launch`.
+
+    Args:
+      argv: default: `sys.argv`.
+      positional: takes the argument without dashes, where the script has one.
+    """
     argv = list(sys.argv if argv is None else argv)
+    flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
+    flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
     if set(HELP_FLAGS) & set(argv):
         _help()
-    if "traceback" not in flags.FLAGS:
-        flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
 
     def guarded(rest: Sequence[str]) -> None:
-        with _one_line():
-            if len(rest) > 1:
-                raise UsageError(f"unexpected argument {rest[1]!r}: options are written --key=value")
+        with _OneLine():
+            extra = list(rest[1:])
+            if positional and extra:
+                positional(extra.pop(0))
+            if extra:
+                raise UsageError(f"unexpected argument {extra[0]!r}: options are --key=value")
             main()
 
     app.run(guarded, argv=argv, flags_parser=_parse_flags)
@@ -129,7 +142,7 @@ def load_config(spec: str) -> ConfigDict:
     if get_config is None:
         raise UsageError(f"config file {name!r} defines no get_config()")
     if colon and not inspect.signature(get_config).parameters:
-        raise UsageError(f"config file {name!r} takes no argument, got {argument!r} after the colon")
+        raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
     return get_config(*([argument] if colon else []))
 
 
@@ -161,10 +174,6 @@ def leaf_names(values: dict, prefix: str = "") -> list[str]:
     return names
 
 
-def _named(argument: str, key: str) -> str:
-    return argument if argument.startswith("-") else f"--config.{key}={argument}"
-
-
 def _beside_script(path: str) -> str:
     """The config in the working directory, else the one in the script's repository."""
     script = getattr(sys.modules["__main__"], "__file__", None)
@@ -174,11 +183,11 @@ def _beside_script(path: str) -> str:
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
-    with _one_line():
+    with _OneLine():
         return flags.FLAGS(list(argv))
 
 
-class _one_line:
+class _OneLine:
     """Ends the program with one line and exit code 2 where the block raises a user's error."""
 
     def __enter__(self) -> None:
@@ -206,8 +215,7 @@ def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
     module = sys.modules["__main__"]
     print((module.__doc__ or "").strip(), "\n\nFlags:")
     by_module = flags.FLAGS.flags_by_module_dict()
-    script = [flag for name in (__name__, sys.argv[0]) for flag in by_module.get(name, ())]
-    for flag in script:
+    for flag in (f for name in (__name__, sys.argv[0]) for f in by_module.get(name, ())):
         default = "" if flag.default is None else f" (default: {flag.default})"
         print(f"  --{flag.name}: {flag.help}{default}")
     if config is not None:

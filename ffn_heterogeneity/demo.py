@@ -202,7 +202,7 @@ def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: in
     """The paper's recipe cut to two CPU cores: few short rows, no dropout, a larger rate."""
     config.steps, config.batch_size, config.seq_len = steps, 2, WINDOW
     config.nucl.alpha, config.dropout = alpha, 0.0
-    config.optimizer.learning_rate, config.optimizer.warmup_steps = 2e-5, 5
+    config.optimizer.learning_rate, config.optimizer.warmup_steps = 5e-5, 5
     config.data.path = str(workdir / "train.txt")
     config.data.validation_path = str(workdir / "heldout.txt")
     config.data.validation_fraction = 0.0

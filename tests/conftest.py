@@ -98,3 +98,15 @@ def gemma3_gguf() -> Path:
 def minilm_dir() -> Path:
     """all-MiniLM-L6-v2 (BERT), a Hugging Face directory."""
     return _model("minilm")
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly():
+    """For tiny programs: less optimisation is less time."""
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)

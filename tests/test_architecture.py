@@ -60,6 +60,12 @@ def test_imports_point_downwards():
     assert not wrong, wrong
 
 
+def code_lines(function: ast.FunctionDef) -> int:
+    """Lines of the body, without the docstring."""
+    first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
+    return function.end_lineno - first.lineno + 1
+
+
 def test_files_and_functions_stay_short():
     long = []
     for path in modules():
@@ -67,8 +73,8 @@ def test_files_and_functions_stay_short():
         if text.count("\n") > 420:
             long.append(f"{path.name}: {text.count(chr(10))} lines")
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno > 65:
-                long.append(f"{path.name}: {node.name} has {node.end_lineno - node.lineno} lines")
+            if isinstance(node, ast.FunctionDef) and code_lines(node) > 55:
+                long.append(f"{path.name}: {node.name} has {code_lines(node)} lines of code")
     assert not long, long
 
 

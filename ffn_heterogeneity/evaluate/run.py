@@ -32,11 +32,18 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
     if config.batch_size < 1:
         raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+    # What is cheap to refuse is refused before the model is loaded.
     rows = read_token_ids(config.token_ids) if config.token_ids else None
+    text = read_utf8(config.text) if config.text else ""
     model = load_model(config.model, revision=config.revision)
     if rows is None:
+        if model.tokenizer is None:
+            raise ValueError(
+                f"{model.source} has no tokenizer, so no text can be read: add its files, or give "
+                "--config.token_ids"
+            )
         rows = text_windows(
-            read_utf8(config.text), model.tokenizer, config.window,
+            text, model.tokenizer, config.window,
             max_windows=config.max_windows or None, bos=config.bos,
         )  # fmt: skip
     results = perplexity(
@@ -61,6 +68,9 @@ def read_token_ids(path: str) -> np.ndarray:
     """
     try:
         with epath.Path(path).open("rb") as file:
-            return np.load(file, allow_pickle=False)
+            ids = np.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not a plain .npy array of integers: {error}") from None
+    if not isinstance(ids, np.ndarray):
+        raise ValueError(f"{path} is not a plain .npy array of integers but a .npz archive")
+    return ids

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.losses.nucl_exact import distributions, exact_kernel, row_statistics
 from ffn_heterogeneity.losses.nucl_rows import VARIANTS, nucl_rows
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.linear import effective_kernel
@@ -216,23 +217,7 @@ def layer_statistics(params: dict) -> list[dict[str, float]]:
     """
     statistics = []
     for index, leaves in layer_leaves(params, TARGETS["ffn_out"]):
-        kernel_md = np.abs(np.asarray(effective_kernel(leaves)).astype(np.float64))
-        if not np.isfinite(kernel_md).all():
-            bad = int(np.size(kernel_md) - np.isfinite(kernel_md).sum())
-            raise ValueError(
-                f"layer {index}: {bad} weights of {TARGETS['ffn_out']} are NaN or infinite; check "
-                "the checkpoint it was loaded from"
-            )
-        top = kernel_md.max(axis=1, keepdims=True)
-        scaled = kernel_md / np.where(top > 0, top, 1)
-        z = scaled.sum(axis=1, keepdims=True)
-        alive = top[:, 0] > 0
-        r = scaled[alive] / z[alive]
-        statistics.append(
-            {
-                "entropy": float(-(r * np.log(np.where(r > 0, r, 1))).sum()),
-                "gini": float((1 - (r * r).sum(axis=1)).sum()),
-                "mstd": float(-r.std(axis=1).sum()),
-            }
-        )
+        weights = exact_kernel(leaves, f"layer {index}: {TARGETS['ffn_out']}")
+        rows = row_statistics(*distributions(weights))
+        statistics.append({name: float(values.sum()) for name, values in rows.items()})
     return statistics

@@ -83,7 +83,9 @@ class Linear(nn.Module):
                 value = optional_leaf(self, name)
                 if value is not None:
                     leaves[name] = value
-        y = jnp.dot(x, effective_kernel(leaves).astype(x.dtype))
+        # One matrix product over all positions: XLA:CPU's gradient of the batched form, with two
+        # contracted axes, is 1.4 times slower (block backward 1.5 times).
+        y = jnp.dot(x.reshape(-1, x.shape[-1]), effective_kernel(leaves).astype(x.dtype))
         if self.use_bias:
             y = y + leaf(self, "bias", (self.features,), nn.initializers.zeros).astype(x.dtype)
-        return y
+        return y.reshape(*x.shape[:-1], self.features)

@@ -221,9 +221,25 @@ def _with_remat(run_layer: Callable, index: int, remat: str) -> Callable:
 
 
 def layer_leaves(params: dict, name: str) -> Iterator[tuple[int, Any]]:
-    """(layer index, subtree at `name`, e.g. "ffn/down") of any tree, in order."""
-    for index, layer in enumerate(unstack(params)["layers"]):
-        node = layer
+    """(layer index, subtree at `name`, e.g. "ffn/down") of any tree, in order.
+
+    Only that subtree is cut out of a stacked tree.
+    """
+
+    def find(layer: dict) -> Any:
         for part in name.split("/"):
-            node = node[part]
-        yield index, node
+            layer = layer[part]
+        return layer
+
+    if "layers" in params:
+        yield from enumerate(map(find, params["layers"]))
+        return
+    for i, segment in enumerate(tree_segments(params["stack"])):
+        slots = params["stack"][f"segment_{i}"]
+        found = [find(slots[f"slot_{slot}"]) for slot in range(segment.slots)]
+        for repeat in range(segment.repeats):
+            for slot, tree in enumerate(found):
+                yield (
+                    segment.layer(slot, repeat),
+                    jax.tree.map(lambda leaf, j=repeat: leaf[j], tree),
+                )

@@ -10,12 +10,14 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.io.export import EXPORTS, save_pretrained
 from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.io.huggingface import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+
+DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
 def parameter_count(params: Any) -> int:
@@ -31,6 +33,9 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     """
     if not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
+    for key, choices in (("dtype", DTYPES), ("export", EXPORTS)):
+        if config[key] not in choices:
+            raise ValueError(f"{key}={config[key]!r}: choose one of {choices}")
     model = load_model(config.model, revision=config.revision)
     ratio = None if config.count is not None else config.ratio
     before = parameter_count(model.params)

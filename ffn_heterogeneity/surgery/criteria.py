@@ -13,10 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
-from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.losses.nucl_exact import distributions, exact_kernel, row_statistics
 
 
 def outgoing_weights(ffn: dict) -> np.ndarray:
@@ -25,28 +24,15 @@ def outgoing_weights(ffn: dict) -> np.ndarray:
     Raises:
       ValueError: a weight is NaN or infinite.
     """
-    kernel = np.asarray(jax.device_get(effective_kernel(ffn["down"])), dtype=np.float64)
+    kernel = exact_kernel(ffn["down"])
     if "neuron_scale" in ffn:
         kernel = kernel * np.asarray(ffn["neuron_scale"], dtype=np.float64)[:, None]
-    bad = ~np.isfinite(kernel)
-    if bad.any():
-        row, column = np.argwhere(bad)[0]
-        raise ValueError(
-            f"ffn/down/kernel holds {int(bad.sum())} non-finite weights (first: row {row}, column "
-            f"{column} is {kernel[row, column]}): repair the checkpoint before scoring neurons"
-        )
     return kernel
 
 
-def distributions(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(r [m, n], dead [m]): the rows of |W| normalised to sum 1; dead rows are left at 0."""
-    magnitudes = np.abs(weights)
-    # Dividing by the largest first keeps rows of 1e-300 from vanishing in the sum.
-    largest = magnitudes.max(axis=1, keepdims=True)
-    dead = largest[:, 0] == 0
-    magnitudes /= np.where(largest > 0, largest, 1.0)
-    totals = magnitudes.sum(axis=1, keepdims=True)
-    return magnitudes / np.where(totals > 0, totals, 1.0), dead
+def _heterogeneity(ffn: dict, statistic: str) -> np.ndarray:
+    r, dead = distributions(outgoing_weights(ffn))
+    return _dead_first(row_statistics(r, dead)[statistic], dead)
 
 
 def _dead_first(scores: np.ndarray, dead: np.ndarray) -> np.ndarray:
@@ -55,21 +41,17 @@ def _dead_first(scores: np.ndarray, dead: np.ndarray) -> np.ndarray:
 
 def entropy(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     """H(r_i) = -sum_j r_ij log r_ij (nats): the most uniform neurons have the highest."""
-    r, dead = distributions(outgoing_weights(ffn))
-    logs = np.log(np.where(r > 0, r, 1.0))
-    return _dead_first(-np.einsum("mn,mn->m", r, logs), dead)
+    return _heterogeneity(ffn, "entropy")
 
 
 def gini(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     """1 - sum_j r_ij^2."""
-    r, dead = distributions(outgoing_weights(ffn))
-    return _dead_first(1.0 - np.einsum("mn,mn->m", r, r), dead)
+    return _heterogeneity(ffn, "gini")
 
 
 def mstd(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     """-std_j(r_ij), the population standard deviation."""
-    r, dead = distributions(outgoing_weights(ffn))
-    return _dead_first(-r.std(axis=1), dead)
+    return _heterogeneity(ffn, "mstd")
 
 
 def magnitude(ffn: dict, rng: np.random.Generator) -> np.ndarray:

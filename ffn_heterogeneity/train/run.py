@@ -233,7 +233,7 @@ def run_options(config: ConfigDict) -> causal_lm.RunOptions:
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
     if remat == "auto":
-        remat = "none" if on_cpu else "full"
+        remat = "dots" if on_cpu else "full"
     return causal_lm.RunOptions(
         compute_dtype=jax.numpy.dtype(dtype), remat=remat, unroll=config.unroll or True
     )

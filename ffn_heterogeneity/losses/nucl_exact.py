@@ -1,0 +1,49 @@
+"""NUCL's row statistics in float64 on the host: what decides which neurons go, and reports.
+
+r_i = |W_i| / sum_j |W_ij|. The differentiable float32 form of the same formulas is `nucl_rows.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ffn_heterogeneity.models.linear import effective_kernel
+
+
+def exact_kernel(leaves: dict, name: str = "ffn/down/kernel") -> np.ndarray:
+    """The effective kernel [m, n] in float64.
+
+    Raises:
+      ValueError: a weight is NaN or infinite; the message names `name` and the place.
+    """
+    kernel = np.asarray(jax.device_get(effective_kernel(leaves))).astype(np.float64)
+    bad = ~np.isfinite(kernel)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"{name} holds {int(bad.sum())} non-finite weights (NaN or infinite; first: row {row}, "
+            f"column {column} is {kernel[row, column]}): check the checkpoint it came from"
+        )
+    return kernel
+
+
+def distributions(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(r [m, n], dead [m]): the rows of |W| normalised to sum 1; dead rows are left at 0."""
+    magnitudes = np.abs(weights)
+    # Dividing by the largest first keeps rows of 1e-300 from vanishing in the sum.
+    largest = magnitudes.max(axis=1, keepdims=True)
+    dead = largest[:, 0] == 0
+    magnitudes /= np.where(largest > 0, largest, 1.0)
+    totals = magnitudes.sum(axis=1, keepdims=True)
+    return magnitudes / np.where(totals > 0, totals, 1.0), dead
+
+
+def row_statistics(r: np.ndarray, dead: np.ndarray) -> dict[str, np.ndarray]:
+    """"entropy" H(r) (nats), "gini" 1 - sum r^2 and "mstd" -std(r), each [m]; 0 for dead rows."""
+    logs = np.log(np.where(r > 0, r, 1.0))
+    return {
+        "entropy": -np.einsum("mn,mn->m", r, logs),
+        "gini": np.where(dead, 0.0, 1.0 - np.einsum("mn,mn->m", r, r)),
+        "mstd": -r.std(axis=1),
+    }

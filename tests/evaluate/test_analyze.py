@@ -1,0 +1,56 @@
+"""`scripts/analyze.py`: the connectivity of every layer against a float64 oracle."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, config_of, random_params, run_script, save_tiny, tiny_of
+
+from ffn_heterogeneity.evaluate import analyze
+from ffn_heterogeneity.evaluate.analyze import run
+from ffn_heterogeneity.models.stack import restack, unstack
+
+
+def oracle(kernel_md) -> dict[str, float]:
+    """Sums over rows, from the formulas (NUCL, section 3), in float64; a zero row is 0."""
+    entropy = gini = mstd = 0.0
+    for row in np.abs(np.asarray(kernel_md, np.float64)):
+        if not row.any():
+            continue
+        r = row / row.sum()
+        entropy -= sum(x * np.log(x) for x in r if x > 0)
+        gini += 1 - (r**2).sum()
+        mstd -= np.sqrt(((r - r.mean()) ** 2).mean())
+    return {"entropy": entropy, "gini": gini, "mstd": mstd}
+
+
+@pytest.mark.parametrize("config", [LLAMA, tiny_of("gemma3")], ids=["llama", "gemma3"])
+def test_connectivity_equals_the_oracle(tmp_path, config):
+    tree = unstack(random_params(config))
+    tree["layers"][1]["ffn"]["down"]["kernel"][3] = 0  # a padded neuron
+    tree["layers"][2]["ffn"]["down"]["kernel"][0, 1] = 0
+    directory = save_tiny(tmp_path / "model", config, restack(config, tree))
+    results = run(config_of("analyze", model=str(directory)), tmp_path / "run")
+    assert len(results["layers"]) == config.n_layers
+    for layer, found in zip(tree["layers"], results["layers"], strict=True):
+        for name, value in oracle(layer["ffn"]["down"]["kernel"]).items():
+            assert abs(found[name] - value) <= 1e-12 * max(1, abs(value)), name
+    assert results["layers"][1]["entropy"] < 0.99 * results["layers"][0]["entropy"]
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    assert (tmp_path / "run" / "connectivity.png").read_bytes().startswith(b"\x89PNG")
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"results.json", "connectivity.png"}, "no partial files"
+
+
+def test_an_interrupted_analysis_leaves_no_results(tmp_path, monkeypatch):
+    directory = save_tiny(tmp_path / "model")
+
+    def broken(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(analyze, "connectivity_figure", broken)
+    flags = [f"--config.model={directory}", f"--workdir={tmp_path / 'run'}"]
+    assert "disk full" in run_script("analyze", *flags).error
+    assert not (tmp_path / "run").exists()

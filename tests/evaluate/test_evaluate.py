@@ -1,0 +1,200 @@
+"""`scripts/evaluate.py`: perplexity as torch computes it; every bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+from tiny_models import (
+    LLAMA,
+    TEXT,
+    byte_tokenizer,
+    config_of,
+    our_logits,
+    random_params,
+    run_script,
+    save_tiny,
+    tiny_of,
+    torch_model,
+    torch_nll,
+)
+
+from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.evaluate.run import run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+GEMMA2 = tiny_of("gemma2", layers=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def windows(bos, window, count):
+    """The protocol written anew: ids of bytes; `window` predictions in each row."""
+    ids = byte_tokenizer().encode(TEXT, add_special_tokens=False)
+    assert len(ids) == len(TEXT.encode())
+    rows = []
+    for i in range(count):
+        part = ids[i * window : (i + 1) * window]
+        before = 0 if bos == "segment" or i == 0 else ids[i * window - 1]
+        row = ids[i * window : (i + 1) * window + 1] if bos == "none" else [before, *part]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("bos", ["segment", "stream", "none"])
+def test_text_equals_torch(torch, model, text, tmp_path, bos):
+    config = config_of("perplexity", model=str(model), text=str(text), bos=bos, batch_size=4,
+                       window=40, max_windows=7)  # fmt: skip
+    results = run(config, tmp_path)
+    total, count = torch_nll(torch, torch_model(torch, model), windows(bos, 40, 7))
+    assert (results["tokens"], results["windows"], results["bos"]) == (count, 7, bos)
+    assert count == 280
+    assert abs(results["nll"] - total / count) < 1e-5
+    assert math.isclose(results["perplexity"], math.exp(total / count), rel_tol=1e-5)
+    assert 20 < results["perplexity"] < 20000, "a random model is worse than guessing, not absurd"
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16])
+def test_token_ids_are_used_whole(torch, model, tmp_path, dtype):
+    rows = np.random.default_rng(0).integers(0, 258, (5, 33)).astype(dtype)
+    np.save(tmp_path / "ids.npy", rows)
+    config = config_of("perplexity", model=str(model), token_ids=str(tmp_path / "ids.npy"))
+    results = run(config, tmp_path / "run")
+    total, count = torch_nll(torch, torch_model(torch, model), rows)
+    assert results["tokens"] == count == 5 * 32
+    assert abs(results["nll"] - total / count) < 1e-5
+    assert results["bos"] == "in token_ids"
+
+
+def test_batches_do_not_matter_and_soft_caps_count():
+    """Against a float64 sum over our own logits; the final soft-cap of Gemma-2 included."""
+    params = random_params(GEMMA2)
+    assert GEMMA2.final_softcap is not None
+    rows = np.random.default_rng(0).integers(0, 29, (5, 11))
+    logits = our_logits(GEMMA2, params, rows[:, :-1]).astype(np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(log_p, rows[:, 1:, None], -1).mean()
+    for batch_size in (1, 2, 5, 64):
+        found = perplexity(GEMMA2, params, rows, batch_size=batch_size, progress=None)
+        assert abs(found["nll"] - expected) < 1e-6
+        assert found["tokens"] == 50
+
+
+def test_a_broken_model_has_infinite_perplexity(tmp_path):
+    """Not an overflow error: attacks may do this."""
+    params = random_params(LLAMA)
+    params["embed"]["embedding"] = params["embed"]["embedding"] * np.float32(3e4)
+    rows = np.random.default_rng(0).integers(0, 258, (1, 9))
+    found = perplexity(LLAMA, params, rows, progress=None)
+    assert found["nll"] > 700 and found["perplexity"] == math.inf
+
+
+def save_ids(path, kind):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 258, (2, 8))
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(ids))
+    elif kind == "objects":
+        np.save(path, np.array([[1, 2], [3]], dtype=object), allow_pickle=True)
+    elif kind == "floats":
+        np.save(path, ids.astype(np.float32))
+    elif kind == "booleans":
+        np.save(path, ids > 9)
+    elif kind == "too large":
+        np.save(path, ids + 258)
+    elif kind == "negative":
+        np.save(path, ids - 400)
+    elif kind == "1-D":
+        np.save(path, ids[0])
+    elif kind == "one column":
+        np.save(path, ids[:, :1])
+    elif kind == "no rows":
+        np.save(path, ids[:0])
+    elif kind == "archive":
+        with path.open("wb") as file:
+            np.savez(file, ids=ids)
+    elif kind == "truncated":
+        np.save(path, ids)
+        path.write_bytes(path.read_bytes()[:-5])
+    elif kind == "text":
+        path.write_text("1 2 3")
+    elif kind == "empty":
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("pickle", "plain .npy array"),
+        ("objects", "plain .npy array"),
+        ("archive", "plain .npy array"),
+        ("truncated", "plain .npy array"),
+        ("text", "plain .npy array"),
+        ("empty", "plain .npy array"),
+        ("nowhere", "ids.npy"),
+        ("floats", "float32: integers are needed"),
+        ("booleans", "bool: integers are needed"),
+        ("too large", "outside the vocabulary of 258"),
+        ("negative", "outside the vocabulary of 258"),
+        ("1-D", "(8,): [windows, length >= 2]"),
+        ("one column", "(2, 1): [windows, length >= 2]"),
+        ("no rows", "(0, 8): [windows, length >= 2]"),
+    ],
+)
+def test_bad_token_ids(model, tmp_path, kind, word):
+    path = tmp_path / "ids.npy"
+    save_ids(path, kind)
+    error = run_script(
+        "evaluate", f"--config.model={model}", f"--config.token_ids={path}",
+        f"--workdir={tmp_path / 'run'}",
+    ).error  # fmt: skip
+    assert word in error, error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "word"),
+    [
+        (b"", [], "text.txt: the file is empty"),
+        (b"short", [], "5 tokens, fewer than one window of 512"),
+        (b"caf\xe9 " * 9, ["--config.window=4"], "UTF-8"),
+        (b"some text", ["--config.window=0"], "window is 0"),
+        (b"some text", ["--config.window=4", "--config.max_windows=-1"], "max_windows is -1"),
+        (b"some text", ["--config.window=4", "--config.bos=both"], "'both'"),
+        (b"some text", ["--config.window=4", "--config.batch_size=0"], "batch_size=0"),
+        (b"some text", ["--config.compute_dtype=int8"], "compute_dtype='int8'"),
+        (b"some text", ["--config.token_ids=x.npy"], "exactly one of"),
+        (None, [], "text.txt"),
+    ],
+)
+def test_bad_text(model, tmp_path, content, flags, word):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    error = run_script(
+        "evaluate", f"--config.model={model}", f"--config.text={path}", *flags,
+        f"--workdir={tmp_path / 'run'}",
+    ).error  # fmt: skip
+    assert word in error, error
+    assert not (tmp_path / "run").exists()
+
+
+def test_neither_text_nor_ids(model, tmp_path):
+    with pytest.raises(ValueError, match="exactly one of --config.text"):
+        run(config_of("perplexity", model=str(model)), tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,279 @@
+"""Every script's command line: help, flags, and one clear line for what a user got wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, run_script, save_tiny
+
+from ffn_heterogeneity.models.stack import unstack
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
+WITH_CONFIG = ["analyze", "benchmark", "compress", "evaluate", "train"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_all_scripts_are_here():
+    assert {*WITH_CONFIG, "convert", "demo", "fetch_models"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_shows_an_example_the_flags_and_the_config(name):
+    done = run_script(name, "--help")
+    assert done.code == 0 and done.err == "", done
+    assert f"python scripts/{name}.py" in done.out and "Flags:" in done.out
+    assert ("--output" if name == "convert" else "--directory" if name == "fetch_models"
+            else "--workdir") in done.out  # fmt: skip
+    assert ("--config." in done.out.split("Flags:")[1]) == (name in WITH_CONFIG)
+    if name == "compress":
+        assert "--config.ratio=0.25" in done.out and "configs/prune.py" in done.out
+
+
+def test_help_is_of_the_config_that_is_asked_for():
+    done = run_script("train", "--config=configs/nucl_finetune.py:some/model,jsonl", "-h")
+    assert "--config.model='some/model'" in done.out and "--config.data.task='jsonl'" in done.out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_unknown_flags_and_positional_arguments(name, tmp_path):
+    given = ["--model=x", f"--output={tmp_path}/x"] if name == "convert" else []
+    assert "nosuchflag" in run_script(name, "--nosuchflag=1", *given).error
+    error = run_script(name, *given, "stray").error
+    assert "stray" in error
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        # Without --config= the file is the default one.
+        ("compress", ["--config.ration=0.5"], ["unknown config key 'ration'", "mean 'ratio'?"]),
+        ("compress", ["--config=configs/prune.py", "--config.ration=1"], ["mean 'ratio'?"]),
+        ("compress", ["--config.ration=1", "--config=configs/prune.py"], ["mean 'ratio'?"]),
+        ("compress", ["--noconfig.reverze"], ["'reverze'", "mean 'reverse'?"]),
+        ("train", ["--config.optimizer.learning_rat=1"], ["mean 'optimizer.learning_rate'?"]),
+        ("train", ["--config.nucl=1"], ["'nucl' is a group", "nucl.alpha"]),
+        ("train", ["--config.alpha=1"], ["unknown config key 'alpha'", "mean 'nucl.alpha'?"]),
+        ("compress", ["--config.ratio=abc"], ["config.ratio=abc", "float"]),
+        ("compress", ["--config.seed=1.5"], ["config.seed=1.5"]),
+        ("compress", ["--config.count=many"], ["config.count=many"]),
+        ("compress", ["--config.reverse=maybe"], ["config.reverse=maybe"]),
+        ("compress", ["--config.ratio"], ["config.ratio"]),
+        ("compress", ["--config=configs/prun.py"], ["'configs/prun.py'", "configs/prune.py"]),
+        ("compress", ["--config="], ["config file ''"]),
+        ("compress", ["--config"], ["config file ''"]),
+        ("compress", ["--config=configs/prune.py:all"], ["takes no argument", "'all'"]),
+        ("train", ["--config=configs/nucl_finetune.py:foo"], ["'foo'", "<model>,<gsm8k|text"]),
+        ("train", ["--config=configs/nucl_finetune.py:a,b"], ["'a,b'", "<model>,<gsm8k|text"]),
+        ("analyze", ["--config=configs/analyze.py:sinks", "--config.model=x"], ["'sinks'"]),
+        ("analyze", [], ["model is empty"]),
+        ("compress", [], ["model is empty"]),
+        ("evaluate", [], ["model is empty"]),
+        ("benchmark", [], ["nucl|nll|step"]),
+        ("benchmark", ["speed"], ["'speed'", "nucl|nll|step"]),
+        ("benchmark", ["step", "nll", "--config.repetitions=x"], ["repetitions=x"]),
+        ("benchmark", ["step", "--config.peer=onnx"], ["peer='onnx'"]),
+        ("benchmark", ["step", "--config.model=gpt5"], ["'gpt5'", "smollm2_135m"]),
+        ("compress", ["--config.model=no/such/model"], ["no/such/model", "preset"]),
+        ("evaluate", ["--config.model=nothing.gguf", "--config.text=README.md"], ["nothing.gguf"]),
+        ("convert", ["--model=x"], ["--output"]),
+        ("convert", ["--model=nothing", "--output=nowhere"], ["'nothing'", "gemma2_2b"]),
+        ("convert", ["--model=x", "--output=y", "--dtype=int8"], ["int8", "bfloat16"]),
+        ("fetch_models", ["--only=gpt5"], ["gpt5", "smollm2"]),
+        ("demo", ["--steps=1"], ["steps"]),
+        ("demo", ["--workdir=configs"], ["configs holds something else"]),
+    ],
+)  # fmt: skip
+def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
+    workdir = tmp_path / "run"
+    flags = [] if script in ("convert", "fetch_models", "demo") else [f"--workdir={workdir}"]
+    error = run_script(script, *flags, *arguments).error
+    assert all(word in error for word in words), error
+    assert not workdir.exists(), "nothing was written, so nothing is left"
+
+
+def test_the_benchmarks_name_is_an_argument(monkeypatch, tmp_path):
+    from ffn_heterogeneity.train import benchmark
+
+    monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config: config.to_dict()})
+    for i in (0, 1, 3):
+        flags = ["--workdir", str(tmp_path / str(i)), "--config.batch=3"]
+        arguments = [*flags[:i], "nll", *flags[i:]] if i != 1 else [flags[2], "nll", *flags[:2]]
+        assert run_script("benchmark", *arguments).code == 0
+        results = json.loads((tmp_path / str(i) / "results.json").read_text())
+        assert (results["name"], results["batch"]) == ("nll", 3)
+        assert json.loads((tmp_path / str(i) / "config.json").read_text())["name"] == "nll"
+
+
+def test_a_hub_id_offline_is_one_line(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    arguments = ["--config.model=google/gemma-2-2b", f"--workdir={tmp_path / 'run'}"]
+    assert "google/gemma-2-2b" in run_script("compress", *arguments).error
+
+
+def test_broken_config_files(tmp_path):
+    path = tmp_path / "mine.py"
+    for body, words in [
+        ("x = 1\n", ["no get_config"]),
+        ("def get_config():\n    raise ValueError('two\\nlines')\n", ["two lines"]),
+    ]:
+        path.write_text(body)
+        error = run_script("compress", f"--config={path}", f"--workdir={tmp_path / 'run'}").error
+        assert all(word in error for word in words), error
+
+
+def test_the_traceback_is_there_for_the_asking(tmp_path):
+    done = run_script("compress", "--traceback", f"--workdir={tmp_path / 'run'}")
+    assert done.code == 2 and "Traceback" in done.err and "surgery/compress.py" in done.err
+
+
+def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
+    from ffn_heterogeneity.evaluate import analyze
+
+    monkeypatch.setitem(analyze.ANALYSES, "connectivity", lambda config, workdir: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_script("analyze", "--config.model=x", f"--workdir={tmp_path / 'run'}")
+
+
+def test_a_workdir_belongs_to_one_run(model, tmp_path):
+    flags = [f"--config.model={model}", f"--workdir={tmp_path / 'run'}"]
+    bad = run_script("compress", *flags, "--config.ratio=1.5")
+    assert "ratio=1.5 is outside [0, 1)" in bad.error
+    assert run_script("compress", *flags).code == 0, "the mended command has the same directory"
+    assert run_script("compress", *flags).code == 0, "and may be repeated"
+    before = sorted((tmp_path / "run").rglob("*"))
+    error = run_script("compress", *flags, "--config.ratio=0.5").error
+    assert "holds another run" in error and "ratio: 0.25 there, 0.5 here" in error
+    assert "holds another run" in run_script("analyze", *flags).error
+    assert "holds another run" in run_script("train", *flags).error
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["ratio"] == 0.25
+
+
+def test_a_failed_run_keeps_what_was_there(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    run_script("compress", "--config.model=nothing", f"--workdir={tmp_path}").error  # noqa: B018
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_values_reach_the_run(model, text, tmp_path):
+    done = run_script(
+        "evaluate", "--config.window=16", "--config.max_windows=3", "--config.bos=none",
+        f"--config.model={model}", f"--config.text={text}", f"--workdir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["window"], config["max_windows"], config["bos"]) == (16, 3, "none")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["tokens"], results["windows"], results["bos"]) == (48, 3, "none")
+
+
+def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
+    """compress, analyze, evaluate and convert hand directories to one another."""
+    pruned, wide = tmp_path / "pruned", tmp_path / "wide"
+    flags = [f"--config.model={model}", "--config.layers=odd", "--config.ratio=0.75"]
+    assert run_script("compress", *flags, f"--workdir={pruned}").code == 0
+    done = run_script("convert", f"--model={pruned / 'model'}", f"--output={wide}",
+                      "--dtype=float32", "--export=padded")  # fmt: skip
+    assert done.code == 0, done.err
+    nll = {}
+    for spec in (model, pruned / "model", wide):
+        flags = [f"--config.model={spec}", f"--config.text={text}", "--config.window=32"]
+        workdir = tmp_path / f"nll-{len(nll)}"
+        done = run_script("evaluate", *flags, "--config.max_windows=8", f"--workdir={workdir}")
+        assert done.code == 0, done.err
+        nll[str(spec)] = json.loads((workdir / "results.json").read_text())["nll"]
+    full, smaller, padded = nll.values()
+    assert abs(smaller - padded) < 1e-5 < 1e-3 < abs(full - smaller)
+    workdir = tmp_path / "analysis"
+    flags = [f"--config.model={pruned / 'model'}", f"--workdir={workdir}"]
+    assert run_script("analyze", *flags).code == 0
+    layers = json.loads((workdir / "results.json").read_text())["layers"]
+    assert [layer["neurons"] for layer in layers] == [24, 6, 24, 6]
+
+
+def test_train_from_the_command_line(model, text, tmp_path):
+    """Tuples and nested keys by flag; the same command again only reads; another is refused."""
+    workdir = tmp_path / "run"
+    flags = [
+        f"--config=configs/nucl_finetune.py:{model},text", f"--config.data.path={text}",
+        "--config.nucl.targets=('ffn_out','attention_out')", "--config.nucl.variant=ent",
+        "--config.steps=2", "--config.batch_size=2", "--config.seq_len=16",
+        "--config.optimizer.name=sgd", "--config.dropout=0", "--config.eval.max_batches=1",
+        "--config.data.validation_fraction=0.2", "--config.data.passage_chars=500",
+        "--noconfig.tensorboard", f"--workdir={workdir}",
+    ]  # fmt: skip
+    done = run_script("train", *flags)
+    assert done.code == 0, done.err
+    results = json.loads((workdir / "results.json").read_text())
+    assert results["steps"] == 2 and results["variant"] == "ent"
+    assert any("attention_out" in key for key in results["final"])
+    stamp = (workdir / "model" / "model.safetensors").stat().st_mtime_ns
+    again = run_script("train", *flags)
+    assert again.code == 0 and "complete" in again.err
+    assert (workdir / "model" / "model.safetensors").stat().st_mtime_ns == stamp
+    assert "steps: 2 there, 3 here" in run_script("train", *flags, "--config.steps=3").error
+    pruned = run_script(
+        "compress", f"--config.model={workdir / 'model'}", f"--workdir={tmp_path / 'pruned'}"
+    )
+    assert pruned.code == 0, pruned.err
+    short = tmp_path / "short.txt"
+    short.write_text("")
+    flags += [f"--config.data.path={short}", f"--workdir={tmp_path / 'empty'}"]
+    assert "short.txt" in run_script("train", *flags).error
+    assert not (tmp_path / "empty").exists()
+
+
+def subprocess_of(name, *arguments, cwd=REPOSITORY):
+    command = [sys.executable, str(REPOSITORY / "scripts" / f"{name}.py"), *map(str, arguments)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=cwd, env=environment
+    )
+
+
+def test_a_real_process_succeeds_from_another_directory(model, tmp_path):
+    done = subprocess_of(
+        "compress", f"--config.model={model}", "--config.count=5", "--workdir=out", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    down = [tree["ffn"]["down"]["kernel"] for tree in unstack(random_params(LLAMA))["layers"]]
+    r = np.abs(np.float64(down))
+    r /= r.sum(-1, keepdims=True)
+    entropy = -(r * np.log(r)).sum(-1)
+    assert results["removed"] == np.sort(np.argsort(-entropy, axis=-1)[:, :5]).tolist()
+    assert "scripts/compress.py --config.model=" in (tmp_path / "out" / "command.txt").read_text()
+
+
+def test_a_real_process_fails_with_one_line():
+    done = subprocess_of("evaluate", "--config.modle=x")
+    assert done.returncode == 2 and done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: unknown config key 'modle', did you")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_of_a_real_process(name):
+    done = subprocess_of(name, "--help")
+    assert done.returncode == 0 and f"python scripts/{name}.py" in done.stdout, done.stderr

@@ -1,0 +1,150 @@
+"""SmolLM2-135M and Gemma 3 270M, as the scripts treat them, against torch and float64 oracles."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from tiny_models import config_of, our_logits, torch_logits, torch_model, torch_nll
+
+from ffn_heterogeneity.evaluate import analyze
+from ffn_heterogeneity.evaluate import run as evaluate
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+
+WINDOW, WINDOWS = 512, 40
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf):
+    return load_model(smollm2_gguf)
+
+
+@pytest.fixture(scope="module")
+def wikitext(shared_data):
+    return shared_data / "wikitext2" / "test.raw.txt"
+
+
+@pytest.fixture(scope="module")
+def tokens(smollm2, wikitext):
+    """bos and 63 tokens of real text."""
+    ids = smollm2.tokenizer.encode(wikitext.read_text()[:2000], add_special_tokens=False)
+    return np.array([[smollm2.tokenizer.bos_token_id, *ids[:63]]])
+
+
+def highest_entropy(kernel_md, count) -> list[int]:
+    """The `count` rows of highest H(r), float64, from the formula; ties by index."""
+    w = np.abs(kernel_md.astype(np.float64))
+    r = w / w.sum(axis=1, keepdims=True)
+    logs = np.log(r, where=r > 0, out=np.zeros_like(r))
+    entropy = -(r * logs).sum(axis=1)
+    assert np.unique(entropy).size == entropy.size, "the oracle has no ties to break"
+    return sorted(np.argsort(-entropy)[:count].tolist())
+
+
+@pytest.fixture(scope="module")
+def removed(smollm2):
+    return choose_neurons(smollm2.config, smollm2.params, criterion="entropy", ratio=0.25)
+
+
+def test_entropy_choice_equals_the_oracle_in_every_layer(smollm2, removed):
+    layers = unstack(smollm2.params)["layers"]
+    assert sorted(removed) == list(range(30))
+    for index, layer in enumerate(layers):
+        kernel = layer["ffn"]["down"]["kernel"]
+        assert kernel.shape == (1536, 576)
+        assert removed[index].tolist() == highest_entropy(kernel, 384), f"layer {index}"
+
+
+def test_removal_equals_masking(smollm2, removed, tokens):
+    """The same neurons gone, or the rows of W that they write with set to 0."""
+    config, smaller = remove_neurons(smollm2.config, smollm2.params, removed)
+    pruned = our_logits(config, restack(config, smaller), tokens)
+    tree = unstack(smollm2.params)
+    for index, layer in enumerate(tree["layers"]):
+        ffn = dict(layer["ffn"])
+        kernel = ffn["down"]["kernel"].copy()
+        kernel[removed[index]] = 0
+        tree["layers"][index] = {**layer, "ffn": {**ffn, "down": {"kernel": kernel}}}
+    masked = our_logits(smollm2.config, restack(smollm2.config, tree), tokens)
+    difference, bound = np.abs(pruned - masked).max(), 5e-6 * np.abs(masked).max()
+    print(f"\nremoval against masking: {difference:.2e}, bound {bound:.2e}")
+    assert difference <= bound
+    full = our_logits(smollm2.config, smollm2.params, tokens)
+    assert np.abs(pruned - full).max() > 1, "removal changed nothing: the test cannot fail"
+
+
+def test_analysis_equals_the_oracle(smollm2, smollm2_gguf, tmp_path):
+    results = analyze.run(config_of("analyze", model=str(smollm2_gguf)), tmp_path)
+    for layer, found in zip(unstack(smollm2.params)["layers"], results["layers"], strict=True):
+        w = np.abs(layer["ffn"]["down"]["kernel"].astype(np.float64))
+        r = w / w.sum(axis=1, keepdims=True)
+        logs = np.log(r, where=r > 0, out=np.zeros_like(r))
+        oracle = {
+            "entropy": -(r * logs).sum(),
+            "gini": (1 - (r * r).sum(axis=1)).sum(),
+            "mstd": -np.sqrt(((r - 1 / 576) ** 2).mean(axis=1)).sum(),
+        }
+        for name, value in oracle.items():
+            assert math.isclose(found[name], value, rel_tol=1e-12), name
+    assert len(results["layers"]) == 30 and (tmp_path / "connectivity.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_pruned_model_loads_in_transformers_and_agrees(
+    torch, smollm2, smollm2_gguf, removed, tokens, tmp_path
+):
+    results = compress.run(config_of("prune", model=str(smollm2_gguf)), tmp_path)
+    assert results["removed"] == [removed[i].tolist() for i in range(30)]
+    assert results["parameters_before"] == 134_515_008
+    assert results["parameters_before"] - results["parameters_after"] == 30 * 3 * 576 * 384
+    theirs = torch_model(torch, tmp_path / "model")
+    assert sum(p.numel() for p in theirs.parameters()) == results["parameters_after"]
+    smaller = load_model(tmp_path / "model")
+    ours = our_logits(smaller.config, smaller.params, tokens)
+    reference = torch_logits(torch, theirs, tokens)
+    difference, bound = np.abs(ours - reference).max(), 5e-5 * np.abs(reference).max() + 1e-3
+    print(f"\npruned, ours against transformers: {difference:.2e}, bound {bound:.2e}")
+    assert difference <= bound
+    np.testing.assert_array_equal(ours.argmax(-1), reference.argmax(-1))
+    ids = smaller.tokenizer.encode("The same tokenizer, 1234!")
+    assert ids == smollm2.tokenizer.encode("The same tokenizer, 1234!")
+
+
+def perplexity_against_torch(torch, gguf, wikitext, directory):
+    """Ours by the script's function on the .gguf; torch's on windows cut here."""
+    results = evaluate.run(
+        config_of(
+            "perplexity", model=str(gguf), text=str(wikitext), window=WINDOW,
+            max_windows=WINDOWS, bos="segment",
+        ),
+        directory / "run",
+    )  # fmt: skip
+    assert json.loads((directory / "run" / "results.json").read_text()) == results
+    model = load_model(gguf)
+    ids = model.tokenizer.encode(wikitext.read_text(), add_special_tokens=False)
+    rows = np.reshape(ids[: WINDOWS * WINDOW], (WINDOWS, WINDOW))
+    rows = np.insert(rows, 0, model.tokenizer.bos_token_id, axis=1)
+    save_pretrained(model.config, model.params, directory / "model", tokenizer=model.tokenizer)
+    total, count = torch_nll(torch, torch_model(torch, directory / "model"), rows)
+    theirs = math.exp(total / count)
+    print(f"\n{gguf.name}: perplexity {results['perplexity']:.6f}, torch {theirs:.6f}, "
+          f"ratio {results['perplexity'] / theirs:.8f}, {count} tokens")  # fmt: skip
+    assert results["tokens"] == count == WINDOW * WINDOWS
+    assert abs(results["perplexity"] / theirs - 1) < 1e-3
+    assert results["perplexity"] < 100
+
+
+@pytest.mark.slow
+def test_perplexity_of_smollm2(torch, smollm2_gguf, wikitext, tmp_path):
+    perplexity_against_torch(torch, smollm2_gguf, wikitext, tmp_path)
+
+
+@pytest.mark.slow
+def test_perplexity_of_gemma3(torch, gemma3_gguf, wikitext, tmp_path):
+    perplexity_against_torch(torch, gemma3_gguf, wikitext, tmp_path)

@@ -1,0 +1,521 @@
+"""What every config, family, preset, probe, loss term, adapter and criterion must do.
+
+All of them are discovered, so that none can be added without meeting its contract. Those that need
+an example (a term's arguments, an adapter's leaves) fail here until the tables below have one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from ml_collections import config_flags
+from tiny_models import REPOSITORY, config_of, random_params, run_script, tiny_of
+
+import ffn_heterogeneity.losses
+import ffn_heterogeneity.probes
+from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
+from ffn_heterogeneity.cli import leaf_names
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
+from ffn_heterogeneity.surgery.removal import mask_neurons, remove_neurons
+from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.state import abstract_state, state_shardings
+from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.train.workdir import flatten_config
+
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
+SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
+LLAMA, GEMMA2 = tiny_of("llama", layers=3), tiny_of("gemma2", layers=4)
+
+
+def modules_of(package) -> list:
+    return [
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.walk_packages(package.__path__)
+    ]
+
+
+def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:
+    """Two documents a row, the last positions padding."""
+    rng = np.random.default_rng(seed)
+    segments = np.repeat([1, 2, 0], [4, length - 6, 2])[None].repeat(rows, 0).astype(np.int32)
+    positions = np.concatenate([np.arange(4), np.arange(length - 4)])[None].repeat(rows, 0)
+    return {
+        "tokens": rng.integers(0, vocab, (rows, length)).astype(np.int32),
+        "targets": rng.integers(0, vocab, (rows, length)).astype(np.int32),
+        "loss_mask": (segments > 0) & (rng.random((rows, length)) < 0.8),
+        "segment_ids": segments,
+        "positions": positions.astype(np.int32),
+    }
+
+
+def with_zeros(config, params) -> dict:
+    """A zero row of W in a layer, a neuron all zero in another, and a zero embedding."""
+    tree = unstack(jax.tree.map(np.array, params))
+    tree["layers"][0]["ffn"]["down"]["kernel"][2] = 0
+    ffn = tree["layers"][1]["ffn"]
+    ffn["down"]["kernel"][5] = ffn["gate"]["kernel"][:, 5] = ffn["up"]["kernel"][:, 5] = 0
+    tree["embed"]["embedding"][3] = 0
+    return restack(config, tree)
+
+
+def assert_finite(tree):
+    for path, leaf in flatten(tree).items():
+        assert np.isfinite(np.asarray(leaf)).all(), path
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config(name):
+    header = (REPOSITORY / "configs" / f"{name}.py").read_text().split('"""')[1]
+    for word in ("Command:", "Hardware:", "Hours:"):
+        assert word in header, f"the header of configs/{name}.py lacks {word}"
+    command = re.search(r"Command:\s+python (scripts/\w+\.py)", header)
+    assert command and (REPOSITORY / command[1]).is_file()
+    config = config_of(name)
+    names = leaf_names(config.to_dict())
+    assert 1 <= len(names) <= 60
+    assert flatten_config(config.to_dict()), "plain data only: it is written to config.json"
+    for key in re.findall(r"--config\.([\w.]+)", header):
+        assert key in names, f"the header of configs/{name}.py shows --config.{key}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_key_can_be_set_on_the_command_line(name):
+    path = str(REPOSITORY / "configs" / f"{name}.py")
+    values = {}
+    for key in leaf_names(config_of(name).to_dict()):
+        value = functools.reduce(lambda node, part: node[part], key.split("."), config_of(name))
+        values[key] = "1" if value is None else value
+    argv = ["x", f"--config={path}", *(f"--config.{k}={v}" for k, v in values.items())]
+    flag_values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", path, flag_values=flag_values, sys_argv=argv)
+    flag_values(argv)
+    before, after = flatten_config(config_of(name).to_dict()), holder.value.to_dict()
+    after = flatten_config(after)
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        assert after[key] in ((1, 1.0, "1") if value is None else (value,)), key
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_examples_of_a_script_use_keys_it_has(name):
+    shown = run_script(name, "--help").out
+    example, _, listed = shown.partition("Flags:")
+    assert "Example:" in example
+    for flag in re.findall(r"--([\w.]+)", example):
+        assert re.search(rf"--{re.escape(flag)}\b", listed), flag
+
+
+# ---- families and presets
+
+
+@pytest.mark.parametrize("name", sorted(families.FAMILIES))
+def test_family(name):
+    config = tiny_of(name)
+    params = random_params(config)
+    assert causal_lm.unused_leaves(config, params) == ()
+    batch = batch_of(config.vocab_size)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_gradient(params):
+        hidden = causal_lm.forward(config, params, batch)["hidden"]
+        return jnp.sum(jax.nn.log_softmax(causal_lm.logits(config, params, hidden))[..., 0])
+
+    value, gradient = loss_and_gradient(params)
+    assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
+    for result in ((value, gradient), loss_and_gradient(with_zeros(config, params))):
+        assert_finite(result)
+    again = restack(config, unstack(params))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    initial = causal_lm.abstract_params(config)
+    assert jax.tree.map(lambda x: x.shape, initial) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("name", sorted(families.PRESETS))
+def test_preset(name):
+    config, hub_id = families.preset(name)
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id)
+    abstract = causal_lm.abstract_params(config)
+    paths = flatten(abstract)
+    # Every leaf has rules for training, decay and sharding.
+    assert all(partition.trainable_mask(paths).values())
+    partition.match_rules(partition.DEFAULT_DECAY_RULES, paths)
+    specs = partition.match_rules(partition.DEFAULT_SHARDING_RULES, paths)
+    assert all(len(specs[path]) <= leaf.ndim for path, leaf in paths.items())
+    found = flatten(jax.eval_shape(unstack, abstract))
+    assert {path: leaf.shape for path, leaf in found.items()} == families.expected_shapes(config)
+
+
+def lower_train_step(config, mesh):
+    """The train step with NLL and NUCL, lowered for abstract arrays on a mesh."""
+    params = causal_lm.abstract_params(config)
+    trainable = dict.fromkeys(flatten(params), True)
+    optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
+    state = abstract_state(params, optimizer, trainable)
+    options = causal_lm.RunOptions(compute_dtype=jnp.bfloat16, remat="full")
+
+    def forward(params, batch, *, probes, dropout):
+        return causal_lm.forward(
+            config, params, batch, options=options, probes=probes, dropout=dropout
+        )
+
+    placed = (
+        state_shardings(mesh, state),
+        partition.batch_sharding(mesh),
+        partition.replicated(mesh),
+    )
+    step = make_train_step(
+        forward, (nll_term(config), nucl_term("mstd")), optimizer, trainable,
+        accumulation=2, dropout=True, shardings=placed,
+    )  # fmt: skip
+    shape = (2, 8, 2048)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, leaf.dtype)
+        for name, leaf in batch_of(config.vocab_size).items()
+    }
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    hyper = {"learning_rate": scalar, "alpha": scalar, "dropout": scalar}
+    return step.trace(state, batch, hyper).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2_27b",
+        "llama3_1_405b",
+        pytest.param("gemma3_1b", marks=pytest.mark.slow),
+    ],
+)
+def test_full_size_train_step_lowers_on_eight_abstract_devices(name):
+    config, _ = families.preset(name)
+    mesh = jax.sharding.AbstractMesh(
+        (2, 2, 2), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    text = lower_train_step(config, mesh).as_text()
+    assert "num_partitions = 8" in text
+
+
+EIGHT_DEVICES = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_contracts
+test_contracts.train_on_meshes()
+"""
+
+
+def train_on_meshes():
+    """Losses of three steps on one device and on meshes of eight; run where there are eight."""
+    config = dataclasses.replace(GEMMA2, vocab_size=32)
+    assert jax.device_count() == 8
+    from ffn_heterogeneity.train.state import create_state
+
+    results = {}
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        mesh = partition.make_mesh(*shape)
+        params = random_params(config)
+        trainable = dict.fromkeys(flatten(params), True)
+        optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
+        state = create_state(params, optimizer, trainable)
+
+        def forward(params, batch, *, probes, dropout):
+            return causal_lm.forward(config, params, batch, probes=probes, dropout=dropout)
+
+        placed = (
+            state_shardings(mesh, state),
+            partition.batch_sharding(mesh),
+            partition.replicated(mesh),
+        )
+        step = make_train_step(
+            forward, (nll_term(config), nucl_term("mstd")), optimizer, trainable, shardings=placed
+        )
+        state = jax.device_put(state, placed[0])
+        hyper = {"learning_rate": jnp.float32(1e-2), "alpha": jnp.float32(0.1)}
+        losses = []
+        for i in range(3):
+            batch = batch_of(config.vocab_size, rows=8, seed=i)
+            batch = {name: leaf[None] for name, leaf in batch.items()}
+            state, metrics = step(state, jax.device_put(batch, placed[1]), hyper)
+            losses.append(float(metrics["loss"]))
+        results[shape] = losses
+        down = state.params["stack"]["segment_0"]["slot_0"]["ffn"]["down"]["kernel"]
+        assert len(down.sharding.device_set) == np.prod(shape)
+        assert down.addressable_shards[0].data.size * shape[1] * shape[2] == down.size
+    print("LOSSES", results)
+
+
+def test_eight_devices_train_as_one():
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    code = EIGHT_DEVICES.format(tests=str(REPOSITORY / "tests"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = done.stdout.split("LOSSES ")[1]
+    runs = [[float(x) for x in part.split(",")] for part in re.findall(r"\[(.*?)\]", shown)]
+    assert len(runs) == 2 and len(runs[0]) == 3
+    assert runs[0][0] != runs[0][1] != runs[0][2]
+    for losses in runs[1:]:
+        np.testing.assert_allclose(losses, runs[0], rtol=1e-6)
+
+
+# ---- probes
+
+PROBES = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": value
+    for module in modules_of(ffn_heterogeneity.probes)
+    for name, value in vars(module).items()
+    if isinstance(value, Probe)
+}
+
+
+def test_probes_are_found_and_distinct():
+    assert PROBES
+    names = [probe.name for probe in {id(probe): probe for probe in PROBES.values()}.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", PROBES)
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
+def test_probe(name, config):
+    probe = PROBES[name]
+    assert probe.name and probe.needs <= {"attention_weights"}
+    batch = batch_of(config.vocab_size)
+    batch["tokens"][0, 0] = 3  # the zero embedding
+
+    def results(params, batch):
+        outputs = causal_lm.forward(config, params, batch, probes=(probe,))
+        return outputs["probes"][probe.name]
+
+    @jax.jit
+    def results_and_gradient(params, batch):
+        def total(params):
+            seen = results(params, batch)
+            return sum(jnp.sum(x) for x in jax.tree.leaves(seen)), seen
+
+        gradient, seen = jax.grad(total, has_aux=True)(params)
+        return seen, gradient
+
+    def only(rows):
+        live = np.isin(np.arange(3), rows)[:, None]
+        return {**batch, "segment_ids": np.where(live, batch["segment_ids"], 0)}
+
+    for params in (random_params(config), with_zeros(config, random_params(config))):
+        seen, gradient = results_and_gradient(params, batch)
+        assert jax.tree.leaves(seen)
+        for path, leaf in flatten(seen).items():
+            assert leaf.shape[0] == config.n_layers, path
+            assert jnp.issubdtype(leaf.dtype, jnp.floating), path
+        assert_finite((seen, gradient))
+        # Sums and counts: the parts of a batch add up to the whole.
+        parts = [results_and_gradient(params, only(rows))[0] for rows in ([0], [1, 2])]
+        jax.tree.map(
+            lambda whole, a, b: np.testing.assert_allclose(whole, a + b, rtol=1e-4, atol=1e-5),
+            seen, *parts,
+        )  # fmt: skip
+        # Padding says nothing.
+        tokens = np.where(batch["segment_ids"] == 0, 5, batch["tokens"])
+        other, _ = results_and_gradient(params, {**batch, "tokens": tokens})
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), seen, other
+        )
+
+
+# ---- loss terms
+
+# Functions in losses/ that make terms: name -> calls, each (config) -> LossTerm.
+TERMS = {
+    "nll_term": [nll_term, lambda config: nll_term(config, "sum")],
+    "nucl_term": [
+        *(lambda config, v=variant: nucl_term(v) for variant in ("ent", "gini", "mstd")),
+        lambda config: nucl_term("mstd", ("ffn_in_linear", "ffn_in_gated", "attention_out")),
+        lambda config: nucl_term("ent", ("ffn_in_linear",), axis="outputs", layers=[1]),
+    ],
+}
+CALLS = [(name, i) for name, calls in TERMS.items() for i in range(len(calls))]
+
+
+def test_every_term_is_in_the_table():
+    found = {
+        name
+        for module in modules_of(ffn_heterogeneity.losses)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and inspect.signature(value).return_annotation in (LossTerm, "LossTerm")
+    }
+    assert found == set(TERMS), "add an example of the new term to TERMS"
+
+
+def evaluate_term(term, config, params, batch) -> TermValue:
+    if term.on == "params":
+        return term.function(params)
+    outputs = causal_lm.forward(config, params, batch, probes=term.probes)
+    return term.function(params, outputs, batch)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_term(name, call, config):
+    term = TERMS[name][call](config)
+    assert isinstance(term, LossTerm) and re.fullmatch(r"\w+", term.name)
+    assert isinstance(term.weight, (str, float, int))
+    batch, params = batch_of(config.vocab_size), random_params(config)
+
+    @jax.jit
+    def evaluate(params, batch):
+        def loss(params):
+            value = evaluate_term(term, config, params, batch)
+            return value.total / jnp.maximum(value.denominator, 1), value
+
+        return jax.grad(loss, has_aux=True)(params)[::-1]
+
+    value, gradient = evaluate(params, batch)
+    assert value.total.shape == value.denominator.shape == ()
+    assert value.total.dtype == value.denominator.dtype == jnp.float32
+    assert value.denominator > 0 and value.total != 0
+    other, _ = evaluate(random_params(config, seed=1), batch)
+    assert other.denominator == value.denominator, "denominators must not depend on parameters"
+    assert other.total != value.total
+    for tree in (params, with_zeros(config, params), jax.tree.map(jnp.zeros_like, params)):
+        assert_finite(evaluate(tree, batch))
+    found = {path: bool(np.any(leaf)) for path, leaf in flatten(gradient).items()}
+    if term.on == "params":
+        for pattern in term.targets:
+            assert any(found[path] for path in found if re.search(pattern, path)), pattern
+        for path, acts in found.items():
+            assert not acts or any(re.search(pattern, path) for pattern in term.targets), path
+    else:
+        assert all(found.values())
+        nothing = {**batch, "loss_mask": np.zeros_like(batch["loss_mask"])}
+        empty, _ = evaluate(params, nothing)
+        assert empty.total == 0 and empty.denominator == 0, "a batch without targets adds nothing"
+
+
+# ---- adapters
+
+# name -> (rng, kernel [..., in, out]) -> leaves
+ADAPTER_LEAVES = {
+    "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
+}
+
+
+def test_every_adapter_is_in_the_table():
+    names = [adapter.name for adapter in KERNEL_ADAPTERS]
+    assert sorted(names) == sorted(ADAPTER_LEAVES), "add leaves of the new adapter"
+    owned = [leaf for adapter in KERNEL_ADAPTERS for leaf in adapter.leaves]
+    assert len(set(owned)) == len(owned) and not {"kernel", "bias"} & set(owned)
+
+
+@pytest.mark.parametrize("adapter", KERNEL_ADAPTERS, ids=lambda adapter: adapter.name)
+def test_adapter(adapter):
+    rng = np.random.default_rng(0)
+    for shape in ((7, 5), (3, 7, 5)):
+        kernel = rng.normal(size=shape).astype(np.float32)
+        kernel[..., 2, :] = 0
+        leaves = ADAPTER_LEAVES[adapter.name](rng, kernel)
+        assert set(leaves) == set(adapter.leaves)
+        tree = {"kernel": kernel, **leaves}
+        found = effective_kernel(tree)
+        assert found.shape == shape and found.dtype == np.float32
+        assert np.isfinite(found).all() and not np.array_equal(found, kernel)
+        if len(shape) == 3:
+            one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
+            np.testing.assert_allclose(found[1], one, rtol=1e-6, atol=1e-7)
+
+        def total(tree):
+            return jnp.sum(effective_kernel(tree) ** 2)
+
+        gradient = jax.grad(total)(tree)
+        assert_finite(gradient)
+        assert np.any(gradient["kernel"])
+        for missing in adapter.leaves if len(adapter.leaves) > 1 else ():
+            with pytest.raises(ValueError, match=adapter.name):
+                effective_kernel({k: v for k, v in tree.items() if k != missing})
+
+
+@pytest.mark.parametrize("adapter", KERNEL_ADAPTERS, ids=lambda adapter: adapter.name)
+def test_adapter_in_a_model(adapter):
+    """Its leaves are read in every kernel; rules cover them; surgery knows them or says so."""
+    rng, tree = np.random.default_rng(0), unstack(random_params(LLAMA))
+    for layer in tree["layers"]:
+        for part in (*layer["ffn"].values(), *layer["attention"].values()):
+            part.update(ADAPTER_LEAVES[adapter.name](rng, part["kernel"]))
+    params = restack(LLAMA, tree)
+    assert causal_lm.unused_leaves(LLAMA, params) == ()
+    paths = flatten(params)
+    for rules in (
+        partition.DEFAULT_TRAINABLE_RULES,
+        partition.DEFAULT_DECAY_RULES,
+        partition.DEFAULT_SHARDING_RULES,
+    ):
+        partition.match_rules(rules, paths)
+    removed = {0: [1, 4], 2: [0]}
+    tokens = {"tokens": batch_of(29)["tokens"]}
+    masked = restack(LLAMA, mask_neurons(params, removed))
+    full = causal_lm.forward(LLAMA, masked, tokens)["hidden"]
+    try:
+        config, smaller = remove_neurons(LLAMA, params, removed)
+    except ValueError as error:
+        assert any(leaf in str(error) for leaf in adapter.leaves)
+        return
+    pruned = causal_lm.forward(config, restack(config, smaller), tokens)["hidden"]
+    assert np.abs(pruned - full).max() <= 5e-6 * np.abs(full).max()
+
+
+# ---- surgery
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_criterion(name, dtype):
+    rng = np.random.default_rng(0)
+    ffn = {
+        "gate": {"kernel": rng.normal(size=(9, 12)).astype(dtype)},
+        "up": {"kernel": rng.normal(size=(9, 12)).astype(dtype)},
+        "down": {"kernel": rng.normal(size=(12, 9)).astype(dtype)},
+    }
+    ffn["down"]["kernel"][4] = 0
+    before = jax.tree.map(np.copy, ffn)
+    scores = layer_scores(name, ffn, layer=0)
+    assert scores.shape == (12,) and scores.dtype == np.float64
+    assert np.isfinite(np.delete(scores, 4)).all() and not np.isnan(scores[4])
+    np.testing.assert_array_equal(scores, layer_scores(name, ffn, layer=0))
+    jax.tree.map(np.testing.assert_array_equal, ffn, before)
+    assert len(set(scores)) == 12, "this is no constant"
+    alive = np.delete(np.arange(12), 4)
+    reverse = layer_scores(name, ffn, layer=0, reverse=True)
+    assert np.argsort(reverse[alive]).tolist() == np.argsort(scores[alive])[::-1].tolist()
+    listed = (REPOSITORY / "configs" / "prune.py").read_text()
+    assert re.search(rf"#.*\b{name}\b", listed), "configs/prune.py names every criterion"

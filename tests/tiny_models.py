@@ -1,0 +1,174 @@
+"""Tiny models in directories, configs by name, and scripts run inside this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import runpy
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.paths import unflatten
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TEXT = topics["lambda"] + topics["yield"]
+LLAMA = ModelConfig(
+    "llama", vocab_size=258, d_model=16, n_heads=4, n_kv_heads=2, head_dim=4,
+    layers=(LayerConfig(24),) * 4, bos_id=0, eos_id=1, max_position=128,
+)  # fmt: skip
+
+
+def byte_tokenizer():
+    """One token a byte, and the two special ones: ids 0 (bos) and 1 (eos)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def tiny_of(family: str, layers: int = 6) -> ModelConfig:
+    """The family's first preset with few small layers; its pattern of layers and quirks stay."""
+    config, _ = next(iter(families.FAMILIES[family].presets.values()))
+    kept = tuple(
+        dataclasses.replace(layer, ffn_width=12, window=layer.window and 3)
+        for layer in config.layers[:layers]
+    )
+    sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
+    ids = {"bos_id": 0, "eos_id": 1, "pad_id": None}
+    config = dataclasses.replace(config, layers=kept, **sizes, **ids)
+    if config.norm_offset:
+        config = dataclasses.replace(config, embedding_multiplier=8**0.5)
+    return config
+
+
+def random_params(config: ModelConfig, seed: int = 0, dtype=np.float32) -> dict:
+    """A stacked tree of random leaves, large enough that every leaf matters and logits differ."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        noise = rng.normal(size=shape)
+        if len(shape) == 1:
+            return 0.3 * noise + (1 - config.norm_offset if "norm" in path else 0)
+        return noise * (0.5 if "embed" in path or "head" in path else 0.25)
+
+    leaves = {
+        path: draw(path, shape).astype(dtype)
+        for path, shape in families.expected_shapes(config).items()
+    }
+    return restack(config, unflatten(leaves))
+
+
+def save_tiny(directory: Path, config: ModelConfig = LLAMA, params: dict | None = None) -> Path:
+    """The model in a directory, with the byte tokenizer."""
+    params = random_params(config) if params is None else params
+    return save_pretrained(config, params, directory, tokenizer=byte_tokenizer(), overwrite=True)
+
+
+def config_of(name: str, argument: str | None = None, **changes):
+    """The config in configs/<name>.py; changes with "__" for the dots of nested keys."""
+    get_config = runpy.run_path(str(REPOSITORY / "configs" / f"{name}.py"))["get_config"]
+    config = get_config() if argument is None else get_config(argument)
+    config.lock()
+    with config.ignore_type():
+        for key, value in changes.items():
+            config.update_from_flattened_dict({key.replace("__", "."): value})
+    return config
+
+
+def our_logits(config: ModelConfig, params: dict, tokens, dtype=np.float32) -> np.ndarray:
+    """Our logits [B, T, V]."""
+    options = causal_lm.RunOptions(compute_dtype=dtype)
+
+    @jax.jit
+    def compute(params, tokens):
+        hidden = causal_lm.forward(config, params, {"tokens": tokens}, options=options)["hidden"]
+        return causal_lm.logits(config, params, hidden)
+
+    return np.asarray(compute(params, np.asarray(tokens, np.int32)))
+
+
+def torch_model(torch, directory):
+    """What transformers makes of the directory, in float32."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+def torch_logits(torch, model, tokens) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(tokens))).logits.float().numpy()
+
+
+def torch_nll(torch, model, rows) -> tuple[float, int]:
+    """(sum of NLL in nats, number of predictions) over windows of ids, by torch, row by row."""
+    total, count = 0.0, 0
+    for row in torch.tensor(np.asarray(rows, np.int64)):
+        with torch.no_grad():
+            logits = model(row[None, :-1]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, row[1:], reduction="none")
+        total += losses.double().sum().item()
+        count += len(row) - 1
+    return total, count
+
+
+class Finished(NamedTuple):
+    """What a script left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line of a user's error; fails where there is more, or less."""
+        assert self.code == 2, self
+        assert "Traceback" not in self.err, self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("error:")]
+        assert len(lines) == 1 and self.err.rstrip().endswith(lines[0]), self.err
+        return lines[0]
+
+
+def run_script(name: str, *arguments) -> Finished:
+    """Runs scripts/<name>.py as a program, but in this process: 0.1 s instead of 5."""
+    from absl import app, flags
+    from absl import logging as absl_logging
+
+    app.define_help_flags()  # once per process, so not among those to delete
+    path = str(REPOSITORY / "scripts" / f"{name}.py")
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before, handlers = set(flags.FLAGS), list(logging.root.handlers)
+    verbosity = absl_logging.get_verbosity()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            stack.enter_context(contextlib.chdir(REPOSITORY))
+            stack.enter_context(mock.patch.object(sys, "argv", [path, *map(str, arguments)]))
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        for flag in set(flags.FLAGS) - before:
+            delattr(flags.FLAGS, flag)
+        flags.FLAGS.unparse_flags()
+        logging.root.handlers[:] = handlers
+        absl_logging.set_verbosity(verbosity)
+    return Finished(code, out.getvalue(), err.getvalue())
