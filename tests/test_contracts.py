@@ -6,15 +6,11 @@ an example (a term's arguments, an adapter's leaves) fail here until the tables 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,7 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import REPOSITORY, config_of, random_params, run_script, tiny_of
+from tiny_models import REPOSITORY, batch_of, config_of, random_params, run_script, tiny_of
 
 import ffn_heterogeneity.losses
 import ffn_heterogeneity.probes
@@ -39,9 +35,6 @@ from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
 from ffn_heterogeneity.surgery.removal import mask_neurons, remove_neurons
 from ffn_heterogeneity.train import partition
-from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
-from ffn_heterogeneity.train.state import abstract_state, state_shardings
-from ffn_heterogeneity.train.step import make_train_step
 from ffn_heterogeneity.train.workdir import flatten_config
 
 # Nothing here is large.
@@ -56,20 +49,6 @@ def modules_of(package) -> list:
         importlib.import_module(f"{package.__name__}.{module.name}")
         for module in pkgutil.walk_packages(package.__path__)
     ]
-
-
-def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:
-    """Two documents a row, the last positions padding."""
-    rng = np.random.default_rng(seed)
-    segments = np.repeat([1, 2, 0], [4, length - 6, 2])[None].repeat(rows, 0).astype(np.int32)
-    positions = np.concatenate([np.arange(4), np.arange(length - 4)])[None].repeat(rows, 0)
-    return {
-        "tokens": rng.integers(0, vocab, (rows, length)).astype(np.int32),
-        "targets": rng.integers(0, vocab, (rows, length)).astype(np.int32),
-        "loss_mask": (segments > 0) & (rng.random((rows, length)) < 0.8),
-        "segment_ids": segments,
-        "positions": positions.astype(np.int32),
-    }
 
 
 def with_zeros(config, params) -> dict:
@@ -172,123 +151,6 @@ def test_preset(name):
     assert all(len(specs[path]) <= leaf.ndim for path, leaf in paths.items())
     found = flatten(jax.eval_shape(unstack, abstract))
     assert {path: leaf.shape for path, leaf in found.items()} == families.expected_shapes(config)
-
-
-def lower_train_step(config, mesh):
-    """The train step with NLL and NUCL, lowered for abstract arrays on a mesh."""
-    params = causal_lm.abstract_params(config)
-    trainable = dict.fromkeys(flatten(params), True)
-    optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
-    state = abstract_state(params, optimizer, trainable)
-    options = causal_lm.RunOptions(compute_dtype=jnp.bfloat16, remat="full")
-
-    def forward(params, batch, *, probes, dropout):
-        return causal_lm.forward(
-            config, params, batch, options=options, probes=probes, dropout=dropout
-        )
-
-    placed = (
-        state_shardings(mesh, state),
-        partition.batch_sharding(mesh),
-        partition.replicated(mesh),
-    )
-    step = make_train_step(
-        forward, (nll_term(config), nucl_term("mstd")), optimizer, trainable,
-        accumulation=2, dropout=True, shardings=placed,
-    )  # fmt: skip
-    shape = (2, 8, 2048)
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, leaf.dtype)
-        for name, leaf in batch_of(config.vocab_size).items()
-    }
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    hyper = {"learning_rate": scalar, "alpha": scalar, "dropout": scalar}
-    return step.trace(state, batch, hyper).lower(lowering_platforms=("tpu",))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma2_27b",
-        "llama3_1_405b",
-        pytest.param("gemma3_1b", marks=pytest.mark.slow),
-    ],
-)
-def test_full_size_train_step_lowers_on_eight_abstract_devices(name):
-    config, _ = families.preset(name)
-    mesh = jax.sharding.AbstractMesh(
-        (2, 2, 2), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    text = lower_train_step(config, mesh).as_text()
-    assert "num_partitions = 8" in text
-
-
-EIGHT_DEVICES = """
-import sys
-sys.path.insert(0, {tests!r})
-import test_contracts
-test_contracts.train_on_meshes()
-"""
-
-
-def train_on_meshes():
-    """Losses of three steps on one device and on meshes of eight; run where there are eight."""
-    config = dataclasses.replace(GEMMA2, vocab_size=32)
-    assert jax.device_count() == 8
-    from ffn_heterogeneity.train.state import create_state
-
-    results = {}
-    for shape in ((1, 1, 1), (2, 2, 2)):
-        mesh = partition.make_mesh(*shape)
-        params = random_params(config)
-        trainable = dict.fromkeys(flatten(params), True)
-        optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
-        state = create_state(params, optimizer, trainable)
-
-        def forward(params, batch, *, probes, dropout):
-            return causal_lm.forward(config, params, batch, probes=probes, dropout=dropout)
-
-        placed = (
-            state_shardings(mesh, state),
-            partition.batch_sharding(mesh),
-            partition.replicated(mesh),
-        )
-        step = make_train_step(
-            forward, (nll_term(config), nucl_term("mstd")), optimizer, trainable, shardings=placed
-        )
-        state = jax.device_put(state, placed[0])
-        hyper = {"learning_rate": jnp.float32(1e-2), "alpha": jnp.float32(0.1)}
-        losses = []
-        for i in range(3):
-            batch = batch_of(config.vocab_size, rows=8, seed=i)
-            batch = {name: leaf[None] for name, leaf in batch.items()}
-            state, metrics = step(state, jax.device_put(batch, placed[1]), hyper)
-            losses.append(float(metrics["loss"]))
-        results[shape] = losses
-        down = state.params["stack"]["segment_0"]["slot_0"]["ffn"]["down"]["kernel"]
-        assert len(down.sharding.device_set) == np.prod(shape)
-        assert down.addressable_shards[0].data.size * shape[1] * shape[2] == down.size
-    print("LOSSES", results)
-
-
-def test_eight_devices_train_as_one():
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    code = EIGHT_DEVICES.format(tests=str(REPOSITORY / "tests"))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    shown = done.stdout.split("LOSSES ")[1]
-    runs = [[float(x) for x in part.split(",")] for part in re.findall(r"\[(.*?)\]", shown)]
-    assert len(runs) == 2 and len(runs[0]) == 3
-    assert runs[0][0] != runs[0][1] != runs[0][2]
-    for losses in runs[1:]:
-        np.testing.assert_allclose(losses, runs[0], rtol=1e-6)
 
 
 # ---- probes

@@ -75,6 +75,20 @@ def random_params(config: ModelConfig, seed: int = 0, dtype=np.float32) -> dict:
     return restack(config, unflatten(leaves))
 
 
+def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:
+    """Two documents a row, the last positions padding."""
+    rng = np.random.default_rng(seed)
+    segments = np.repeat([1, 2, 0], [4, length - 6, 2])[None].repeat(rows, 0).astype(np.int32)
+    positions = np.concatenate([np.arange(4), np.arange(length - 4)])[None].repeat(rows, 0)
+    return {
+        "tokens": rng.integers(0, vocab, (rows, length)).astype(np.int32),
+        "targets": rng.integers(0, vocab, (rows, length)).astype(np.int32),
+        "loss_mask": (segments > 0) & (rng.random((rows, length)) < 0.8),
+        "segment_ids": segments,
+        "positions": positions.astype(np.int32),
+    }
+
+
 def save_tiny(directory: Path, config: ModelConfig = LLAMA, params: dict | None = None) -> Path:
     """The model in a directory, with the byte tokenizer."""
     params = random_params(config) if params is None else params

@@ -95,7 +95,6 @@ def test_analysis_equals_the_oracle(smollm2, smollm2_gguf, tmp_path):
     assert len(results["layers"]) == 30 and (tmp_path / "connectivity.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
 def test_a_pruned_model_loads_in_transformers_and_agrees(
     torch, smollm2, smollm2_gguf, removed, tokens, tmp_path
 ):
