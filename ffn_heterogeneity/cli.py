@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 import runpy
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from etils import epath
 from ml_collections import ConfigDict, config_flags
 
@@ -100,6 +101,9 @@ def launch_flags(
         _help()
 
     def guarded(rest: Sequence[str]) -> None:
+        # Libraries tell of accelerators and engines that are not there; errors are ours to print.
+        logging.set_verbosity(logging.WARNING)
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         with _OneLine():
             extra = list(rest[1:])
             if positional and extra:

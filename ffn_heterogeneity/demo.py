@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -96,7 +97,11 @@ def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
             )
         },
     }
-    results["seconds"] = round(time.time() - started, 1)
+    # A second run only reads: the first one's time is the one worth telling.
+    took = workdir / "pieces" / "seconds.json"
+    if not took.exists():
+        write_json(took, round(time.time() - started, 1))
+    results["seconds"] = read_json(took)
     write_json(workdir / "results.json", results)
     report(workdir, results)
     return results
@@ -104,11 +109,16 @@ def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
 
 def claim(workdir: epath.Path, settings: Settings) -> None:
     """Keeps finished pieces of the same settings, removes those of others."""
-    mine = {**dataclasses.asdict(settings), "workdir": None, "fresh": None, "models": None}
+    mine = {
+        "demo": "ffn_heterogeneity", "steps": settings.steps, "alpha": settings.alpha,
+        "window": WINDOW, "windows": WINDOWS, "ratio": RATIO,
+        "python": platform.python_version(), "jax": jax.__version__,
+    }  # fmt: skip
     marker = workdir / "settings.json"
-    if workdir.exists() and any(workdir.iterdir()) and not marker.exists():
+    before = read_json(marker) if marker.exists() else {}
+    if workdir.exists() and any(workdir.iterdir()) and before.get("demo") != mine["demo"]:
         raise WorkdirError(f"{workdir} holds something else: choose another --workdir")
-    if marker.exists() and (settings.fresh or read_json(marker) != mine):
+    if before and (settings.fresh or before != mine):
         say(f"starting over in {workdir}")
         workdir.rmtree()
     write_json(marker, mine)
@@ -216,7 +226,7 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
     """report.md, figures, and the tables on the terminal."""
     before, removal = results["before"], results["removal"]
     perplexities = {"none removed": before["perplexity"]}
-    perplexities |= {label: found["perplexity"] for label, found in removal.items()}
+    perplexities |= {label: float(found["perplexity"]) for label, found in removal.items()}
     bar_figure(
         perplexities, f"perplexity after removing {RATIO:.0%} of the FFN neurons (log scale)",
         workdir / "removal.png", log=True,

@@ -72,6 +72,11 @@ def perplexity(
         part = rows[start : start + batch_size]
         batch[: len(part)] = part
         nll, count = window_nll(config, options, params, batch)
+        if math.isnan(nll):
+            raise ValueError(
+                f"the NLL of windows {start} to {start + len(part) - 1} is NaN: the weights or the "
+                "computation overflow; try compute_dtype=float32, or check the checkpoint"
+            )
         total, tokens = total + float(nll), tokens + int(count)
     nll = total / tokens
     return {

@@ -72,6 +72,11 @@ def save_pretrained(
       CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" where padding is not
         enough; a non-empty directory.
     """
+    if "://" in os.fspath(directory):
+        raise CheckpointError(
+            f"{directory}: models are written to local directories only so far; write to one and "
+            "copy it"
+        )
     directory = Path(directory)
     if directory.exists() and not overwrite and (directory.is_file() or any(directory.iterdir())):
         raise CheckpointError(

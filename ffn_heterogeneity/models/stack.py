@@ -191,13 +191,15 @@ def run_stack(
     collected = []
     for i, segment in enumerate(check_stack(config, stack)):
         slots = stack[f"segment_{i}"]
+        # A wholly unrolled scan is no loop any more.
+        looped = unroll is not True and segment.repeats > max(int(unroll), 1)
 
-        def body(x, scanned, segment=segment):
+        def body(x, scanned, segment=segment, looped=looped):
             params, sliced = scanned
             seen = []
             for slot in range(segment.slots):
                 layer_slice = jax.tree.map(lambda leaf, p=slot: leaf[p], sliced)
-                call = _with_remat(run_layer, segment.layer(slot), remat)
+                call = _with_remat(run_layer, segment.layer(slot), remat, looped)
                 x, small = call(params[f"slot_{slot}"], x, layer_slice)
                 seen.append(small)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
@@ -210,14 +212,14 @@ def run_stack(
     return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *collected)
 
 
-def _with_remat(run_layer: Callable, index: int, remat: str) -> Callable:
+def _with_remat(run_layer: Callable, index: int, remat: str, looped: bool) -> Callable:
     def call(params, x, layer_slice):
         return run_layer(index, params, x, layer_slice)
 
     if remat == "none":
         return call
-    # Inside a scan the loop already keeps XLA from merging the recomputation away.
-    return jax.checkpoint(call, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    # Inside a loop XLA cannot merge the recomputation away; outside, it must be kept from it.
+    return jax.checkpoint(call, policy=REMAT_POLICIES[remat], prevent_cse=not looped)
 
 
 def layer_leaves(params: dict, name: str) -> Iterator[tuple[int, Any]]:

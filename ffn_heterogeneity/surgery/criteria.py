@@ -10,7 +10,6 @@ first (the paper does not meet this case; removing it is exact).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -66,25 +65,16 @@ def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(ffn["down"]["kernel"].shape[0]).astype(np.float64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Criterion:
-    """A named criterion.
+Criterion = Callable[[dict, np.random.Generator], np.ndarray]
 
-    Attributes:
-      function: (FFN leaves of one layer, generator) -> float64 [m], highest removed first.
-      comparable: scores of different layers may be compared (needed for a global budget).
-    """
-
-    function: Callable[[dict, np.random.Generator], np.ndarray]
-    comparable: bool = True
-
-
+# Name -> (FFN leaves of one layer, generator) -> float64 [m], the highest removed first. Scores of
+# different layers are compared where one global budget is asked for.
 CRITERIA: dict[str, Criterion] = {
-    "entropy": Criterion(entropy),
-    "gini": Criterion(gini),
-    "mstd": Criterion(mstd),
-    "magnitude": Criterion(magnitude),
-    "random": Criterion(random),
+    "entropy": entropy,
+    "gini": gini,
+    "mstd": mstd,
+    "magnitude": magnitude,
+    "random": random,
 }
 
 
@@ -103,7 +93,7 @@ def layer_scores(
         raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(CRITERIA)}")
     rng = np.random.default_rng([seed, layer])
     try:
-        scores = CRITERIA[name].function(ffn, rng)
+        scores = CRITERIA[name](ffn, rng)
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
     return -scores if reverse else scores

@@ -149,7 +149,9 @@ class TrainLoop:
             finally:
                 self.checkpoints.close()
                 if not done:
-                    self._say(f"stopped at step {self.step}; to resume: {resume_command()}")
+                    self._say(
+                        f"stopped at step {self.step}; to resume: {resume_command(self.workdir)}"
+                    )
         rates = self._rates[1:] or self._rates
         seconds = sum(s for _, s in rates)
         return LoopResult(

@@ -81,12 +81,10 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
     return matched
 
 
-# Leaves that are data, not weights, never train: removal masks and quantisation codes.
-DEFAULT_TRAINABLE_RULES = (
-    DEFAULTS,
-    (r"/(mask|codes|absmax|code_book)$", False),
-    (r"", True),
-)
+# Leaves that are data, not weights, never train, whatever the user's patterns say: removal masks,
+# quantisation codes, neuron_scale (P of MLP Fusion: "not trained, not decayed").
+NEVER_TRAIN = (r"/(mask|codes|absmax|code_book|neuron_scale)$", False)
+DEFAULT_TRAINABLE_RULES = (DEFAULTS, NEVER_TRAIN, (r"", True))
 
 # No decay on biases, norms, neuron_scale (P of MLP Fusion), lambda (P-32), gates, DoRA magnitudes.
 # The embedding decays, as it does in the usual Hugging Face recipes (they spare biases and norms).
@@ -134,6 +132,9 @@ def trainable_mask(
     Raises:
       RuleError: a pattern matches nothing, or nothing is left to train.
     """
+    paths = list(paths)
+    data = {path: False for path in paths if re.search(NEVER_TRAIN[0], path)}
+    paths = [path for path in paths if path not in data]
     rules: list[Any] = [(pattern, False) for pattern in freeze]
     rules += [(pattern, True) for pattern in train_only]
     rules += [DEFAULTS, (r"", False)] if train_only else list(DEFAULT_TRAINABLE_RULES)
@@ -142,7 +143,7 @@ def trainable_mask(
         raise RuleError(
             f"no leaf is left to train: freeze={list(freeze)}, train_only={list(train_only)}"
         )
-    return mask
+    return {**mask, **data}
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:

@@ -101,9 +101,15 @@ def release_workdir(workdir: str | os.PathLike) -> None:
         path.rmdir()
 
 
-def resume_command() -> str:
-    """The command of this process as one line that can be pasted into a shell."""
-    return shlex.join([os.path.basename(sys.executable) or "python", *sys.argv])
+def resume_command(workdir: str | os.PathLike) -> str:
+    """The command that continues the run in `workdir`, one line to paste into a shell.
+
+    It names the work directory even where this process was started without one.
+    """
+    command = [sys.executable or "python", *sys.argv]
+    if not any(part.lstrip("-").split("=")[0] == "workdir" for part in sys.argv[1:]):
+        command.append(f"--workdir={os.fspath(workdir)}")
+    return shlex.join(command)
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -135,8 +141,9 @@ def _jsonable(value: Any) -> Any:
 def _record_start(path: epath.Path) -> None:
     log = path / "command.txt"
     lines = log.read_text().splitlines() if log.exists() else []
-    if resume_command() not in lines:
-        log.write_text("\n".join([*lines, resume_command(), ""]))
+    command = resume_command(path)
+    if command not in lines:
+        log.write_text("\n".join([*lines, command, ""]))
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

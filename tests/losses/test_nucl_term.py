@@ -247,7 +247,7 @@ def test_layer_statistics_refuse_nan():
     _, params = model()
     leaves = flatten(unstack(params))
     leaves["layers/3/ffn/down/kernel"] = leaves["layers/3/ffn/down/kernel"].at[1, 2].set(jnp.nan)
-    with pytest.raises(ValueError, match="layer 3: 1 weights"):
+    with pytest.raises(ValueError, match="layer 3: ffn/down holds 1 non-finite"):
         layer_statistics(unflatten(leaves))
 
 
