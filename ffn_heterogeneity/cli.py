@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from etils import epath
 from ml_collections import ConfigDict, config_flags
 
+from ffn_heterogeneity.memory import keep_freed_memory
 from ffn_heterogeneity.train.workdir import prepare_workdir, release_workdir
 
 # What a user can cause and mend; anything else keeps its traceback.
@@ -94,6 +95,7 @@ def launch_flags(
       argv: default: `sys.argv`.
       positional: takes the argument without dashes, where the script has one.
     """
+    keep_freed_memory()
     argv = list(sys.argv if argv is None else argv)
     flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
     flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "ffn_heterogeneity"
 # Rooms by floor: a room may import rooms of lower floors, and its own.
 FLOORS = [
-    {"paths"},
+    {"paths", "memory"},
     {"adapters"},
     {"models"},
     {"probes", "losses", "heads", "surgery", "io", "data", "report"},

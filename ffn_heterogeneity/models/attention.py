@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.linear import Linear
@@ -13,6 +16,8 @@ from ffn_heterogeneity.models.rotary import apply_rotary
 
 KERNELS = ("auto", "xla", "plain", "cudnn")
 MIN_BLOCK = 128
+# What the blocked form's backward pass needs beside q, k and v: for rematerialisation policies.
+ATTENTION_RESIDUALS = "attention_residuals"
 
 
 def attention_mask(
@@ -101,42 +106,112 @@ def blocked_attention(
     times faster there at T = 512. T queries on the same T keys (no cache): a query in row position
     t sees keys in row positions t - window < s <= t only, packed documents included.
 
+    With w = exp(l - max l), z = sum w and o = (w v) / z of one row, the backward pass rebuilds w
+    from q, k and the kept (o, max l, z), and with u = do / z takes
+
+        dv = w^T u,   dl = w (u v^T - sum(u o)),   then through the soft-cap and the product.
+
+    The three kept arrays are named `ATTENTION_RESIDUALS` for rematerialisation policies. Reverse
+    mode only: for forward-mode derivatives use `plain_attention`.
+
     Returns:
       output [B, T, N, H] in q's dtype.
     """
     b, t, n, h = q_btnh.shape
     kv_heads = k_bskh.shape[2]
-    group = n // kv_heads
-    wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
     # Heads before time: each (batch, kv head) is one matrix product.
-    grouped = (q_btnh * jnp.asarray(scale, q_btnh.dtype)).reshape(b, t, kv_heads, group, h)
-    q_bkgth = grouped.transpose(0, 2, 3, 1, 4)
-    k_bksh, v_bksh = k_bskh.transpose(0, 2, 1, 3), v_bskh.transpose(0, 2, 1, 3)
-    # At most 16 blocks, so that the program stays small for long rows.
+    grouped = (q_btnh * jnp.asarray(scale, q_btnh.dtype)).reshape(b, t, kv_heads, n // kv_heads, h)
+    out_bkgth = _blocked(
+        grouped.transpose(0, 2, 3, 1, 4),
+        k_bskh.transpose(0, 2, 1, 3),
+        v_bskh.transpose(0, 2, 1, 3),
+        mask_bts,
+        softcap,
+        window,
+    )
+    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
+
+
+def _blocks(t: int, window: int | None) -> list[tuple[slice, slice]]:
+    """(queries, the keys they can see); at most 16, so that the program stays small."""
     block = max(MIN_BLOCK, -(-t // 16))
-    outputs = []
+    pairs = []
     for start in range(0, t, block):
         stop = min(start + block, t)
         first = 0 if window is None else max(0, start - window + 1)
-        keys = slice(first, stop)
-        size = stop - start
-        q_rows = q_bkgth[:, :, :, start:stop].reshape(b, kv_heads, group * size, h)
-        logits = jnp.einsum(
-            "bkqh,bksh->bkqs", q_rows, k_bksh[:, :, keys], preferred_element_type=wide
-        ).reshape(b, kv_heads, group, size, stop - first)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        mask = mask_bts[:, None, None, start:stop, keys]
-        logits = jnp.where(mask, logits, jnp.finfo(wide).min)
-        # The largest logit only shifts: no gradient through it.
-        largest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+        pairs.append((slice(start, stop), slice(first, stop)))
+    return pairs
+
+
+def _rows(x_bkgth: jax.Array) -> jax.Array:
+    """[B, K, G, T, ...] -> [B, K, G * T, ...]: the queries of one key head, as matrix rows."""
+    b, k, g, t = x_bkgth.shape[:4]
+    return x_bkgth.reshape(b, k, g * t, *x_bkgth.shape[4:])
+
+
+def _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap):
+    """(capped and masked logits [B, K, G, Q, S], tanh of the cap or None), at least float32."""
+    wide = jnp.promote_types(q_bkgqh.dtype, jnp.float32)
+    logits = jnp.einsum("bkqh,bksh->bkqs", _rows(q_bkgqh), k_bksh, preferred_element_type=wide)
+    logits = logits.reshape(*q_bkgqh.shape[:4], k_bksh.shape[2])
+    bent = None
+    if softcap is not None:
+        bent = jnp.tanh(logits / softcap)
+        logits = softcap * bent
+    return jnp.where(mask_bqs[:, None, None], logits, jnp.finfo(wide).min), bent
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
+    return _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window)[0]
+
+
+def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
+    parts = []
+    for rows, keys in _blocks(q_bkgth.shape[3], window):
+        q_bkgqh, v_block = q_bkgth[:, :, :, rows], v_bksh[:, :, keys]
+        logits, _ = _block_logits(q_bkgqh, k_bksh[:, :, keys], mask_bts[:, rows, keys], softcap)
+        largest = jnp.max(logits, -1, keepdims=True)
         weights = jnp.exp(logits - largest)
         total = jnp.sum(weights, -1, keepdims=True)
-        rows = weights.astype(v_bskh.dtype).reshape(b, kv_heads, group * size, stop - first)
-        out = jnp.einsum("bkqs,bksh->bkqh", rows, v_bksh[:, :, keys], preferred_element_type=wide)
-        outputs.append((out.reshape(b, kv_heads, group, size, h) / total).astype(q_btnh.dtype))
-    out_bkgth = jnp.concatenate(outputs, axis=3) if len(outputs) > 1 else outputs[0]
-    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
+        out = jnp.einsum(
+            "bkqs,bksh->bkqh", _rows(weights.astype(v_block.dtype)), v_block,
+            preferred_element_type=logits.dtype,
+        )  # fmt: skip
+        out = (out.reshape(q_bkgqh.shape) / total).astype(q_bkgth.dtype)
+        parts.append((out, largest, total))
+    kept = tuple(
+        checkpoint_name(jnp.concatenate(part, axis=3), ATTENTION_RESIDUALS)
+        for part in zip(*parts, strict=True)
+    )
+    return kept[0], (q_bkgth, k_bksh, v_bksh, mask_bts, *kept)
+
+
+def _blocked_bwd(softcap, window, residuals, d_out_bkgth):
+    q_bkgth, k_bksh, v_bksh, mask_bts, out, largest, total = residuals
+    wide = total.dtype
+    scaled = d_out_bkgth.astype(wide) / total
+    inner = jnp.sum(scaled * out.astype(wide), -1, keepdims=True)
+    dq, dk, dv = [], jnp.zeros(k_bksh.shape, wide), jnp.zeros(v_bksh.shape, wide)
+    for rows, keys in _blocks(q_bkgth.shape[3], window):
+        q_bkgqh, k_block, v_block = q_bkgth[:, :, :, rows], k_bksh[:, :, keys], v_bksh[:, :, keys]
+        mask_bqs = mask_bts[:, rows, keys]
+        logits, bent = _block_logits(q_bkgqh, k_block, mask_bqs, softcap)
+        weights = jnp.exp(logits - largest[:, :, :, rows])
+        d_rows = _rows(scaled[:, :, :, rows].astype(v_block.dtype))
+        d_weights = jnp.einsum("bkqh,bksh->bkqs", d_rows, v_block, preferred_element_type=wide)
+        d_logits = weights * (d_weights.reshape(weights.shape) - inner[:, :, :, rows])
+        if bent is not None:
+            d_logits = d_logits * (1 - bent * bent)
+        d_logits = _rows(jnp.where(mask_bqs[:, None, None], d_logits, 0).astype(q_bkgth.dtype))
+        dq.append(jnp.einsum("bkqs,bksh->bkqh", d_logits, k_block).reshape(q_bkgqh.shape))
+        to_keys = functools.partial(jnp.einsum, "bkqs,bkqh->bksh", preferred_element_type=wide)
+        dk = dk.at[:, :, keys].add(to_keys(d_logits, _rows(q_bkgqh)))
+        dv = dv.at[:, :, keys].add(to_keys(_rows(weights.astype(v_block.dtype)), d_rows))
+    return jnp.concatenate(dq, axis=3), dk.astype(k_bksh.dtype), dv.astype(v_bksh.dtype), None
+
+
+_blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
 def attend(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.models.attention import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
 
@@ -25,7 +26,11 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     # name -> policy of jax.checkpoint; "none" saves every intermediate, "full" only block inputs.
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # The products of the linear layers, and what attention's own backward pass reads.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS),
+    ),
     "attention_output": jax.checkpoint_policies.save_only_these_names("attention_output"),
 }
 

@@ -64,25 +64,49 @@ def test_both_forms_equal_the_oracle(softcap, window):
         assert np.abs(blocked - expected).max() < 1e-12
 
 
-def test_gradients_of_both_forms_agree():
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 50])
+def test_gradients_of_both_forms_agree(softcap, window):
+    """The blocked form's own backward against autodiff of the plain one, in float64."""
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 140, heads, 8))) for heads in (4, 2, 2))
-    positions = jnp.arange(140)[None]
-    mask = attention_mask(positions, positions, 50)
+    q, k, v = (rng.normal(size=(2, 300, heads, 8)) for heads in (4, 2, 2))
+    segments = np.stack([np.repeat([1, 2, 0], [120, 130, 50]), np.ones(300, int)])
+    with jax.enable_x64(True):
+        positions = jnp.arange(300)[None]
+        mask = attention_mask(positions, positions, window, segments, segments)
+        arguments = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
 
-    def total(form, q, k, v):
-        return jnp.sum(jnp.sin(form(q, k, v, mask)))
+        def plain(q, k, v):
+            out, _ = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap)
+            return jnp.sum(jnp.sin(out))
 
-    def plain(q, k, v, mask):
-        return plain_attention(q, k, v, mask, scale=0.4, softcap=3.0)[0]
+        def blocked(q, k, v):
+            out = blocked_attention(q, k, v, mask, scale=0.4, softcap=softcap, window=window)
+            return jnp.sum(jnp.sin(out))
 
-    def blocked(q, k, v, mask):
-        return blocked_attention(q, k, v, mask, scale=0.4, softcap=3.0, window=50)
+        first = jax.grad(plain, argnums=(0, 1, 2))(*arguments)
+        second = jax.grad(blocked, argnums=(0, 1, 2))(*arguments)
+        for a, b in zip(first, second, strict=True):
+            assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
 
-    first = jax.grad(total, argnums=(1, 2, 3))(plain, q, k, v)
-    second = jax.grad(total, argnums=(1, 2, 3))(blocked, q, k, v)
-    for a, b in zip(first, second, strict=True):
-        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+
+def test_dots_policy_keeps_what_the_backward_of_attention_reads():
+    """No second softmax under "dots": the backward pass rebuilds weights, never their maximum."""
+    params = causal_lm.init(CONFIG, jax.random.key(0))
+    tokens = jnp.ones((1, 16), jnp.int32)
+
+    def maxima(remat):
+        options = causal_lm.RunOptions(remat=remat)
+
+        def loss(params):
+            return jnp.sum(
+                causal_lm.forward(CONFIG, params, {"tokens": tokens}, options=options)["hidden"]
+            )
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("reduce_max")
+
+    assert maxima("dots") == maxima("none") == 1
+    assert maxima("full") == 2
 
 
 def test_queries_and_keys_may_differ_in_number():
