@@ -63,6 +63,9 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     config.freeze = ()
     config.train_only = ()
 
+    # Devices along each axis; one may be -1: all that are left. Batches are cut over data x fsdp,
+    # weights and their optimiser state over fsdp x tensor.
+    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "tensor": 1})
     config.compute_dtype = "auto"  # float32 | bfloat16; auto: float32 on CPU, else bfloat16
     config.remat = "auto"  # none | full | dots | attention_output; auto: dots on CPU, else full
     config.unroll = 1  # layers a scan step; 0: all (best on one GPU)

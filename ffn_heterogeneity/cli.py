@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from absl import app, flags, logging
 from etils import epath
 from ml_collections import ConfigDict, config_flags
 
 from ffn_heterogeneity.memory import keep_freed_memory
+from ffn_heterogeneity.train import distributed
 from ffn_heterogeneity.train.workdir import prepare_workdir, release_workdir
 
 # What a user can cause and mend; anything else keeps its traceback.
@@ -49,6 +51,9 @@ def launch(
     workdir_flag = flags.DEFINE_string(
         "workdir", None, f"Directory for all outputs; default: runs/{name}-<date>-<time>."
     )
+    distributed_flag = flags.DEFINE_string(
+        "distributed", "", f"Several processes, one run: {distributed.WAYS}."
+    )
 
     def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
         argv, spec = config_first(argv, _beside_script(default_config))
@@ -67,14 +72,18 @@ def launch(
 
     def main() -> None:
         config = holder.value
+        distributed.initialize(distributed_flag.value)
+        if jax.process_count() > 1 and not workdir_flag.value:
+            raise UsageError("several processes need one --workdir, the same for all of them")
         path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        claimed = prepare_workdir(path, config.to_dict())
-        print(f"work directory: {path}", file=sys.stderr)
+        claimed = distributed.on_main(lambda: prepare_workdir(path, config.to_dict()))
+        if distributed.is_main():
+            print(f"work directory: {path}", file=sys.stderr)
         try:
             run(config, epath.Path(path))
         except USER_ERRORS:
             # So that the mended command may use the same directory.
-            if not claimed.resumed:
+            if claimed and not claimed.resumed:
                 release_workdir(path)
             raise
 

@@ -1,25 +1,31 @@
 """The input pipeline: records in a seeded order, tokenised, packed and batched in a background
 thread, resumable to the very next batch (grain).
 
-Order of things, training: records -> this epoch's global shuffle -> this process's share -> next
-epoch -> tokenise -> pack -> batch. Nothing is tokenised before it is needed. Validation: records
-in order, packed alike in every process, each process takes its rows of every batch; so all
-processes see the same number of batches.
+Order of things: records -> this epoch's shuffle -> next epoch -> tokenise -> pack -> global batch
+-> this process's rows of it. Nothing is tokenised before it is needed. All but the last step is the
+same in every process, so the stream of tokens is the same on any number of them, and a run may go
+on with another number. Validation: the same, one pass over the held-out records in order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import itertools
-import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.data.batches import (
+    Batch,
+    BatchIterator,
+    chosen_rows,
+    finite,
+    pad_to,
+    rows_of_process,
+    take_rows,
+)
 from ffn_heterogeneity.data.packing import (
     MIN_OPEN_ROWS,
     Counts,
@@ -32,8 +38,6 @@ from ffn_heterogeneity.data.packing import (
 from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset, open_source
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 
-Batch = dict[str, np.ndarray]
-STATE_VERSION = 1
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
 SPLIT_SEED = 0
 
@@ -90,65 +94,15 @@ class DataConfig:
         return cls(**dict(config))
 
 
-class BatchIterator:
-    """Batches, and a small JSON-able state from which a twin goes on with the next one.
-
-    `counts` tells what became of the documents read (the reader is `prefetch` batches ahead).
-    """
-
-    def __init__(self, iterator: Any, identity: Mapping[str, Any], counts: Counts):
-        self._identity, self.counts = dict(identity), counts
-        # At exit the thread must end, and grain's iterator be gone (its __del__ fails later on),
-        # before the interpreter takes the modules apart.
-        self._held = [iterator]
-        self._closing = weakref.finalize(self, _close, self._held)
-
-    def __iter__(self) -> BatchIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._iterator)
-
-    @property
-    def _iterator(self) -> Any:
-        if not self._held:
-            raise DataError("this batch iterator is closed; make a new one")
-        return self._held[0]
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the consumer stands: plain dicts, ints and strings."""
-        state = self._iterator.get_state()
-        return {"version": STATE_VERSION, "pipeline": dict(self._identity), "position": state}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved place; a state of another pipeline is refused, naming what differs."""
-        if state.get("version") != STATE_VERSION:
-            raise DataError(
-                f"data state has version {state.get('version')!r}, this code reads {STATE_VERSION}"
-            )
-        saved = state.get("pipeline", {})
-        different = [
-            f"{key} was {saved.get(key)!r}, is {value!r}"
-            for key, value in self._identity.items()
-            if saved.get(key) != value
-        ]
-        if different:
-            raise DataError(
-                f"cannot resume: the data state is of another pipeline ({'; '.join(different)}); "
-                "use the settings of that run, or start a new one"
-            )
-        self._iterator.set_state(_tuples(state["position"]))
-
-    def close(self) -> None:
-        """Stops the background thread."""
-        self._closing()
-
-
 class Pipeline:
     """Training and validation batches of one task; made by `make_pipeline`.
 
     Every batch: "tokens", "targets", "segment_ids" (0 padding, documents from 1), "positions"
-    (restart in every segment) int32 and "loss_mask" bool, all [batch_size / process_count, T].
+    (restart in every segment) int32 and "loss_mask" bool, all [len(rows), T].
+
+    Attributes:
+      rows: the rows of every global batch [batch_size, T] that this process feeds.
+      train, held_out: the records; `held_out` is None without validation data.
     """
 
     def __init__(
@@ -158,13 +112,12 @@ class Pipeline:
         batch_size: int,
         seq_len: int,
         seed: int,
-        process_index: int,
-        process_count: int,
+        rows: np.ndarray,
     ):
-        _check(config, batch_size, seq_len, process_index, process_count)
+        _check(config, seq_len)
         self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
         self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
-        self.process_index, self.process_count = process_index, process_count
+        self.rows = rows
         self.task: Task = get_task(config.task)
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, config.bos, config.eos)
@@ -172,10 +125,12 @@ class Pipeline:
         self.train, self.held_out = self._open()
 
     def train_iterator(self, epochs: int | None = None) -> BatchIterator:
-        """Batches for `epochs` passes over this process's records, None for ever.
+        """This process's rows of the batches of `epochs` passes over the records, None for ever.
 
-        Shares of processes are disjoint in every epoch and together cover it; with finite `epochs`
-        the last batch is padded, and processes may differ in their number of batches.
+        With finite `epochs` the last batch is padded; all processes see equally many batches.
+
+        Raises:
+          DataError: while iterating, a record that cannot be read, or no token to predict in any.
         """
         import grain
 
@@ -184,83 +139,75 @@ class Pipeline:
             # Mixed, because grain adds the epoch to the seed: neighbours would share their orders.
             seed = np.random.SeedSequence(self.seed).generate_state(1)[0]
             records = records.shuffle(seed=int(seed))
-        records = records[self.process_index :: self.process_count]
-        total = len(records)
-        local = self.batch_size // self.process_count
-        rows, counts = self._rows(records.repeat(epochs), total, self.train.source, local, True)
-        pad = _pad_to(local)
-        batches = rows.batch(local, drop_remainder=False, batch_fn=pad)
-        return BatchIterator(iter(self._prefetch(batches)), self._identity(epochs), counts)
+        batches, counts = self._batches(records.repeat(epochs), self.train, training=True)
+        return BatchIterator(iter(batches), self._identity(epochs), counts)
 
     def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
-        """One pass over the held-out records, in order, the last batch padded; always the same."""
+        """One pass over the held-out records, in order, the last batch padded; always the same.
+
+        Raises:
+          DataError: there are no held-out records, or (while iterating) one cannot be read.
+        """
         import grain
 
         if self.held_out is None:
             raise DataError(
                 "no validation data: set validation_fraction, validation_path or validation_split"
             )
-        total, source = len(self.held_out), self.held_out.source
         records = grain.MapDataset.source(self.held_out)
-        rows, _ = self._rows(records, total, source, self.batch_size, False)
-        pad = _pad_to(self.batch_size)
-        local = self.batch_size // self.process_count
-        mine = slice(self.process_index * local, (self.process_index + 1) * local)
-        batches = rows.batch(self.batch_size, drop_remainder=False, batch_fn=pad)
-        batches = batches.map(lambda batch: {key: value[mine] for key, value in batch.items()})
-        return _finite(self._prefetch(batches), max_batches)
+        batches, _ = self._batches(records, self.held_out, training=False)
+        return finite(batches, max_batches)
 
     def count_epoch(self) -> dict[str, int]:
-        """One epoch tokenised and packed: its `batches`, and the numbers of `Counts`.
+        """One epoch tokenised and packed: its global `batches`, and the numbers of `Counts`.
 
-        Shows a progress bar on a terminal.
+        The same in every process. Shows a progress bar on a terminal.
         """
         import tqdm
 
         iterator, batches = self.train_iterator(epochs=1), 0
-        total = len(range(self.process_index, len(self.train), self.process_count))
-        with tqdm.tqdm(total=total, desc="tokenising", unit="doc", disable=None) as bar:
+        with tqdm.tqdm(total=len(self.train), desc="tokenising", unit="doc", disable=None) as bar:
             for batches, _ in enumerate(iterator, 1):  # noqa: B007 (the count is what we want)
                 bar.update(iterator.counts.documents - bar.n)
             bar.update(iterator.counts.documents - bar.n)
         iterator.close()
         return {"batches": batches, **dataclasses.asdict(iterator.counts)}
 
-    def _rows(
-        self, records: Any, total: int, source: Source, batch_size: int, training: bool
-    ) -> tuple[Any, Counts]:
-        """Records -> packed rows, all in one thread: the order never depends on timing."""
+    def _batches(self, records: Any, subset: Subset, training: bool) -> tuple[Any, Counts]:
+        """Records -> this process's rows of the global batches, prepared ahead by a thread.
+
+        All of it in one thread: the order never depends on timing.
+        """
         import grain
 
         reader = ExampleReader(
             task=self.task,
             fields=self._fields,
-            source=source,
+            source=subset.source,
             encoder=self._encoder,
             seq_len=self.seq_len,
-            total=total,
+            total=len(subset),
             packing=self.config.packing,
         )
         items = records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         elements = grain.experimental.FlatMapIterDataset(items, reader)
-        rounds = -(-MIN_OPEN_ROWS // batch_size) if self.config.packing else 1
+        rounds = -(-MIN_OPEN_ROWS // self.batch_size) if self.config.packing else 1
         rows = pack(
             elements,
             self.task,
             self._encoder,
             self.seq_len,
             packing=self.config.packing,
-            open_rows=batch_size * rounds,
+            open_rows=self.batch_size * rounds,
             seed=self.seed if training and self.config.shuffle else None,
         )
-        return rows, reader.counts
-
-    def _prefetch(self, batches: Any) -> Any:
-        import grain
-
-        return grain.experimental.ThreadPrefetchIterDataset(
+        pad = pad_to(self.batch_size)
+        batches = rows.batch(self.batch_size, drop_remainder=False, batch_fn=pad)
+        batches = batches.map(lambda batch: take_rows(batch, self.rows))
+        prefetched = grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=self.config.prefetch
         )
+        return prefetched, reader.counts
 
     def _open(self) -> tuple[Subset, Subset | None]:
         """Training and held-out records, each checked to be readable by the task."""
@@ -281,11 +228,6 @@ class Pipeline:
             rest: Subset | None = Subset(held_out, range(len(held_out)))
         else:
             train, rest = split_records(source, config.validation_fraction)
-        if len(train) < self.process_count:
-            raise DataError(
-                f"{source.name}: {len(train)} training records for {self.process_count} processes; "
-                "each needs at least one"
-            )
         return train, rest
 
     def _check_records(self, source: Source) -> None:
@@ -312,7 +254,6 @@ class Pipeline:
             "packing": self.config.packing,
             "bos": [self._encoder.bos, self._encoder.bos_id],
             "eos": self._encoder.eos_id,
-            "process": [self.process_index, self.process_count],
         }
 
 
@@ -325,6 +266,8 @@ def make_pipeline(
     *,
     process_index: int = 0,
     process_count: int = 1,
+    accumulation: int = 1,
+    rows: Sequence[int] | slice | None = None,
 ) -> Pipeline:
     """Opens the data and checks it.
 
@@ -334,15 +277,37 @@ def make_pipeline(
         `eos_token_id`.
       batch_size: rows of a batch over all processes together.
       seq_len: T, the positions of a row, at least 2.
-      seed: of the shuffle, unless the config has its own.
-      process_index, process_count: this process and how many there are.
+      seed: of the shuffle, unless the config has its own; the same in every process.
+      process_index, process_count: this process and how many there are; each feeds an equal
+        stretch of every micro-batch (`batches.rows_of_process`).
+      accumulation: A, the micro-batches that the caller cuts a batch into, [A, rows / A, T]. It
+        decides which rows a process takes, never what a global batch holds.
+      rows: the rows of the global batch that this process feeds, instead of `process_index` and
+        `process_count`. A mesh may ask for others: with a tensor axis across two processes both
+        feed the same rows.
+
+    Cost: every process tokenises and packs everything, so each must keep up with the whole run, not
+    with its share. Measured with the SmolLM2 tokenizer in its one thread, on a 2.8 GHz machine busy
+    with other work: 110,000 to 190,000 tokens/s (GSM8K, T = 512), 190,000 to 250,000 (WikiText,
+    T = 1,024). A training step of SmolLM2-135M on 2 such cores consumes 170 (docs/performance.md),
+    one of Gemma-2 2B on an H200 about 31,000 (an estimate: 16k tokens in 530 ms): no bottleneck
+    there. It becomes one where the run as a whole consumes more than this: that 2B model on more
+    than 4 to 8 such GPUs, or 135M on a single one (some 350,000 at a third of its peak).
 
     Raises:
       DataError: anything wrong with the settings or the data, in one line.
     """
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
-    return Pipeline(config, tokenizer, batch_size, seq_len, seed, process_index, process_count)
+    if rows is None:
+        fed = rows_of_process(batch_size, accumulation, process_index, process_count)
+    elif (process_index, process_count) != (0, 1):
+        raise DataError(
+            f"rows is given beside process_index {process_index} of {process_count}: choose one"
+        )
+    else:
+        fed = chosen_rows(rows, batch_size, accumulation)
+    return Pipeline(config, tokenizer, batch_size, seq_len, seed, fed)
 
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:
@@ -364,18 +329,9 @@ def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | Non
     return Subset(source, np.sort(order[held:])), Subset(source, np.sort(order[:held]))
 
 
-def _check(
-    config: DataConfig, batch_size: int, seq_len: int, process_index: int, process_count: int
-) -> None:
+def _check(config: DataConfig, seq_len: int) -> None:
     if seq_len < 2:
         raise DataError(f"seq_len is {seq_len}; a row needs at least 2 positions")
-    if process_count < 1 or not 0 <= process_index < process_count:
-        raise DataError(f"process_index {process_index} is not one of {process_count} processes")
-    if batch_size < 1 or batch_size % process_count:
-        raise DataError(
-            f"batch_size is {batch_size}; it must be a positive multiple of the {process_count} "
-            "processes"
-        )
     if config.prefetch < 0:
         raise DataError(f"prefetch is {config.prefetch}; it must be 0 or more batches")
     if config.validation_fraction and (config.validation_path or config.validation_split):
@@ -383,30 +339,3 @@ def _check(
             f"validation_fraction is {config.validation_fraction} and validation_path or "
             "validation_split is set too: choose one"
         )
-
-
-def _pad_to(batch_size: int) -> Any:
-    """A short last batch is filled with all-zero rows: segment 0, loss_mask False."""
-    import grain
-
-    return functools.partial(grain.experimental.batch_and_pad, batch_size=batch_size)
-
-
-def _finite(batches: Any, limit: int | None) -> Iterator[Batch]:
-    iterator = iter(batches)
-    try:
-        yield from itertools.islice(iterator, limit)
-    finally:
-        iterator.close()
-
-
-def _close(held: list[Any]) -> None:
-    while held:
-        held.pop().close()
-
-
-def _tuples(state: Any) -> Any:
-    """Lists back to tuples: grain compares slices with tuples, and JSON has only lists."""
-    if isinstance(state, Mapping):
-        return {key: _tuples(value) for key, value in state.items()}
-    return tuple(_tuples(value) for value in state) if isinstance(state, list | tuple) else state

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import re
+import threading
+import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.path import atomicity, atomicity_defaults
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.paths import path_str
 
 MANIFEST = "manifest.json"
-BEST = "best.json"
+# In a bucket, where nothing can be moved, orbax writes these two after the manifest.
+LATE = ("_CHECKPOINT_METADATA", atomicity.COMMIT_SUCCESS_FILE)
 
 
 class Checkpoints:
-    """The checkpoints under one directory: the latest `keep`, and the best one.
+    """The checkpoints under one directory: the latest `keep`, and the best one of each of them.
 
     A checkpoint is a directory named by its step: `state/` (orbax, arrays by path), `info/` (JSON:
-    what the caller hands over, e.g. the data position), and `manifest.json` with the size and
-    CRC-32 of every file, written last. Orbax writes under a temporary name and moves the whole, so
-    a save that was killed is never seen.
+    what the caller hands over, e.g. the data position, and which step is the best so far), and
+    `manifest.json` with the size and CRC-32 of every file. All of it is written under a temporary
+    name by process 0 (arrays by every process) and moved as the last thing, so a save that was
+    killed is never seen, a checkpoint without a manifest is a damaged one, and which step is the
+    best cannot disagree with what is on disk: it is said by the latest checkpoint itself. Older
+    ones are removed after the move.
 
     Args:
       directory: local path or bucket; made when missing.
       keep: how many of the latest are kept.
+
+    Raises:
+      ValueError: `keep` is below 1.
     """
 
     def __init__(
@@ -41,47 +53,65 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the latest checkpoint must be kept")
-        self.directory = epath.Path(directory).absolute()
+        self.directory, self.keep = epath.Path(directory).absolute(), keep
+        self._manager = self._open()
+        self._bests: dict[int, int | None] = {}
+        self._saving: int | None = None
+        self._threads: set[threading.Thread] = set()
+
+    def _open(self) -> ocp.CheckpointManager:
+        moved = issubclass(
+            atomicity_defaults.get_default_temporary_path_class(self.directory),
+            atomicity.AtomicRenameTemporaryPath,
+        )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_LatestAndBest(keep, self),
+            preservation_policy=_LatestAndBest(self),
+            temporary_path_class=_SealedThenMoved if moved else _SealedInPlace,
             # On CPU the arrays on the host ARE the device's: a save in the background would read
             # buffers that the next step has been given by donation.
             enable_async_checkpointing=jax.default_backend() != "cpu",
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
-        self._unsealed: int | None = None
+        return ocp.CheckpointManager(self.directory, options=options)
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, ascending."""
+        """Steps that have a whole checkpoint, ascending.
+
+        Raises:
+          CheckpointError: see `wait`.
+        """
         self.wait()
         return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
+        """The last of `steps()`."""
         return max(self.steps(), default=None)
 
     @property
     def best_step(self) -> int | None:
-        """The step last saved as the best."""
-        path = self.directory / BEST
-        return read_json(path)["step"] if path.exists() else None
+        """The step that was the best when the latest checkpoint was saved."""
+        latest = self.latest_step()
+        return None if latest is None else self._best_by(latest)
 
     def save(self, step: int, state: Any, info: dict, *, best: bool = False) -> None:
         """Saves `state` (any pytree of arrays) and `info` (JSON) as `step`, unless it is there.
 
         Args:
-          best: it is the best so far: it stays until another is.
+          best: it is the best so far: it stays until another is. Of a step that is there already
+            only this process knows it, until it saves the next: files are never changed.
 
         Raises:
-          CheckpointError: the files could not be written (a full disk, say).
+          CheckpointError: the files, or those of the save before, could not be written (a full
+            disk, say). What was there is untouched, and nothing half-written is left (with more
+            than one process it is left, unseen, until the next start).
         """
-        if step not in self.steps():
-            self._write(step, state, info)
-        if best:
-            write_json(self.directory / BEST, {"step": step})
-
-    def _write(self, step: int, state: Any, info: dict) -> None:
+        if step in self.steps():
+            if best:
+                self._bests[step] = step
+            return
         leaves = _named_leaves(state)
-        record = {"tree": _describe(leaves), "info": info}
+        self._bests[step] = step if best else self.best_step
+        record = {"tree": _describe(leaves), "info": info, "best": self._bests[step]}
+        self._threads = set(threading.enumerate())
         try:
             self._manager.save(
                 step,
@@ -90,23 +120,42 @@ class Checkpoints:
                 ),
                 force=True,
             )
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} could not be written: {error}; "
-                f"{self._last_good(exclude=step)}"
-            ) from error
-        self._unsealed = step
+        except Exception as error:  # tensorstore has its own kinds: a full disk is a ValueError
+            self._give_up(step, error)
+        self._saving = step
         if jax.default_backend() == "cpu":
             self.wait()
 
     def wait(self) -> None:
-        """Waits for a save in the background and seals it with its manifest."""
-        self._manager.wait_until_finished()
-        step, self._unsealed = self._unsealed, None
-        if step is not None and jax.process_index() == 0:
-            folder = self.directory / str(step)
-            if folder.exists():  # the policy may have removed it already
-                write_json(folder / MANIFEST, _checksums(folder))
+        """Waits for a save in the background.
+
+        Raises:
+          CheckpointError: it could not be written; see `save`.
+        """
+        step, self._saving = self._saving, None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._give_up(step, error)
+
+    def _give_up(self, step: int | None, error: Exception) -> NoReturn:
+        """Clears away what a failed save left, which also gives its room back."""
+        self._bests.pop(step, None)
+        if jax.process_count() == 1:  # with more, they would wait for each other here
+            _join(set(threading.enumerate()) - self._threads)
+            for path in self.directory.glob(f"{step}{atomicity.TMP_DIR_SUFFIX}*"):
+                _remove(path)
+            # The old one would raise the same error for ever, and has forgotten what to keep.
+            self._manager = self._open()
+        good = self._good_step(exclude=step)
+        last = "there is no other one"
+        if good is not None:
+            last = f"the last good checkpoint is {self.directory / str(good)}"
+        name = self.directory if step is None else self.directory / str(step)
+        raise CheckpointError(
+            f"checkpoint {name} could not be written: {_cause(error)}; {last}. Put that right "
+            "(make room, say), then resume"
+        ) from error
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict]:
         """`(state, info)` of `step` (None: the latest).
@@ -150,10 +199,10 @@ class Checkpoints:
         ]
 
     def verify(self, step: int) -> None:
-        """Compares the files of `step` with its manifest (none: killed before sealing, accepted).
+        """Compares the files of `step` with its manifest.
 
         Raises:
-          CheckpointError: names the file that is missing, truncated or altered.
+          CheckpointError: names the file that is missing, truncated, altered or not listed.
         """
         problem = self._problem(step)
         if problem:
@@ -163,52 +212,116 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        self.wait()
-        self._manager.close()
+        """Waits, then ends orbax's threads.
+
+        Raises:
+          CheckpointError: see `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def _restore(self, step: int, **items):
         return self._manager.restore(step, args=ocp.args.Composite(**items))
 
+    def _best_by(self, step: int) -> int | None:
+        """The best step by the record inside the checkpoint `step`; None where it is unreadable."""
+        if step not in self._bests:
+            self._bests[step] = None
+            with contextlib.suppress(Exception):  # damage is told, and by name, at the restore
+                record = self._restore(step, info=ocp.args.JsonRestore())["info"]
+                self._bests[step] = record["best"]
+        return self._bests[step]
+
     def _problem(self, step: int) -> str | None:
         folder = self.directory / str(step)
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            sums = {name: (size, checksum) for name, (size, checksum) in manifest.items()}
         except FileNotFoundError:
-            return None
-        except json.JSONDecodeError:
-            return f"{MANIFEST} is not JSON"
-        for name, (size, checksum) in manifest.items():
-            path = folder / name
-            if not path.exists():
+            return f"{MANIFEST} is missing"
+        except (ValueError, TypeError, AttributeError):
+            return f"{MANIFEST} is not the JSON that was written"
+        found = {str(path.relative_to(folder)): path for path in _files(folder)}
+        for name, (size, checksum) in sums.items():
+            if name not in found:
                 return f"{name} is missing"
-            found = path.stat().length
-            if found != size:
-                return f"{name} has {found} bytes instead of {size}"
-            if _crc32(path) != checksum:
+            length = found[name].stat().length
+            if length != size:
+                return f"{name} has {length} bytes instead of {size}"
+            if _crc32(found[name]) != checksum:
                 return f"{name} was altered (its CRC-32 differs)"
-        return None
+        unlisted = sorted({*found} - {*sums, *LATE, MANIFEST})
+        return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
+
+    def _good_step(self, exclude: int | None) -> int | None:
+        others = sorted(set(self._manager.all_steps()) - {exclude}, reverse=True)
+        return next((step for step in others if self._problem(step) is None), None)
 
     def _last_good(self, exclude: int) -> str:
-        for step in sorted(set(self._manager.all_steps()) - {exclude}, reverse=True):
-            if self._problem(step) is None:
-                good = self.directory / str(step)
-                return (
-                    f"the last good checkpoint is {good}: remove {self.directory / str(exclude)} "
-                    "to continue from it"
-                )
-        return "there is no other good checkpoint: start again in a new work directory"
+        good = self._good_step(exclude)
+        if good is None:
+            return "there is no other good checkpoint: start again in a new work directory"
+        return (
+            f"the last good checkpoint is {self.directory / str(good)}: remove "
+            f"{self.directory / str(exclude)} to continue from it"
+        )
 
 
 class _LatestAndBest:
-    """Orbax preservation policy: the latest `keep`, and the best."""
+    """Orbax preservation policy: the latest `keep`, and the best by the word of each of them.
 
-    def __init__(self, keep: int, owner: Checkpoints):
-        self.keep, self.owner = keep, owner
+    Asked at every save, the new step included; what it gives up is removed once that is whole.
+    """
+
+    def __init__(self, owner: Checkpoints):
+        self.owner = owner
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
-        latest = sorted(info.step for info in checkpoints)[-self.keep :]
-        return [info.step in (*latest, self.owner.best_step) for info in checkpoints]
+        latest = sorted(info.step for info in checkpoints)[-self.owner.keep :]
+        kept = {*latest, *(self.owner._best_by(step) for step in latest)}
+        return [info.step in kept for info in checkpoints]
+
+
+class _SealedThenMoved(atomicity.AtomicRenameTemporaryPath):
+    """Orbax's temporary directory, with a manifest in it before it gets its final name.
+
+    Orbax writes its last marks and moves in one call: it is made to move to a second temporary
+    name, where the manifest can count those marks too. Only process 0 is called.
+    """
+
+    async def finalize(self) -> None:
+        final = self.get_final()
+        if not final.name.isdigit():  # the folder of an item inside a checkpoint
+            await super().finalize()
+            return
+        self._final_path = final.parent / f"{final.name}{atomicity.TMP_DIR_SUFFIX}-sealed"
+        try:
+            await super().finalize()
+            await asyncio.to_thread(_seal, self._final_path)
+            self._final_path.rename(final)
+        finally:
+            self._final_path = final
+
+
+class _SealedInPlace(atomicity.CommitFileTemporaryPath):
+    """For buckets: a checkpoint counts once orbax's mark is there, and that comes after ours."""
+
+    async def finalize(self) -> None:
+        if self.get_final().name.isdigit():
+            await asyncio.to_thread(_seal, self.get(), LATE)
+        await super().finalize()
+
+
+def _seal(folder: epath.Path, late: Sequence[str] = ()) -> None:
+    """Writes the manifest of all files but those that orbax writes `late`."""
+    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    sums = {
+        name: [path.stat().length, _crc32(path)] for name, path in names.items() if name not in late
+    }
+    (folder / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -239,12 +352,25 @@ def _shape(entry: list | None) -> str:
     return "absent" if entry is None else f"{entry[1]}{entry[0]}"
 
 
-def _checksums(folder: epath.Path) -> dict[str, list[int]]:
-    return {
-        str(path.relative_to(folder)): [path.stat().length, _crc32(path)]
-        for path in _files(folder)
-        if path.name != MANIFEST
-    }
+def _join(threads: set[threading.Thread], seconds: float = 5.0) -> None:
+    """Lets the other threads of a failed save end: they would write into what is being removed."""
+    end = time.monotonic() + seconds
+    for thread in threads - {threading.current_thread()}:
+        with contextlib.suppress(Exception):  # orbax's raise here what they died of
+            thread.join(timeout=max(0.0, end - time.monotonic()))
+
+
+def _remove(folder: epath.Path) -> None:
+    """Until it stays away: tensorstore writes on, out of Python's sight, and makes folders anew.
+
+    What comes back later than that is no checkpoint either, and goes at the next start.
+    """
+    gone, end = 0, time.monotonic() + 5
+    while gone < 6 and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            folder.rmtree()
+        gone = 0 if folder.exists() else gone + 1
+        time.sleep(0.05)
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
@@ -265,3 +391,15 @@ def _crc32(path: epath.Path) -> int:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0].split(" See full")[0][:200]
+
+
+def _cause(error: BaseException) -> str:
+    """The system's own words ("No space left on device") where it has any."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        if code := re.search(r"os_error_code='(\d+)'", str(inner)):
+            return os.strerror(int(code[1]))
+        inner = inner.__cause__ or inner.__context__
+    return f"{type(error).__name__}: {_first_line(error)}"

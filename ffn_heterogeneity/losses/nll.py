@@ -65,6 +65,7 @@ def chunked_nll(
     softcap: float | None = None,
     chunk: int | None = None,
     kernel_trainable: bool = True,
+    devices: int = 1,
 ) -> NLLSums:
     """Sum of -log p(target) over the masked-in positions; [B, T, V] never exists.
 
@@ -77,6 +78,7 @@ def chunked_nll(
       softcap: logits become cap tanh(logits / cap).
       chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES
         (CHUNK_BYTES_CPU where JAX's default backend is the CPU).
+      devices: how many devices share a chunk's logits; `chunk` None counts their budgets together.
       kernel_trainable: False skips dK (it comes back as 0). A kernel that is not differentiated
         (a frozen head) is noticed without it.
 
@@ -84,7 +86,7 @@ def chunked_nll(
       ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
     """
     static, mask_bt = _prepare(
-        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable
+        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, devices
     )
     # The count depends on the mask alone: whoever wants only that pays for nothing else.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
@@ -118,7 +120,9 @@ def token_nll(
     return lax.scan(body, empty, starts)[0]
 
 
-def nll_term(config: ModelConfig, reduction: str = "mean", *, name: str = "nll") -> LossTerm:
+def nll_term(
+    config: ModelConfig, reduction: str = "mean", *, name: str = "nll", devices: int = 1
+) -> LossTerm:
     """The language-modelling loss, weight 1.
 
     The NUCL paper does not state its reduction (its equations sum over the sequence). Chosen here:
@@ -128,6 +132,10 @@ def nll_term(config: ModelConfig, reduction: str = "mean", *, name: str = "nll")
 
     Metrics: "accuracy" of the next token ("mean" only; a sum like the total, divided by the same
     denominator).
+
+    Args:
+      devices: over how many the batch and the vocabulary are cut: a chunk's logits fit on them
+        together.
 
     Raises:
       ValueError: unknown reduction.
@@ -144,6 +152,7 @@ def nll_term(config: ModelConfig, reduction: str = "mean", *, name: str = "nll")
             batch["loss_mask"],
             layout=layout,
             softcap=config.final_softcap,
+            devices=devices,
         )
         if reduction == "mean":
             return TermValue(sums.total, sums.count, {"accuracy": sums.correct})
@@ -164,7 +173,9 @@ def _documents(batch: dict) -> jax.Array:
     return jnp.sum(mask_bt & (segments_bt > before_bt), dtype=jnp.float32)
 
 
-def _prepare(hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable):
+def _prepare(
+    hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, devices=1
+):
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: choose one of {LAYOUTS}")
     if hidden_btd.ndim != 3 or kernel.ndim != 2:
@@ -180,7 +191,7 @@ def _prepare(hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, ke
         raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
-        budget = CHUNK_BYTES_CPU if jax.default_backend() == "cpu" else CHUNK_BYTES
+        budget = devices * (CHUNK_BYTES_CPU if jax.default_backend() == "cpu" else CHUNK_BYTES)
         chunk = max(1, budget // (4 * batch * kernel.shape[layout.index("v")]))
         # Equal chunks: the fewest that fit, none of them mostly empty.
         chunk = -(-time // -(-time // chunk))

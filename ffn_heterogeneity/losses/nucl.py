@@ -5,7 +5,8 @@ The formulas, their closed-form gradients and what happens on degenerate rows: `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -70,6 +71,7 @@ def nucl_term(
     layers: Sequence[int] | None = None,
     weight: str | float = "alpha",
     name: str = "nucl",
+    sharded: bool = False,
 ) -> LossTerm:
     """NUCL over chosen matrices of chosen layers (equation 6, Table 3): a term on parameters.
 
@@ -91,6 +93,7 @@ def nucl_term(
       layers: indices of the layers to act on; None: all.
       weight: a key of `hyper`, or a constant.
       name: the term's name; give each its own where a loss holds several.
+      sharded: the parameters are cut over several devices (see `nucl_rows`).
 
     Raises:
       ValueError: unknown variant, target or axis; and, when the term runs: a tree without the
@@ -108,11 +111,13 @@ def nucl_term(
     if chosen is not None and not chosen:
         raise ValueError("layers is empty: the term would act on nothing; None means all layers")
 
+    rows_of = functools.partial(nucl_rows, variant=variant, sharded=sharded)
+
     def function(params: dict) -> TermValue:
         total, metrics = jnp.zeros((), jnp.float32), {}
         for target in targets:
             along = -2 if target.startswith("ffn_in") and axis == "neurons" else -1
-            value, found = _target_value(params, target, variant, along, chosen)
+            value, found = _target_value(params, target, rows_of, along, chosen)
             total = total + value
             metrics |= {f"{variant}/{target}/{key}": array for key, array in found.items()}
         return TermValue(total, jnp.ones((), jnp.float32), metrics)
@@ -127,7 +132,7 @@ def _pattern(place: str, chosen: frozenset[int] | None) -> str:
     return rf"^(?:stack/segment_\d+/slot_\d+|layers/(?:{listed}))/{place}/(?!bias$)[^/]+$"
 
 
-def _target_value(params, target, variant, along, chosen):
+def _target_value(params, target, rows_of, along, chosen):
     """(sum over the chosen layers' rows, metrics) of one target."""
     sites = _sites(params, TARGETS[target])
     if not sites:
@@ -141,7 +146,7 @@ def _target_value(params, target, variant, along, chosen):
         raise ValueError(f"NUCL layers {wrong}: the model has layers 0 to {count - 1}")
     total, count_rows, means = jnp.zeros((), jnp.float32), 0, {}
     for site in sites:
-        rows = _site_rows(site, variant, along)
+        rows = _site_rows(site, functools.partial(rows_of, axis=along))
         keep = [chosen is None or layer in chosen for layer in site.layers]
         if all(keep):
             total = total + jnp.sum(rows)
@@ -188,11 +193,11 @@ def _layer_count(params: dict) -> int:
     return sum(segment.slots * segment.repeats for segment in tree_segments(params["stack"]))
 
 
-def _site_rows(site: _Site, variant: str, along: int) -> jax.Array:
+def _site_rows(site: _Site, rows_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """[layers of the site, rows] values."""
 
     def rows(leaves):
-        return nucl_rows(effective_kernel(leaves), variant, axis=along)
+        return rows_of(effective_kernel(leaves))
 
     if not site.stacked:
         return rows(site.leaves)[None]

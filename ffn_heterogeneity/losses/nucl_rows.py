@@ -16,6 +16,11 @@ Where the paper's listing breaks, this does not (chosen here): an all-zero row (
 neuron) contributes 0 with gradient 0; a uniform row has mstd 0 with gradient 0; a weight that is
 exactly 0 has gradient 0; rows of 1e-24 or 1e38 neither underflow nor overflow. Rows whose largest
 weight is below about 1e-30 count as all-zero (1 / Z would leave float32).
+
+Rows cut over the devices of a mesh take the form `sharded`: first Z, then the sums of r itself,
+each one all-reduce of a number a row. It has no branch (a predicate over all rows would be a third
+all-reduce, and its slow branch four more), reads the weights once more, and r is in range and
+centred whatever the row's scale.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 VARIANTS = ("ent", "gini", "mstd")
@@ -33,7 +39,9 @@ VARIANTS = ("ent", "gini", "mstd")
 _NEARLY_UNIFORM = 0.22
 
 
-def nucl_rows(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Array:
+def nucl_rows(
+    w: jax.Array, variant: str = "mstd", *, axis: int = -1, sharded: bool = False
+) -> jax.Array:
     """One variant of NUCL for every row, differentiable in closed form.
 
     Args:
@@ -41,6 +49,7 @@ def nucl_rows(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Arr
       variant: "ent" (nats), "gini" or "mstd" (both without unit).
       axis: the axis a distribution lies along: -1, or -2 for one distribution per column. No copy
         is made for either.
+      sharded: the weights are cut over several devices.
 
     Returns:
       [..., m] for axis -1, [..., n] for axis -2; float32 (float64 for float64 weights).
@@ -58,21 +67,21 @@ def nucl_rows(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Arr
         raise TypeError(f"NUCL needs floating point weights, got {w.dtype}")
     if w.shape[axis] == 0:
         raise ValueError(f"weights {w.shape} have empty rows along axis {axis}")
-    return _rows(w, variant, axis)
+    return _rows(w, variant, axis, sharded)
 
 
 # Jitted so that a call outside of jit compiles once a shape; inside, XLA inlines it.
-@functools.partial(jax.jit, static_argnums=(1, 2))
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _rows(w, variant, axis):
-    return _rows_fwd(w, variant, axis)[0]
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _rows(w, variant, axis, sharded):
+    return _rows_fwd(w, variant, axis, sharded)[0]
 
 
-def _rows_fwd(w, variant, axis):
+def _rows_fwd(w, variant, axis, sharded):
     if variant == "ent":
-        entropy, shift, inv = _entropy(w, axis)
+        entropy, shift, inv = (_sharded_entropy if sharded else _entropy)(w, axis)
         return entropy, (w, shift, inv, inv)
-    cv, inv, alive = _variation(w, axis)
+    cv, inv, alive = (_sharded_variation if sharded else _variation)(w, axis)
     n = w.shape[axis]
     q = (1 + cv * cv) / n
     if variant == "gini":
@@ -82,7 +91,8 @@ def _rows_fwd(w, variant, axis):
     return -cv / n, (w, q, inv, jnp.where(cv > 0, 1 / jnp.where(cv > 0, cv, 1), 0))
 
 
-def _rows_bwd(variant, axis, residuals, cotangent):
+def _rows_bwd(variant, axis, sharded, residuals, cotangent):
+    del sharded
     w, shift, inv, factor = residuals
     x = w.astype(_wide(w))
     scale = jnp.expand_dims(-cotangent * inv, axis)
@@ -138,9 +148,7 @@ def _rescaled_variation(w, axis):
     total, square = (s / n for s in _sums(d, d * d, axis, longest=96, lanes=4))
     mean = jnp.where(alive, middle * scale + total, 1)
     cv = jnp.where(alive, jnp.sqrt(jnp.maximum(square - total * total, 0)) / mean, 0)
-    # Below a few roundings the row is uniform: 0 rather than noise.
-    cv = jnp.where(cv > 4 * jnp.finfo(cv.dtype).eps, cv, 0)
-    return cv, scale / (n * mean), alive
+    return _no_noise(cv), scale / (n * mean), alive
 
 
 def _entropy(w, axis):
@@ -173,6 +181,38 @@ def _rescaled_entropy(w, axis):
     entropy = jnp.where(alive, jnp.log(z) - within, 0)
     shift = jnp.where(alive, within - jnp.log(jnp.where(alive, scale, 1)), 0)
     return entropy, shift, scale / z
+
+
+def _sharded_variation(w, axis):
+    """`_variation` in two passes: Z, then the centred second moment of r."""
+    r, _, inv, alive = _proportions(w, axis)
+    n = w.shape[axis]
+    cv = jnp.sqrt(n * jnp.sum(jnp.square(r - 1 / n), axis))
+    return _no_noise(jnp.where(alive, cv, 0)), inv, alive
+
+
+def _sharded_entropy(w, axis):
+    """`_entropy` in two passes: Z, then sum r log r."""
+    r, log_z, inv, alive = _proportions(w, axis)
+    plogp = jnp.sum(_xlogx(r), axis)
+    return jnp.where(alive, -plogp, 0), jnp.where(alive, plogp + log_z, 0), inv
+
+
+def _proportions(w, axis):
+    """(r, log Z, 1 / Z, not all-zero); r = 0 and 1 / Z = 0 in an all-zero row."""
+    # Shrunk, so that no sum of the hugest weights overflows; 1e-30 still stays a normal number.
+    shrink = 2.0**-20
+    a = _magnitude(w) * shrink
+    z = jnp.sum(a, axis)
+    alive = z >= float(jnp.finfo(a.dtype).tiny) ** 0.8 * shrink
+    z = jnp.where(alive, z, 1)
+    inv = jnp.where(alive, 1 / z, 0)
+    return a * jnp.expand_dims(inv, axis), jnp.log(z) - np.log(shrink), inv * shrink, alive
+
+
+def _no_noise(cv):
+    """Below a few roundings the row is uniform: 0 rather than noise."""
+    return jnp.where(cv > 4 * jnp.finfo(cv.dtype).eps, cv, 0)
 
 
 def _row_scale(w, axis):

@@ -27,12 +27,16 @@ class RunOptions:
       remat: "none", "full" (keep block inputs only), "dots", "attention_output".
       unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
       attention: "auto", "xla", "plain" or "cudnn" (models/attention.py).
+      activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
+        embedding [V, D] that tokens are looked up in; None leaves them to XLA.
     """
 
     compute_dtype: Any = jnp.float32
     remat: str = "none"
     unroll: int | bool = 1
     attention: str = "auto"
+    activations: jax.sharding.Sharding | None = None
+    table: jax.sharding.Sharding | None = None
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
@@ -96,8 +100,9 @@ def forward(
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}.
     """
     tokens = batch["tokens"]
-    x = params["embed"]["embedding"][tokens].astype(options.compute_dtype)
-    x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+    table = _hold(params["embed"]["embedding"], options.table)
+    x = table[tokens].astype(options.compute_dtype)
+    x = _hold(x * jnp.asarray(config.embedding_multiplier, x.dtype), options.activations)
     kernel = choose_kernel(options.attention, config, x.dtype)
     with_weights = any("attention_weights" in probe.needs for probe in probes)
     context = _context(config, batch, tokens.shape)
@@ -112,7 +117,7 @@ def forward(
             probe.name: probe.function(seen, batch, extra["probes"].get(probe.name))
             for probe in probes
         }
-        return x, results
+        return _hold(x, options.activations), results
 
     extra: dict = {"probes": per_layer or {}}
     if dropout is not None:
@@ -123,6 +128,10 @@ def forward(
     )  # fmt: skip
     norm = RMSNorm(config.norm_eps, config.norm_offset)
     return {"hidden": norm.apply({"params": params["final_norm"]}, x), "probes": seen}
+
+
+def _hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[tuple]:

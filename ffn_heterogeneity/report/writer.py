@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
 
 class MetricsWriter:
     """Appends metrics; a resumed run continues as if it had never stopped.
+
+    Of several processes only the first writes; in the others every call does nothing.
 
     Lines are `{"step": 3, "loss": 2.5, "nucl/entropy": [...]}`: scalars as numbers, arrays as
     nested lists, exactly as computed (a float32's decimal form reads back to the same float32).
@@ -24,7 +28,16 @@ class MetricsWriter:
       resume_step: lines of later steps are dropped first (they were written after the checkpoint
         that is resumed from, and will be written again), and so is a half-written last line.
         None: start a new file.
+      resume_rows: and at most so many lines are kept. An evaluation that was made after the
+        checkpoint of its own step, and will be made again, is told only by their number.
       tensorboard: also write events (needs the package tensorboardX; without it a line says so).
+
+    Attributes:
+      rows: the number of lines in the file.
+
+    Raises:
+      OSError: the directory or the file cannot be written.
+      ValueError: the file to continue is not JSON; see `read_metrics`.
     """
 
     def __init__(
@@ -32,23 +45,41 @@ class MetricsWriter:
         directory: str | os.PathLike,
         *,
         resume_step: int | None = None,
+        resume_rows: int | None = None,
         tensorboard: bool = True,
     ):
         directory = epath.Path(directory)
+        self.path, self.rows = directory / "metrics.jsonl", 0
+        self._file = self._events = None
+        if jax.process_index() != 0:
+            return
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
         kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
+        kept = kept[:resume_rows]
         _replace_lines(self.path, kept)
+        self.rows = len(kept)
         self._file = self.path.open("a")
-        self._events = None
         if tensorboard:
             self._events = _tensorboard(directory / "tensorboard", resume_step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one line and its events. Values are numbers or arrays on the host."""
+        """Writes one line and its events. Values are numbers or arrays on the host.
+
+        Raises:
+          OSError: names the file; the disk is full, say.
+        """
+        if self._file is None:
+            return
         row = {"step": int(step), **{name: _plain(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._drop()
+            raise OSError(
+                error.errno, f"{error.strerror}; put that right, then resume", str(self.path)
+            ) from None
+        self.rows += 1
         if self._events is not None:
             self._write_events(step, metrics)
 
@@ -67,8 +98,16 @@ class MetricsWriter:
                 self._events.add_histogram(name, value.reshape(-1).astype(np.float64), step)
         self._events.flush()
 
+    def _drop(self) -> None:
+        """Closes the file without a second try at the line that could not be written."""
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            file.close()
+
     def close(self) -> None:
-        self._file.close()
+        """Closes the files; nothing is left to be written by then."""
+        if self._file is not None:
+            self._file.close()
         if self._events is not None:
             self._events.close()
 

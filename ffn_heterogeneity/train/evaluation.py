@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.losses.terms import TermValue
+from ffn_heterogeneity.train.placement import place_batch
 
 
 def make_evaluator(
@@ -36,7 +37,7 @@ def make_evaluator(
         sums, running = None, None
         for batch in batches():
             check_stop()
-            following = eval_step(params, jax.device_put(batch, sharding))
+            following = eval_step(params, place_batch(batch, sharding))
             if running is not None:
                 sums = fetch(sums, running)
             running = following

@@ -14,8 +14,10 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
+from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.report.writer import MetricsWriter
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
+from ffn_heterogeneity.train.placement import place_batch, place_scalars
 from ffn_heterogeneity.train.state import TrainState
 from ffn_heterogeneity.train.workdir import resume_command
 
@@ -70,7 +72,12 @@ class LoopConfig:
 
 @dataclasses.dataclass
 class LoopResult:
-    """How a run ended; `stopped` is None after the last step, else the signal's name."""
+    """How a run ended; `stopped` is None after the last step, else the signal's name.
+
+    `best` is `{"step", "metric", "value"}` (None: nothing was evaluated). With `keep_best` its
+    parameters are `Checkpoints(workdir / "checkpoints").restore(state, best["step"])`; step 0 is
+    the model as it was given, which is not saved.
+    """
 
     state: TrainState
     step: int
@@ -119,6 +126,12 @@ class TrainLoop:
         self.tensorboard = tensorboard
         self.step, self.best, self.last_eval = 0, None, -1
         self.saved_step: int | None = None
+        self._saved_rows: int | None = None
+        self._speaks = jax.process_index() == 0
+        # Of several processes one alone may get the signal: it then goes with the next batch, and
+        # all read from that step's metrics, at the same step, that they are to stop.
+        self._many = jax.process_count() > 1
+        self._wanted: str | None = None
         self._signal: str | None = None
         self._pending: tuple[int, Any, dict] | None = None
         self._improved = False
@@ -130,28 +143,29 @@ class TrainLoop:
 
         Raises:
           TrainingDiverged: something is not finite; the update was not applied.
-          CheckpointError: the checkpoint to resume from is damaged or another model's.
+          CheckpointError: the checkpoint to resume from is damaged or another model's, or one
+            could not be written (a full disk, say).
           ValueError: the data ended early.
           RuntimeError: the step was compiled a second time.
         """
         self._resume()
         done = False
         with (
-            MetricsWriter(
-                self.workdir, resume_step=self.saved_step, tensorboard=self.tensorboard
-            ) as self.writer,
+            self._metrics_writer() as self.writer,
             catch_signals(self._on_signal),
-            Progress(self.config.steps, self.step) as self.progress,
+            self._make_progress() as self.progress,
         ):
             try:
                 self._loop()
+                self.checkpoints.wait()  # a run whose last save failed is not done
                 done = self.step >= self.config.steps
             finally:
-                self.checkpoints.close()
+                # Said first: closing may fail too, or wait for a disk that does not answer.
                 if not done:
                     self._say(
                         f"stopped at step {self.step}; to resume: {resume_command(self.workdir)}"
                     )
+                self.checkpoints.close()
         rates = self._rates[1:] or self._rates
         seconds = sum(s for _, s in rates)
         return LoopResult(
@@ -162,6 +176,19 @@ class TrainLoop:
             tokens_per_second=sum(n for n, _ in rates) / seconds if seconds else None,
             compile_seconds=self.compile_seconds,
         )
+
+    def _metrics_writer(self) -> MetricsWriter:
+        return MetricsWriter(
+            self.workdir,
+            resume_step=self.saved_step,
+            resume_rows=self._saved_rows,
+            tensorboard=self.tensorboard,
+        )
+
+    def _make_progress(self) -> contextlib.AbstractContextManager:
+        if self._speaks:
+            return Progress(self.config.steps, self.step)
+        return contextlib.nullcontext()
 
     def check_stop(self) -> None:
         """Raises `StopRequested` once a signal has come; for long work between two steps."""
@@ -236,10 +263,13 @@ class TrainLoop:
                     "divide: choose a batch size that is a multiple of it"
                 )
         cut = {k: v.reshape(a, v.shape[0] // a, *v.shape[1:]) for k, v in batch.items()}
-        return jax.device_put(cut, self.shardings[1])
+        if self._many:
+            wanted = np.int32(self._wanted is not None)
+            cut["stop"] = np.full(next(iter(cut.values())).shape[:2], wanted)
+        return place_batch(cut, self.shardings[1])
 
     def _place_hyper(self, hyper: Mapping[str, float]) -> dict[str, jax.Array]:
-        return jax.device_put({k: np.float32(v) for k, v in hyper.items()}, self.shardings[2])
+        return place_scalars(hyper, self.shardings[2])
 
     def _drain(self) -> None:
         previous, self._pending = self._pending, None
@@ -253,6 +283,8 @@ class TrainLoop:
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
+        if metrics.pop("stop", 0):
+            self._signal = self._wanted or "SIGTERM"
         finite, by_leaf = metrics.pop("finite"), metrics.pop("gradient_finite")
         if not finite or not np.isfinite(metrics["update_norm"]):
             self._diverged(step, metrics, by_leaf)
@@ -267,7 +299,8 @@ class TrainLoop:
             self._say(f"step {step}: the batch has no target token, so its text loss is 0")
         self.writer.write(step, row)
         shown = {name: float(metrics[name]) for name in ("loss", "nll") if name in metrics}
-        self.progress.update(step, shown, tokens / seconds if seconds else 0.0)
+        if self._speaks:
+            self.progress.update(step, shown, tokens / seconds if seconds else 0.0)
 
     def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> None:
         terms = [
@@ -288,7 +321,10 @@ class TrainLoop:
         )
 
     def _last_checkpoint(self) -> str:
-        good = self.checkpoints.latest_step()
+        try:
+            good = self.checkpoints.latest_step()
+        except CheckpointError as error:  # the save in the background failed as well
+            return str(error)
         if good is None:
             return "there is no checkpoint yet"
         return f"last good checkpoint: {self.checkpoints.directory / str(good)}"
@@ -324,7 +360,12 @@ class TrainLoop:
         improved, self._improved = self._improved, False
         if self.saved_step == self.step and not improved:
             return
-        info = {"data": self.batches.get_state(), "best": self.best, "last_eval": self.last_eval}
+        info = {
+            "data": self.batches.get_state(),
+            "best": self.best,
+            "last_eval": self.last_eval,
+            "rows": self.writer.rows,
+        }
         self.checkpoints.save(self.step, self.state, info, best=improved)
         self.saved_step = self.step
         self._clock = time.perf_counter()
@@ -341,10 +382,15 @@ class TrainLoop:
         self.batches.set_state(info["data"])
         self.best, self.last_eval = info["best"], info["last_eval"]
         self.step = self.saved_step = step
-        print(f"resumed from {self.checkpoints.directory / str(step)}", flush=True)
+        self._saved_rows = info.get("rows")
+        if self._speaks:
+            print(f"resumed from {self.checkpoints.directory / str(step)}", flush=True)
 
     def _on_signal(self, name: str) -> None:
-        self._signal = name
+        self._wanted = name
+        if not self._many:
+            self._signal = name
 
     def _say(self, line: str) -> None:
-        self.progress.say(line)
+        if self._speaks:
+            self.progress.say(line)

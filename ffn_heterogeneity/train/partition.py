@@ -7,6 +7,7 @@ strict in both directions, so that neither a renamed leaf nor a mistyped rule pa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -147,9 +148,27 @@ def trainable_mask(
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh over the three axes; (1, 1, 1) is the one-device mesh."""
-    n_devices = data * fsdp * tensor
+    """A mesh over the three axes; (1, 1, 1) is the one-device mesh.
+
+    Args:
+      data, fsdp, tensor: sizes; at most one of them -1, which takes the devices that are left.
+
+    Raises:
+      ValueError: sizes that do not fit the devices.
+    """
     devices = jax.devices()
+    sizes = [data, fsdp, tensor]
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"mesh {tuple(sizes)}: sizes are positive, at most one of them -1")
+    if -1 in sizes:
+        others = -math.prod(sizes)
+        if len(devices) % others:
+            raise ValueError(
+                f"mesh {tuple(sizes)}: {others} does not divide {len(devices)} devices"
+            )
+        sizes[sizes.index(-1)] = len(devices) // others
+    data, fsdp, tensor = sizes
+    n_devices = data * fsdp * tensor
     if n_devices > len(devices):
         raise ValueError(
             f"mesh ({data}, {fsdp}, {tensor}) needs {n_devices} devices, there are {len(devices)}"
@@ -177,9 +196,18 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
                 f"leaf {path!r} of shape {leaves[path].shape} cannot take the spec {spec}: "
                 "it names more axes than the leaf has"
             )
-        names = {n for axis in spec for n in (axis if isinstance(axis, tuple) else (axis,)) if n}
+        axes = [axis if isinstance(axis, tuple) else (axis,) if axis else () for axis in spec]
+        names = {name for axis in axes for name in axis}
         if names - set(mesh.axis_names):
             raise RuleError(f"spec {spec} of {path!r} names axes that are not in {mesh.axis_names}")
+        for size, axis in zip(leaves[path].shape, axes, strict=False):
+            parts = math.prod(mesh.shape[name] for name in axis)
+            if size % parts:
+                raise RuleError(
+                    f"leaf {path!r} of shape {leaves[path].shape}: its axis of {size} cannot be "
+                    f"cut into {parts} equal parts over {'x'.join(axis)}; choose mesh sizes that "
+                    f"divide it, or give the leaf a sharding rule of its own"
+                )
     return jax.tree_util.tree_map_with_path(
         lambda path, _: NamedSharding(mesh, specs[path_str(path)]), tree
     )
@@ -193,3 +221,16 @@ def batch_sharding(mesh: Mesh, accumulated: bool = True) -> NamedSharding:
     """Examples over `data` and `fsdp`; `accumulated` batches are [A, B, T], others [B, T]."""
     spec = (None, ("data", "fsdp")) if accumulated else (("data", "fsdp"),)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def run_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
+    """The fields of `RunOptions` that speak of a mesh.
+
+    `activations`: the residual stream [B, T, D], examples over `data` and `fsdp`, whole otherwise.
+    `table`: the embedding [V, D] while tokens are looked up: its rows over `tensor`, whole ones, so
+    that each device answers for the tokens it has.
+    """
+    return {
+        "activations": NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, None)),
+        "table": NamedSharding(mesh, PartitionSpec("tensor", None)),
+    }

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
@@ -28,10 +29,12 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train.distributed import on_main, say
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.loop import LoopConfig, LoopResult, TrainLoop
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from ffn_heterogeneity.train.state import create_state, state_shardings
+from ffn_heterogeneity.train.placement import local_rows, to_host
+from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
 from ffn_heterogeneity.train.workdir import prepare_workdir
 
@@ -51,38 +54,44 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     """
     start, workdir = time.time(), epath.Path(workdir)
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
-    prepare_workdir(workdir, config.to_dict())
+    on_main(lambda: prepare_workdir(workdir, config.to_dict()))
     if (workdir / "results.json").exists():
         print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
         return read_json(workdir / "results.json")
     check_config(config)
-    print(f"loading {config.model} ...", flush=True)
+    mesh = partition.make_mesh(**config.mesh)
+    rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
+    say(f"loading {config.model} ...")
     model = load_model(config.model, revision=config.revision)
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, so no text can be read: add its files")
     causal_lm.check_leaves(model.config, model.params)
     before = statistics(model.config, model.params)
     pipeline = make_pipeline(
-        config.data.to_dict(), model.tokenizer, config.batch_size, config.seq_len, config.seed
-    )
+        config.data.to_dict(), model.tokenizer, config.batch_size, config.seq_len, config.seed,
+        accumulation=config.accumulation, rows=rows,
+    )  # fmt: skip
     with contextlib.closing(pipeline.train_iterator()) as batches:
-        loop, facts = make_loop(config, workdir, model, pipeline, batches)
+        loop, facts = make_loop(config, workdir, mesh, model, pipeline, batches)
         # The device holds the weights now; the host's copy is not needed any more.
         model = Model(model.config, {}, model.tokenizer, model.source)
         result = loop.run()
     if result.stopped:
         raise SystemExit(130 if result.stopped == "SIGINT" else 143)
-    params = final_params(config, workdir, result)
-    save_pretrained(
-        model.config, params, workdir / "model", tokenizer=model.tokenizer,
-        export=config.export.form, dtype=config.export.dtype, overwrite=True,
-    )  # fmt: skip
-    after = statistics(model.config, params)
-    results = facts | {"before": before, "after": after} | summary(workdir, result)
-    results["seconds"] = time.time() - start
-    write_json(workdir / "results.json", results)
-    print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
-    return results
+    params = to_host(final_params(config, workdir, result))
+
+    def finish() -> None:
+        save_pretrained(
+            model.config, params, workdir / "model", tokenizer=model.tokenizer,
+            export=config.export.form, dtype=config.export.dtype, overwrite=True,
+        )  # fmt: skip
+        after = statistics(model.config, params)
+        results = facts | {"before": before, "after": after} | summary(workdir, result)
+        write_json(workdir / "results.json", results | {"seconds": time.time() - start})
+        print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
+
+    on_main(finish)
+    return read_json(workdir / "results.json")
 
 
 def check_config(config: ConfigDict) -> None:
@@ -114,39 +123,48 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError("export.weights='best' needs checkpoint.keep_best=True")
 
 
-def make_terms(config: ConfigDict, model: ModelConfig) -> tuple[LossTerm, ...]:
+def make_terms(config: ConfigDict, model: ModelConfig, devices: int = 1) -> tuple[LossTerm, ...]:
     """NLL, and NUCL unless its variant is "none"."""
-    terms = [nll_term(model, config.nll_reduction)]
+    terms = [nll_term(model, config.nll_reduction, devices=devices)]
     if config.nucl.variant != "none":
         nucl = config.nucl
-        terms.append(nucl_term(nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha"))
+        terms.append(
+            nucl_term(
+                nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha", sharded=devices > 1
+            )
+        )
     return tuple(terms)
 
 
-def entropy_monitor(config: ConfigDict) -> LossTerm:
+def entropy_monitor(config: ConfigDict, devices: int = 1) -> LossTerm:
     """The entropy of the targeted connections, evaluated beside any variant and never trained on.
 
     Its mean per neuron is what the paper's Figures 2 and 3 plot: "validation/entropy/ent/...".
     """
-    return nucl_term("ent", tuple(config.nucl.targets), config.nucl.axis, name="entropy")
+    nucl = config.nucl
+    return nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
 
 
 def make_loop(
-    config: ConfigDict, workdir: epath.Path, model: Model, pipeline: Pipeline, batches: Any
+    config: ConfigDict,
+    workdir: epath.Path,
+    mesh: Mesh,
+    model: Model,
+    pipeline: Pipeline,
+    batches: Any,
 ) -> tuple[TrainLoop, dict]:
     """Everything but the running; and the facts of the run that `results.json` names."""
     mask = partition.trainable_mask(
         flatten(model.params), tuple(config.freeze), tuple(config.train_only)
     )
     optimizer = make_optimizer(optimizer_config(config), model.params, mask)
-    state = create_state(model.params, optimizer, mask, seed=config.seed)
-    mesh = partition.make_mesh()
     placed = (
-        state_shardings(mesh, state),
+        state_shardings(mesh, abstract_state(model.params, optimizer, mask)),
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
-    terms, options = make_terms(config, model.config), run_options(config)
+    state = create_state(model.params, optimizer, mask, seed=config.seed, shardings=placed[0])
+    terms, options = make_terms(config, model.config, mesh.size), run_options(config, mesh)
 
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(
@@ -161,7 +179,7 @@ def make_loop(
     loop = TrainLoop(
         loop_config(config),
         train_step=train_step,
-        state=jax.device_put(state, placed[0]),
+        state=state,
         batches=batches,
         hyper=hyper_function(config),
         workdir=workdir,
@@ -176,6 +194,8 @@ def make_loop(
         "parameters": sum(sizes.values()),
         "trainable_parameters": sum(size for path, size in sizes.items() if mask[path]),
         "device": jax.devices()[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
         "alpha": config.nucl.alpha,
         "variant": config.nucl.variant,
     }
@@ -184,7 +204,7 @@ def make_loop(
 
 def _evaluator(config, forward, terms, pipeline, mesh):
     if pipeline.held_out is None:
-        print("no validation data: nothing is evaluated and no checkpoint is the best", flush=True)
+        say("no validation data: nothing is evaluated and no checkpoint is the best")
         return None
 
     def batches() -> Iterator[dict[str, np.ndarray]]:
@@ -194,12 +214,14 @@ def _evaluator(config, forward, terms, pipeline, mesh):
         """
         for batch in pipeline.validation_iterator(config.eval.max_batches or None):
             for part in range(config.accumulation):
-                rows = config.batch_size // config.accumulation
+                rows = len(pipeline.rows) // config.accumulation
                 yield {k: v[part * rows : (part + 1) * rows] for k, v in batch.items()}
 
     return make_evaluator(
-        make_eval_step(forward, terms),
-        make_params_metrics((*terms, entropy_monitor(config))),
+        make_eval_step(forward, terms, partition.replicated(mesh)),
+        make_params_metrics(
+            (*terms, entropy_monitor(config, mesh.size)), partition.replicated(mesh)
+        ),
         batches,
         sharding=partition.batch_sharding(mesh, accumulated=False),
     )
@@ -226,16 +248,17 @@ def hyper_function(config: ConfigDict):
     return lambda step: {"learning_rate": schedule(step), **constant}
 
 
-def run_options(config: ConfigDict) -> causal_lm.RunOptions:
-    """What "auto" means on this platform."""
+def run_options(config: ConfigDict, mesh: Mesh) -> causal_lm.RunOptions:
+    """What "auto" means on this platform; shardings on a mesh."""
     on_cpu = jax.default_backend() == "cpu"
     dtype, remat = config.compute_dtype, config.remat
     if dtype == "auto":
         dtype = "float32" if on_cpu else "bfloat16"
     if remat == "auto":
         remat = "dots" if on_cpu else "full"
+    held = partition.run_shardings(mesh) if mesh.size > 1 else {}
     return causal_lm.RunOptions(
-        compute_dtype=jax.numpy.dtype(dtype), remat=remat, unroll=config.unroll or True
+        compute_dtype=jax.numpy.dtype(dtype), remat=remat, unroll=config.unroll or True, **held
     )
 
 
@@ -253,19 +276,16 @@ def loop_config(config: ConfigDict) -> LoopConfig:
 
 
 def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) -> dict:
-    """The last parameters, or the best checkpoint's (the input's where nothing was better)."""
-    if config.export.weights == "best" and result.best and result.best["step"] != result.step:
-        checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
-        step = checkpoints.best_step
-        if step is None:
-            raise ValueError(
-                "export.weights='best', but no evaluation was better than the model as it was "
-                "loaded: there is nothing to export. Lower the learning rate, or export 'last'"
-            )
-        state, _ = checkpoints.restore(result.state, step)
-        checkpoints.close()
-        return state.params
-    return result.state.params
+    """The last parameters, or the best ones: a checkpoint's, or the input's if nothing beat it."""
+    if config.export.weights != "best" or not result.best or result.best["step"] == result.step:
+        return result.state.params
+    if result.best["step"] == 0:
+        say("no evaluation was better than the model as it was loaded: that one is exported")
+        return load_model(config.model, revision=config.revision).params
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    state, _ = checkpoints.restore(result.state, result.best["step"])
+    checkpoints.close()
+    return state.params
 
 
 def statistics(config: ModelConfig, params: dict) -> list[dict]:

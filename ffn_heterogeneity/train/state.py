@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.paths import flatten, path_str, unflatten
 from ffn_heterogeneity.train import partition
@@ -59,15 +60,19 @@ def create_state(
     *,
     seed: int = 0,
     master_dtype: Any = jnp.float32,
+    shardings: TrainState | None = None,
 ) -> TrainState:
     """A fresh state. Floating trainable leaves become `master_dtype`; frozen ones are untouched.
 
     Args:
-      params: tree of numpy or jax arrays. It stays valid: donating the state does not delete it.
+      params: tree of numpy or jax arrays, the same in every process. It stays valid: donating the
+        state does not delete it.
       optimizer: from `make_optimizer`.
       trainable: `{path: trains}`.
       seed: of all randomness of the run.
       master_dtype: of the trainable leaves (float64 only in tests).
+      shardings: from `state_shardings`: every device is given its part of a leaf and nothing more,
+        and the optimiser's state is made where it stays. None: the default device.
 
     Raises:
       ValueError: a leaf that is set to train is not floating.
@@ -76,6 +81,8 @@ def create_state(
     for path, leaf in train.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"leaf {path!r} of dtype {leaf.dtype} cannot train: freeze it")
+    if shardings is not None:
+        return _create_placed(train, frozen, optimizer, seed, master_dtype, shardings)
     # Copies, because the step donates the state and must not delete the caller's arrays.
     train = {path: jnp.array(leaf, dtype=master_dtype, copy=True) for path, leaf in train.items()}
     frozen = {path: jnp.array(leaf, copy=True) for path, leaf in frozen.items()}
@@ -83,7 +90,30 @@ def create_state(
         step=jnp.zeros((), jnp.int32),
         params=merge_params(train, frozen),
         opt_state=optimizer.init(train),
-        key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+        key=_key_data(seed),
+    )
+
+
+def _key_data(seed: int) -> jax.Array:
+    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+
+
+def _create_placed(train, frozen, optimizer, seed, master_dtype, shardings) -> TrainState:
+    where = flatten(shardings.params)
+
+    def place(leaf, sharding, dtype=None):
+        # A copy of each part, as above: on CPU an array may borrow numpy's memory.
+        return jax.make_array_from_callback(
+            np.shape(leaf), sharding, lambda index: np.array(leaf[index], dtype=dtype)
+        )
+
+    train = {path: place(leaf, where[path], master_dtype) for path, leaf in train.items()}
+    frozen = {path: place(leaf, where[path]) for path, leaf in frozen.items()}
+    return TrainState(
+        step=place(np.zeros((), np.int32), shardings.step),
+        params=merge_params(train, frozen),
+        opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(train),
+        key=place(np.asarray(_key_data(seed)), shardings.key),
     )
 
 
@@ -115,23 +145,40 @@ def state_shardings(
 ) -> TrainState:
     """The state's `NamedSharding`s: parameters by `rules`, moments as their parameter.
 
-    A leaf of the optimiser's state belongs to the parameter whose path is one of its own keys; it
-    takes that parameter's spec when the shapes agree and is replicated otherwise (Adafactor's
-    factored rows and columns: small).
+    A leaf of the optimiser's state belongs to the parameter whose path is one of its own keys. It
+    takes that parameter's spec when the shapes agree; the spec without the reduced axis when it is
+    the parameter's shape without one axis (Adafactor's factored rows and columns); and is
+    replicated otherwise (counters).
     """
     params = partition.shardings(mesh, state.params, rules)
     by_path, shapes = flatten(params), {p: x.shape for p, x in flatten(state.params).items()}
     whole = partition.replicated(mesh)
 
     def of_opt_leaf(key_path, leaf):
-        for key in key_path:
-            path = getattr(key, "key", None)
-            if path in by_path and shapes[path] == leaf.shape:
-                return by_path[path]
-        return whole
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in key_path]
+        path = next((name for name in names if name in by_path), None)
+        if path is None:
+            return whole
+        if shapes[path] == leaf.shape:
+            return by_path[path]
+        axis = _reduced_axis(path, shapes[path], leaf.shape, last="v_row" in names)
+        if axis is None:
+            return whole
+        spec = [*by_path[path].spec, *([None] * len(shapes[path]))][: len(shapes[path])]
+        return NamedSharding(mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
 
     opt_state = jax.tree_util.tree_map_with_path(of_opt_leaf, state.opt_state)
     return TrainState(step=whole, params=params, opt_state=opt_state, key=whole)
+
+
+def _reduced_axis(path: str, shape: tuple, reduced: tuple, last: bool) -> int | None:
+    """The axis without which `shape` is `reduced`; `last` decides for a square kernel.
+
+    The layer axis is never reduced; optax's "v_row" has lost the last of two equal axes.
+    """
+    first = 1 if path.startswith("stack/") else 0
+    fitting = [i for i in range(first, len(shape)) if shape[:i] + shape[i + 1 :] == reduced]
+    return (fitting[-1] if last else fitting[0]) if fitting else None
 
 
 def describe(tree: Any) -> dict[str, list]:

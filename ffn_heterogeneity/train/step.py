@@ -86,7 +86,8 @@ def make_train_step(
       The jitted step. Batch leaves are [A, B, T]; `hyper` is a dict of scalar float32 arrays with
       "learning_rate", the terms' weights by name, and "dropout" if it is on. Metrics: "loss",
       each term's value by name, "<term>/<metric>", "grad_norm", "update_norm", "tokens" (not
-      padding), "target_tokens", "finite" (bool) and "gradient_finite" (bool per trainable leaf, in
+      padding), "target_tokens", "stop" (the largest of the batch's, where it has the leaf),
+      "finite" (bool) and "gradient_finite" (bool per trainable leaf, in
       sorted order of paths). An "outputs" term's metrics are sums, divided by its denominator as
       its total is; a "params" term's are reported as they are.
       If the loss or any gradient is not finite, the state is returned as it came and "finite" is
@@ -231,9 +232,10 @@ class _StepLoss:
         return total, values
 
 
-def make_eval_step(forward_fn: ForwardFn, terms: Sequence[LossTerm]):
+def make_eval_step(forward_fn: ForwardFn, terms: Sequence[LossTerm], replicated: Any | None = None):
     """Jitted `(params, batch) -> {term: TermValue}` of the "outputs" terms, batch leaves [B, T].
 
+    `replicated` is the sharding of what comes back on a mesh, so that every process can read it.
     Sum the values of several batches with `jax.tree.map`, then `term_metrics`: token-exact.
     """
     on_outputs = [term for term in terms if term.on == "outputs"]
@@ -243,17 +245,17 @@ def make_eval_step(forward_fn: ForwardFn, terms: Sequence[LossTerm]):
         outputs = forward_fn(params, batch, probes=probes, dropout=None)
         return {term.name: term.function(params, outputs, batch) for term in on_outputs}
 
-    return jax.jit(eval_step)
+    return jax.jit(eval_step, out_shardings=replicated)
 
 
-def make_params_metrics(terms: Sequence[LossTerm]):
+def make_params_metrics(terms: Sequence[LossTerm], replicated: Any | None = None):
     """Jitted `params -> metrics` of the "params" terms: values and what comes free with them."""
     on_params = [term for term in terms if term.on == "params"]
 
     def params_metrics(params):
         return term_metrics({t.name: t.function(params) for t in on_params}, divide=False)
 
-    return jax.jit(params_metrics)
+    return jax.jit(params_metrics, out_shardings=replicated)
 
 
 def term_metrics(values: Mapping[str, TermValue], *, divide: bool) -> dict[str, Any]:
@@ -309,4 +311,6 @@ def _counts(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         counts["tokens"] = jnp.sum(batch["segment_ids"] > 0)
     if "loss_mask" in batch:
         counts["target_tokens"] = jnp.sum(batch["loss_mask"])
+    if "stop" in batch:
+        counts["stop"] = jnp.max(batch["stop"])
     return counts

@@ -17,6 +17,8 @@ from ffn_heterogeneity.io.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
+# A run may go on elsewhere: these keys say on what it computes, not what.
+WHERE_NOT_WHAT = ("mesh.",)
 OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "command.txt", "versions.json")
@@ -61,7 +63,11 @@ def prepare_workdir(
     resumed = (path / "config.json").exists()
     if resumed:
         old = flatten_config(read_json(path / "config.json"))
-        differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
+        differing = [
+            k
+            for k in {**old, **new}
+            if old.get(k, _ABSENT) != new.get(k, _ABSENT) and not k.startswith(WHERE_NOT_WHAT)
+        ]
         if differing:
             shown = "; ".join(
                 f"{k}: {old.get(k, _ABSENT)!r} there, {new.get(k, _ABSENT)!r} here"

@@ -1,13 +1,18 @@
-"""Run checkpoints: round trip, what is kept, and every kind of damage refused by name."""
+"""Run checkpoints: round trip, what is kept, every kind of damage refused by name, full disks."""
 
-import gc
+import contextlib
+import json
+import random
+import resource
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint.path import atomicity, atomicity_defaults
 
+from ffn_heterogeneity.io import checkpoints as module
 from ffn_heterogeneity.io.checkpoints import MANIFEST, Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
 
@@ -59,27 +64,181 @@ def test_saving_a_step_twice_keeps_the_first(tmp_path):
     assert checkpoints.best_step == 3
 
 
-# A read that fails inside orbax leaves coroutines behind that were never awaited.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("sealed", [True, False])
-def test_a_truncated_checkpoint_names_the_last_good_one(tmp_path, sealed):
-    checkpoints = filled(tmp_path)
-    victim = largest_file(tmp_path / "3")
-    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
-    if not sealed:
-        (tmp_path / "3" / MANIFEST).unlink()
-    with pytest.raises(CheckpointError) as error:
+def test_the_best_is_told_by_the_checkpoints_themselves(tmp_path):
+    checkpoints = filled(tmp_path, [1, 2, 3], best=(2,), keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]  # and no file beside
+    assert checkpoints.best_step == Checkpoints(tmp_path).best_step == 2
+    checkpoints.save(3, make_state(3), {}, best=True)  # found out after it was saved
+    assert checkpoints.best_step == 3
+    # A process that dies here evaluates 3 again: the record inside it is the one of its time.
+    assert Checkpoints(tmp_path).best_step == 2
+    checkpoints.save(4, make_state(4), {})
+    assert checkpoints.steps() == [3, 4] and Checkpoints(tmp_path).best_step == 3
+
+
+def test_the_best_of_every_kept_checkpoint_is_kept(tmp_path):
+    """The latest may turn out damaged: the one before it must find its best then."""
+    checkpoints = filled(tmp_path, [1, 2, 3, 4], best=(1, 4))
+    assert checkpoints.steps() == [1, 3, 4] and checkpoints.best_step == 4
+    for path in sorted((tmp_path / "4").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "4").rmdir()
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.best_step == 1 and again.restore(make_state(), 1)[1] == {"data": {"p": 1}}
+
+
+def test_killed_between_the_move_and_the_removal(tmp_path, monkeypatch):
+    """The new best is whole before the old one is touched, and says itself that it is the best."""
+    checkpoints = filled(tmp_path, [1, 2], best=(1,), keep=1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_, **__):
+        raise Killed
+
+    monkeypatch.setattr(module._LatestAndBest, "should_preserve", killed)
+    with pytest.raises(Killed):
+        checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)
+    monkeypatch.undo()
+    again = Checkpoints(tmp_path, keep=1)
+    assert again.steps() == [1, 2, 3] and again.best_step == 3
+    assert again.restore(make_state())[1] == {"data": {"p": 3}}
+    again.save(4, make_state(4), {})
+    assert again.steps() == [3, 4]
+
+
+def small_state():
+    return {"a": jnp.arange(3.0), "step": jnp.int32(7)}
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "emptied", "removed"])
+def test_damage_to_any_file_is_refused(tmp_path, kind):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, small_state(), {"p": step})
+    chance, names = random.Random(0), set()
+    for victim in files_of(tmp_path / "2"):
+        content = victim.read_bytes()
+        assert content  # or truncating it would change nothing
+        bad = bytearray(content)
+        if kind == "flipped":
+            bad[chance.randrange(len(bad))] ^= 1 << chance.randrange(8)
+        elif kind == "truncated":
+            bad = bad[: chance.randrange(1, len(bad)) if len(bad) > 1 else 0]
+        elif kind == "emptied":
+            bad = b""
+        victim.unlink() if kind == "removed" else victim.write_bytes(bad)
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.restore(small_state())
+        message, name = str(error.value), str(victim.relative_to(tmp_path / "2"))
+        assert f"{tmp_path / '2'} is damaged" in message
+        assert f"last good checkpoint is {tmp_path / '1'}" in message
+        # A flipped bit of the manifest may speak of another file; it is refused all the same.
+        assert name in message or (kind == "flipped" and name == MANIFEST)
+        names.add(name)
+        victim.write_bytes(content)
+    assert len(names) > 8 and {MANIFEST, "info/metadata", "commit_success.txt"} < names
+    assert checkpoints.restore(small_state())[1] == {"p": 2}
+
+
+def test_every_flipped_bit_of_the_manifest_is_refused(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"a": jnp.arange(3.0)}, {})
+    path, chance = tmp_path / "1" / MANIFEST, random.Random(0)
+    content = path.read_bytes()
+    for place in chance.sample(range(8 * len(content)), 300):
+        bad = bytearray(content)
+        bad[place // 8] ^= 1 << place % 8
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            checkpoints.verify(1)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"info/metadata": 3}', "{", "\xff"])
+def test_a_manifest_that_is_not_one_is_refused(tmp_path, text):
+    checkpoints = filled(tmp_path, [1, 2])
+    (tmp_path / "2" / MANIFEST).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} .*last good checkpoint is .*/1: remove"):
         checkpoints.restore(make_state())
+
+
+def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path):
+    checkpoints = filled(tmp_path, [1])
+    path = tmp_path / "1" / MANIFEST
+    sums = json.loads(path.read_text())
+    (lost,) = [name for name in sums if name == "info/metadata"]
+    path.write_text(json.dumps({name: entry for name, entry in sums.items() if name != lost}))
+    with pytest.raises(CheckpointError, match="does not list info/metadata"):
+        checkpoints.restore(make_state())
+
+
+def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
+    """Nothing is moved there; a directory without orbax's mark is one killed while it was saved."""
+    monkeypatch.setattr(
+        atomicity_defaults, "get_default_temporary_path_class",
+        lambda *_, **__: atomicity.CommitFileTemporaryPath,
+    )  # fmt: skip
+    checkpoints = filled(tmp_path, best=(2,))
+    assert checkpoints.restore(make_state())[1] == {"data": {"p": 3}}
+    assert Checkpoints(tmp_path).best_step == 2
+    listed = json.loads((tmp_path / "3" / MANIFEST).read_text())
+    everything = {str(path.relative_to(tmp_path / "3")) for path in files_of(tmp_path / "3")}
+    assert everything - {*listed} == {MANIFEST, *module.LATE}
+    (tmp_path / "3" / atomicity.COMMIT_SUCCESS_FILE).unlink()
+    assert Checkpoints(tmp_path).steps() == [2]
+
+
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """Writing past `size` bytes fails, as on a full disk (Python ignores the signal SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Orbax leaves coroutines behind that were never awaited, and says what it dies of on its threads.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("size", [100_000, 1000, 60, 0])  # the arrays; smaller and smaller files
+def test_a_full_disk_leaves_the_old_checkpoints(tmp_path, monkeypatch, size, background):
+    if background:  # as on an accelerator
+        monkeypatch.setattr(module.jax, "default_backend", lambda: "gpu")
+    checkpoints = filled(tmp_path, [1, 2], best=(1,), keep=1)
+    checkpoints.wait()
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    with no_file_beyond(size), pytest.raises(CheckpointError) as error:
+        checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)
+        checkpoints.wait()
     message = str(error.value)
-    del error
-    for _ in range(3):
-        gc.collect()
-    assert str(tmp_path / "3") in message and f"last good checkpoint is {tmp_path / '2'}" in message
-    if sealed:
-        assert "bytes instead of" in message and victim.name in message
+    assert f"{tmp_path / '3'} could not be written: File too large;" in message
+    assert f"last good checkpoint is {tmp_path / '2'}" in message and "\n" not in message
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+    assert checkpoints.steps() == [1, 2] and checkpoints.best_step == 1
+    assert checkpoints.restore(make_state())[1] == {"data": {"p": 2}}
+    checkpoints.save(3, make_state(3), {"data": {"p": 3}}, best=True)  # there is room again
+    assert checkpoints.steps() == [3] and checkpoints.best_step == 3
     checkpoints.close()
-    del checkpoints
-    gc.collect()
+
+
+def test_a_manifest_that_cannot_be_written_fails_the_save(tmp_path, monkeypatch):
+    checkpoints = filled(tmp_path, [1])
+
+    def full(folder):
+        raise OSError(28, "No space left on device", str(folder / MANIFEST))
+
+    monkeypatch.setattr(module, "_seal", full)
+    with pytest.raises(CheckpointError, match="2 could not be written: No space left on device;"):
+        checkpoints.save(2, make_state(2), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["1"] and checkpoints.steps() == [1]
 
 
 def test_a_flipped_bit_is_seen(tmp_path):

@@ -1,5 +1,6 @@
 """The loop: resume to the same bits, signals, divergence, checkpoints kept, compile once."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -7,13 +8,14 @@ import signal
 import jax
 import numpy as np
 import pytest
+from test_checkpoints import no_file_beyond
 from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.report.writer import read_metrics
+from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
@@ -154,6 +156,87 @@ def test_a_signal_during_evaluation_is_made_up_for(whole, tmp_path):
     assert not any("validation/nll" in row for row in metrics(tmp_path) if row["step"] == 8)
     again = make_loop(tmp_path).run()
     assert metrics(tmp_path) == metrics(whole[0]) and again.best == whole[1].best
+
+
+def test_an_evaluation_made_up_for_is_not_written_twice(whole, tmp_path):
+    """Stopped in the evaluation of step 8, killed right after making up for it, resumed again."""
+
+    def interrupted(loop, then):
+        inner = loop.evaluate
+
+        def evaluate(params, check_stop):
+            found = inner(params, check_stop=check_stop) if loop.step != 8 or then else None
+            if loop.step == 8 and not then:
+                os.kill(os.getpid(), signal.SIGTERM)
+                check_stop()
+            return found
+
+        loop.evaluate = evaluate
+        return loop
+
+    assert interrupted(make_loop(tmp_path), then=False).run().step == 8
+
+    def crash(position):
+        raise OSError("killed")
+
+    with pytest.raises(OSError, match="killed"):
+        interrupted(make_loop(tmp_path, hook=crash), then=True).run()
+    assert metrics(tmp_path)[-1]["step"] == 8 and "validation/nll" in metrics(tmp_path)[-1]
+    again = make_loop(tmp_path).run()
+    assert metrics(tmp_path) == metrics(whole[0]) and again.best == whole[1].best
+    assert bits(again.state) == bits(whole[1].state)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("full", ["checkpoint", "metrics"])
+def test_a_full_disk_stops_with_the_way_out_and_resumes(whole, tmp_path, capsys, full):
+    loop = make_loop(tmp_path, checkpoint_every=5, keep=2)
+    inner, log = (loop._save, loop._report), tmp_path / "metrics.jsonl"
+
+    def save():
+        with no_file_beyond(60) if loop.step == 8 else contextlib.nullcontext():
+            inner[0]()
+
+    def report(pending):
+        with no_file_beyond(log.stat().st_size + 9) if loop.step == 8 else contextlib.nullcontext():
+            inner[1](pending)
+
+    if full == "checkpoint":
+        loop._save, error = save, f"{tmp_path}/checkpoints/8 could not be .*: File too.*points/5"
+    else:
+        loop._report, error = report, f"File too large; put that right.*{log}"
+    with pytest.raises((CheckpointError, OSError), match=error):
+        loop.run()
+    assert "to resume: " in capsys.readouterr().out
+    again = make_loop(tmp_path, checkpoint_every=5).run()
+    assert "checkpoints/5" in capsys.readouterr().out
+    assert bits(again.state) == bits(whole[1].state)
+    assert metrics(tmp_path) == metrics(whole[0])
+
+
+def test_the_way_out_is_told_before_the_checkpoints_are_closed(tmp_path, capsys):
+    loop = make_loop(tmp_path, hook=interrupt_at(1), evaluate=False)
+    said = []
+
+    def close():
+        said.append(capsys.readouterr().out)
+        raise OSError("the disk does not answer")
+
+    loop.checkpoints.close = close
+    with pytest.raises(OSError, match="does not answer"):
+        loop.run()
+    assert "stopped at step 2; to resume: " in said[0]
+
+
+def test_only_the_first_process_writes_and_speaks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda *_: 1)
+    result = make_loop(tmp_path, steps=3, save_at_end=False, keep_best=False).run()
+    assert result.step == 3 and result.best["step"] == 3
+    assert capsys.readouterr().out == ""
+    with MetricsWriter(tmp_path / "writer") as writer:
+        writer.write(1, {"loss": 1.0})
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_old_signal_handlers_come_back(tmp_path):

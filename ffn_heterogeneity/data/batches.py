@@ -1,0 +1,185 @@
+"""Batches on their way to a process: which rows it feeds, and the iterator with its state.
+
+Every process makes the same stream of global batches [batch_size, T] and then takes its rows. So
+where a run stands is one number for all of them, and a run may go on with another number of
+processes: the stream does not know how many there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.packing import Counts
+from ffn_heterogeneity.data.sources import DataError
+
+Batch = dict[str, np.ndarray]
+# 2: places in the stream of all processes (1: in the stream of the process that saved).
+STATE_VERSION = 2
+
+
+class BatchIterator:
+    """Batches, and a small JSON-able state from which a twin goes on with the next one.
+
+    The state is the same in every process and for any number of them. `counts` tells what became
+    of the documents read, for all processes together (the reader is `prefetch` batches ahead).
+    """
+
+    def __init__(self, iterator: Any, identity: Mapping[str, Any], counts: Counts):
+        self._identity, self.counts = dict(identity), counts
+        # At exit the thread must end, and grain's iterator be gone (its __del__ fails later on),
+        # before the interpreter takes the modules apart.
+        self._held = [iterator]
+        self._closing = weakref.finalize(self, _close, self._held)
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    @property
+    def _iterator(self) -> Any:
+        if not self._held:
+            raise DataError("this batch iterator is closed; make a new one")
+        return self._held[0]
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the consumer stands: plain dicts, ints and strings."""
+        state = self._iterator.get_state()
+        return {"version": STATE_VERSION, "pipeline": dict(self._identity), "position": state}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved place.
+
+        Raises:
+          DataError: the state is of another version, or of another pipeline (names what differs).
+        """
+        if state.get("version") != STATE_VERSION:
+            raise DataError(
+                f"data state has version {state.get('version')!r}, this code reads "
+                f"{STATE_VERSION}; go on with the code that saved it, or start a new run"
+            )
+        saved = state.get("pipeline", {})
+        different = [
+            f"{key} was {saved.get(key)!r}, is {value!r}"
+            for key, value in self._identity.items()
+            if saved.get(key) != value
+        ]
+        if different:
+            raise DataError(
+                f"cannot resume: the data state is of another pipeline ({'; '.join(different)}); "
+                "use the settings of that run, or start a new one"
+            )
+        self._iterator.set_state(_tuples(state["position"]))
+
+    def close(self) -> None:
+        """Stops the background thread."""
+        self._closing()
+
+
+def rows_of_process(
+    batch_size: int, accumulation: int, process_index: int, process_count: int
+) -> np.ndarray:
+    """The rows of the global batch that process i of P feeds, [batch_size / P].
+
+    A global batch [B, T] is cut into A micro-batches [A, B/A, T]. The process gets the i-th of P
+    equal stretches of each: rows a B/A + i B/(A P) and the B/(A P) - 1 after it, for every a. So
+    its own rows, cut into [A, B/(A P), T], are its parts of the global micro-batches; with one
+    stretch of the whole batch the micro-batches would hold other rows for another P.
+
+    Raises:
+      DataError: no such process, or a batch size that is no multiple of A P.
+    """
+    if process_count < 1 or not 0 <= process_index < process_count:
+        raise DataError(
+            f"process_index {process_index} is not one of {process_count} processes; they count "
+            "from 0"
+        )
+    _check_parts(batch_size, accumulation, process_count)
+    parts = np.arange(batch_size).reshape(accumulation, process_count, -1)
+    return parts[:, process_index].reshape(-1)
+
+
+def chosen_rows(rows: Sequence[int] | slice, batch_size: int, accumulation: int) -> np.ndarray:
+    """Rows of the global batch that the caller names, checked, [R].
+
+    Raises:
+      DataError: none, repeated or outside the batch; or rows that, cut into [A, R/A], would not
+        each come to lie in the micro-batch they are in globally.
+    """
+    _check_parts(batch_size, accumulation, 1)
+    # As a list: an array's own form may take several lines.
+    shown = rows if isinstance(rows, slice) else np.asarray(rows).tolist()
+    shown = f"rows is {shown!r:.80}"
+    if isinstance(rows, slice):
+        bounds = [bound for bound in (rows.start, rows.stop) if bound is not None]
+        # Python's slices say nothing of bounds that are too large: the batch would just be short.
+        if not all(0 <= bound <= batch_size for bound in bounds):
+            raise DataError(f"{shown}; its bounds must be in 0 .. batch_size = {batch_size}")
+        rows = range(batch_size)[rows]
+    found = np.asarray(rows)
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
+        raise DataError(f"{shown}; it must be a slice or a sequence of one or more row numbers")
+    if found.min() < 0 or found.max() >= batch_size or len(np.unique(found)) < len(found):
+        raise DataError(
+            f"{shown}; it must hold different rows of the global batch, 0 .. {batch_size - 1}"
+        )
+    places = np.arange(len(found)) * accumulation // len(found)
+    if len(found) % accumulation or (found // (batch_size // accumulation) != places).any():
+        raise DataError(
+            f"{shown}; with accumulation {accumulation} it must hold equally many rows of each "
+            f"micro-batch ({batch_size // accumulation} rows of the global batch), in their order"
+        )
+    return found
+
+
+def take_rows(batch: Batch, rows: np.ndarray) -> Batch:
+    """These rows of every array. A copy, so that the global batch can be freed."""
+    return {key: value[rows] for key, value in batch.items()}
+
+
+def pad_to(batch_size: int) -> Any:
+    """A short last batch is filled with all-zero rows: segment 0, loss_mask False."""
+    import grain
+
+    return functools.partial(grain.experimental.batch_and_pad, batch_size=batch_size)
+
+
+def finite(batches: Any, limit: int | None) -> Iterator[Batch]:
+    """At most `limit` batches of a grain data set, which is closed then."""
+    iterator = iter(batches)
+    try:
+        yield from itertools.islice(iterator, limit)
+    finally:
+        iterator.close()
+
+
+def _check_parts(batch_size: int, accumulation: int, process_count: int) -> None:
+    if accumulation < 1:
+        raise DataError(f"accumulation is {accumulation}; it must be 1 or more micro-batches")
+    parts = accumulation * process_count
+    if batch_size < 1 or batch_size % parts:
+        fitting = max(-(-batch_size // parts), 1) * parts
+        raise DataError(
+            f"batch_size is {batch_size}; it must be a positive multiple of the {parts} parts it "
+            f"is cut into (accumulation {accumulation} x {process_count} processes), as {fitting} "
+            "is"
+        )
+
+
+def _close(held: list[Any]) -> None:
+    while held:
+        held.pop().close()
+
+
+def _tuples(state: Any) -> Any:
+    """Lists back to tuples: grain compares slices with tuples, and JSON has only lists."""
+    if isinstance(state, Mapping):
+        return {key: _tuples(value) for key, value in state.items()}
+    return tuple(_tuples(value) for value in state) if isinstance(state, list | tuple) else state

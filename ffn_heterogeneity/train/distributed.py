@@ -1,0 +1,82 @@
+"""Several processes that train as one: how they find each other, and who speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+WAYS = "'', 'auto' (TPU pod, SLURM, Open MPI), or <host>:<port>,<processes>,<index>"
+
+
+def initialize(how: str) -> None:
+    """Joins this process to the others; call it before any computation.
+
+    Args:
+      how: "" stays alone; "auto" lets JAX find the others from the machine (TPU pods, SLURM, Open
+        MPI); "<host>:<port>,<processes>,<index>" says it: the address of process 0, how many there
+        are, and which this is.
+
+    Raises:
+      ValueError: `how` cannot be understood, or the others cannot be reached.
+    """
+    if not how:
+        return
+    arguments: dict[str, Any] = {}
+    if how != "auto":
+        parts = how.split(",")
+        if len(parts) != 3 or ":" not in parts[0] or not (parts[1] + parts[2]).isdigit():
+            raise ValueError(f"distributed={how!r}: write one of {WAYS}")
+        count, index = int(parts[1]), int(parts[2])
+        if not 0 <= index < count:
+            raise ValueError(f"distributed={how!r}: process {index} is not one of {count}")
+        arguments = {
+            "coordinator_address": parts[0], "num_processes": count, "process_id": index,
+        }  # fmt: skip
+    try:
+        jax.distributed.initialize(**arguments)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"distributed={how!r}: the processes could not be joined ({_first_line(error)}); "
+            "start every process, each with its own index, and check the address"
+        ) from error
+
+
+def is_main() -> bool:
+    """Whether this process writes what is written once: metrics, results, the exported model."""
+    return jax.process_index() == 0
+
+
+def say(line: str) -> None:
+    """Prints a line, once for all processes."""
+    if is_main():
+        print(line, flush=True)
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+    """Runs `function` in the main process while the others wait; its result there, None elsewhere.
+
+    Raises:
+      RuntimeError: in the others, when it raised in the main process.
+    """
+    if jax.process_count() == 1:
+        return function()
+    from jax.experimental import multihost_utils
+
+    result, failed = None, None
+    if is_main():
+        try:
+            result = function()
+        except BaseException as error:  # the others must not wait for ever
+            failed = error
+    good = bool(multihost_utils.broadcast_one_to_all(failed is None))
+    if failed is not None:
+        raise failed
+    if not good:
+        raise RuntimeError(f"process {jax.process_index()} ends: the main process failed")
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,68 @@
+"""From the host to the devices and back, in one process or many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+
+def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> list[int]:
+    """The rows of a global batch [batch_size, T] that this process feeds, micro-batch by
+    micro-batch.
+
+    Args:
+      sharding: of accumulated batches [A, B / A, T], from `partition.batch_sharding`. Processes
+        that share a part (a tensor axis across hosts) feed the same rows.
+
+    Raises:
+      ValueError: micro-batches that the mesh cannot cut into equal parts.
+    """
+    rows = batch_size // accumulation
+    parts = sharding.mesh.shape["data"] * sharding.mesh.shape["fsdp"]
+    if batch_size % accumulation or rows % parts:
+        raise ValueError(
+            f"batch_size={batch_size} with accumulation={accumulation} cannot be cut over "
+            f"{parts} devices (mesh.data x mesh.fsdp): make it a multiple of {accumulation * parts}"
+        )
+    indices = sharding.addressable_devices_indices_map((accumulation, rows))
+    mine = sorted({row for index in indices.values() for row in range(rows)[index[1]]})
+    return [micro * rows + row for micro in range(accumulation) for row in mine]
+
+
+def place_batch(batch: Mapping[str, np.ndarray], sharding: Sharding | None) -> dict[str, jax.Array]:
+    """This process's rows of a batch -> global arrays."""
+    if sharding is None:
+        return jax.device_put(dict(batch))
+    return {
+        name: jax.make_array_from_process_local_data(sharding, leaf) for name, leaf in batch.items()
+    }
+
+
+def place_scalars(values: Mapping[str, float], sharding: Sharding | None) -> dict[str, jax.Array]:
+    """Floats that are the same in every process -> replicated float32 scalars."""
+    scalars = {name: np.float32(value) for name, value in values.items()}
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(scalars, sharding)
+    return {
+        name: jax.make_array_from_callback((), sharding, lambda _, v=value: v)
+        for name, value in scalars.items()
+    }
+
+
+def to_host(tree: Any) -> Any:
+    """Every leaf as a whole numpy array in every process, one leaf gathered after the other."""
+
+    def fetch(leaf):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        if leaf.is_fully_replicated:
+            return np.asarray(leaf.addressable_data(0))
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+    return jax.tree.map(fetch, tree)

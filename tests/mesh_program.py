@@ -1,0 +1,185 @@
+"""Run where there are eight devices: training on meshes beside one device, figures as JSON.
+
+python tests/mesh_program.py meshes | nucl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny_models import LLAMA, batch_of, random_params, tiny_of
+
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
+from ffn_heterogeneity.train.step import make_train_step
+
+MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8))
+HYPER = {"learning_rate": np.float32(0.05), "alpha": np.float32(0.1)}
+
+
+def models() -> dict:
+    """Gemma-2 (windows, soft-caps, tied), and a Llama whose layers differ in width (pruned)."""
+    gemma = tiny_of("gemma2", layers=4)
+    layers = tuple(dataclasses.replace(layer, ffn_width=16) for layer in gemma.layers)
+    return {
+        "gemma2": dataclasses.replace(gemma, vocab_size=32, layers=layers),
+        "llama": dataclasses.replace(
+            LLAMA, vocab_size=64, layers=(LayerConfig(24),) * 2 + (LayerConfig(16),) * 2, tied=False
+        ),
+    }
+
+
+def build(config, shape, optimizer_name="sgd", accumulation=1):
+    """(state, step, gradient function, shardings) on a mesh of this shape."""
+    mesh = partition.make_mesh(*shape)
+    params = random_params(config)
+    trainable = dict.fromkeys(flatten(params), True)
+    settings = OptimizerConfig(name=optimizer_name, min_dim_size_to_factor=8)
+    optimizer = make_optimizer(settings, params, trainable)
+    placed = (
+        state_shardings(mesh, abstract_state(params, optimizer, trainable)),
+        partition.batch_sharding(mesh),
+        partition.replicated(mesh),
+    )
+    options = causal_lm.RunOptions(remat="dots", **partition.run_shardings(mesh))
+    sharded = mesh.size > 1
+    terms = (nll_term(config, devices=mesh.size), nucl_term("mstd", sharded=sharded))
+
+    def forward(params, batch, *, probes, dropout):
+        return causal_lm.forward(
+            config, params, batch, options=options, probes=probes, dropout=dropout
+        )
+
+    step = make_train_step(
+        forward, terms, optimizer, trainable, shardings=placed, accumulation=accumulation
+    )
+    state = create_state(params, optimizer, trainable, shardings=placed[0])
+
+    def loss(params, batch):
+        outputs = forward(params, batch, probes=(), dropout=None)
+        text, rows = terms[0].function(params, outputs, batch), terms[1].function(params)
+        return text.total / text.denominator + HYPER["alpha"] * rows.total
+
+    gradient = jax.jit(
+        jax.grad(loss),
+        in_shardings=(placed[0].params, partition.batch_sharding(mesh, accumulated=False)),
+        out_shardings=placed[0].params,
+    )
+    return state, step, gradient, placed
+
+
+def train(config, shape, optimizer_name="sgd", rows=8):
+    """Losses of three steps, the first gradient, the parameters after, and whether all is cut."""
+    state, step, gradient, placed = build(config, shape, optimizer_name)
+    batches = [batch_of(config.vocab_size, rows=rows, seed=i) for i in range(3)]
+    grads = jax.device_get(flatten(gradient(state.params, batches[0])))
+    losses = []
+    for batch in batches:
+        batch = jax.device_put({k: v[None] for k, v in batch.items()}, placed[1])
+        state, metrics = step(state, batch, jax.device_put(HYPER, placed[2]))
+        losses.append(float(metrics["loss"]))
+    down = state.params["stack"]["segment_0"]["slot_0"]["ffn"]["down"]["kernel"]
+    assert down.addressable_shards[0].data.size * shape[1] * shape[2] == down.size
+    assert step._cache_size() == 1
+    return losses, grads, jax.device_get(flatten(state.params))
+
+
+def worst(one: dict, other: dict) -> float:
+    """Largest difference, in norms of the leaf."""
+    return max(
+        float(np.linalg.norm(one[path] - other[path]) / np.linalg.norm(one[path])) for path in one
+    )
+
+
+def some_meshes() -> dict:
+    return compare_meshes(("gemma2",), ((2, 2, 2), (1, 1, 8)))
+
+
+def compare_meshes(names=("gemma2", "llama"), shapes=MESHES) -> dict:
+    found = {}
+    for name in names:
+        config = models()[name]
+        for optimizer in ("sgd", "adafactor") if name == "llama" else ("sgd",):
+            losses, grads, params = train(config, (1, 1, 1), optimizer)
+            for shape in shapes:
+                here = train(config, shape, optimizer)
+                found[f"{name} {optimizer} {shape}"] = {
+                    "loss": float(np.max(np.abs(np.divide(here[0], losses) - 1))),
+                    "gradient": worst(grads, here[1]),
+                    "params": worst(params, here[2]),
+                }
+    return found
+
+
+def collectives(text: str) -> list[tuple[str, list[list[int]]]]:
+    """(kind, shapes of what it gives) of every collective in compiled HLO."""
+    found = []
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    for line in text.splitlines():
+        match = re.search(rf"= (.*?) ({kinds})(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            found.append((match[2], [[int(n) for n in s.split(",") if n] for s in shapes]))
+    return found
+
+
+def nucl_collectives() -> dict:
+    """What NUCL's value and gradient move, beside the listing under autodiff."""
+    layers, m, n, found = 4, 64, 32, {}
+    for shape in MESHES:
+        mesh = partition.make_mesh(*shape)
+        where = NamedSharding(mesh, PartitionSpec(None, "tensor", "fsdp"))
+        whole = partition.replicated(mesh)
+        term = nucl_term("mstd", sharded=mesh.size > 1)
+
+        def ours(w, term=term):
+            tree = {"stack": {"segment_0": {"slot_0": {"ffn": {"down": {"kernel": w}}}}}}
+            value = term.function(tree)
+            return value.total, value.metrics
+
+        def listing(w):
+            return compute_nucl_listing(w)[2], {}
+
+        for name, function in (("ours", ours), ("listing", listing)):
+            program = jax.jit(
+                jax.value_and_grad(function, has_aux=True),
+                in_shardings=where, out_shardings=(whole, where),
+            )  # fmt: skip
+            w = jax.ShapeDtypeStruct((layers, m, n), jnp.float32)
+            found[f"{name} {shape}"] = collectives(program.lower(w).compile().as_text())
+    return found
+
+
+def fsdp_gathers() -> list:
+    """What the train step gathers on (1, 8, 1)."""
+    config = dataclasses.replace(LLAMA, vocab_size=64, layers=(LayerConfig(24),) * 6)
+    state, step, _, placed = build(config, (1, 8, 1))
+    batch = {k: v[None] for k, v in batch_of(64, rows=8).items()}
+    batch = jax.device_put(batch, placed[1])
+    text = step.lower(state, batch, jax.device_put(HYPER, placed[2])).compile().as_text()
+    return collectives(text)
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == 8, jax.device_count()
+    chosen = {
+        "meshes": compare_meshes,
+        "some_meshes": some_meshes,
+        "nucl": nucl_collectives,
+        "fsdp": fsdp_gathers,
+    }
+    print(json.dumps({name: chosen[name]() for name in sys.argv[1:]}))

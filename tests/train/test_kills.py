@@ -1,0 +1,150 @@
+"""Real processes killed with SIGKILL, many of them in the middle of a save, and resumed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ffn_heterogeneity.report.writer import read_metrics
+
+PROGRAM = Path(__file__).with_name("kill_toy.py")
+BEST = "validation/nll"
+
+
+class Life:
+    """One process of the run; it has imported everything when it is born, and waits for `go`."""
+
+    def __init__(self, workdir, steps, cache):
+        # What a life compiles the next ones read: the time goes into saving and killing.
+        keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        self.workdir = workdir
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", PROGRAM, workdir, str(steps)],
+            env=os.environ | dict(zip(keys, (str(cache), "0"), strict=True)),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def go(self):
+        assert self.process.stdout.readline() == "ready\n", self.process.stdout.read()
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def end(self, number=None):
+        """`(return code, output)`, after the signal `number`."""
+        if number is not None:
+            self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+    def wait_for(self, changes, look):
+        """Waits until what `look()` gives has changed so many times, or the process has ended."""
+        seen = look()
+        while changes and self.process.poll() is None:
+            now = look()
+            changes, seen = changes - (now != seen), now
+            time.sleep(0.0003)
+
+    def wait_for_saves(self, number):
+        # A save begins with orbax's temporary directory and ends without it: two changes.
+        self.wait_for(2 * number - 1, lambda: bool(half_saved(self.workdir)))
+
+    def wait_for_rows(self, number):
+        def written():
+            path = self.workdir / "metrics.jsonl"
+            return path.stat().st_mtime_ns if path.exists() else 0
+
+        self.wait_for(number, written)
+
+
+def half_saved(workdir):
+    return list((workdir / "checkpoints").glob("*tmp*"))
+
+
+def whole(workdir):
+    names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def rows(workdir):
+    found = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
+
+
+def check_best(workdir, values):
+    """Read with nothing of ours, and without opening it, which would tidy up."""
+    steps = whole(workdir)
+    if not steps:
+        return
+    record = json.loads((workdir / "checkpoints" / str(steps[-1]) / "info/metadata").read_text())
+    step = min((step for step in values if step <= steps[-1]), key=values.get)
+    assert record["info"]["best"] == {"step": step, "metric": BEST, "value": values[step]}
+    assert record["best"] == (step or None)
+    assert step == 0 or step in steps
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+def drill(directory, cache, steps, kills, seed):
+    """Kills a run so many times and compares its end; returns how many kills fell inside a save."""
+    (directory / "plain").mkdir(), (directory / "killed").mkdir()
+    reference = Life(directory / "plain", steps, cache)
+    reference.go()
+    assert reference.end()[0] == 0
+    expected = rows(directory / "plain")
+    values = {row["step"]: row[BEST] for row in expected if BEST in row}
+    workdir, chance, inside = directory / "killed", random.Random(seed), 0
+    life = Life(workdir, steps, cache)
+    for kill in range(kills):
+        life.go()
+        following = Life(workdir, steps, cache)
+        if kill % 4:
+            life.wait_for_saves(chance.randint(1, 3))
+            time.sleep(chance.uniform(0, 0.02) if kill > 1 else 0)
+        else:
+            life.wait_for_rows(chance.randint(0, 5))
+            time.sleep(chance.uniform(0, 0.1))
+        code, output = life.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL, f"it ended before kill {kill}: {code}\n{output}"
+        inside += bool(half_saved(workdir))
+        check_best(workdir, values)
+        life = following
+    life.go()
+    code, output = life.end()
+    assert code == 0, output
+    assert rows(workdir) == expected
+    ends = [json.loads((directory / x / "end.json").read_text()) for x in ("plain", "killed")]
+    assert ends[0] == ends[1] and ends[0]["best_step"] == min(values, key=values.get)
+    assert not half_saved(workdir)
+    print(f"{kills} kills, {inside} inside a save")
+    return inside
+
+
+def test_five_kills_leave_no_trace(tmp_path, cache):
+    assert drill(tmp_path, cache, steps=40, kills=5, seed=1) >= 1
+
+
+@pytest.mark.slow
+def test_thirty_kills_leave_no_trace(tmp_path, cache):
+    assert drill(tmp_path, cache, steps=150, kills=30, seed=2) >= 10
+
+
+def test_sigterm_saves_within_ten_seconds(tmp_path, cache):
+    life = Life(tmp_path, 100_000, cache)
+    life.go()
+    life.wait_for_rows(5)
+    start = time.monotonic()
+    code, output = life.end(signal.SIGTERM)
+    seconds = time.monotonic() - start
+    assert code == 143 and seconds < 10, output
+    assert f"stopped at step {whole(tmp_path)[-1]}; to resume: " in output
+    assert rows(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
+    print(f"saved and ended {seconds:.2f} s after SIGTERM")
