@@ -4,9 +4,9 @@ Command:   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,g
              --config.nucl.alpha=1 --workdir=runs/nucl
            The argument is <model>,<data>: a preset, directory, hub id or .gguf file, and
            gsm8k | text | jsonl (the last two with --config.data.path=<file>).
-Hardware:  paper: TPU v5e 8x8 (Gemma-2 2B), 16x16 (9B, 27B). This step of the code runs on one
-           device: 2B needs about 45 GB there (float32 weights, gradients, two moments) plus
-           activations; SmolLM2-135M trains on a CPU.
+Hardware:  paper: TPU v5e 8x8 (Gemma-2 2B), 16x16 (9B, 27B). Weights, gradients and two moments in
+           float32 need 16 bytes a parameter over all devices (2B: 42 GB), activations come on top;
+           SmolLM2-135M trains on a CPU.
 Hours:     paper: not stated. SmolLM2-135M, 40 steps of 4 x 256 tokens, 2 CPU cores: minutes.
 Paper:     batch 16, learning rate 1e-6, 100 steps of linear warm-up, dropout 0.1. Optimiser, number
            of steps, sequence length and the reduction of the text loss are not stated, so neither
