@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
 
     XLA:CPU takes the temporaries of every call (2.5 GB in a step of SmolLM2, batch 4 x 512) from
     malloc and gives them back, and glibc returns blocks of that size to the system: each step then
-    pays for 800,000 page faults, 3 CPU seconds of 24. Kept, the second step has none. The process
+    pays for 800,000 page faults, 3 CPU seconds of 24. Kept, most steps have none. The process
     holds its peak until it ends.
 
     Call it before JAX's first computation: its threads must not have heaps of their own yet. Does

@@ -13,16 +13,16 @@ from ffn_heterogeneity.memory import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else False)
 step = jax.jit(lambda x: (x @ x.T) @ x)  # 256 MB between the two
 x = jnp.ones((8192, 16))
-for _ in range(3):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step(x).block_until_ready()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(24):
     step(x).block_until_ready()
-    last = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(last)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
 def faults(how: str, **environment) -> tuple[str, int]:
-    """What keep_freed_memory said, and the page faults of the third call."""
+    """What keep_freed_memory said, and the page faults of 24 calls."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, how],
@@ -33,11 +33,13 @@ def faults(how: str, **environment) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
-def test_the_next_step_finds_its_pages():
+def test_most_steps_find_their_pages():
+    """Not all: now and then the heap's end is taken by something small, and it grows once more."""
     said, kept = faults("keep")
     _, given_back = faults("no")
     assert said == "True"
-    assert kept < given_back / 10 and given_back > 10_000
+    assert given_back > 24 * 60_000
+    assert kept < given_back / 2
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
