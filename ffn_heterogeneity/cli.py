@@ -37,6 +37,7 @@ def launch(
     name: str,
     default_config: str,
     positional: str | None = None,
+    processes: bool = False,
 ) -> None:
     """Parses --config, --config.<key>=<value> and --workdir, claims the directory, calls `run`.
 
@@ -47,13 +48,16 @@ def launch(
       name: of the script, for the default work directory.
       default_config: config file, relative to the repository's root, with its argument if any.
       positional: the config key that an argument without dashes stands for.
+      processes: `run` can be one of several processes: adds the flag --distributed.
     """
     workdir_flag = flags.DEFINE_string(
         "workdir", None, f"Directory for all outputs; default: runs/{name}-<date>-<time>."
     )
-    distributed_flag = flags.DEFINE_string(
-        "distributed", "", f"Several processes, one run: {distributed.WAYS}."
-    )
+    distributed_flag = None
+    if processes:
+        distributed_flag = flags.DEFINE_string(
+            "distributed", "", f"Several processes, one run: {distributed.WAYS}."
+        )
 
     def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
         argv, spec = config_first(argv, _beside_script(default_config))
@@ -72,7 +76,7 @@ def launch(
 
     def main() -> None:
         config = holder.value
-        distributed.initialize(distributed_flag.value)
+        distributed.initialize(distributed_flag.value if distributed_flag else "")
         if jax.process_count() > 1 and not workdir_flag.value:
             raise UsageError("several processes need one --workdir, the same for all of them")
         path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"

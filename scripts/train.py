@@ -12,4 +12,4 @@ from ffn_heterogeneity import cli
 from ffn_heterogeneity.train.run import run
 
 if __name__ == "__main__":
-    cli.launch(run, "train", "configs/nucl_finetune.py")
+    cli.launch(run, "train", "configs/nucl_finetune.py", processes=True)

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = """
 import resource, sys
 import jax, jax.numpy as jnp
@@ -32,16 +30,17 @@ def faults(how: str, **environment) -> tuple[str, int]:
     return said, int(count)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_most_steps_find_their_pages():
     """Not all: now and then the heap's end is taken by something small, and it grows once more."""
     said, kept = faults("keep")
+    if not sys.platform.startswith("linux"):
+        assert said == "False"  # the C library is another one
+        return
     _, given_back = faults("no")
     assert said == "True"
     assert given_back > 24 * 60_000
     assert kept < given_back / 2
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_the_users_own_settings_win():
     assert faults("keep", MALLOC_ARENA_MAX="2")[0] == "False"

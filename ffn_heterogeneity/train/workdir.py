@@ -16,9 +16,9 @@ from etils import epath
 from ffn_heterogeneity.io.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
-# Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 # A run may go on elsewhere: these keys say on what it computes, not what.
 WHERE_NOT_WHAT = ("mesh.",)
+# Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "command.txt", "versions.json")
