@@ -76,7 +76,7 @@ def launch(
 
     def main() -> None:
         config = holder.value
-        distributed.initialize(distributed_flag.value if distributed_flag else "")
+        distributed.initialize(distributed_flag.value if processes else "")
         if jax.process_count() > 1 and not workdir_flag.value:
             raise UsageError("several processes need one --workdir, the same for all of them")
         path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
