@@ -44,20 +44,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     config.nll_reduction = "mean"  # over target tokens, or "sum" over each document's
     config.dropout = 0.1  # on the outputs of the residual branches; 0 compiles none
 
-    config.optimizer = ConfigDict()
-    config.optimizer.name = "adamw"  # adamw | adafactor | sgd
-    config.optimizer.learning_rate = 1e-6
-    config.optimizer.schedule = "constant"  # after the warm-up: constant | linear | cosine
-    config.optimizer.warmup_steps = 100
-    config.optimizer.final_fraction = 0.0  # of the rate, at the end of linear and cosine
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.b1 = 0.9
-    config.optimizer.b2 = 0.999
-    config.optimizer.eps = 1e-8
-    config.optimizer.clip_norm = placeholder(float)  # global gradient norm; None: no clipping
-    config.optimizer.momentum = 0.0  # sgd
-    # adafactor: with parameter scaling a rate of 1e-6 moves weights by 5e-8, i.e. nothing learns.
-    config.optimizer.multiply_by_parameter_scale = False
+    config.optimizer = _optimizer()
 
     # Regexes of parameter paths that stay as they are, and of the only ones that train (none: all).
     config.freeze = ()
@@ -88,6 +75,24 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     config.export.dtype = "float32"  # float32 | bfloat16 | float16
     config.tensorboard = True
     return config
+
+
+def _optimizer() -> ConfigDict:
+    optimizer = ConfigDict()
+    optimizer.name = "adamw"  # adamw | adafactor | sgd
+    optimizer.learning_rate = 1e-6
+    optimizer.schedule = "constant"  # after the warm-up: constant | linear | cosine
+    optimizer.warmup_steps = 100
+    optimizer.final_fraction = 0.0  # of the rate, at the end of linear and cosine
+    optimizer.weight_decay = 0.0
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.999
+    optimizer.eps = 1e-8
+    optimizer.clip_norm = placeholder(float)  # global gradient norm; None: no clipping
+    optimizer.momentum = 0.0  # sgd
+    # adafactor: with parameter scaling a rate of 1e-6 moves weights by 5e-8, i.e. nothing learns.
+    optimizer.multiply_by_parameter_scale = False
+    return optimizer
 
 
 def _data(name: str) -> ConfigDict:

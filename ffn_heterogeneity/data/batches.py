@@ -83,29 +83,6 @@ class BatchIterator:
         self._closing()
 
 
-def rows_of_process(
-    batch_size: int, accumulation: int, process_index: int, process_count: int
-) -> np.ndarray:
-    """The rows of the global batch that process i of P feeds, [batch_size / P].
-
-    A global batch [B, T] is cut into A micro-batches [A, B/A, T]. The process gets the i-th of P
-    equal stretches of each: rows a B/A + i B/(A P) and the B/(A P) - 1 after it, for every a. So
-    its own rows, cut into [A, B/(A P), T], are its parts of the global micro-batches; with one
-    stretch of the whole batch the micro-batches would hold other rows for another P.
-
-    Raises:
-      DataError: no such process, or a batch size that is no multiple of A P.
-    """
-    if process_count < 1 or not 0 <= process_index < process_count:
-        raise DataError(
-            f"process_index {process_index} is not one of {process_count} processes; they count "
-            "from 0"
-        )
-    _check_parts(batch_size, accumulation, process_count)
-    parts = np.arange(batch_size).reshape(accumulation, process_count, -1)
-    return parts[:, process_index].reshape(-1)
-
-
 def chosen_rows(rows: Sequence[int] | slice, batch_size: int, accumulation: int) -> np.ndarray:
     """Rows of the global batch that the caller names, checked, [R].
 
@@ -113,7 +90,14 @@ def chosen_rows(rows: Sequence[int] | slice, batch_size: int, accumulation: int)
       DataError: none, repeated or outside the batch; or rows that, cut into [A, R/A], would not
         each come to lie in the micro-batch they are in globally.
     """
-    _check_parts(batch_size, accumulation, 1)
+    if accumulation < 1:
+        raise DataError(f"accumulation is {accumulation}; it must be 1 or more micro-batches")
+    if batch_size < 1 or batch_size % accumulation:
+        fitting = max(-(-batch_size // accumulation), 1) * accumulation
+        raise DataError(
+            f"batch_size is {batch_size}; it must be a positive multiple of the {accumulation} "
+            f"micro-batches it is cut into, as {fitting} is"
+        )
     # As a list: an array's own form may take several lines.
     shown = rows if isinstance(rows, slice) else np.asarray(rows).tolist()
     shown = f"rows is {shown!r:.80}"
@@ -158,19 +142,6 @@ def finite(batches: Any, limit: int | None) -> Iterator[Batch]:
         yield from itertools.islice(iterator, limit)
     finally:
         iterator.close()
-
-
-def _check_parts(batch_size: int, accumulation: int, process_count: int) -> None:
-    if accumulation < 1:
-        raise DataError(f"accumulation is {accumulation}; it must be 1 or more micro-batches")
-    parts = accumulation * process_count
-    if batch_size < 1 or batch_size % parts:
-        fitting = max(-(-batch_size // parts), 1) * parts
-        raise DataError(
-            f"batch_size is {batch_size}; it must be a positive multiple of the {parts} parts it "
-            f"is cut into (accumulation {accumulation} x {process_count} processes), as {fitting} "
-            "is"
-        )
 
 
 def _close(held: list[Any]) -> None:

@@ -23,7 +23,6 @@ from ffn_heterogeneity.data.batches import (
     chosen_rows,
     finite,
     pad_to,
-    rows_of_process,
     take_rows,
 )
 from ffn_heterogeneity.data.packing import (
@@ -264,8 +263,6 @@ def make_pipeline(
     seq_len: int,
     seed: int,
     *,
-    process_index: int = 0,
-    process_count: int = 1,
     accumulation: int = 1,
     rows: Sequence[int] | slice | None = None,
 ) -> Pipeline:
@@ -278,13 +275,10 @@ def make_pipeline(
       batch_size: rows of a batch over all processes together.
       seq_len: T, the positions of a row, at least 2.
       seed: of the shuffle, unless the config has its own; the same in every process.
-      process_index, process_count: this process and how many there are; each feeds an equal
-        stretch of every micro-batch (`batches.rows_of_process`).
       accumulation: A, the micro-batches that the caller cuts a batch into, [A, rows / A, T]. It
         decides which rows a process takes, never what a global batch holds.
-      rows: the rows of the global batch that this process feeds, instead of `process_index` and
-        `process_count`. A mesh may ask for others: with a tensor axis across two processes both
-        feed the same rows.
+      rows: the rows of the global batch that this process feeds (`train.placement.local_rows`
+        says which a mesh asks for); None: all of them.
 
     Cost: every process tokenises and packs everything, so each must keep up with the whole run, not
     with its share. Measured with the SmolLM2 tokenizer in its one thread, on a 2.8 GHz machine busy
@@ -299,14 +293,7 @@ def make_pipeline(
     """
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
-    if rows is None:
-        fed = rows_of_process(batch_size, accumulation, process_index, process_count)
-    elif (process_index, process_count) != (0, 1):
-        raise DataError(
-            f"rows is given beside process_index {process_index} of {process_count}: choose one"
-        )
-    else:
-        fed = chosen_rows(rows, batch_size, accumulation)
+    fed = chosen_rows(slice(None) if rows is None else rows, batch_size, accumulation)
     return Pipeline(config, tokenizer, batch_size, seq_len, seed, fed)
 
 

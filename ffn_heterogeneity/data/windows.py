@@ -52,16 +52,7 @@ def text_windows(
       DataError: empty text, fewer tokens than one window needs (says how many there are), bad
         arguments, or no bos token in the tokenizer.
     """
-    if window < 1:
-        raise DataError(f"window is {window}; it must be at least 1 prediction")
-    if max_windows is not None and max_windows < 0:
-        raise DataError(f"max_windows is {max_windows}; it must be positive, or None for all")
-    if bos not in WINDOW_BOS:
-        raise DataError(f"bos is {bos!r}; it must be one of {', '.join(WINDOW_BOS)}")
-    if bos != "none" and tokenizer.bos_token_id is None:
-        raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
-    if not text:
-        raise DataError("the text is empty: there is nothing to predict")
+    _check(text, tokenizer, window, max_windows, bos)
     ids = np.asarray(encode(tokenizer, text), np.int32)
     stream = ids if bos == "none" else np.concatenate([[tokenizer.bos_token_id], ids])
     count = (len(stream) - 1) // window
@@ -77,3 +68,16 @@ def text_windows(
     if bos == "segment":
         rows[:, 0] = tokenizer.bos_token_id
     return rows
+
+
+def _check(text: str, tokenizer: Any, window: int, max_windows: int | None, bos: str) -> None:
+    if window < 1:
+        raise DataError(f"window is {window}; it must be at least 1 prediction")
+    if max_windows is not None and max_windows < 0:
+        raise DataError(f"max_windows is {max_windows}; it must be positive, or None for all")
+    if bos not in WINDOW_BOS:
+        raise DataError(f"bos is {bos!r}; it must be one of {', '.join(WINDOW_BOS)}")
+    if bos != "none" and tokenizer.bos_token_id is None:
+        raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
+    if not text:
+        raise DataError("the text is empty: there is nothing to predict")

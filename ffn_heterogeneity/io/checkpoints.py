@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import os
 import re
 import threading
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.path import atomicity, atomicity_defaults
+from orbax.checkpoint.path import atomicity
 
+from ffn_heterogeneity.io import seals
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.paths import path_str
-
-MANIFEST = "manifest.json"
-# In a bucket, where nothing can be moved, orbax writes these two after the manifest.
-LATE = ("_CHECKPOINT_METADATA", atomicity.COMMIT_SUCCESS_FILE)
 
 
 class Checkpoints:
@@ -60,13 +54,9 @@ class Checkpoints:
         self._threads: set[threading.Thread] = set()
 
     def _open(self) -> ocp.CheckpointManager:
-        moved = issubclass(
-            atomicity_defaults.get_default_temporary_path_class(self.directory),
-            atomicity.AtomicRenameTemporaryPath,
-        )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_LatestAndBest(self),
-            temporary_path_class=_SealedThenMoved if moved else _SealedInPlace,
+            temporary_path_class=seals.temporary_path_class(self.directory),
             # On CPU the arrays on the host ARE the device's: a save in the background would read
             # buffers that the next step has been given by donation.
             enable_async_checkpointing=jax.default_backend() != "cpu",
@@ -204,8 +194,7 @@ class Checkpoints:
         Raises:
           CheckpointError: names the file that is missing, truncated, altered or not listed.
         """
-        problem = self._problem(step)
-        if problem:
+        if problem := seals.problem(self.directory / str(step)):
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} is damaged: {problem}; "
                 f"{self._last_good(exclude=step)}"
@@ -234,30 +223,11 @@ class Checkpoints:
                 self._bests[step] = record["best"]
         return self._bests[step]
 
-    def _problem(self, step: int) -> str | None:
-        folder = self.directory / str(step)
-        try:
-            manifest = json.loads((folder / MANIFEST).read_bytes())
-            sums = {name: (size, checksum) for name, (size, checksum) in manifest.items()}
-        except FileNotFoundError:
-            return f"{MANIFEST} is missing"
-        except (ValueError, TypeError, AttributeError):
-            return f"{MANIFEST} is not the JSON that was written"
-        found = {str(path.relative_to(folder)): path for path in _files(folder)}
-        for name, (size, checksum) in sums.items():
-            if name not in found:
-                return f"{name} is missing"
-            length = found[name].stat().length
-            if length != size:
-                return f"{name} has {length} bytes instead of {size}"
-            if _crc32(found[name]) != checksum:
-                return f"{name} was altered (its CRC-32 differs)"
-        unlisted = sorted({*found} - {*sums, *LATE, MANIFEST})
-        return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
-
     def _good_step(self, exclude: int | None) -> int | None:
         others = sorted(set(self._manager.all_steps()) - {exclude}, reverse=True)
-        return next((step for step in others if self._problem(step) is None), None)
+        return next(
+            (step for step in others if seals.problem(self.directory / str(step)) is None), None
+        )
 
     def _last_good(self, exclude: int) -> str:
         good = self._good_step(exclude)
@@ -283,45 +253,6 @@ class _LatestAndBest:
         latest = sorted(info.step for info in checkpoints)[-self.owner.keep :]
         kept = {*latest, *(self.owner._best_by(step) for step in latest)}
         return [info.step in kept for info in checkpoints]
-
-
-class _SealedThenMoved(atomicity.AtomicRenameTemporaryPath):
-    """Orbax's temporary directory, with a manifest in it before it gets its final name.
-
-    Orbax writes its last marks and moves in one call: it is made to move to a second temporary
-    name, where the manifest can count those marks too. Only process 0 is called.
-    """
-
-    async def finalize(self) -> None:
-        final = self.get_final()
-        if not final.name.isdigit():  # the folder of an item inside a checkpoint
-            await super().finalize()
-            return
-        self._final_path = final.parent / f"{final.name}{atomicity.TMP_DIR_SUFFIX}-sealed"
-        try:
-            await super().finalize()
-            await asyncio.to_thread(_seal, self._final_path)
-            self._final_path.rename(final)
-        finally:
-            self._final_path = final
-
-
-class _SealedInPlace(atomicity.CommitFileTemporaryPath):
-    """For buckets: a checkpoint counts once orbax's mark is there, and that comes after ours."""
-
-    async def finalize(self) -> None:
-        if self.get_final().name.isdigit():
-            await asyncio.to_thread(_seal, self.get(), LATE)
-        await super().finalize()
-
-
-def _seal(folder: epath.Path, late: Sequence[str] = ()) -> None:
-    """Writes the manifest of all files but those that orbax writes `late`."""
-    names = {str(path.relative_to(folder)): path for path in _files(folder)}
-    sums = {
-        name: [path.stat().length, _crc32(path)] for name, path in names.items() if name not in late
-    }
-    (folder / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -371,22 +302,6 @@ def _remove(folder: epath.Path) -> None:
             folder.rmtree()
         gone = 0 if folder.exists() else gone + 1
         time.sleep(0.05)
-
-
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
-
-
-def _crc32(path: epath.Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _first_line(error: Exception) -> str:

@@ -202,12 +202,17 @@ def _proportions(w, axis):
     """(r, log Z, 1 / Z, not all-zero); r = 0 and 1 / Z = 0 in an all-zero row."""
     # Shrunk, so that no sum of the hugest weights overflows; 1e-30 still stays a normal number.
     shrink = 2.0**-20
-    a = _magnitude(w) * shrink
-    z = jnp.sum(a, axis)
-    alive = z >= float(jnp.finfo(a.dtype).tiny) ** 0.8 * shrink
+    a = _magnitude(w)
+    z = jnp.sum(a * shrink, axis)
+    tiny = float(jnp.finfo(a.dtype).tiny)
+    alive = z >= tiny**0.8 * shrink
     z = jnp.where(alive, z, 1)
-    inv = jnp.where(alive, 1 / z, 0)
-    return a * jnp.expand_dims(inv, axis), jnp.log(z) - np.log(shrink), inv * shrink, alive
+    huge = z > 0.125 * shrink / tiny  # 1 / Z would be subnormal, which processors flush to 0
+    inv = jnp.where(alive, jnp.where(huge, 1, shrink) / z, 0)
+    # A factor of each row: a constant the compiler would move over to `inv`, and be back at 1 / Z.
+    kept = jnp.expand_dims(jnp.where(huge, shrink, 1), axis)
+    r = a * kept * jnp.expand_dims(inv, axis)
+    return r, jnp.log(z) - np.log(shrink), inv * jnp.where(huge, shrink, 1), alive
 
 
 def _no_noise(cv):

@@ -276,7 +276,7 @@ def test_a_missing_field_is_found_at_once_and_placed(write, characters):
         ({"qqqq": "x"}, (2, 8), "unknown data setting 'qqqq'; known"),
         ({}, (2, 1), "seq_len is 1"),
         ({}, (0, 8), "batch_size is 0"),
-        ({}, (3, 8), "batch_size is 3; it must be a positive multiple of the 2 parts.*as 4 is"),
+        ({}, (0, 8), "batch_size is 0; it must be a positive multiple of the 1 micro-batches"),
         ({"prefetch": -1}, (2, 8), "prefetch is -1"),
         ({"validation_fraction": 1.0}, (2, 8), r"validation_fraction is 1.0.*\[0, 1\)"),
         ({"validation_fraction": -0.1}, (2, 8), "validation_fraction is -0.1"),
@@ -290,7 +290,7 @@ def test_a_missing_field_is_found_at_once_and_placed(write, characters):
 def test_bad_settings(write, characters, config, sizes, message):
     config = {"path": write("a.txt", "some words, " * 9), "passage_chars": 20, **config}
     with pytest.raises(DataError, match=message) as caught:
-        make_pipeline(config, characters(), *sizes, 0, process_count=2)
+        make_pipeline(config, characters(), *sizes, 0)
     assert "\n" not in str(caught.value)
 
 

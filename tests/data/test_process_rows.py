@@ -9,7 +9,6 @@ import json
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.data.batches import chosen_rows, rows_of_process
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 
@@ -34,12 +33,18 @@ def paired(write):
     return write("paired.jsonl", records)
 
 
+def share(batch_size, index, count, accumulation=1):
+    """What a mesh gives to process `index`: an equal stretch of every micro-batch."""
+    parts = np.arange(batch_size).reshape(accumulation, count, -1)
+    return parts[:, index].reshape(-1)
+
+
 def iterators(config, tokenizer, batch_size, seq_len, count, accumulation=1, epochs=None):
     """One a process."""
     return [
         make_pipeline(
             config, tokenizer, batch_size, seq_len, 5,
-            process_index=index, process_count=count, accumulation=accumulation,
+            rows=share(batch_size, index, count, accumulation), accumulation=accumulation,
         ).train_iterator(epochs)
         for index in range(count)
     ]  # fmt: skip
@@ -167,7 +172,7 @@ def test_validation_rows(shared_data, bpe):
     whole = batches()
     for count, accumulation in ((2, 1), (2, 2), (4, 2)):
         shares = [
-            batches(process_index=index, process_count=count, accumulation=accumulation)
+            batches(rows=share(8, index, count, accumulation), accumulation=accumulation)
             for index in range(count)
         ]
         for batch, *parts in zip(whole, *shares, strict=True):
@@ -191,28 +196,12 @@ def test_rows_the_caller_chooses(lettered, characters):
     )
 
 
-def test_rows_of_process():
-    assert rows_of_process(8, 1, 1, 2).tolist() == [4, 5, 6, 7]
-    assert rows_of_process(8, 2, 1, 2).tolist() == [2, 3, 6, 7]
-    assert rows_of_process(12, 3, 0, 4).tolist() == [0, 4, 8]
-    for batch_size, accumulation, count in ((24, 1, 4), (24, 3, 2), (24, 2, 1)):
-        shares = [rows_of_process(batch_size, accumulation, i, count) for i in range(count)]
-        assert sorted(np.concatenate(shares)) == list(range(batch_size))
-        for share in shares:  # what the process may ask for by name as well
-            assert np.array_equal(chosen_rows(share, batch_size, accumulation), share)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"process_count": 3}, r"batch_size is 8; .* multiple of the 3 parts.*1 x 3.*as 9 is"),
-        ({"accumulation": 4, "process_count": 4}, r"the 16 parts .* 4 x 4 processes.*as 16 is"),
-        ({"accumulation": 3, "rows": [0]}, "batch_size is 8; .* multiple of the 3 parts"),
+        ({"accumulation": 3}, "batch_size is 8; .* multiple of the 3 micro-batches.*as 9 is"),
+        ({"accumulation": 3, "rows": [0]}, "batch_size is 8; .* multiple of the 3 micro-batches"),
         ({"accumulation": 0}, "accumulation is 0; it must be 1 or more"),
-        ({"process_index": 2, "process_count": 2}, "process_index 2 is not one of 2 processes"),
-        ({"process_index": -1, "process_count": 2}, "process_index -1 is not one of 2 processes"),
-        ({"process_count": 0}, "process_index 0 is not one of 0 processes"),
-        ({"rows": [0], "process_count": 2}, "rows is given beside process_index 0 of 2"),
         ({"rows": []}, r"rows is \[\]; it must be a slice or"),
         ({"rows": [0.5]}, r"rows is \[0.5\]; it must be a slice or"),
         ({"rows": [True, False]}, "it must be a slice or a sequence"),
@@ -242,8 +231,7 @@ def test_fewer_records_than_processes(write, characters):
 def test_counts_are_those_of_all_processes(lettered, characters):
     config = {"path": lettered, "packing": False}
     pipelines = [
-        make_pipeline(config, characters(), 4, 16, 0, process_index=i, process_count=n)
-        for i, n in ((0, 1), (1, 2))
+        make_pipeline(config, characters(), 4, 16, 0, rows=rows) for rows in (None, slice(2, 4))
     ]
     alone, shared = (pipeline.count_epoch() for pipeline in pipelines)
     assert alone == shared and alone["documents"] == DOCUMENTS and alone["batches"] == 26

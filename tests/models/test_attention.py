@@ -90,6 +90,35 @@ def test_gradients_of_both_forms_agree(softcap, window):
             assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
 
 
+def test_bfloat16_gradients_are_as_near_to_the_truth_as_autodiffs():
+    """Both forms round their operands to bfloat16; neither may lose more than that."""
+    rng = np.random.default_rng(2)
+    exact = [rng.normal(size=(2, 300, heads, 64)) for heads in (4, 2, 2)]
+    cotangent = rng.normal(size=(2, 300, 4, 64))
+    positions = jnp.arange(300)[None]
+    mask = attention_mask(positions, positions, None, None, None)
+    forms = {
+        "plain": lambda q, k, v: plain_attention(q, k, v, mask, scale=0.125, softcap=5.0)[0],
+        "blocked": lambda q, k, v: blocked_attention(
+            q, k, v, mask, scale=0.125, softcap=5.0, window=None
+        ),
+    }
+
+    def gradients(form, dtype):
+        arguments = [jnp.asarray(x, dtype) for x in exact]
+        out, back = jax.vjp(forms[form], *arguments)
+        return [np.asarray(g, np.float64) for g in back(jnp.asarray(cotangent, out.dtype))]
+
+    with jax.enable_x64(True):
+        truth = gradients("plain", jnp.float64)
+    for name, *found in zip(
+        "qkv", truth, *(gradients(form, jnp.bfloat16) for form in forms), strict=True
+    ):
+        size = np.linalg.norm(found[0])
+        plain, blocked = (np.linalg.norm(g - found[0]) / size for g in found[1:])
+        assert blocked < max(1.2 * plain, 2**-8), (name, plain, blocked)
+
+
 def test_dots_policy_keeps_what_the_backward_of_attention_reads():
     """No second softmax under "dots": the backward pass rebuilds weights, never their maximum."""
     params = causal_lm.init(CONFIG, jax.random.key(0))

@@ -13,8 +13,10 @@ import pytest
 from orbax.checkpoint.path import atomicity, atomicity_defaults
 
 from ffn_heterogeneity.io import checkpoints as module
-from ffn_heterogeneity.io.checkpoints import MANIFEST, Checkpoints
+from ffn_heterogeneity.io import seals
+from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.seals import MANIFEST
 
 
 def make_state(value=0.0):
@@ -188,7 +190,7 @@ def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
     assert Checkpoints(tmp_path).best_step == 2
     listed = json.loads((tmp_path / "3" / MANIFEST).read_text())
     everything = {str(path.relative_to(tmp_path / "3")) for path in files_of(tmp_path / "3")}
-    assert everything - {*listed} == {MANIFEST, *module.LATE}
+    assert everything - {*listed} == {MANIFEST, *seals.LATE}
     (tmp_path / "3" / atomicity.COMMIT_SUCCESS_FILE).unlink()
     assert Checkpoints(tmp_path).steps() == [2]
 
@@ -235,7 +237,7 @@ def test_a_manifest_that_cannot_be_written_fails_the_save(tmp_path, monkeypatch)
     def full(folder):
         raise OSError(28, "No space left on device", str(folder / MANIFEST))
 
-    monkeypatch.setattr(module, "_seal", full)
+    monkeypatch.setattr(seals, "_seal", full)
     with pytest.raises(CheckpointError, match="2 could not be written: No space left on device;"):
         checkpoints.save(2, make_state(2), {})
     assert [path.name for path in tmp_path.iterdir()] == ["1"] and checkpoints.steps() == [1]

@@ -187,6 +187,21 @@ def test_options(files, tmp_path, changes):
     assert (results["final"] is None) == (changes.get("data.validation_fraction") == 0.0)
 
 
+def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path, capsys):
+    changes = {
+        "export.weights": "best",
+        "optimizer.learning_rate": 0.3,
+        "optimizer.warmup_steps": 0,
+    }
+    results = training.run(make_config(files, steps=1, **changes), tmp_path / "x")
+    assert results["final"]["validation/nll"] > results["best"]["value"]
+    assert results["best"]["step"] == 0 and results["after"] == results["before"]
+    assert "no evaluation was better" in capsys.readouterr().out
+    before = flatten(load_model(str(files[0])).params)
+    for path, leaf in flatten(load_model(str(tmp_path / "x" / "model")).params).items():
+        np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -1,0 +1,101 @@
+"""Seals of checkpoints: a manifest of every file, written before the folder gets its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+
+from etils import epath
+from orbax.checkpoint.path import atomicity, atomicity_defaults
+
+MANIFEST = "manifest.json"
+# In a bucket, where nothing can be moved, orbax writes these two after the manifest.
+LATE = ("_CHECKPOINT_METADATA", atomicity.COMMIT_SUCCESS_FILE)
+
+
+def temporary_path_class(directory: epath.Path) -> type[atomicity.TemporaryPath]:
+    """The one that seals: by a move where the file system can, in place in a bucket."""
+    moved = issubclass(
+        atomicity_defaults.get_default_temporary_path_class(directory),
+        atomicity.AtomicRenameTemporaryPath,
+    )
+    return _SealedThenMoved if moved else _SealedInPlace
+
+
+def problem(folder: epath.Path) -> str | None:
+    """What is wrong with the files of a sealed folder, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        sums = {name: (size, checksum) for name, (size, checksum) in manifest.items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, TypeError, AttributeError):
+        return f"{MANIFEST} is not the JSON that was written"
+    found = {str(path.relative_to(folder)): path for path in _files(folder)}
+    for name, (size, checksum) in sums.items():
+        if name not in found:
+            return f"{name} is missing"
+        length = found[name].stat().length
+        if length != size:
+            return f"{name} has {length} bytes instead of {size}"
+        if _crc32(found[name]) != checksum:
+            return f"{name} was altered (its CRC-32 differs)"
+    unlisted = sorted({*found} - {*sums, *LATE, MANIFEST})
+    return f"{MANIFEST} does not list {unlisted[0]}" if unlisted else None
+
+
+class _SealedThenMoved(atomicity.AtomicRenameTemporaryPath):
+    """Orbax's temporary directory, with a manifest in it before it gets its final name.
+
+    Orbax writes its last marks and moves in one call: it is made to move to a second temporary
+    name, where the manifest can count those marks too. Only process 0 is called.
+    """
+
+    async def finalize(self) -> None:
+        final = self.get_final()
+        if not final.name.isdigit():  # the folder of an item inside a checkpoint
+            await super().finalize()
+            return
+        self._final_path = final.parent / f"{final.name}{atomicity.TMP_DIR_SUFFIX}-sealed"
+        try:
+            await super().finalize()
+            await asyncio.to_thread(_seal, self._final_path)
+            self._final_path.rename(final)
+        finally:
+            self._final_path = final
+
+
+class _SealedInPlace(atomicity.CommitFileTemporaryPath):
+    """For buckets: a checkpoint counts once orbax's mark is there, and that comes after ours."""
+
+    async def finalize(self) -> None:
+        if self.get_final().name.isdigit():
+            await asyncio.to_thread(_seal, self.get(), LATE)
+        await super().finalize()
+
+
+def _seal(folder: epath.Path, late: Sequence[str] = ()) -> None:
+    """Writes the manifest of all files but those that orbax writes `late`."""
+    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    sums = {
+        name: [path.stat().length, _crc32(path)] for name, path in names.items() if name not in late
+    }
+    (folder / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _crc32(path: epath.Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
