@@ -74,6 +74,9 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     # bfloat16 would round away updates as small as these.
     config.export.dtype = "float32"  # float32 | bfloat16 | float16
     config.tensorboard = True
+    config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
+    config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
+    config.seeds = ()  # (0, 1, 2): one run each, and their mean with an interval
     return config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -101,12 +100,14 @@ def launch_flags(
     main: Callable[[], Any],
     argv: Sequence[str] | None = None,
     positional: Callable[[str], None] | None = None,
+    many: bool = False,
 ) -> None:
     """Parses the flags that the script defined with absl and calls `main()`; errors as `launch`.
 
     Args:
       argv: default: `sys.argv`.
       positional: takes the argument without dashes, where the script has one.
+      many: there may be several of those; each is given to `positional`.
     """
     keep_freed_memory()
     argv = list(sys.argv if argv is None else argv)
@@ -121,8 +122,10 @@ def launch_flags(
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         with _OneLine():
             extra = list(rest[1:])
-            if positional and extra:
+            while positional and extra:
                 positional(extra.pop(0))
+                if not many:
+                    break
             if extra:
                 raise UsageError(f"unexpected argument {extra[0]!r}: options are --key=value")
             main()
@@ -179,9 +182,41 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
         inside = [name for name in names if name.startswith(f"{match[2]}.")]
         if inside:
             raise UsageError(f"config key {match[2]!r} is a group: set one of {', '.join(inside)}")
-        near = difflib.get_close_matches(match[2], names, n=1, cutoff=0.3)
-        hint = f", did you mean {near[0]!r}?" if near else "."
+        near = nearest_key(match[2], names)
+        hint = f", did you mean {near!r}?" if near else "."
         raise UsageError(f"unknown config key {match[2]!r}{hint} Known keys: {', '.join(names)}")
+
+
+def nearest_key(typed: str, names: Sequence[str]) -> str | None:
+    """The key with the fewest edits from what was typed; None where even that is another word.
+
+    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("alpha" for
+    "nucl.alpha"); of keys equally near, the one that is nearest with its groups.
+    """
+    typed = typed.lower().replace("-", "_")
+
+    def away(name: str) -> tuple[int, int]:
+        parts = name.lower().split(".")
+        counts = [_edits(typed, ".".join(parts[i:])) for i in range(len(parts))]
+        return min(counts), counts[0]
+
+    edits, name = min(((away(name), name) for name in names), key=lambda pair: pair[0])
+    return name if edits[0] <= max(1, len(typed) // 2) else None
+
+
+def _edits(a: str, b: str) -> int:
+    """Letters to drop, add or replace, and neighbours to swap, that make `a` into `b`."""
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            fewest = min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                fewest = min(fewest, before[j - 2] + 1)
+            row.append(fewest)
+        before, last = last, row
+    return last[-1]
 
 
 def leaf_names(values: dict, prefix: str = "") -> list[str]:

@@ -7,6 +7,7 @@ Tests marked `slow` run with RUN_SLOW=1 (`make test-all`). Tests that need what 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -24,15 +25,14 @@ MODELS = Path(os.environ.get("FFN_MODELS", REPOSITORY / ".cache" / "models"))
 LEFT_OUT: dict[str, list[str]] = {}
 
 
-def _has_torch() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("torch") is not None
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 REQUIREMENTS = {
     "shared_data": (SHARED.is_dir, f"real data files not found at {SHARED}"),
-    "torch": (_has_torch, "torch is not installed (extra `parity`)"),
+    "torch": (lambda: _has("torch"), "torch is not installed (extra `parity`)"),
+    "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
 }
 
 
@@ -74,6 +74,11 @@ def torch():
 
     torch.manual_seed(0)
     return torch
+
+
+@pytest.fixture(scope="session")
+def libtpu() -> None:
+    """The TPU's compiler."""
 
 
 def _model(name: str) -> Path:

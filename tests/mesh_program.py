@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 
 import jax
@@ -23,6 +22,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
@@ -125,16 +125,9 @@ def compare_meshes(names=("gemma2", "llama"), shapes=MESHES) -> dict:
     return found
 
 
-def collectives(text: str) -> list[tuple[str, list[list[int]]]]:
-    """(kind, shapes of what it gives) of every collective in compiled HLO."""
-    found = []
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    for line in text.splitlines():
-        match = re.search(rf"= (.*?) ({kinds})(-start)?\(", line)
-        if match:
-            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
-            found.append((match[2], [[int(n) for n in s.split(",") if n] for s in shapes]))
-    return found
+def moved(compiled) -> list[tuple[str, list[list[int]]]]:
+    """(kind, shapes of what it gives) of every collective."""
+    return [(x.kind, [list(s) for s in x.shapes]) for x in collectives(compiled.as_text())]
 
 
 def nucl_collectives() -> dict:
@@ -160,7 +153,7 @@ def nucl_collectives() -> dict:
                 in_shardings=where, out_shardings=(whole, where),
             )  # fmt: skip
             w = jax.ShapeDtypeStruct((layers, m, n), jnp.float32)
-            found[f"{name} {shape}"] = collectives(program.lower(w).compile().as_text())
+            found[f"{name} {shape}"] = moved(program.lower(w).compile())
     return found
 
 
@@ -170,8 +163,7 @@ def fsdp_gathers() -> list:
     state, step, _, placed = build(config, (1, 8, 1))
     batch = {k: v[None] for k, v in batch_of(64, rows=8).items()}
     batch = jax.device_put(batch, placed[1])
-    text = step.lower(state, batch, jax.device_put(HYPER, placed[2])).compile().as_text()
-    return collectives(text)
+    return moved(step.lower(state, batch, jax.device_put(HYPER, placed[2])).compile())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.families import family_from_gguf
+from ffn_heterogeneity.models.families import Family, family_from_gguf
 
 _TOKEN_IDS = {
     "bos_id": "tokenizer.ggml.bos_token_id",
@@ -34,25 +34,39 @@ def read_gguf(
         of the wrong shape, or with NaN or infinity.
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
-    tensors = {t.name: Stored(t.shape, file.path, _loader(t, file)) for t in file.tensors.values()}
-    architecture = file.fields.get("general.architecture")
-    try:
-        family = family_from_gguf(architecture)
-        config = family.from_gguf(_metadata(file, architecture, tensors))
-        rules = family.gguf_rules(config)
-    except ConfigError as error:
-        raise CheckpointError(f"{file.path}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file.path}: malformed metadata: {error!r}") from None
+    config, family, tensors = _read_header(file)
     params = assemble(
         config,
-        rules,
+        family.gguf_rules(config),
         tensors,
         transform=family.gguf_transform,
         dtype=dtype,
         check_finite=check_finite,
     )
     return config, params
+
+
+def read_gguf_config(path: str | os.PathLike) -> ModelConfig:
+    """The model's config; no weight is read.
+
+    Raises:
+      CheckpointError: damaged file or unknown architecture.
+    """
+    return _read_header(open_gguf(path))[0]
+
+
+def _read_header(file: GGUFFile) -> tuple[ModelConfig, Family, dict[str, Stored]]:
+    tensors = {t.name: Stored(t.shape, file.path, _loader(t, file)) for t in file.tensors.values()}
+    architecture = file.fields.get("general.architecture")
+    try:
+        family = family_from_gguf(architecture)
+        config = family.from_gguf(_metadata(file, architecture, tensors))
+        family.gguf_rules(config)
+    except ConfigError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.path}: malformed metadata: {error!r}") from None
+    return config, family, tensors
 
 
 def _metadata(file: GGUFFile, architecture: str, tensors: dict[str, Stored]) -> dict[str, Any]:

@@ -115,8 +115,11 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
     return None
 
 
-def download(repo_id: str, revision: str | None = None) -> Path:
+def download(repo_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """A local copy of the hub repository: config, safetensors, tokenizer; nothing else.
+
+    Args:
+      weights: False: config.json alone.
 
     Raises:
       CheckpointError: offline, not found, gated, or not a valid id; one line with the way out.
@@ -126,7 +129,7 @@ def download(repo_id: str, revision: str | None = None) -> Path:
     at = f" at revision {revision!r}" if revision else ""
     try:
         local = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=_HUB_PATTERNS
+            repo_id, revision=revision, allow_patterns=_HUB_PATTERNS if weights else "config.json"
         )
     except (OSError, ValueError, RuntimeError, huggingface_hub.errors.EntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""

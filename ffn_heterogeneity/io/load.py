@@ -1,4 +1,4 @@
-"""`load_model`: one call for a directory, a GGUF file, a preset's name or a hub id."""
+"""`load_model`, `load_config`: a directory, a GGUF file, a preset's name or a hub id."""
 
 from __future__ import annotations
 
@@ -61,16 +61,44 @@ def load_model(
         _no_revision(spec, revision)
         config, params = huggingface.read_pretrained(path, **options)
         return Model(config, params, huggingface.read_tokenizer(path), spec)
+    repo_id = _hub_id(spec)
+    local = huggingface.download(repo_id, revision)
+    config, params = huggingface.read_pretrained(local, **options)
+    source = f"{repo_id}@{revision}" if revision else repo_id
+    return Model(config, params, huggingface.read_tokenizer(local), source)
+
+
+def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> ModelConfig:
+    """The config alone, without its weights; a preset's needs no network.
+
+    Args:
+      spec, revision: as in `load_model`.
+
+    Raises:
+      CheckpointError: as `load_model`.
+    """
+    spec = os.fspath(spec)
+    path = Path(spec).expanduser()
+    if path.suffix == ".gguf" or path.is_file():
+        _no_revision(spec, revision)
+        return gguf.read_gguf_config(path)
+    if spec and path.is_dir():
+        _no_revision(spec, revision)
+        return huggingface.read_config(path)
+    for name, (config, repo_id) in PRESETS.items():
+        if spec in (name, repo_id) and revision is None:
+            return config
+    return huggingface.read_config(huggingface.download(_hub_id(spec), revision, weights=False))
+
+
+def _hub_id(spec: str) -> str:
     repo_id = PRESETS[spec][1] if spec in PRESETS else spec
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or spec.startswith("."):
         raise CheckpointError(
             f"model {spec!r} is not a directory, a .gguf file, a hub id (owner/name) or a preset: "
             f"{', '.join(PRESETS)}"
         )
-    local = huggingface.download(repo_id, revision)
-    config, params = huggingface.read_pretrained(local, **options)
-    source = f"{repo_id}@{revision}" if revision else repo_id
-    return Model(config, params, huggingface.read_tokenizer(local), source)
+    return repo_id
 
 
 def _no_revision(spec: str, revision: str | None) -> None:

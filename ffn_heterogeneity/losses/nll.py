@@ -66,6 +66,7 @@ def chunked_nll(
     chunk: int | None = None,
     kernel_trainable: bool = True,
     devices: int = 1,
+    platform: str | None = None,
 ) -> NLLSums:
     """Sum of -log p(target) over the masked-in positions; [B, T, V] never exists.
 
@@ -77,16 +78,18 @@ def chunked_nll(
       mask_bt: True where the target counts; None: everywhere.
       softcap: logits become cap tanh(logits / cap).
       chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES
-        (CHUNK_BYTES_CPU where JAX's default backend is the CPU).
+        (CHUNK_BYTES_CPU on a CPU).
       devices: how many devices share a chunk's logits; `chunk` None counts their budgets together.
+      platform: of the devices; None: JAX's default backend.
       kernel_trainable: False skips dK (it comes back as 0). A kernel that is not differentiated
         (a frozen head) is noticed without it.
 
     Raises:
       ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
     """
+    budget = _chunk_bytes(devices, platform)
     static, mask_bt = _prepare(
-        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, devices
+        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, budget
     )
     # The count depends on the mask alone: whoever wants only that pays for nothing else.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
@@ -104,7 +107,10 @@ def token_nll(
     chunk: int | None = None,
 ) -> jax.Array:
     """-log p(target) of every position, [B, T] float32, without gradient; as in `chunked_nll`."""
-    static, mask_bt = _prepare(hidden_btd, kernel, targets_bt, None, layout, softcap, chunk, False)
+    budget = _chunk_bytes()
+    static, mask_bt = _prepare(
+        hidden_btd, kernel, targets_bt, None, layout, softcap, chunk, False, budget
+    )
     hidden_btd, kernel = lax.stop_gradient((hidden_btd, kernel))
     kernel = kernel.astype(hidden_btd.dtype)
     starts, _ = _chunks(hidden_btd.shape[1], static.chunk)
@@ -121,7 +127,12 @@ def token_nll(
 
 
 def nll_term(
-    config: ModelConfig, reduction: str = "mean", *, name: str = "nll", devices: int = 1
+    config: ModelConfig,
+    reduction: str = "mean",
+    *,
+    name: str = "nll",
+    devices: int = 1,
+    platform: str | None = None,
 ) -> LossTerm:
     """The language-modelling loss, weight 1.
 
@@ -136,6 +147,7 @@ def nll_term(
     Args:
       devices: over how many the batch and the vocabulary are cut: a chunk's logits fit on them
         together.
+      platform: of those devices; None: JAX's default backend.
 
     Raises:
       ValueError: unknown reduction.
@@ -153,6 +165,7 @@ def nll_term(
             layout=layout,
             softcap=config.final_softcap,
             devices=devices,
+            platform=platform,
         )
         if reduction == "mean":
             return TermValue(sums.total, sums.count, {"accuracy": sums.correct})
@@ -173,8 +186,13 @@ def _documents(batch: dict) -> jax.Array:
     return jnp.sum(mask_bt & (segments_bt > before_bt), dtype=jnp.float32)
 
 
+def _chunk_bytes(devices: int = 1, platform: str | None = None) -> int:
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    return devices * (CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES)
+
+
 def _prepare(
-    hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, devices=1
+    hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, budget
 ):
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: choose one of {LAYOUTS}")
@@ -191,7 +209,6 @@ def _prepare(
         raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
-        budget = devices * (CHUNK_BYTES_CPU if jax.default_backend() == "cpu" else CHUNK_BYTES)
         chunk = max(1, budget // (4 * batch * kernel.shape[layout.index("v")]))
         # Equal chunks: the fewest that fit, none of them mostly empty.
         chunk = -(-time // -(-time // chunk))

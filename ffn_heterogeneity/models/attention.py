@@ -41,8 +41,10 @@ def attention_mask(
     return mask
 
 
-def choose_kernel(requested: str, config: ModelConfig, dtype: jnp.dtype) -> str:
-    """The kernel for this platform, decided at trace time from static facts only.
+def choose_kernel(
+    requested: str, config: ModelConfig, dtype: jnp.dtype, platform: str | None = None
+) -> str:
+    """The kernel for a platform (None: this one), decided at trace time from static facts only.
 
     "auto" is "xla", the blocked form, on CPU and TPU; on GPU, cuDNN's fused kernel where it can be
     used: half precision, no soft-cap, heads of at most 128 (the limit that holds on every card).
@@ -58,7 +60,8 @@ def choose_kernel(requested: str, config: ModelConfig, dtype: jnp.dtype) -> str:
         return requested
     half = dtype in (jnp.bfloat16, jnp.float16)
     fits = config.attention_softcap is None and config.head_dim <= 128
-    return "cudnn" if jax.default_backend() == "gpu" and half and fits else "xla"
+    platform = platform or jax.default_backend()
+    return "cudnn" if platform == "gpu" and half and fits else "xla"
 
 
 def plain_attention(

@@ -27,6 +27,8 @@ class RunOptions:
       remat: "none", "full" (keep block inputs only), "dots", "attention_output".
       unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
       attention: "auto", "xla", "plain" or "cudnn" (models/attention.py).
+      platform: what "auto" is chosen for; None: the default backend. (A step may be compiled for
+        another machine's devices.)
       activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
         embedding [V, D] that tokens are looked up in; None leaves them to XLA.
     """
@@ -35,6 +37,7 @@ class RunOptions:
     remat: str = "none"
     unroll: int | bool = 1
     attention: str = "auto"
+    platform: str | None = None
     activations: jax.sharding.Sharding | None = None
     table: jax.sharding.Sharding | None = None
 
@@ -103,7 +106,7 @@ def forward(
     table = _hold(params["embed"]["embedding"], options.table)
     x = table[tokens].astype(options.compute_dtype)
     x = _hold(x * jnp.asarray(config.embedding_multiplier, x.dtype), options.activations)
-    kernel = choose_kernel(options.attention, config, x.dtype)
+    kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
     with_weights = any("attention_weights" in probe.needs for probe in probes)
     context = _context(config, batch, tokens.shape)
 

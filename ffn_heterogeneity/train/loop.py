@@ -18,6 +18,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.report.writer import MetricsWriter
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.placement import place_batch, place_scalars
+from ffn_heterogeneity.train.profiler import Profiler
 from ffn_heterogeneity.train.state import TrainState
 from ffn_heterogeneity.train.workdir import resume_command
 
@@ -50,6 +51,7 @@ class LoopConfig:
       keep: how many of the latest checkpoints stay.
       keep_best: save whenever the best metric improves after training began, and keep that one.
       save_at_end: save after the last step too (so that a finished run can be read back).
+      profile: (first step to trace, first not to), from 1, into `<workdir>/profile`; None: none.
     """
 
     steps: int
@@ -61,6 +63,7 @@ class LoopConfig:
     keep: int = 1
     keep_best: bool = True
     save_at_end: bool = True
+    profile: tuple[int, int] | None = None
 
     def __post_init__(self):
         for name, least in (("steps", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 1)):
@@ -127,6 +130,7 @@ class TrainLoop:
         self.step, self.best, self.last_eval = 0, None, -1
         self.saved_step: int | None = None
         self._saved_rows: int | None = None
+        self._profiler = Profiler(config.profile, self.workdir / "profile")
         self._speaks = jax.process_index() == 0
         # Of several processes one alone may get the signal: it then goes with the next batch, and
         # all read from that step's metrics, at the same step, that they are to stop.
@@ -160,6 +164,7 @@ class TrainLoop:
                 self.checkpoints.wait()  # a run whose last save failed is not done
                 done = self.step >= self.config.steps
             finally:
+                self._profiler.close()
                 # Said first: closing may fail too, or wait for a disk that does not answer.
                 if not done:
                     self._say(
@@ -227,6 +232,7 @@ class TrainLoop:
             ) from None
         hyper = self.hyper(self.step)
         placed = self._place_batch(batch), self._place_hyper(hyper)
+        self._profiler.before(self.step + 1)
         if self.compile_seconds is None:
             metrics = self._first_call(placed)
         else:
@@ -234,6 +240,8 @@ class TrainLoop:
             with jax.transfer_guard("disallow"):
                 self.state, metrics = self.train_step(self.state, *placed)
         self.step += 1
+        if line := self._profiler.after(self.step, metrics):
+            self._say(line)
         compiled = self.train_step._cache_size()
         if compiled > 1:
             raise RuntimeError(

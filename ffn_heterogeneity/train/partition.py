@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.paths import flatten, path_str
 
@@ -147,38 +147,38 @@ def trainable_mask(
     return {**mask, **data}
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
+) -> Mesh:
     """A mesh over the three axes; (1, 1, 1) is the one-device mesh.
 
     Args:
       data, fsdp, tensor: sizes; at most one of them -1, which takes the devices that are left.
+      devices: None: all of JAX's.
 
     Raises:
       ValueError: sizes that do not fit the devices.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_sizes(data, fsdp, tensor, len(devices))
+    return jax.make_mesh(
+        sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)]
+    )
+
+
+def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, int, int]:
+    """The sizes on `count` devices, with -1 filled in; errors as `make_mesh`."""
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh {tuple(sizes)}: sizes are positive, at most one of them -1")
     if -1 in sizes:
         others = -math.prod(sizes)
-        if len(devices) % others:
-            raise ValueError(
-                f"mesh {tuple(sizes)}: {others} does not divide {len(devices)} devices"
-            )
-        sizes[sizes.index(-1)] = len(devices) // others
-    data, fsdp, tensor = sizes
-    n_devices = data * fsdp * tensor
-    if n_devices > len(devices):
-        raise ValueError(
-            f"mesh ({data}, {fsdp}, {tensor}) needs {n_devices} devices, there are {len(devices)}"
-        )
-    return jax.make_mesh(
-        (data, fsdp, tensor),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * 3,
-        devices=devices[:n_devices],
-    )
+        if count % others:
+            raise ValueError(f"mesh {tuple(sizes)}: {others} does not divide {count} devices")
+        sizes[sizes.index(-1)] = count // others
+    if math.prod(sizes) > count:
+        raise ValueError(f"mesh {tuple(sizes)} needs {math.prod(sizes)} devices, there are {count}")
+    return tuple(sizes)
 
 
 def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> Any:
@@ -234,3 +234,36 @@ def run_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
         "activations": NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, None)),
         "table": NamedSharding(mesh, PartitionSpec("tensor", None)),
     }
+
+
+def describe_shardings(
+    mesh: Mesh | AbstractMesh, tree: Any, placed: Any = None
+) -> dict[str, dict[str, Any]]:
+    """`{path: {"shape", "dtype", "spec", "bytes_per_device"}}` of every leaf, JSON-ready.
+
+    Args:
+      mesh: its shape is all that is read: no device need exist.
+      tree: arrays or ShapeDtypeStructs.
+      placed: the tree's shardings, e.g. `state_shardings(mesh, state)`; None: the default rules'.
+
+    Raises:
+      RuleError: as in `shardings`.
+      ValueError: `placed` is of another structure, or cuts an axis into unequal parts.
+    """
+    placed = shardings(mesh, tree) if placed is None else placed
+    if jax.tree.structure(placed) != jax.tree.structure(tree):
+        raise ValueError("the shardings are those of another tree")
+    described = {}
+    for (path, leaf), sharding in zip(flatten(tree).items(), jax.tree.leaves(placed), strict=True):
+        spec, shape = sharding.spec, tuple(leaf.shape)
+        try:
+            part = NamedSharding(mesh, spec).shard_shape(shape)
+        except ValueError as error:
+            raise ValueError(f"leaf {path!r} of shape {shape}: {error}") from None
+        described[path] = {
+            "shape": list(shape),
+            "dtype": str(leaf.dtype),
+            "spec": str(tuple(spec)),
+            "bytes_per_device": math.prod(part) * leaf.dtype.itemsize,
+        }
+    return described

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 
 def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> list[int]:
@@ -21,16 +21,26 @@ def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> l
     Raises:
       ValueError: micro-batches that the mesh cannot cut into equal parts.
     """
-    rows = batch_size // accumulation
-    parts = sharding.mesh.shape["data"] * sharding.mesh.shape["fsdp"]
-    if batch_size % accumulation or rows % parts:
-        raise ValueError(
-            f"batch_size={batch_size} with accumulation={accumulation} cannot be cut over "
-            f"{parts} devices (mesh.data x mesh.fsdp): make it a multiple of {accumulation * parts}"
-        )
+    rows = rows_of_micro_batch(sharding.mesh, batch_size, accumulation)
     indices = sharding.addressable_devices_indices_map((accumulation, rows))
     mine = sorted({row for index in indices.values() for row in range(rows)[index[1]]})
     return [micro * rows + row for micro in range(accumulation) for row in mine]
+
+
+def rows_of_micro_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -> int:
+    """B / A.
+
+    Raises:
+      ValueError: micro-batches that the mesh cannot cut into equal parts.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % (accumulation * parts):
+        raise ValueError(
+            f"batch_size={batch_size} with accumulation={accumulation} cannot be cut over "
+            f"{parts} devices (mesh.data x mesh.fsdp): make it a multiple of "
+            f"{accumulation * parts}, or give devices to mesh.tensor"
+        )
+    return batch_size // accumulation
 
 
 def place_batch(batch: Mapping[str, np.ndarray], sharding: Sharding | None) -> dict[str, jax.Array]:

@@ -21,31 +21,35 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.losses.nll import nll_term
-from ffn_heterogeneity.losses.nucl import layer_statistics, nucl_term
-from ffn_heterogeneity.losses.terms import LossTerm
+from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train.build import (
+    Built,
+    build,
+    check_config,
+    entropy_monitor,
+    hyper_function,
+    loop_config,
+)
 from ffn_heterogeneity.train.distributed import on_main, say
 from ffn_heterogeneity.train.evaluation import make_evaluator
-from ffn_heterogeneity.train.loop import LoopConfig, LoopResult, TrainLoop
-from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
 from ffn_heterogeneity.train.placement import local_rows, to_host
-from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
-from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
+from ffn_heterogeneity.train.plan import dry_run
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics
 from ffn_heterogeneity.train.workdir import prepare_workdir
-
-COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
-EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     """Trains as `configs/nucl_finetune.py` describes; returns what `results.json` holds.
 
-    A directory that holds this run already is continued; a finished one is only read.
+    A directory that holds this run already is continued; a finished one is only read. With
+    `config.dry_run` the run is planned and not made.
 
     Raises:
       ValueError (WorkdirError, DataError, CheckpointError, RuleError, TrainingDiverged are some):
@@ -54,6 +58,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     """
     start, workdir = time.time(), epath.Path(workdir)
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
+    if config.dry_run:
+        return dry_run(config, workdir)
     on_main(lambda: prepare_workdir(workdir, config.to_dict()))
     if (workdir / "results.json").exists():
         print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
@@ -94,57 +100,6 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     return read_json(workdir / "results.json")
 
 
-def check_config(config: ConfigDict) -> None:
-    """Refuses what would only be noticed after hours.
-
-    Raises:
-      ValueError: names the key, its value and what it may be.
-    """
-    for key, value, choices in (
-        ("compute_dtype", config.compute_dtype, COMPUTE_DTYPES),
-        ("export.dtype", config.export.dtype, EXPORT_DTYPES),
-        ("export.form", config.export.form, ("auto", "padded", "native")),
-        ("export.weights", config.export.weights, ("last", "best")),
-    ):
-        if value not in choices:
-            raise ValueError(f"{key}={value!r}: choose one of {choices}")
-    if not config.model:
-        raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
-    if not np.isfinite(config.nucl.alpha) or config.nucl.alpha < 0:
-        raise ValueError(f"nucl.alpha={config.nucl.alpha} must be finite and >= 0")
-    if config.accumulation < 1 or config.batch_size % config.accumulation:
-        raise ValueError(
-            f"batch_size={config.batch_size} must be a multiple of "
-            f"accumulation={config.accumulation}"
-        )
-    if config.export.weights == "best" and not config.checkpoint.keep_best:
-        raise ValueError("export.weights='best' needs checkpoint.keep_best=True")
-
-
-def make_terms(config: ConfigDict, model: ModelConfig, devices: int = 1) -> tuple[LossTerm, ...]:
-    """NLL, and NUCL unless its variant is "none"."""
-    terms = [nll_term(model, config.nll_reduction, devices=devices)]
-    if config.nucl.variant != "none":
-        nucl = config.nucl
-        terms.append(
-            nucl_term(
-                nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha", sharded=devices > 1
-            )
-        )
-    return tuple(terms)
-
-
-def entropy_monitor(config: ConfigDict, devices: int = 1) -> LossTerm:
-    """The entropy of the targeted connections, evaluated beside any variant and never trained on.
-
-    Its mean per neuron is what the paper's Figures 2 and 3 plot: "validation/entropy/ent/...".
-    """
-    nucl = config.nucl
-    return nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
-
-
 def make_loop(
     config: ConfigDict,
     workdir: epath.Path,
@@ -154,45 +109,28 @@ def make_loop(
     batches: Any,
 ) -> tuple[TrainLoop, dict]:
     """Everything but the running; and the facts of the run that `results.json` names."""
-    mask = partition.trainable_mask(
-        flatten(model.params), tuple(config.freeze), tuple(config.train_only)
-    )
-    optimizer = make_optimizer(optimizer_config(config), model.params, mask)
-    placed = (
-        state_shardings(mesh, abstract_state(model.params, optimizer, mask)),
-        partition.batch_sharding(mesh),
-        partition.replicated(mesh),
-    )
-    state = create_state(model.params, optimizer, mask, seed=config.seed, shardings=placed[0])
-    terms, options = make_terms(config, model.config, mesh.size), run_options(config, mesh)
-
-    def forward(params, batch, *, probes, dropout):
-        return causal_lm.forward(
-            model_config, params, batch, options=options, probes=probes, dropout=dropout
-        )
-
-    model_config = model.config
-    train_step = make_train_step(
-        forward, terms, optimizer, mask,
-        accumulation=config.accumulation, dropout=config.dropout > 0, shardings=placed,
+    built = build(config, model.config, model.params, mesh)
+    state = create_state(
+        model.params, built.optimizer, built.trainable,
+        seed=config.seed, shardings=built.shardings[0],
     )  # fmt: skip
     loop = TrainLoop(
         loop_config(config),
-        train_step=train_step,
+        train_step=built.train_step,
         state=state,
         batches=batches,
         hyper=hyper_function(config),
         workdir=workdir,
-        evaluate=_evaluator(config, forward, terms, pipeline, mesh),
-        shardings=placed,
-        gradient_paths=tuple(sorted(path for path, trains in mask.items() if trains)),
+        evaluate=_evaluator(config, built, pipeline),
+        shardings=built.shardings,
+        gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         tensorboard=config.tensorboard,
     )
     sizes = {path: int(np.size(leaf)) for path, leaf in flatten(model.params).items()}
     facts = {
         "model": model.source,
         "parameters": sum(sizes.values()),
-        "trainable_parameters": sum(size for path, size in sizes.items() if mask[path]),
+        "trainable_parameters": sum(size for path, size in sizes.items() if built.trainable[path]),
         "device": jax.devices()[0].device_kind,
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
@@ -202,7 +140,7 @@ def make_loop(
     return loop, facts
 
 
-def _evaluator(config, forward, terms, pipeline, mesh):
+def _evaluator(config: ConfigDict, built: Built, pipeline: Pipeline):
     if pipeline.held_out is None:
         say("no validation data: nothing is evaluated and no checkpoint is the best")
         return None
@@ -217,61 +155,13 @@ def _evaluator(config, forward, terms, pipeline, mesh):
                 rows = len(pipeline.rows) // config.accumulation
                 yield {k: v[part * rows : (part + 1) * rows] for k, v in batch.items()}
 
+    whole = built.shardings[2]
+    monitored = (*built.terms, entropy_monitor(config, built.mesh.size))
     return make_evaluator(
-        make_eval_step(forward, terms, partition.replicated(mesh)),
-        make_params_metrics(
-            (*terms, entropy_monitor(config, mesh.size)), partition.replicated(mesh)
-        ),
+        make_eval_step(built.forward, built.terms, whole),
+        make_params_metrics(monitored, whole),
         batches,
-        sharding=partition.batch_sharding(mesh, accumulated=False),
-    )
-
-
-def optimizer_config(config: ConfigDict) -> OptimizerConfig:
-    """The keys of `config.optimizer` that are not the schedule's."""
-    values = config.optimizer.to_dict()
-    for key in ("learning_rate", "schedule", "warmup_steps", "final_fraction"):
-        del values[key]
-    return OptimizerConfig(**values)
-
-
-def hyper_function(config: ConfigDict):
-    """step (0-based) -> {"learning_rate", "alpha", "dropout"}."""
-    schedule = make_schedule(
-        config.optimizer.schedule,
-        config.optimizer.learning_rate,
-        warmup_steps=config.optimizer.warmup_steps,
-        total_steps=config.steps,
-        final_fraction=config.optimizer.final_fraction,
-    )
-    constant = {"alpha": config.nucl.alpha, "dropout": config.dropout}
-    return lambda step: {"learning_rate": schedule(step), **constant}
-
-
-def run_options(config: ConfigDict, mesh: Mesh) -> causal_lm.RunOptions:
-    """What "auto" means on this platform; shardings on a mesh."""
-    on_cpu = jax.default_backend() == "cpu"
-    dtype, remat = config.compute_dtype, config.remat
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
-    if remat == "auto":
-        remat = "dots" if on_cpu else "full"
-    held = partition.run_shardings(mesh) if mesh.size > 1 else {}
-    return causal_lm.RunOptions(
-        compute_dtype=jax.numpy.dtype(dtype), remat=remat, unroll=config.unroll or True, **held
-    )
-
-
-def loop_config(config: ConfigDict) -> LoopConfig:
-    return LoopConfig(
-        steps=config.steps,
-        eval_every=config.eval.every,
-        checkpoint_every=config.checkpoint.every,
-        accumulation=config.accumulation,
-        best_metric=config.eval.best_metric,
-        keep=config.checkpoint.keep,
-        keep_best=config.checkpoint.keep_best,
-        save_at_end=config.checkpoint.at_end,
+        sharding=partition.batch_sharding(built.mesh, accumulated=False),
     )
 
 

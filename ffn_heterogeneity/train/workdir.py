@@ -16,8 +16,8 @@ from etils import epath
 from ffn_heterogeneity.io.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
-# A run may go on elsewhere: these keys say on what it computes, not what.
-WHERE_NOT_WHAT = ("mesh.",)
+# A run may go on elsewhere, or watched: these keys say on what it computes, not what.
+WHERE_NOT_WHAT = ("mesh.", "profile", "dry_run")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
 # What `prepare_workdir` writes.

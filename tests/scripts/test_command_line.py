@@ -31,7 +31,7 @@ def text(tmp_path_factory):
 
 
 def test_all_scripts_are_here():
-    assert {*WITH_CONFIG, "convert", "demo", "fetch_models"} <= set(SCRIPTS)
+    assert {*WITH_CONFIG, "convert", "demo", "fetch_models", "report"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -39,7 +39,7 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
     done = run_script(name, "--help")
     assert done.code == 0 and done.err == "", done
     assert f"python scripts/{name}.py" in done.out and "Flags:" in done.out
-    assert ("--output" if name == "convert" else "--directory" if name == "fetch_models"
+    assert ("--output" if name in ("convert", "report") else "--directory" if name == "fetch_models"
             else "--workdir") in done.out  # fmt: skip
     assert ("--config." in done.out.split("Flags:")[1]) == (name in WITH_CONFIG)
     if name == "compress":

@@ -187,6 +187,15 @@ def test_options(files, tmp_path, changes):
     assert (results["final"] is None) == (changes.get("data.validation_fraction") == 0.0)
 
 
+def test_chosen_steps_are_traced(files, tmp_path, capsys):
+    training.run(make_config(files, steps=4, profile="3:4"), tmp_path / "x")
+    assert "trace of steps 3 to 3" in capsys.readouterr().out
+    assert list((tmp_path / "x" / "profile").rglob("*.xplane.pb"))
+    for bad in ("3", "0:2", "3:3", "a:b", "3:6"):
+        with pytest.raises(ValueError, match=f"profile='{bad}'"):
+            training.run(make_config(files, steps=4, profile=bad), tmp_path / "y")
+
+
 def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path, capsys):
     changes = {
         "export.weights": "best",

@@ -1,0 +1,203 @@
+"""What a config builds before anything is loaded: loss, optimiser, shardings, the compiled step.
+
+The same for arrays and for shapes alone, so that a dry run plans the very step that a run takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import LossTerm
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train.loop import LoopConfig
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from ffn_heterogeneity.train.profiler import parse_window
+from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
+from ffn_heterogeneity.train.step import make_train_step
+
+COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The parts of a run.
+
+    Attributes:
+      mesh: of devices, or an `AbstractMesh` where nothing is to be compiled.
+      trainable: `{path: trains}`.
+      forward: (params, batch, *, probes, dropout) -> outputs.
+      state: shapes and dtypes of the training state.
+      shardings: of (the state, accumulated batches, what every device holds whole).
+    """
+
+    model: ModelConfig
+    mesh: Mesh | AbstractMesh
+    trainable: dict[str, bool]
+    optimizer: optax.GradientTransformationExtraArgs
+    terms: tuple[LossTerm, ...]
+    options: causal_lm.RunOptions
+    forward: Callable[..., dict]
+    train_step: Any
+    state: TrainState
+    shardings: tuple[Any, Any, Any]
+
+
+def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | AbstractMesh) -> Built:
+    """Everything that `config` says about the step.
+
+    Args:
+      params: the tree, or its `ShapeDtypeStruct`s: only shapes and dtypes are read.
+
+    Raises:
+      ValueError (RuleError is one): a rule, term or sharding that does not fit the tree or mesh.
+    """
+    mask = partition.trainable_mask(flatten(params), tuple(config.freeze), tuple(config.train_only))
+    optimizer = make_optimizer(optimizer_config(config), params, mask)
+    state = abstract_state(params, optimizer, mask)
+    placed = (
+        state_shardings(mesh, state),
+        partition.batch_sharding(mesh),
+        partition.replicated(mesh),
+    )
+    terms, options = make_terms(config, model, mesh), run_options(config, mesh)
+
+    def forward(params, batch, *, probes, dropout):
+        return causal_lm.forward(
+            model, params, batch, options=options, probes=probes, dropout=dropout
+        )
+
+    train_step = make_train_step(
+        forward, terms, optimizer, mask,
+        accumulation=config.accumulation, dropout=config.dropout > 0, shardings=placed,
+    )  # fmt: skip
+    return Built(model, mesh, mask, optimizer, terms, options, forward, train_step, state, placed)
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Of the mesh's devices ("cpu", "gpu", "tpu"); the default backend for a mesh without any."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses what would only be noticed after hours.
+
+    Raises:
+      ValueError: names the key, its value and what it may be.
+    """
+    for key, value, choices in (
+        ("compute_dtype", config.compute_dtype, COMPUTE_DTYPES),
+        ("export.dtype", config.export.dtype, EXPORT_DTYPES),
+        ("export.form", config.export.form, ("auto", "padded", "native")),
+        ("export.weights", config.export.weights, ("last", "best")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{key}={value!r}: choose one of {choices}")
+    if not config.model:
+        raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
+    if not np.isfinite(config.nucl.alpha) or config.nucl.alpha < 0:
+        raise ValueError(f"nucl.alpha={config.nucl.alpha} must be finite and >= 0")
+    if config.accumulation < 1 or config.batch_size % config.accumulation:
+        raise ValueError(
+            f"batch_size={config.batch_size} must be a multiple of "
+            f"accumulation={config.accumulation}"
+        )
+    window = parse_window(config.profile)
+    if window and window[1] > config.steps + 1:
+        raise ValueError(f"profile={config.profile!r}: the run has steps 1 to {config.steps}")
+    if config.export.weights == "best" and not config.checkpoint.keep_best:
+        raise ValueError("export.weights='best' needs checkpoint.keep_best=True")
+
+
+def make_terms(
+    config: ConfigDict, model: ModelConfig, mesh: Mesh | AbstractMesh
+) -> tuple[LossTerm, ...]:
+    """NLL, and NUCL unless its variant is "none"."""
+    devices, platform = mesh.size, platform_of(mesh)
+    terms = [nll_term(model, config.nll_reduction, devices=devices, platform=platform)]
+    if config.nucl.variant != "none":
+        nucl = config.nucl
+        terms.append(
+            nucl_term(
+                nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha", sharded=devices > 1
+            )
+        )
+    return tuple(terms)
+
+
+def entropy_monitor(config: ConfigDict, devices: int = 1) -> LossTerm:
+    """The entropy of the targeted connections, evaluated beside any variant and never trained on.
+
+    Its mean per neuron is what the paper's Figures 2 and 3 plot: "validation/entropy/ent/...".
+    """
+    nucl = config.nucl
+    return nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
+
+
+def optimizer_config(config: ConfigDict) -> OptimizerConfig:
+    """The keys of `config.optimizer` that are not the schedule's."""
+    values = config.optimizer.to_dict()
+    for key in ("learning_rate", "schedule", "warmup_steps", "final_fraction"):
+        del values[key]
+    return OptimizerConfig(**values)
+
+
+def hyper_function(config: ConfigDict):
+    """step (0-based) -> {"learning_rate", "alpha", "dropout"}."""
+    schedule = make_schedule(
+        config.optimizer.schedule,
+        config.optimizer.learning_rate,
+        warmup_steps=config.optimizer.warmup_steps,
+        total_steps=config.steps,
+        final_fraction=config.optimizer.final_fraction,
+    )
+    constant = {"alpha": config.nucl.alpha, "dropout": config.dropout}
+    return lambda step: {"learning_rate": schedule(step), **constant}
+
+
+def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunOptions:
+    """What "auto" means on the mesh's platform; shardings on several devices."""
+    platform = platform_of(mesh)
+    on_cpu = platform == "cpu"
+    dtype, remat = config.compute_dtype, config.remat
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    if remat == "auto":
+        remat = "dots" if on_cpu else "full"
+    held = partition.run_shardings(mesh) if mesh.size > 1 else {}
+    return causal_lm.RunOptions(
+        compute_dtype=jax.numpy.dtype(dtype),
+        remat=remat,
+        unroll=config.unroll or True,
+        platform=platform,
+        **held,
+    )
+
+
+def loop_config(config: ConfigDict) -> LoopConfig:
+    return LoopConfig(
+        steps=config.steps,
+        eval_every=config.eval.every,
+        checkpoint_every=config.checkpoint.every,
+        accumulation=config.accumulation,
+        best_metric=config.eval.best_metric,
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        save_at_end=config.checkpoint.at_end,
+        profile=parse_window(config.profile),
+    )

@@ -1,0 +1,58 @@
+"""A trace of chosen steps, to be looked at in TensorBoard or Perfetto."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+from etils import epath
+
+
+def parse_window(text: str) -> tuple[int, int] | None:
+    """ "10:13" -> (10, 13): steps 10, 11 and 12 as metrics count them (from 1); "" -> None.
+
+    Raises:
+      ValueError: it is not such a pair.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    window = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= window[0] < window[1]:
+        raise ValueError(
+            f"profile={text!r}: write <start>:<stop>, the first step to trace (from 1; the first "
+            "one of a run holds the compilation) and the first not to, e.g. 10:13"
+        )
+    return window
+
+
+class Profiler:
+    """Starts and stops JAX's profiler around the steps of `window`; None: never.
+
+    Args:
+      directory: where the trace goes; every process writes its own files into it.
+    """
+
+    def __init__(self, window: tuple[int, int] | None, directory: epath.Path):
+        self.window, self.directory, self.running = window, directory, False
+
+    def before(self, step: int) -> None:
+        """Call before step `step` (from 1) is started."""
+        if self.window and not self.running and self.window[0] <= step < self.window[1]:
+            jax.profiler.start_trace(str(self.directory))
+            self.running = True
+
+    def after(self, step: int, results: Any) -> str | None:
+        """Call after it; waits for `results` at the window's end. A line to say, or None."""
+        if self.running and step + 1 >= self.window[1]:
+            jax.block_until_ready(results)
+            self.close()
+            return f"trace of steps {self.window[0]} to {step}: {self.directory}"
+        return None
+
+    def close(self) -> None:
+        """Writes a trace that the run's end has cut short."""
+        if self.running:
+            self.running = False
+            jax.profiler.stop_trace()

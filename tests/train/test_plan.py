@@ -1,0 +1,196 @@
+"""A dry run's figures against arithmetic from the paper's shapes and against the compiler."""
+
+from __future__ import annotations
+
+import json
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from tiny_models import REPOSITORY, TEXT, save_tiny
+
+from ffn_heterogeneity.io.load import load_config
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.families import PRESETS
+from ffn_heterogeneity.train import hardware, hlo, partition, plan, run
+from ffn_heterogeneity.train.build import build
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def make_config(model, **changes):
+    path = REPOSITORY / "configs" / "nucl_finetune.py"
+    config = runpy.run_path(str(path))["get_config"](f"{model},text")
+    for key, value in changes.items():
+        config.update_from_flattened_dict({key: value})
+    return config
+
+
+def planned(tmp_path, model, **changes):
+    return plan.dry_run(make_config(model, **changes), tmp_path)
+
+
+def test_gemma2_2b_on_eight_h100s_is_the_papers_arithmetic(tmp_path, capsys):
+    changes = {"dry_run": "h100:8", "seq_len": 1024, "steps": 3600}
+    found = planned(tmp_path, "gemma2_2b", **changes)
+    d, m, layers, vocab, q, kv = 2304, 9216, 26, 256_000, 8 * 256, 4 * 256
+    kernels = layers * (d * (2 * q + 2 * kv) + 3 * d * m)
+    norms = (4 * layers + 1) * d
+    assert found["parameters"] == found["trainable_parameters"] == kernels + vocab * d + norms
+    held, cut = found["bytes_per_device"], (kernels + vocab * d) // 8 + norms
+    assert held["trainable parameters (float32)"] == held["gradients"] == 4 * cut
+    assert held["frozen parameters"] == 0
+    assert abs(held["optimiser state"] - 8 * cut) < 100  # two moments, and counters
+    assert found["tokens_per_step"] == 16 * 1024
+    seen = 1024 * 1025 / 2  # no window is shorter than the row
+    attention = 16 * layers * 4 * seen * q
+    products = 6 * 16 * 1024 * (kernels + vocab * d) + 3 * attention
+    np.testing.assert_allclose(found["flops_per_step"]["model"], products, rtol=1e-12)
+    again = 2 * 16 * 1024 * kernels + attention if jax.default_backend() != "cpu" else 0
+    np.testing.assert_allclose(found["flops_per_step"]["recomputed"], again)
+    seconds, hours = found["seconds_per_step"], found["hours"]
+    np.testing.assert_allclose(seconds["products"], (products + again) / 8 / 989e12)
+    assert seconds["roofline"] == max(seconds[k] for k in ("products", "memory", "links"))
+    assert seconds["expected"] >= seconds["roofline"] and hours["expected"] == seconds["expected"]
+    assert found["compiled"] is None and json.loads((tmp_path / "plan.json").read_text()) == found
+    printed = capsys.readouterr().out
+    assert "2,614,341,888 parameters" in printed and "no compiler for GPUs" in printed
+
+
+def test_windows_frozen_leaves_and_remat_count():
+    layers = (LayerConfig(64, window=8), LayerConfig(64))
+    model = ModelConfig("llama", 50, 32, 4, 2, 8, layers, tied=False)
+    mesh = AbstractMesh((1, 1, 1), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+    def flops(**changes):
+        config = make_config("x", batch_size=2, seq_len=20, **changes)
+        return plan.step_flops(config, build(config, model, causal_lm.abstract_params(model), mesh))
+
+    tokens, ffn, attention = 40, 3 * 32 * 64, 32 * (2 * 32 + 2 * 16)
+    seen = 2 * (sum(min(t + 1, 8) for t in range(20)) + sum(range(1, 21)))
+    whole = flops(remat="full")
+    forward = 2 * tokens * 2 * (ffn + attention) + 4 * seen * 32
+    head = 2 * tokens * 32 * 50
+    assert whole["model"] == 3 * (forward + head) and whole["recomputed"] == forward
+    frozen = flops(train_only=("ffn/down/kernel",), remat="none")
+    less = 2 * tokens * 2 * (attention + ffn - 32 * 64) + head
+    assert frozen["model"] == whole["model"] - less and frozen["recomputed"] == 0
+
+
+def test_products_are_those_the_compiler_counts():
+    """XLA's own count of an unrolled step, which holds element-wise work too."""
+    model = ModelConfig("llama", 2048, 256, 4, 4, 64, (LayerConfig(1024),) * 2, tied=False)
+    config = make_config(
+        "x",
+        batch_size=4,
+        seq_len=64,
+        unroll=0,
+        remat="none",
+        dropout=0.0,
+        **{"nucl.variant": "none"},
+    )
+    mesh = partition.make_mesh()
+    built = build(config, model, causal_lm.abstract_params(model), mesh)
+    batch = {k: jax.ShapeDtypeStruct((1, 4, 64), v) for k, v in plan.BATCH.items()}
+    hyper = dict.fromkeys(("learning_rate", "alpha"), jax.ShapeDtypeStruct((), jnp.float32))
+    cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
+    ours = plan.step_flops(config, built)["model"]
+    assert 1 <= cost["flops"] / ours < 1.1
+
+
+def test_a_dry_run_here_compiles_and_the_run_may_follow(tmp_path, capsys):
+    model = save_tiny(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text(TEXT)
+    changes = {
+        "data.path": str(tmp_path / "text.txt"), "data.validation_fraction": 0.0, "steps": 2,
+        "batch_size": 2, "seq_len": 16, "tensorboard": False,
+    }  # fmt: skip
+    config = make_config(model, dry_run="here", **changes)
+    found = run.run(config, tmp_path / "run")
+    held = found["compiled"]["bytes_per_device"]
+    state = found["bytes_per_device"]
+    assert held["arguments (state, batch)"] >= sum(state.values()) - state["gradients"]
+    assert held["together"] > held["arguments (state, batch)"]
+    assert found["rates"] == "measured" and not (tmp_path / "run" / "results.json").exists()
+    assert "compiled: together" in capsys.readouterr().out
+    config.dry_run = ""
+    assert run.run(config, tmp_path / "run")["steps"] == 2
+
+
+def test_only_the_config_is_read(tmp_path):
+    model = save_tiny(tmp_path / "tiny")
+    for path in model.glob("*.safetensors"):
+        path.unlink()
+    found = planned(tmp_path / "plan", model, dry_run="v4:2x2x2", batch_size=8)
+    assert found["device_count"] == 8 and found["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert load_config("google/gemma-2-2b") is PRESETS["gemma2_2b"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dry_run": "tpu"}, "dry_run='tpu': write 'here' or <kind>:<number or shape>"),
+        ({"dry_run": "v9:2x2"}, "kinds: v4, v5e"),
+        ({"dry_run": "h100:0"}, "there must be a device"),
+        (
+            {"dry_run": "h100:32"},
+            "batch_size=16 .* cannot be cut over 32 devices .* multiple of 32",
+        ),
+        ({"dry_run": "h100:8", "mesh.tensor": 3}, "-3 does not divide 8|3 does not divide 8"),
+        ({"dry_run": "h100:4", "mesh.tensor": 8, "mesh.fsdp": 1}, "needs 8 devices, there are 4"),
+        ({"dry_run": "h100:8", "freeze": ("ffn/dwn",)}, "decides nothing"),
+        ({"dry_run": "h100:8", "model": "no/model.gguf"}, "no/model.gguf"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        planned(tmp_path, **({"model": "gemma2_2b"} | changes))
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_tpu_slice_is_compiled_for_without_a_tpu(tmp_path, libtpu):
+    """The TPU's own compiler; 4 chips, fsdp 2 x tensor 2."""
+    changes = {"dry_run": "v5e:2x2", "batch_size": 4, "seq_len": 128, "mesh.tensor": 2}
+    found = planned(tmp_path, save_tiny(tmp_path / "tiny"), **changes)
+    assert {kind for kind, *_ in found["compiled"]["collectives"]} & {"all-gather", "all-reduce"}
+    with pytest.raises(ValueError, match="dry_run='v5e:3x5': libtpu refuses it"):
+        planned(tmp_path, "gemma2_2b", dry_run="v5e:3x5")
+
+
+HLO = """HloModule step
+%body (p: f32[4]) -> f32[4] {
+  %ag = bf16[2,8]{1,0} all-gather(%x), channel_id=1, dimensions={1}, metadata={op_name="jit(s)/a"}
+  %other = f32[2]{0} fusion(%ag), kind=kLoop, calls=%inner
+}
+%inner (p: f32[4]) -> f32[4] {
+  %ar = (f32[3]{0}, pred[5]{0}) all-reduce-start(%x, %y), channel_id=2, to_apply=%add
+}
+%copy_of_inner (p: f32[4]) -> f32[4] {
+  %ar2 = (f32[3]{0}, pred[5]{0}) all-reduce-start(%x, %y), channel_id=2, to_apply=%add
+}
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = f32[4]{0} while(%p), condition=%cond, body=%body
+  %rs = f32[] reduce-scatter(%w), channel_id=3, to_apply=%add
+  %done = f32[2]{0} all-reduce-done(%ar)
+}
+"""
+
+
+def test_collectives_are_counted_once_with_bytes_and_loops():
+    found = hlo.collectives(HLO)
+    assert [(x.kind, x.shapes, x.bytes, x.inside) for x in found] == [
+        ("all-gather", ((2, 8),), 32, True),
+        ("all-reduce", ((3,), (5,)), 17, True),
+        ("reduce-scatter", ((),), 4, False),
+    ]
+    assert hlo.summary(found)[0] == ("all-gather", "in a loop", 1, 32)
+
+
+def test_measured_rates_are_finite():
+    chip = hardware.measure(jax.devices()[0], jnp.float32)
+    assert chip.source == "measured" and 1e8 < chip.flops < 1e15 and chip.memory > 1e8
+    assert 1e8 < chip.bandwidth < 1e14
