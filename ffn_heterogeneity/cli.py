@@ -59,7 +59,7 @@ def launch(
         )
 
     def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
-        argv, spec = config_first(argv, _beside_script(default_config))
+        argv, spec = config_first(argv, beside_script(default_config))
         config = load_config(spec)
         if set(HELP_FLAGS) & set(argv):
             _help(config, spec)
@@ -76,9 +76,11 @@ def launch(
     def main() -> None:
         config = holder.value
         distributed.initialize(distributed_flag.value if processes else "")
-        if jax.process_count() > 1 and not workdir_flag.value:
+        if processes and jax.process_count() > 1 and not workdir_flag.value:
             raise UsageError("several processes need one --workdir, the same for all of them")
         path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if not workdir_flag.value:
+            sys.argv.append(f"--workdir={path}")  # the command that goes on names it
         claimed = distributed.on_main(lambda: prepare_workdir(path, config.to_dict()))
         if distributed.is_main():
             print(f"work directory: {path}", file=sys.stderr)
@@ -228,12 +230,13 @@ def leaf_names(values: dict, prefix: str = "") -> list[str]:
     return names
 
 
-def _beside_script(path: str) -> str:
-    """The config in the working directory, else the one in the script's repository."""
+def beside_script(path: str) -> str:
+    """A config in the working directory, else the one in the script's repository."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if Path(path.partition(":")[0]).is_file() or script is None:
         return path
-    return str(Path(script).resolve().parent.parent / path)
+    other = str(Path(script).resolve().parent.parent / path)
+    return other if Path(other.partition(":")[0]).is_file() else path
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ metrics.jsonl, TensorBoard events and checkpoints. The same command continues a 
 """
 
 from ffn_heterogeneity import cli
-from ffn_heterogeneity.train.run import run
+from ffn_heterogeneity.experiment import run
 
 if __name__ == "__main__":
     cli.launch(run, "train", "configs/nucl_finetune.py", processes=True)

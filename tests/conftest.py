@@ -115,3 +115,20 @@ def compiled_quickly():
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Runs of one program share its compilation, which is most of their time here."""
+    import jax
+
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.5,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -13,7 +13,8 @@ FLOORS = [
     {"models"},
     {"probes", "losses", "heads", "surgery", "io", "data", "report"},
     {"train", "evaluate"},
-    {"cli", "demo"},
+    {"cli"},
+    {"demo", "experiment"},
 ]
 ALONE = {"data", "report", "adapters"}  # import no other room (adapters and data: pure parts)
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.

@@ -24,15 +24,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError: neither or both inputs are given, or one is unusable; the message names it.
     """
-    if not config.model:
-        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    if bool(config.text) == bool(config.token_ids):
-        raise ValueError("give exactly one of --config.text=<file> and --config.token_ids=<file>")
-    if config.compute_dtype not in DTYPES:
-        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
-    if config.batch_size < 1:
-        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
-    # What is cheap to refuse is refused before the model is loaded.
+    check_config(config)
     rows = read_token_ids(config.token_ids) if config.token_ids else None
     text = read_utf8(config.text) if config.text else ""
     model = load_model(config.model, revision=config.revision)
@@ -58,6 +50,22 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         file=sys.stderr,
     )
     return results
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
+    if not config.model:
+        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
+    if bool(config.text) == bool(config.token_ids):
+        raise ValueError("give exactly one of --config.text=<file> and --config.token_ids=<file>")
+    if config.compute_dtype not in DTYPES:
+        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
+    if config.batch_size < 1:
+        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+    if config.token_ids:
+        read_token_ids(config.token_ids)
+    else:
+        read_utf8(config.text)
 
 
 def read_token_ids(path: str) -> np.ndarray:

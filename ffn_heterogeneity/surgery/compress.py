@@ -15,7 +15,9 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery.criteria import check_criterion
 from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+from ffn_heterogeneity.surgery.selection import removal_count
 
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
@@ -31,11 +33,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError, CheckpointError: a config value or a file is wrong; the message names it.
     """
-    if not config.model:
-        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    for key, choices in (("dtype", DTYPES), ("export", EXPORTS)):
-        if config[key] not in choices:
-            raise ValueError(f"{key}={config[key]!r}: choose one of {choices}")
+    check_config(config)
     model = load_model(config.model, revision=config.revision)
     ratio = None if config.count is not None else config.ratio
     before = parameter_count(model.params)
@@ -79,6 +77,18 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         file=sys.stderr,
     )
     return results
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
+    if not config.model:
+        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
+    for key, choices in (("dtype", DTYPES), ("export", EXPORTS)):
+        if config[key] not in choices:
+            raise ValueError(f"{key}={config[key]!r}: choose one of {choices}")
+    check_criterion(config.criterion)
+    if config.count is None:
+        removal_count(1, ratio=config.ratio)
 
 
 def restack_shapes(config, params) -> dict:

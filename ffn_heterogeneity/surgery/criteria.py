@@ -78,6 +78,12 @@ CRITERIA: dict[str, Criterion] = {
 }
 
 
+def check_criterion(name: str) -> None:
+    """Raises ValueError where there is no such criterion."""
+    if name not in CRITERIA:
+        raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(CRITERIA)}")
+
+
 def layer_scores(
     name: str, ffn: dict, *, layer: int, seed: int = 0, reverse: bool = False
 ) -> np.ndarray:
@@ -89,8 +95,7 @@ def layer_scores(
     Raises:
       ValueError: unknown criterion, or non-finite weights (the message names the layer).
     """
-    if name not in CRITERIA:
-        raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(CRITERIA)}")
+    check_criterion(name)
     rng = np.random.default_rng([seed, layer])
     try:
         scores = CRITERIA[name](ffn, rng)

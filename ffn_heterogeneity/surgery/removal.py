@@ -9,7 +9,7 @@ import numpy as np
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten, unflatten
-from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
+from ffn_heterogeneity.surgery.criteria import check_criterion, layer_scores
 from ffn_heterogeneity.surgery.selection import layer_subset, select_global, select_per_layer
 
 # Axis that runs over the inner neurons, by leaf of "ffn"; None: the leaf has no such axis.
@@ -112,8 +112,7 @@ def choose_neurons(
     """
     if budget not in ("layer", "global"):
         raise ValueError(f"budget={budget!r}: choose 'layer' or 'global'")
-    if criterion not in CRITERIA:
-        raise ValueError(f"criterion {criterion!r} is unknown: choose one of {sorted(CRITERIA)}")
+    check_criterion(criterion)
     chosen = layer_subset(layers, config.n_layers)
     select = select_per_layer if budget == "layer" else select_global
     # Sizes are checked before any score is computed.

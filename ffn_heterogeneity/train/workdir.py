@@ -16,8 +16,8 @@ from etils import epath
 from ffn_heterogeneity.io.files import read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
-# A run may go on elsewhere, or watched: these keys say on what it computes, not what.
-WHERE_NOT_WHAT = ("mesh.", "profile", "dry_run")
+# A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
+WHERE_NOT_WHAT = ("mesh", "profile", "dry_run")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
 # What `prepare_workdir` writes.
@@ -59,15 +59,11 @@ def prepare_workdir(
     if not os.fspath(workdir):
         raise WorkdirError("no work directory given: add --workdir=<directory>")
     path = epath.Path(workdir)
-    new = flatten_config(config)
+    new = what_is_computed(config)
     resumed = (path / "config.json").exists()
     if resumed:
-        old = flatten_config(read_json(path / "config.json"))
-        differing = [
-            k
-            for k in {**old, **new}
-            if old.get(k, _ABSENT) != new.get(k, _ABSENT) and not k.startswith(WHERE_NOT_WHAT)
-        ]
+        old = what_is_computed(read_json(path / "config.json"))
+        differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
         if differing:
             shown = "; ".join(
                 f"{k}: {old.get(k, _ABSENT)!r} there, {new.get(k, _ABSENT)!r} here"
@@ -99,7 +95,7 @@ def prepare_workdir(
 def release_workdir(workdir: str | os.PathLike) -> None:
     """Gives back a directory whose run failed before it wrote anything: the next may have it."""
     path = epath.Path(workdir)
-    if any((path / name).exists() for name in OUTPUTS):
+    if not path.exists() or any(child.name not in CLAIM for child in path.iterdir()):
         return
     for name in CLAIM:
         (path / name).unlink(missing_ok=True)
@@ -116,6 +112,12 @@ def resume_command(workdir: str | os.PathLike) -> str:
     if not any(part.lstrip("-").split("=")[0] == "workdir" for part in sys.argv[1:]):
         command.append(f"--workdir={os.fspath(workdir)}")
     return shlex.join(command)
+
+
+def what_is_computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`flatten_config` without the keys that say where: two runs with the same are the same."""
+    flat = flatten_config(config)
+    return {k: v for k, v in flat.items() if not set(k.split(".")) & set(WHERE_NOT_WHAT)}
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

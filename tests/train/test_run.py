@@ -19,9 +19,9 @@ from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.partition import RuleError
-from ffn_heterogeneity.train.stages import Stage, run_stages
 from ffn_heterogeneity.train.workdir import WorkdirError
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"
 
 
@@ -36,23 +36,6 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Runs of one program share its compilation, which is most of their time here."""
-    import jax
-
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.5,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -231,26 +214,6 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
 def test_bad_settings_are_one_clear_error(files, tmp_path, changes, error, message):
     with pytest.raises(error, match=message):
         training.run(make_config(files, **changes), tmp_path / "x")
-
-
-def test_stages_hand_a_model_directory_on(files, tmp_path):
-    import dataclasses
-
-    def louder(model, directory):
-        scale = 2 * np.asarray(model.params["final_norm"]["scale"])
-        params = {**model.params, "final_norm": {"scale": scale}}
-        return dataclasses.replace(model, params=params), {"scale": 2}
-
-    def look(model, directory):
-        return None, {"scale": float(model.params["final_norm"]["scale"][0])}
-
-    stages = [Stage("surgery", "louder", louder), Stage("evaluate", "look", look)]
-    model, results = run_stages(stages, load_model(str(files[0])), tmp_path)
-    assert results["look"] == {"scale": 2.0}
-    again, same = run_stages(stages, None, tmp_path)
-    assert same == results and again.config == model.config
-    for path, leaf in flatten(again.params).items():
-        assert np.array_equal(leaf, flatten(model.params)[path]), path
 
 
 def test_another_run_in_the_work_directory_is_refused(files, finished):

@@ -1,0 +1,67 @@
+"""Data-free neuron removal, then recovery by fine-tuning, then perplexity: one job of three stages
+(NUCL, section 4.2, "prune then fine-tune").
+
+Command:   python scripts/train.py --config=configs/prune_recover.py:gemma2_2b,gsm8k \
+             --config.prune.ratio=0.25 --config.score.text=<held-out.txt> --workdir=runs/recover
+           The argument is <model>,<data> as of configs/nucl_finetune.py.
+Hardware:  that of the fine-tuning (configs/nucl_finetune.py); removal and scoring need less.
+Hours:     SmolLM2-135M, 40 steps of 4 x 256 tokens on 2 CPU cores: minutes.
+Paper:     Table 4 compares removal criteria without recovery; the recovery's settings are ours.
+
+A stage is a group: its kind, the config file it starts from, and the settings that differ (any key
+of that file may be added here). Every stage writes <workdir>/<nn>_<name>/; a completed one is
+never run again.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
+    model, _, data = argument.rpartition(",")
+    if not model or data not in ("gsm8k", "text", "jsonl"):
+        raise ValueError(f"config argument {argument!r}: write <model>,<gsm8k|text|jsonl>")
+    return ConfigDict(
+        {
+            # Model: a directory, a .gguf file, a hub id or the name of a preset.
+            "model": model,
+            "stages": ("prune", "recover", "score"),
+            # (0, 1, 2): all stages once per seed, and the mean of every number with an interval.
+            "seeds": (),
+            # here | v5e:8x8 | h100:8 ...: what the training stages need there; nothing is run.
+            "dry_run": "",
+            "prune": {
+                "kind": "surgery",
+                "base": "configs/prune.py",
+                "criterion": "entropy",  # entropy | gini | mstd | magnitude | random
+                "reverse": False,
+                "ratio": 0.25,
+                "layers": "all",
+                "seed": 0,  # of the random criterion
+            },
+            "recover": {
+                "kind": "train",
+                "base": f"configs/nucl_finetune.py:{model},{data}",
+                "seed": 0,
+                "steps": 1000,
+                "batch_size": 16,
+                "accumulation": 1,
+                "seq_len": 512,
+                "dropout": 0.0,
+                "data": {"path": "", "validation_fraction": 0.05, "passage_chars": 16_384},
+                "nucl": {"variant": "none", "alpha": 0.0},
+                "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 100},
+                "eval": {"every": 100, "max_batches": 0},
+                "mesh": {"data": 1, "fsdp": -1, "tensor": 1},
+                "tensorboard": True,
+            },
+            "score": {
+                "kind": "evaluate",
+                "base": "configs/perplexity.py",
+                "text": "",  # a UTF-8 text file, or:
+                "token_ids": "",
+                "window": 512,
+                "max_windows": 40,
+                "bos": "segment",
+            },
+        }
+    )
