@@ -144,7 +144,7 @@ def _target_value(params, target, rows_of, along, chosen):
     wrong = sorted(layer for layer in chosen or () if not 0 <= layer < count)
     if wrong:
         raise ValueError(f"NUCL layers {wrong}: the model has layers 0 to {count - 1}")
-    total, count_rows, means = jnp.zeros((), jnp.float32), 0, {}
+    total, count_rows, means, order = jnp.zeros((), jnp.float32), 0, [], []
     for site in sites:
         rows = _site_rows(site, functools.partial(rows_of, axis=along))
         keep = [chosen is None or layer in chosen for layer in site.layers]
@@ -153,12 +153,13 @@ def _target_value(params, target, rows_of, along, chosen):
         elif any(keep):
             # A mask and not a selection: selecting would copy stacked weights.
             total = total + jnp.sum(rows * np.asarray(keep, np.float32)[:, None])
-        layer_means = jnp.mean(jax.lax.stop_gradient(rows), axis=-1)
-        means |= {layer: layer_means[i] for i, layer in enumerate(site.layers)}
+        means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=-1))
+        order += site.layers
         count_rows += sum(keep) * rows.shape[-1]
     if not count_rows:
         raise ValueError(f"NUCL target {target!r}: none of the layers {sorted(chosen)} holds it")
-    layer_mean = jnp.stack([means[layer] for layer in sorted(means)])
+    # Whole arrays: picked apart layer by layer the program would grow with depth.
+    layer_mean = jnp.concatenate(means)[np.argsort(order)]
     mean = jax.lax.stop_gradient(total) / count_rows
     return total, {"layer_mean": layer_mean, "mean": mean}
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ffn_heterogeneity.report.writer import read_metrics
@@ -20,12 +21,15 @@ BEST = "validation/nll"
 class Life:
     """One process of the run; it has imported everything when it is born, and waits for `go`."""
 
-    def __init__(self, workdir, steps, cache):
+    def __init__(self, workdir, steps, cache, mesh=None):
         # What a life compiles the next ones read: the time goes into saving and killing.
         keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
         self.workdir = workdir
+        program = [PROGRAM, workdir, str(steps)]
+        if mesh:
+            program = [PROGRAM.with_name("kill_mesh.py"), workdir, str(steps), mesh]
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", PROGRAM, workdir, str(steps)],
+            [sys.executable, "-W", "ignore", *program],
             env=os.environ | dict(zip(keys, (str(cache), "0"), strict=True)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
@@ -126,6 +130,43 @@ def drill(directory, cache, steps, kills, seed):
     assert not half_saved(workdir)
     print(f"{kills} kills, {inside} inside a save")
     return inside
+
+
+def drill_on_meshes(directory, cache, steps, meshes):
+    """A run killed after each mesh but the last, and gone on with on the next."""
+    (directory / "plain").mkdir(), (directory / "moved").mkdir()
+    reference = Life(directory / "plain", steps, cache, meshes[0])
+    workdir, chance = directory / "moved", random.Random(4)
+    reference.go()
+    following = Life(workdir, steps, cache, meshes[0])
+    assert reference.end()[0] == 0
+    for mesh in meshes[1:]:
+        life, following = following, Life(workdir, steps, cache, mesh)
+        life.go()
+        if not whole(workdir):
+            life.wait_for(1, lambda: bool(whole(workdir)))
+        life.wait_for_rows(3)  # it has resumed, compiled and trained
+        life.wait_for_saves(chance.randint(1, 2))
+        time.sleep(chance.uniform(0, 0.02))
+        code, output = life.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL, output
+        assert whole(workdir)[-1] < steps, "killed too late to move"
+    following.go()
+    code, output = following.end()
+    assert code == 0, output
+    first, second = rows(directory / "plain"), rows(workdir)
+    assert [row["step"] for row in first] == list(range(1, steps + 1))
+    assert [row["step"] for row in second] == list(range(1, steps + 1))
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            np.testing.assert_allclose(other[key], value, rtol=1e-5, err_msg=f"{key} {one}")
+
+
+@pytest.mark.slow
+def test_a_run_killed_on_every_mesh_in_turn(tmp_path, cache):
+    meshes = ("8,1,1", "1,8,1", "2,2,2", "1,4,2", "1,1,8", "1,1,1", "8,1,1")
+    drill_on_meshes(tmp_path, cache, steps=120, meshes=meshes)
 
 
 def test_five_kills_leave_no_trace(tmp_path, cache):

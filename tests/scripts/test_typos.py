@@ -1,0 +1,169 @@
+"""Mistyped config keys: each is refused, and the key that was meant is named."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+from tiny_models import REPOSITORY, config_of
+
+from ffn_heterogeneity.cli import UsageError, check_keys, leaf_names
+
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
+COUNT = 200
+
+
+def letters(key: str) -> list[int]:
+    return [i for i, letter in enumerate(key) if letter.isalpha()]
+
+
+def drop(rng, key):
+    i = rng.choice(letters(key))
+    return key[:i] + key[i + 1 :]
+
+
+def double(rng, key):
+    i = rng.choice(letters(key))
+    return key[:i] + key[i] + key[i:]
+
+
+def swap(rng, key):
+    i = rng.randrange(len(key) - 1)
+    return key[:i] + key[i + 1] + key[i] + key[i + 2 :]
+
+
+def replace(rng, key):
+    i = rng.choice(letters(key))
+    return key[:i] + rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") + key[i + 1 :]
+
+
+def capital(rng, key):
+    i = rng.choice(letters(key))
+    return key[:i] + key[i].upper() + key[i + 1 :]
+
+
+def shout(rng, key):
+    return key.upper()
+
+
+def hyphens(rng, key):
+    return key.replace("_", "-")
+
+
+def without_group(rng, key):
+    return key.partition(".")[2]
+
+
+def without_dot(rng, key):
+    return key.replace(".", "")
+
+
+def underscored(rng, key):
+    return key.replace(".", "_")
+
+
+KINDS = [drop, double, swap, replace, capital, shout, hyphens, without_group, without_dot,
+         underscored]  # fmt: skip
+
+
+def make_typos() -> list[tuple[str, str, str, str]]:
+    """(config, the key that was meant, kind, typo), at least COUNT of them, always the same."""
+    rng, turn, found = random.Random(0), 0, {}
+    while len(found) < COUNT:
+        for config in CONFIGS:
+            keys = leaf_names(config_of(config).to_dict())
+            groups = {key.rsplit(".", i)[0] for key in keys for i in (1, 2) if "." in key}
+            for number, key in enumerate(keys):
+                # The kinds take turns; one that leaves a key as it is passes on to the next.
+                for kind in (KINDS * 2)[(number + turn) % len(KINDS) :]:
+                    typo = kind(rng, key)
+                    if typo and typo not in keys and typo not in groups:
+                        found.setdefault((config, typo), (key, kind.__name__))
+                        break
+        turn += 1
+    return [(config, key, kind, typo) for (config, typo), (key, kind) in found.items()]
+
+
+def distance(a: str, b: str) -> int:
+    """Damerau-Levenshtein: letters to drop, add or replace and neighbours to swap."""
+    table = {(i, 0): i for i in range(len(a) + 1)} | {(0, j): j for j in range(len(b) + 1)}
+    for i in range(1, len(a) + 1):
+        for j in range(1, len(b) + 1):
+            table[i, j] = min(
+                table[i - 1, j] + 1,
+                table[i, j - 1] + 1,
+                table[i - 1, j - 1] + (a[i - 1] != b[j - 1]),
+            )
+            if i > 1 and j > 1 and a[i - 1] == b[j - 2] and a[i - 2] == b[j - 1]:
+                table[i, j] = min(table[i, j], table[i - 2, j - 2] + 1)
+    return table[len(a), len(b)]
+
+
+def distance_to_key(typo: str, key: str) -> int:
+    """To the key, or to what is left of it without its groups, whichever is nearer."""
+    parts = key.split(".")
+    return min(distance(typo, ".".join(parts[i:])) for i in range(len(parts)))
+
+
+def test_distance():
+    assert distance("ratio", "ratio") == 0
+    assert distance("raito", "ratio") == distance("rato", "ratio") == distance("rratio", "ratio")
+    assert distance("", "abc") == 3 and distance("kitten", "sitting") == 3
+    assert distance_to_key("alhpa", "nucl.alpha") == 1
+
+
+def test_the_typos_are_many_and_of_every_kind():
+    typos = make_typos()
+    assert len(typos) >= COUNT and typos == make_typos()
+    assert {kind for _, _, kind, _ in typos} == {kind.__name__ for kind in KINDS}
+    meant = {(config, key) for config, key, _, _ in typos}
+    missed = {(c, key) for c in CONFIGS for key in leaf_names(config_of(c).to_dict())} - meant
+    assert not missed, missed
+
+
+def test_every_typo_is_refused_with_the_nearest_key():
+    wrong = []
+    for config_name, key, kind, typo in make_typos():
+        config = config_of(config_name)
+        with pytest.raises(UsageError) as caught:
+            check_keys(["x", f"--config.{typo}=1"], config)
+        message = str(caught.value)
+        assert "\n" not in message and f"unknown config key {typo!r}" in message
+        suggested = re.search(r"did you mean '([^']+)'\?", message)
+        if suggested is None:
+            wrong.append((config_name, kind, typo, "nothing", key))
+        elif suggested[1] != key:
+            assert suggested[1] in leaf_names(config.to_dict())
+            if distance_to_key(typo, suggested[1]) > distance_to_key(typo, key):
+                wrong.append((config_name, kind, typo, suggested[1], key))
+    assert not wrong, f"{len(wrong)}: {wrong}"
+
+
+def test_what_is_near_nothing_gets_no_suggestion():
+    for typo in ("xyzzy", "q", "lr"):
+        with pytest.raises(
+            UsageError, match=f"unknown config key '{typo}'. Known keys: "
+        ) as caught:
+            check_keys(["x", f"--config.{typo}=1"], config_of("prune"))
+        assert "did you mean" not in str(caught.value)
+
+
+def test_a_real_process_says_so_in_one_line(tmp_path):
+    workdir = tmp_path / "run"
+    command = [
+        sys.executable, REPOSITORY / "scripts" / "train.py", "--config.optimizer.Learning-rate=1",
+        f"--workdir={workdir}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    start = "error: unknown config key 'optimizer.Learning-rate', did you mean "
+    assert done.stderr.startswith(f"{start}'optimizer.learning_rate'?")
+    assert not workdir.exists()

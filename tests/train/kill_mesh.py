@@ -1,0 +1,62 @@
+"""As kill_toy.py, a tiny Llama on eight fake devices: `kill_mesh.py <workdir> <steps> <d,f,t>`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from absl import logging
+from mesh_program import HYPER, build, models
+from tiny_models import batch_of
+
+from ffn_heterogeneity.train.loop import LoopConfig, TrainLoop
+
+ROWS, ACCUMULATION = 16, 2
+
+
+class Batches:
+    """Endless batches by position."""
+
+    position = 0
+
+    def __init__(self, vocab: int):
+        self.vocab = vocab
+
+    def __next__(self):
+        self.position += 1
+        return batch_of(self.vocab, rows=ROWS, seed=self.position)
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+def main(workdir: Path, steps: int, sizes: tuple[int, ...]) -> None:
+    logging.set_verbosity(logging.WARNING)
+    config = models()["llama"]
+    state, step, _, placed = build(config, sizes, accumulation=ACCUMULATION)
+    print("ready", flush=True)
+    if not sys.stdin.readline():  # nobody is there any more
+        return
+    loop = TrainLoop(
+        LoopConfig(steps, checkpoint_every=2, accumulation=ACCUMULATION),
+        train_step=step,
+        state=state,
+        batches=Batches(config.vocab_size),
+        hyper=lambda step: {name: float(value) for name, value in HYPER.items()},
+        workdir=workdir,
+        shardings=placed,
+        tensorboard=False,
+    )
+    result = loop.run()
+    (workdir / "end.json").write_text(json.dumps({"step": result.step}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), tuple(map(int, sys.argv[3].split(","))))

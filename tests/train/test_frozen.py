@@ -1,0 +1,156 @@
+"""Frozen leaves cost nothing but themselves: no gradient, no optimiser state, no wider copy kept.
+
+A tied embedding [V, D] is frozen, and all else but ffn/down. Both of its uses, looking tokens up
+and making logits, would give it a gradient as soon as one is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import batch_of
+
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.partition import trainable_mask
+from ffn_heterogeneity.train.state import abstract_state, create_state
+from ffn_heterogeneity.train.step import make_train_step
+
+V, D, M, LAYERS = 16_384, 64, 48, 3
+GRADIENT = 4 * V * D  # bytes of the embedding's, float32
+CONFIG = ModelConfig(
+    "llama", vocab_size=V, d_model=D, n_heads=4, n_kv_heads=2, head_dim=16,
+    layers=(LayerConfig(M),) * LAYERS, bos_id=0, eos_id=1, max_position=128,
+)  # fmt: skip
+ONLY_DOWN = ("ffn/down/kernel$",)
+
+
+def params_of(storage, train_only=()) -> tuple[dict, dict[str, bool]]:
+    """Random parameters, frozen ones in the storage dtype, and which train."""
+    leaves = flatten(causal_lm.init(CONFIG, jax.random.key(0)))
+    mask = trainable_mask(leaves, (), train_only)
+    leaves = {p: leaf if mask[p] else leaf.astype(storage) for p, leaf in leaves.items()}
+    return unflatten(leaves), mask
+
+
+def optimizer_of(name, params, mask):
+    return make_optimizer(OptimizerConfig(name), params, mask)
+
+
+def inputs(accumulation: int) -> tuple[dict, dict]:
+    batch = batch_of(V, rows=accumulation, length=10)
+    batch = {name: leaf.reshape(accumulation, 1, -1) for name, leaf in batch.items()}
+    hyper = {"learning_rate": 1e-2, "alpha": 1.0}
+    return batch, {name: jnp.float32(value) for name, value in hyper.items()}
+
+
+@functools.cache
+def lowered(name, train_only=(), accumulation=1, dtype=jnp.bfloat16):
+    """The train step that runs use: donated, NLL and NUCL; frozen leaves stored in `dtype`."""
+    params, mask = params_of(dtype, train_only)
+    optimizer = optimizer_of(name, params, mask)
+    options = causal_lm.RunOptions(compute_dtype=dtype)
+
+    def forward(params, batch, *, probes, dropout):
+        return causal_lm.forward(
+            CONFIG, params, batch, options=options, probes=probes, dropout=dropout
+        )
+
+    step = make_train_step(
+        forward, (nll_term(CONFIG), nucl_term("mstd")), optimizer, mask, accumulation=accumulation
+    )
+    return step.lower(abstract_state(params, optimizer, mask), *inputs(accumulation))
+
+
+@functools.cache
+def compiled(*args):
+    return lowered(*args).compile()
+
+
+def new_bytes(*args) -> int:
+    """What a step allocates: temporaries, and outputs that are not the donated state's buffers."""
+    memory = compiled(*args).memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert 0 <= outputs <= 4096
+    return memory.temp_size_in_bytes + outputs
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("adamw", ONLY_DOWN),
+        ("sgd", ONLY_DOWN),
+        # Not bfloat16: XLA for the CPU multiplies in float32, and widens the table ahead of a scan.
+        pytest.param(("adamw", ONLY_DOWN, 2, jnp.float32), marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_as_large_as_a_frozen_gradient_is_allocated(args):
+    """Neither it, nor its sum over micro-batches, nor an update, nor the leaf in float32."""
+    assert new_bytes(*args) < GRADIENT / 2, GRADIENT
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_frozen_leaf_is_used_as_it_is_stored(accumulation):
+    """The program that the compiler is given has no [V, D] but bfloat16 ones."""
+    text = lowered("adamw", ONLY_DOWN, accumulation).as_text()
+    assert f"tensor<{V}x{D}xbf16>" in text and f"tensor<{V}x{D}xf32>" not in text
+
+
+def test_the_same_measures_see_the_gradient_of_a_leaf_that_trains():
+    assert new_bytes("adamw") >= new_bytes("adamw", ONLY_DOWN) + GRADIENT
+    assert f"tensor<{V}x{D}xf32>" in lowered("adamw").as_text()
+
+
+def test_arguments_shrink_by_what_is_not_kept():
+    """AdamW: 12 bytes a parameter that trains (itself and two moments), 2 one that does not."""
+    _, mask = params_of(jnp.bfloat16, ONLY_DOWN)
+    sizes = {path: leaf.size for path, leaf in flatten(causal_lm.abstract_params(CONFIG)).items()}
+    frozen = sum(size for path, size in sizes.items() if not mask[path])
+    assert frozen > 40 * (sum(sizes.values()) - frozen)
+    everything, only = (
+        compiled("adamw", *args).memory_analysis().argument_size_in_bytes
+        for args in ((), (ONLY_DOWN,))
+    )
+    assert everything - only == pytest.approx(10 * frozen, abs=1024)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_optimizer_state_is_of_trainable_leaves_only(name):
+    params, mask = params_of(jnp.bfloat16, ONLY_DOWN)
+    state = abstract_state(params, optimizer_of(name, params, mask), mask).opt_state
+    found = {path: leaf for path, leaf in flatten(state).items() if leaf.ndim}
+    trainable = [path for path in mask if mask[path]]
+    assert trainable == ["stack/segment_0/slot_0/ffn/down/kernel"]
+    assert all(any(f"/{path}" in leaf for path in trainable) for leaf in found), list(found)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in found.values())
+    master = 4 * LAYERS * M * D
+    if name == "adamw":
+        assert size == 2 * master
+        assert {leaf.dtype for leaf in found.values()} == {jnp.dtype(jnp.float32)}
+    elif name == "sgd":
+        assert size == 0 and not found
+    else:
+        assert 0 < size <= 1.1 * master  # the kernels are too small to be factored
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_steps_leave_frozen_leaves_as_they_are(name):
+    params, mask = params_of(jnp.bfloat16, ONLY_DOWN)
+    before = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    state = create_state(params, optimizer_of(name, params, mask), mask)
+    for _ in range(3):
+        state, metrics = compiled(name, ONLY_DOWN)(state, *inputs(1))
+    assert int(state.step) == 3 and bool(metrics["finite"]) and float(metrics["update_norm"]) > 0
+    assert metrics["gradient_finite"].shape == (1,)
+    for path, leaf in flatten(state.params).items():
+        assert leaf.dtype == (jnp.float32 if mask[path] else jnp.bfloat16), path
+        same = np.asarray(leaf).tobytes() == before[path].tobytes()
+        assert same != mask[path], path
