@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
-from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.models import causal_lm
@@ -57,7 +57,7 @@ def build(config, shape, optimizer_name="sgd", accumulation=1):
     )
     options = causal_lm.RunOptions(remat="dots", **partition.run_shardings(mesh))
     sharded = mesh.size > 1
-    terms = (nll_term(config, devices=mesh.size), nucl_term("mstd", sharded=sharded))
+    terms = (nll_term(config, mesh=mesh), nucl_term("mstd", sharded=sharded))
 
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(
@@ -157,6 +157,28 @@ def nucl_collectives() -> dict:
     return found
 
 
+def nll_collectives() -> dict:
+    """What the value and gradients of the cross-entropy move, in four chunks; [V, D] = [64, 32]."""
+    found = {}
+    for shape in ((1, 8, 1), (2, 2, 2)):
+        mesh = partition.make_mesh(*shape)
+        rows = partition.batch_sharding(mesh, accumulated=False)
+        table = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+
+        def loss(hidden, kernel, targets, mesh=mesh):
+            return chunked_nll(hidden, kernel, targets, layout="vd", chunk=8, mesh=mesh).total
+
+        program = jax.jit(
+            jax.value_and_grad(loss, argnums=(0, 1)),
+            in_shardings=(rows, table, rows),
+            out_shardings=(partition.replicated(mesh), (rows, table)),
+        )
+        shapes = (((16, 32, 32), jnp.float32), ((64, 32), jnp.float32), ((16, 32), jnp.int32))
+        compiled = program.lower(*(jax.ShapeDtypeStruct(*each) for each in shapes)).compile()
+        found[str(shape)] = [(x.kind, x.shapes, x.inside) for x in collectives(compiled.as_text())]
+    return found
+
+
 def fsdp_gathers() -> list:
     """What the train step gathers on (1, 8, 1)."""
     config = dataclasses.replace(LLAMA, vocab_size=64, layers=(LayerConfig(24),) * 6)
@@ -173,5 +195,6 @@ if __name__ == "__main__":
         "some_meshes": some_meshes,
         "nucl": nucl_collectives,
         "fsdp": fsdp_gathers,
+        "nll": nll_collectives,
     }
     print(json.dumps({name: chosen[name]() for name in sys.argv[1:]}))

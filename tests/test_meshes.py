@@ -113,8 +113,11 @@ def test_every_mesh_trains_as_one_device():
 
 
 def test_what_moves_between_devices():
-    """NUCL: two all-reduces of a number a row, no weights. FSDP: one layer's kernels at a time."""
-    found = on_eight_devices("nucl", "fsdp", fast_compile=False)
+    """NUCL: two all-reduces of a number a row, no weights. FSDP: one layer's kernels at a time.
+
+    Cross-entropy: the kernel gathered once, its gradient reduced once, however many chunks.
+    """
+    found = on_eight_devices("nucl", "fsdp", "nll", fast_compile=False)
     layers, m = 4, 64
     for name, moved in found["nucl"].items():
         if not name.startswith("ours"):
@@ -127,6 +130,15 @@ def test_what_moves_between_devices():
     gathered = [s for kind, shapes in found["fsdp"] if kind == "all-gather" for s in shapes]
     stacked = [shape for shape in gathered if len(shape) == 3 and shape[0] == 6]
     assert [16, 24] in gathered and not stacked, gathered
+    for sizes, tensor in (("(1, 8, 1)", 1), ("(2, 2, 2)", 2)):
+        whole = [
+            (kind, inside)
+            for kind, shapes, inside in found["nll"][sizes]
+            if any(math.prod(shape) == 64 // tensor * 32 for shape in shapes)
+        ]
+        assert not any(inside for _, inside in whole), whole
+        assert [kind for kind, _ in whole].count("all-gather") == 1, whole
+        assert len(whole) <= 2, whole
 
 
 def test_adafactor_state_is_cut_as_its_parameter_without_the_reduced_axis():

@@ -17,6 +17,7 @@ from orbax.checkpoint.path import atomicity
 
 from ffn_heterogeneity.io import seals
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.paths import path_str
 
 
@@ -47,7 +48,9 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the latest checkpoint must be kept")
-        self.directory, self.keep = epath.Path(directory).absolute(), keep
+        directory = epath.Path(directory)
+        self.directory = directory if is_bucket(directory) else directory.absolute()
+        self.keep = keep
         self._manager = self._open()
         self._bests: dict[int, int | None] = {}
         self._saving: int | None = None

@@ -7,9 +7,11 @@ config.json under "ffn_heterogeneity"; only this library reads it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
 from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
 from ffn_heterogeneity.models.families import (
     Rule,
@@ -49,11 +52,11 @@ def save_pretrained(
     extra: dict | None = None,
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
-) -> Path:
+) -> epath.Path:
     """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
 
     Masks and adapters are folded into their kernels and `neuron_scale` into the rows of `down`, in
-    every form. The directory is built under a temporary name and moved.
+    every form. The directory is built under a temporary name and moved (to a bucket: copied).
 
     Args:
       params: stacked or unstacked, numpy or jax.
@@ -72,12 +75,7 @@ def save_pretrained(
       CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" where padding is not
         enough; a non-empty directory.
     """
-    if "://" in os.fspath(directory):
-        raise CheckpointError(
-            f"{directory}: models are written to local directories only so far; write to one and "
-            "copy it"
-        )
-    directory = Path(directory)
+    directory = epath.Path(directory)
     if directory.exists() and not overwrite and (directory.is_file() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not empty: choose another, or pass overwrite=True"
@@ -88,8 +86,7 @@ def save_pretrained(
         leaves = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in leaves.items()}
     rules = family_by_name(config.family).rules(config)
     sizes, tensors = _tensor_sizes(rules, leaves), _tensors(rules, leaves)
-    with atomic_path(directory) as temporary:
-        temporary = Path(os.fspath(temporary))
+    with _local(directory) as temporary:
         temporary.mkdir()
         safetensors.write_shards(temporary, sizes, tensors, max_shard_bytes)
         _write_json(temporary / "config.json", _config_json(config, leaves, native, extra))
@@ -97,6 +94,21 @@ def save_pretrained(
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
     return directory
+
+
+@contextlib.contextmanager
+def _local(directory: epath.Path) -> Iterator[Path]:
+    """Where to write a directory: beside its place and then moved; or, for a bucket, on this
+    machine's disk and then copied, config.json last: without it a directory is no model."""
+    if not is_bucket(directory):
+        with atomic_path(directory) as temporary:
+            yield Path(os.fspath(temporary))
+        return
+    with tempfile.TemporaryDirectory() as held:
+        temporary = Path(held) / "model"
+        yield temporary
+        (directory / "config.json").unlink(missing_ok=True)
+        copy_tree(epath.Path(temporary), directory, last="config.json")
 
 
 def _checked_leaves(config: ModelConfig, params: dict) -> dict[str, np.ndarray]:

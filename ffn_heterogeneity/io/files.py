@@ -17,7 +17,8 @@ def atomic_path(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator[
     """Yields a temporary sibling of `path`; on success it is moved over `path`, else removed.
 
     The caller may make a file or a directory of it. A directory replaces an existing one only
-    with `overwrite`.
+    with `overwrite`. In a bucket it is `path` itself, and a file: an object appears whole there or
+    not at all, and moving it would be a copy.
 
     Raises:
       FileExistsError: `path` exists and `overwrite` is False.
@@ -25,6 +26,9 @@ def atomic_path(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator[
     path = epath.Path(path)
     if not overwrite and path.exists():
         raise FileExistsError(f"{path} exists already: choose another name or remove it first")
+    if is_bucket(path):
+        yield path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix is kept last because some writers (matplotlib) choose the format by it.
     temporary = path.parent / f".{path.stem}.{uuid.uuid4().hex[:8]}.partial{path.suffix}"
@@ -40,6 +44,29 @@ def atomic_path(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator[
     finally:
         if temporary.exists():
             temporary.rmtree() if temporary.is_dir() else temporary.unlink()
+
+
+def is_bucket(path: str | os.PathLike) -> bool:
+    """Whether it is an object store's ("gs://..."): nothing can be moved or appended to there."""
+    return "://" in os.fspath(path)
+
+
+def copy_tree(source: epath.Path, target: epath.Path, *, last: str = "") -> None:
+    """Copies every file of a directory; the one named `last`, which makes it whole, at the end."""
+    names = sorted(walk(source), key=lambda path: path.name == last)
+    for path in names:
+        to = target / os.fspath(path.relative_to(source))
+        to.parent.mkdir(parents=True, exist_ok=True)
+        path.copy(to, overwrite=True)
+
+
+def walk(folder: epath.Path) -> Iterator[epath.Path]:
+    """Every file under it, in order of names."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from walk(path)
+        else:
+            yield path
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

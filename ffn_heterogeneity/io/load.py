@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import copy_tree, is_bucket
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 
@@ -40,8 +46,8 @@ def load_model(
     """Reads config, weights and tokenizer.
 
     Args:
-      spec: a directory, a .gguf file, a preset ("gemma2_2b": its hub id is fetched), or a hub id
-        ("google/gemma-2-2b").
+      spec: a directory, a .gguf file (either also as `gs://...`: copied here first), a preset
+        ("gemma2_2b": its hub id is fetched), or a hub id ("google/gemma-2-2b").
       revision: branch, tag or commit of a hub id.
       dtype: cast every leaf to it; None keeps what is stored (float32 for GGUF).
       check_finite: refuse NaN and infinity.
@@ -50,7 +56,7 @@ def load_model(
       CheckpointError: `spec` is none of these, or what it names cannot be read.
     """
     spec = os.fspath(spec)
-    path = Path(spec).expanduser()
+    path = _local(spec)
     options = {"dtype": dtype, "check_finite": check_finite}
     if path.suffix == ".gguf" or path.is_file():
         _no_revision(spec, revision)
@@ -78,7 +84,7 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
       CheckpointError: as `load_model`.
     """
     spec = os.fspath(spec)
-    path = Path(spec).expanduser()
+    path = _local(spec, weights=False)
     if path.suffix == ".gguf" or path.is_file():
         _no_revision(spec, revision)
         return gguf.read_gguf_config(path)
@@ -89,6 +95,26 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
         if spec in (name, repo_id) and revision is None:
             return config
     return huggingface.read_config(huggingface.download(_hub_id(spec), revision, weights=False))
+
+
+def _local(spec: str, weights: bool = True) -> Path:
+    """The path, or a copy on this machine's disk of a bucket's file or directory, until the end."""
+    if not is_bucket(spec):
+        return Path(spec).expanduser()
+    source = epath.Path(spec)
+    if not source.exists():
+        raise CheckpointError(f"{spec} does not exist, or cannot be seen from here")
+    held = Path(tempfile.mkdtemp(prefix="ffn_model_"))
+    atexit.register(shutil.rmtree, held, ignore_errors=True)
+    target = held / source.name
+    if not source.is_dir():
+        source.copy(epath.Path(target))
+    elif weights:
+        copy_tree(source, epath.Path(target), last="config.json")
+    else:
+        target.mkdir()
+        (source / "config.json").copy(epath.Path(target / "config.json"))
+    return target
 
 
 def _hub_id(spec: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from etils import epath
 from orbax.checkpoint.path import atomicity, atomicity_defaults
+
+from ffn_heterogeneity.io.files import walk
 
 MANIFEST = "manifest.json"
 # In a bucket, where nothing can be moved, orbax writes these two after the manifest.
@@ -33,7 +35,7 @@ def problem(folder: epath.Path) -> str | None:
         return f"{MANIFEST} is missing"
     except (ValueError, TypeError, AttributeError):
         return f"{MANIFEST} is not the JSON that was written"
-    found = {str(path.relative_to(folder)): path for path in _files(folder)}
+    found = {str(path.relative_to(folder)): path for path in walk(folder)}
     for name, (size, checksum) in sums.items():
         if name not in found:
             return f"{name} is missing"
@@ -78,19 +80,11 @@ class _SealedInPlace(atomicity.CommitFileTemporaryPath):
 
 def _seal(folder: epath.Path, late: Sequence[str] = ()) -> None:
     """Writes the manifest of all files but those that orbax writes `late`."""
-    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    names = {str(path.relative_to(folder)): path for path in walk(folder)}
     sums = {
         name: [path.stat().length, _crc32(path)] for name, path in names.items() if name not in late
     }
     (folder / MANIFEST).write_text(json.dumps(sums, indent=1) + "\n")
-
-
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
 
 
 def _crc32(path: epath.Path) -> int:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.causal_lm import head_kernel
@@ -32,6 +33,8 @@ from ffn_heterogeneity.models.config import ModelConfig
 CHUNK_BYTES = 2**30
 CHUNK_BYTES_CPU = 2**27
 LAYOUTS = ("vd", "dv")
+# How a mesh cuts the kernel; as train.partition has it.
+KERNEL_SPECS = {"vd": PartitionSpec("tensor", "fsdp"), "dv": PartitionSpec("fsdp", "tensor")}
 
 
 class NLLSums(NamedTuple):
@@ -53,6 +56,7 @@ class _Static(NamedTuple):
     softcap: float | None
     chunk: int
     kernel_trainable: bool
+    mesh: Mesh | AbstractMesh | None
 
 
 def chunked_nll(
@@ -65,8 +69,7 @@ def chunked_nll(
     softcap: float | None = None,
     chunk: int | None = None,
     kernel_trainable: bool = True,
-    devices: int = 1,
-    platform: str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> NLLSums:
     """Sum of -log p(target) over the masked-in positions; [B, T, V] never exists.
 
@@ -78,18 +81,18 @@ def chunked_nll(
       mask_bt: True where the target counts; None: everywhere.
       softcap: logits become cap tanh(logits / cap).
       chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES
-        (CHUNK_BYTES_CPU on a CPU).
-      devices: how many devices share a chunk's logits; `chunk` None counts their budgets together.
-      platform: of the devices; None: JAX's default backend.
+        (CHUNK_BYTES_CPU on a CPU), on every device of the mesh.
+      mesh: with axes data, fsdp, tensor: rows are cut over the first two, each device computes its
+        own rows' loss with the whole kernel (its share of the vocabulary over `tensor`). The kernel
+        is gathered once and its gradient reduced once, whatever the number of chunks.
       kernel_trainable: False skips dK (it comes back as 0). A kernel that is not differentiated
         (a frozen head) is noticed without it.
 
     Raises:
       ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
     """
-    budget = _chunk_bytes(devices, platform)
     static, mask_bt = _prepare(
-        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, budget
+        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh
     )
     # The count depends on the mask alone: whoever wants only that pays for nothing else.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
@@ -107,10 +110,7 @@ def token_nll(
     chunk: int | None = None,
 ) -> jax.Array:
     """-log p(target) of every position, [B, T] float32, without gradient; as in `chunked_nll`."""
-    budget = _chunk_bytes()
-    static, mask_bt = _prepare(
-        hidden_btd, kernel, targets_bt, None, layout, softcap, chunk, False, budget
-    )
+    static, mask_bt = _prepare(hidden_btd, kernel, targets_bt, None, layout, softcap, chunk, False)
     hidden_btd, kernel = lax.stop_gradient((hidden_btd, kernel))
     kernel = kernel.astype(hidden_btd.dtype)
     starts, _ = _chunks(hidden_btd.shape[1], static.chunk)
@@ -131,8 +131,7 @@ def nll_term(
     reduction: str = "mean",
     *,
     name: str = "nll",
-    devices: int = 1,
-    platform: str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> LossTerm:
     """The language-modelling loss, weight 1.
 
@@ -145,9 +144,7 @@ def nll_term(
     denominator).
 
     Args:
-      devices: over how many the batch and the vocabulary are cut: a chunk's logits fit on them
-        together.
-      platform: of those devices; None: JAX's default backend.
+      mesh: see `chunked_nll`; None: one device.
 
     Raises:
       ValueError: unknown reduction.
@@ -164,8 +161,7 @@ def nll_term(
             batch["loss_mask"],
             layout=layout,
             softcap=config.final_softcap,
-            devices=devices,
-            platform=platform,
+            mesh=mesh,
         )
         if reduction == "mean":
             return TermValue(sums.total, sums.count, {"accuracy": sums.correct})
@@ -186,13 +182,14 @@ def _documents(batch: dict) -> jax.Array:
     return jnp.sum(mask_bt & (segments_bt > before_bt), dtype=jnp.float32)
 
 
-def _chunk_bytes(devices: int = 1, platform: str | None = None) -> int:
-    on_cpu = (platform or jax.default_backend()) == "cpu"
-    return devices * (CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES)
+def _chunk_bytes(mesh: Mesh | AbstractMesh | None = None) -> int:
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+    devices = 1 if mesh is None else mesh.size
+    return devices * (CHUNK_BYTES_CPU if platform == "cpu" else CHUNK_BYTES)
 
 
 def _prepare(
-    hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, budget
+    hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh=None
 ):
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: choose one of {LAYOUTS}")
@@ -209,12 +206,15 @@ def _prepare(
         raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
-        chunk = max(1, budget // (4 * batch * kernel.shape[layout.index("v")]))
+        chunk = max(1, _chunk_bytes(mesh) // (4 * batch * kernel.shape[layout.index("v")]))
         # Equal chunks: the fewest that fit, none of them mostly empty.
         chunk = -(-time // -(-time // chunk))
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1")
-    return _Static(layout, softcap, min(chunk, time), kernel_trainable), mask_bt.astype(bool)
+    if mesh is not None and mesh.size == 1:
+        mesh = None
+    static = _Static(layout, softcap, min(chunk, time), kernel_trainable, mesh)
+    return static, mask_bt.astype(bool)
 
 
 def _chunks(time: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -276,6 +276,11 @@ def _chunk_loss(h_bcd, kernel, y_n, mask_n, static):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _nll(hidden_btd, kernel, targets_bt, mask_bt, static):
     kernel = kernel.astype(hidden_btd.dtype)
+    return _over_mesh(_sums, static, False)(hidden_btd, kernel, targets_bt, mask_bt)
+
+
+def _sums(hidden_btd, kernel, targets_bt, mask_bt, static):
+    """(NLL sum, number correct)."""
     starts, valid = _chunks(hidden_btd.shape[1], static.chunk)
 
     def body(sums, scanned):
@@ -299,9 +304,18 @@ def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
     hidden_btd, kernel, targets_bt, mask_bt = (
         argument.value for argument in (hidden_btd, kernel, targets_bt, mask_bt)
     )
+    function = _sums_and_gradients if trainable else _sums_and_d_hidden
+    total, correct, d_hidden_btd, d_kernel = _over_mesh(function, static, trainable)(
+        hidden_btd, kernel.astype(hidden_btd.dtype), targets_bt, mask_bt
+    )
+    # An empty array carries the kernel's dtype: residuals must be arrays.
+    return (total, correct), (d_hidden_btd, d_kernel, jnp.zeros((0,), kernel.dtype))
+
+
+def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable=True):
+    """(NLL sum, number correct, its gradients by the hidden states and, float32, the kernel)."""
     dtype = hidden_btd.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
-    cast = kernel.astype(dtype)
     starts, valid = _chunks(hidden_btd.shape[1], static.chunk)
 
     def body(carry, scanned):
@@ -321,11 +335,49 @@ def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
             d_kernel += jnp.einsum(equation, d_nv, h_nd, preferred_element_type=wide)
         return (sums[0] + total, sums[1] + correct, d_hidden_btd, d_kernel), None
 
-    d_kernel = jnp.zeros(kernel.shape if trainable else (), wide)
+    d_kernel = jnp.zeros(cast.shape if trainable else (), wide)
     start = (*_zero_sums(hidden_btd), jnp.zeros_like(hidden_btd), d_kernel)
-    total, correct, d_hidden_btd, d_kernel = lax.scan(body, start, (starts, valid))[0]
-    # An empty array carries the kernel's dtype: residuals must be arrays.
-    return (total, correct), (d_hidden_btd, d_kernel, jnp.zeros((0,), kernel.dtype))
+    return lax.scan(body, start, (starts, valid))[0]
+
+
+_sums_and_d_hidden = functools.partial(_sums_and_gradients, trainable=False)
+
+
+def _over_mesh(function, static, trainable):
+    """`function` on every device's own rows; its sums and the kernel's gradient put together.
+
+    The vocabulary, over `tensor`, is left to the compiler.
+    """
+    function = functools.partial(function, static=static)
+    if static.mesh is None:
+        return function
+    along = ("data", "fsdp")
+    rows, whole = PartitionSpec(along), PartitionSpec()
+
+    def local(*arguments):
+        total, correct, *gradients = function(*arguments)
+        if trainable:
+            gradients[1] = gradients[1][None]
+        return total[None], correct[None], *gradients
+
+    out = (rows, rows)
+    if function.func is not _sums:
+        out += (rows, rows if trainable else whole)
+    mapped = jax.shard_map(
+        local, mesh=static.mesh, in_specs=(rows, whole, rows, rows), out_specs=out,
+        axis_names=set(along), check_vma=False,
+    )  # fmt: skip
+
+    def together(*arguments):
+        total, correct, *gradients = mapped(*arguments)
+        if trainable:
+            # The devices' parts, [parts, ...]: their sum is one reduction, straight to where the
+            # optimiser wants it. (XLA reduces nothing inside, where `tensor` is not ours.)
+            place = NamedSharding(static.mesh, KERNEL_SPECS[static.layout])
+            gradients[1] = lax.with_sharding_constraint(jnp.sum(gradients[1], 0), place)
+        return jnp.sum(total), jnp.sum(correct), *gradients
+
+    return together
 
 
 def _d_logits(logits_nv, log_z_n, y_n, mask_n, static):

@@ -6,12 +6,17 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+
+from ffn_heterogeneity.io.files import is_bucket
+
+BUCKET_SECONDS = 30.0
 
 
 class MetricsWriter:
@@ -21,7 +26,9 @@ class MetricsWriter:
 
     Lines are `{"step": 3, "loss": 2.5, "nucl/entropy": [...]}`: scalars as numbers, arrays as
     nested lists, exactly as computed (a float32's decimal form reads back to the same float32).
-    NaN and infinities are written as the strings "nan", "inf", "-inf". Every line is flushed.
+    NaN and infinities are written as the strings "nan", "inf", "-inf". Every line is flushed; in a
+    bucket, where nothing can be appended, the whole file is written anew every `BUCKET_SECONDS`,
+    and at `flush()`.
 
     Args:
       directory: where `metrics.jsonl` and the folder `tensorboard` go.
@@ -30,7 +37,8 @@ class MetricsWriter:
         None: start a new file.
       resume_rows: and at most so many lines are kept. An evaluation that was made after the
         checkpoint of its own step, and will be made again, is told only by their number.
-      tensorboard: also write events (needs the package tensorboardX; without it a line says so).
+      tensorboard: also write events (needs the package tensorboardX; without it a line says so);
+        never into a bucket.
 
     Attributes:
       rows: the number of lines in the file.
@@ -50,7 +58,7 @@ class MetricsWriter:
     ):
         directory = epath.Path(directory)
         self.path, self.rows = directory / "metrics.jsonl", 0
-        self._file = self._events = None
+        self._file = self._events = self._lines = None
         if jax.process_index() != 0:
             return
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,6 +66,9 @@ class MetricsWriter:
         kept = kept[:resume_rows]
         _replace_lines(self.path, kept)
         self.rows = len(kept)
+        if is_bucket(directory):
+            self._lines, self._written = [json.dumps(row) for row in kept], time.monotonic()
+            return
         self._file = self.path.open("a")
         if tensorboard:
             self._events = _tensorboard(directory / "tensorboard", resume_step)
@@ -68,11 +79,18 @@ class MetricsWriter:
         Raises:
           OSError: names the file; the disk is full, say.
         """
-        if self._file is None:
+        if self._file is None and self._lines is None:
             return
         row = {"step": int(step), **{name: _plain(value) for name, value in metrics.items()}}
+        line = json.dumps(row, allow_nan=False)
+        if self._lines is not None:
+            self._lines.append(line)
+            self.rows += 1
+            if time.monotonic() - self._written > BUCKET_SECONDS:
+                self.flush()
+            return
         try:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.write(line + "\n")
             self._file.flush()
         except OSError as error:
             self._drop()
@@ -98,6 +116,12 @@ class MetricsWriter:
                 self._events.add_histogram(name, value.reshape(-1).astype(np.float64), step)
         self._events.flush()
 
+    def flush(self) -> None:
+        """Nothing written so far can be lost after it; call it before a checkpoint counts it."""
+        if self._lines is not None:
+            self.path.write_text("".join(line + "\n" for line in self._lines))
+            self._written = time.monotonic()
+
     def _drop(self) -> None:
         """Closes the file without a second try at the line that could not be written."""
         file, self._file = self._file, None
@@ -105,7 +129,8 @@ class MetricsWriter:
             file.close()
 
     def close(self) -> None:
-        """Closes the files; nothing is left to be written by then."""
+        """Closes the files."""
+        self.flush()
         if self._file is not None:
             self._file.close()
         if self._events is not None:
@@ -138,6 +163,9 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
 
 
 def _replace_lines(path: epath.Path, rows: list[dict]) -> None:
+    if is_bucket(path):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
     temporary = path.parent / f".{path.name}.partial"
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     temporary.replace(path)

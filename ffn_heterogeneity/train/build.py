@@ -128,8 +128,8 @@ def make_terms(
     config: ConfigDict, model: ModelConfig, mesh: Mesh | AbstractMesh
 ) -> tuple[LossTerm, ...]:
     """NLL, and NUCL unless its variant is "none"."""
-    devices, platform = mesh.size, platform_of(mesh)
-    terms = [nll_term(model, config.nll_reduction, devices=devices, platform=platform)]
+    devices = mesh.size
+    terms = [nll_term(model, config.nll_reduction, mesh=mesh)]
     if config.nucl.variant != "none":
         nucl = config.nucl
         terms.append(

@@ -122,7 +122,7 @@ def measure(device: jax.Device, dtype: Any) -> Chip:
     """The rates of a large product and of a large copy on this device, and its memory."""
     n = 2048 if device.platform == "cpu" else 8192
     x = jax.device_put(jnp.ones((n, n), dtype), device)
-    copied = jax.device_put(jnp.ones((64 * n, n) if n < 4096 else (8 * n, n), jnp.float32), device)
+    copied = jax.device_put(jnp.ones((16 * n if n < 4096 else 8 * n, n), jnp.float32), device)
     flops = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
     bandwidth = 2 * copied.nbytes / _seconds(jax.jit(lambda x: x + 1), copied)
     stats = device.memory_stats() or {}
@@ -133,7 +133,7 @@ def measure(device: jax.Device, dtype: Any) -> Chip:
 def _seconds(function: Callable[..., jax.Array], *arguments: jax.Array) -> float:
     jax.block_until_ready(function(*arguments))
     times = []
-    for _ in range(5):
+    for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready(function(*arguments))
         times.append(time.perf_counter() - start)

@@ -374,6 +374,7 @@ class TrainLoop:
             "last_eval": self.last_eval,
             "rows": self.writer.rows,
         }
+        self.writer.flush()
         self.checkpoints.save(self.step, self.state, info, best=improved)
         self.saved_step = self.step
         self._clock = time.perf_counter()

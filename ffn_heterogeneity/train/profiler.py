@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from typing import Any
 
 import jax
 from etils import epath
+
+from ffn_heterogeneity.io.files import copy_tree, is_bucket
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
@@ -36,11 +39,14 @@ class Profiler:
 
     def __init__(self, window: tuple[int, int] | None, directory: epath.Path):
         self.window, self.directory, self.running = window, directory, False
+        self._held: epath.Path | None = None
 
     def before(self, step: int) -> None:
         """Call before step `step` (from 1) is started."""
         if self.window and not self.running and self.window[0] <= step < self.window[1]:
-            jax.profiler.start_trace(str(self.directory))
+            if is_bucket(self.directory):
+                self._held = epath.Path(tempfile.mkdtemp(prefix="ffn_profile_"))
+            jax.profiler.start_trace(str(self._held or self.directory))
             self.running = True
 
     def after(self, step: int, results: Any) -> str | None:
@@ -56,3 +62,6 @@ class Profiler:
         if self.running:
             self.running = False
             jax.profiler.stop_trace()
+            if self._held:  # JAX's profiler writes to disks only
+                copy_tree(self._held, self.directory)
+                self._held.rmtree()

@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.files import is_bucket, read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
@@ -95,11 +95,15 @@ def prepare_workdir(
 def release_workdir(workdir: str | os.PathLike) -> None:
     """Gives back a directory whose run failed before it wrote anything: the next may have it."""
     path = epath.Path(workdir)
-    if not path.exists() or any(child.name not in CLAIM for child in path.iterdir()):
+    if not path.exists():
+        return
+    children = list(path.iterdir())
+    # Folders are those of stages or seeds that are done; other files are the user's.
+    if any(child.is_dir() or child.name in OUTPUTS for child in children):
         return
     for name in CLAIM:
         (path / name).unlink(missing_ok=True)
-    if not any(path.iterdir()):
+    if not is_bucket(path) and not any(path.iterdir()):  # a bucket has no empty directories
         path.rmdir()
 
 

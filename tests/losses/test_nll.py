@@ -253,9 +253,7 @@ def test_automatic_chunks_keep_to_the_budget(monkeypatch):
     monkeypatch.setattr(nll, "CHUNK_BYTES_CPU", 4 * B * V * 10)
     monkeypatch.setattr(nll, "CHUNK_BYTES", 4 * B * V * 10)
     hidden, kernel, targets, mask = inputs()
-    budget = nll._chunk_bytes(1, "tpu")
-    assert budget == nll._chunk_bytes() and nll._chunk_bytes(8) == 8 * budget
-    static, _ = nll._prepare(hidden, kernel, targets, mask, "vd", None, None, True, budget)
+    static, _ = nll._prepare(hidden, kernel, targets, mask, "vd", None, None, True)
     assert static.chunk == 8  # 23 = 7 + 8 + 8, not 3 + 10 + 10
     starts, valid = nll._chunks(T, static.chunk)
     assert starts.tolist() == [0, 7, 15] and valid.tolist() == [7, 8, 8]

@@ -93,9 +93,9 @@ def test_gradients_of_both_forms_agree(softcap, window):
 def test_bfloat16_gradients_are_as_near_to_the_truth_as_autodiffs():
     """Both forms round their operands to bfloat16; neither may lose more than that."""
     rng = np.random.default_rng(2)
-    exact = [rng.normal(size=(2, 300, heads, 64)) for heads in (4, 2, 2)]
-    cotangent = rng.normal(size=(2, 300, 4, 64))
-    positions = jnp.arange(300)[None]
+    exact = [rng.normal(size=(1, 200, heads, 32)) for heads in (4, 2, 2)]
+    cotangent = rng.normal(size=(1, 200, 4, 32))
+    positions = jnp.arange(200)[None]
     mask = attention_mask(positions, positions, None, None, None)
     forms = {
         "plain": lambda q, k, v: plain_attention(q, k, v, mask, scale=0.125, softcap=5.0)[0],

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from ffn_heterogeneity.report import writer as module
 from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
 
 
@@ -51,3 +52,25 @@ def test_events_are_written(tmp_path):
     content = events.read_bytes()
     for name in (b"loss", b"layers/002", b"image"):
         assert name in content
+
+
+def test_in_a_bucket_the_file_is_written_whole(tmp_path, monkeypatch):
+    """Nothing can be appended to an object: lines are held, and written anew all together."""
+    monkeypatch.setattr(module, "is_bucket", lambda path: True)
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(1, {"loss": 1.5})
+        metrics.write(2, {"loss": 1.25})
+        assert metrics.rows == 2 and read_metrics(metrics.path) == []
+        metrics.flush()  # as before every checkpoint
+        assert len(read_metrics(metrics.path)) == 2
+        metrics.write(3, {"loss": 1.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    with MetricsWriter(tmp_path, resume_step=2, resume_rows=2) as metrics:
+        metrics.write(3, {"loss": 0.5})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows == [{"step": 1, "loss": 1.5}, {"step": 2, "loss": 1.25}, {"step": 3, "loss": 0.5}]
+    assert not (tmp_path / "tensorboard").exists()
+    monkeypatch.setattr(module, "BUCKET_SECONDS", -1.0)
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write(1, {"loss": 2.0})
+        assert len(read_metrics(metrics.path)) == 1

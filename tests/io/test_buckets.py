@@ -1,0 +1,48 @@
+"""What is written to and read from buckets, where nothing can be moved.
+
+No bucket is at hand: local directories stand in for one, told apart by the rule alone.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from tiny_models import LLAMA, byte_tokenizer, random_params
+
+from ffn_heterogeneity.io import export, files, load
+from ffn_heterogeneity.io.errors import CheckpointError
+
+
+def test_what_a_bucket_is():
+    assert files.is_bucket("gs://somewhere/run") and files.is_bucket(epath.Path("s3://x/y"))
+    assert not files.is_bucket("/tmp/run") and not files.is_bucket("google/gemma-2-2b")
+
+
+def test_a_model_goes_there_and_back(tmp_path, monkeypatch):
+    params = random_params(LLAMA)
+    bucket = tmp_path / "bucket"
+    monkeypatch.setattr(export, "is_bucket", lambda path: True)
+    for _ in range(2):  # over what is there
+        export.save_pretrained(
+            LLAMA, params, bucket / "model", tokenizer=byte_tokenizer(), overwrite=True
+        )
+    written = sorted((bucket / "model").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert written[-1].name == "config.json" and len(written) > 3, "it makes the others a model"
+    monkeypatch.setattr(load, "is_bucket", lambda path: str(path).startswith(str(bucket)))
+    model = load.load_model(str(bucket / "model"))
+    assert not str(model.source).startswith("/tmp/ffn") and model.tokenizer is not None
+    jax.tree.map(np.testing.assert_array_equal, model.params, params)
+    assert load.load_config(str(bucket / "model")) == model.config
+    with pytest.raises(CheckpointError, match="nothing does not exist, or cannot be seen"):
+        load.load_model(str(bucket / "nothing"))
+
+
+def test_an_object_is_written_in_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "is_bucket", lambda path: True)
+    with files.atomic_path(tmp_path / "a.json") as path:
+        assert path == epath.Path(tmp_path / "a.json")
+    files.write_json(tmp_path / "a.json", {"x": 1})
+    assert files.read_json(tmp_path / "a.json") == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
