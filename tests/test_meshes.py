@@ -101,7 +101,7 @@ def check_meshes(found: dict) -> None:
 
 def test_meshes_train_as_one_device():
     found = on_eight_devices("some_meshes")["some_meshes"]
-    assert len(found) == 2
+    assert len(found) == 1
     check_meshes(found)
 
 

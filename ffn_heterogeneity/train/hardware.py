@@ -120,9 +120,9 @@ def _topology(text: str) -> list[Any]:
 
 def measure(device: jax.Device, dtype: Any) -> Chip:
     """The rates of a large product and of a large copy on this device, and its memory."""
-    n = 2048 if device.platform == "cpu" else 8192
+    n = 1024 if device.platform == "cpu" else 8192
     x = jax.device_put(jnp.ones((n, n), dtype), device)
-    copied = jax.device_put(jnp.ones((16 * n if n < 4096 else 8 * n, n), jnp.float32), device)
+    copied = jax.device_put(jnp.ones((64 * n if n < 4096 else 8 * n, n), jnp.float32), device)
     flops = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
     bandwidth = 2 * copied.nbytes / _seconds(jax.jit(lambda x: x + 1), copied)
     stats = device.memory_stats() or {}

@@ -24,6 +24,9 @@ from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # Slots of two widths and a remainder: segments of [24, 40] x 2 and one layer of 24.
 WIDTHS = (24, 40, 24, 40, 24)
 
@@ -120,7 +123,7 @@ def test_chosen_layers_only(stacked):
     np.testing.assert_allclose(value.metrics["mstd/ffn_out/mean"], mean, rtol=1e-5)
     layer_mean = value.metrics["mstd/ffn_out/layer_mean"]
     np.testing.assert_allclose(layer_mean, [row.mean() for row in rows], rtol=1e-5)
-    gradient = jax.grad(lambda p: term.function(p).total)(tree)
+    gradient = jax.jit(jax.grad(lambda p: term.function(p).total))(tree)
     for index, leaves in layer_leaves(gradient, "ffn/down"):
         assert np.any(leaves["kernel"]) == (index in chosen), index
     if not stacked:

@@ -20,10 +20,17 @@ from ffn_heterogeneity.models.attention import (
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 CONFIG = ModelConfig(
     family="llama", vocab_size=31, d_model=16, n_heads=4, n_kv_heads=2, head_dim=8,
     layers=(LayerConfig(24),) * 2,
 )  # fmt: skip
+
+
+# One compilation a call instead of one an operation.
+compute = jax.jit(causal_lm.forward, static_argnums=0)
 
 
 def oracle(q, k, v, scale, softcap, window, segments):
@@ -84,8 +91,8 @@ def test_gradients_of_both_forms_agree(softcap, window):
             out = blocked_attention(q, k, v, mask, scale=0.4, softcap=softcap, window=window)
             return jnp.sum(jnp.sin(out))
 
-        first = jax.grad(plain, argnums=(0, 1, 2))(*arguments)
-        second = jax.grad(blocked, argnums=(0, 1, 2))(*arguments)
+        first = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(*arguments)
+        second = jax.jit(jax.grad(blocked, argnums=(0, 1, 2)))(*arguments)
         for a, b in zip(first, second, strict=True):
             assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
 
@@ -106,8 +113,9 @@ def test_bfloat16_gradients_are_as_near_to_the_truth_as_autodiffs():
 
     def gradients(form, dtype):
         arguments = [jnp.asarray(x, dtype) for x in exact]
-        out, back = jax.vjp(forms[form], *arguments)
-        return [np.asarray(g, np.float64) for g in back(jnp.asarray(cotangent, out.dtype))]
+        run = jax.jit(lambda arguments, c: jax.vjp(forms[form], *arguments)[1](c))
+        found = run(arguments, jnp.asarray(cotangent, dtype))
+        return [np.asarray(gradient, np.float64) for gradient in found]
 
     with jax.enable_x64(True):
         truth = gradients("plain", jnp.float64)
@@ -158,7 +166,7 @@ def test_causality_by_gradient(window):
 
     def hidden(table):
         tree = {**params, "embed": {"embedding": table}}
-        return causal_lm.forward(config, tree, {"tokens": jnp.arange(length)[None]})["hidden"]
+        return compute(config, tree, {"tokens": jnp.arange(length)[None]})["hidden"]
 
     jacobian = jax.jacobian(lambda table: hidden(table)[0].sum(-1))(params["embed"]["embedding"])
     reaches = np.abs(jacobian[:, :length]).sum(-1) > 0
@@ -178,9 +186,9 @@ def test_packed_documents_do_not_see_each_other():
         "segment_ids": np.repeat([1, 2, 0], [6, 5, 2])[None],
         "positions": np.concatenate([np.arange(6), np.arange(5), np.arange(2)])[None],
     }
-    together = causal_lm.forward(CONFIG, params, packed)["hidden"][0]
+    together = compute(CONFIG, params, packed)["hidden"][0]
     for tokens, rows in ((first, slice(0, 6)), (second, slice(6, 11))):
-        alone = causal_lm.forward(CONFIG, params, {"tokens": tokens[None]})["hidden"][0]
+        alone = compute(CONFIG, params, {"tokens": tokens[None]})["hidden"][0]
         np.testing.assert_allclose(together[rows], alone, rtol=1e-5, atol=1e-6)
 
 

@@ -21,6 +21,9 @@ from ffn_heterogeneity.models.families import expected_shapes, family_by_name
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,

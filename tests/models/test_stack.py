@@ -33,6 +33,9 @@ from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import DISPLACEMENT
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 LOCAL = LayerConfig(24, window=4, rope=RopeConfig(theta=100.0))
 GLOBAL = LayerConfig(24)
 CONFIG = ModelConfig(
@@ -41,6 +44,10 @@ CONFIG = ModelConfig(
     qk_norm=True, post_norms=True, norm_offset=1.0, activation="gelu_tanh",
 )  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 13))
+
+
+# One compilation a call instead of one an operation.
+compute = jax.jit(causal_lm.forward, static_argnums=0, static_argnames=("options", "probes"))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_layers_of_different_width_are_segments_of_their_own(params):
     tree = restack(config, layers)
     # The first three layers repeat nothing; the last three are local, global, local.
     assert sum(s.slots * s.repeats for s in check_stack(config, tree["stack"])) == 7
-    hidden = causal_lm.forward(config, tree, {"tokens": TOKENS})["hidden"]
+    hidden = compute(config, tree, {"tokens": TOKENS})["hidden"]
     assert np.isfinite(hidden).all()
 
 
@@ -112,7 +119,12 @@ def value_and_gradient(params, options):
         out = causal_lm.forward(CONFIG, params, {"tokens": TOKENS}, options=options)
         return jnp.sum(jnp.sin(causal_lm.logits(CONFIG, params, out["hidden"])))
 
-    return jax.value_and_grad(loss)(params)
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.fixture(scope="module")
+def plainly(params):
+    return value_and_gradient(params, RunOptions())
 
 
 @pytest.mark.parametrize(
@@ -125,8 +137,8 @@ def value_and_gradient(params, options):
         RunOptions(attention="plain"),
     ],
 )
-def test_how_it_is_computed_changes_nothing(params, options):
-    value, gradient = value_and_gradient(params, RunOptions())
+def test_how_it_is_computed_changes_nothing(params, plainly, options):
+    value, gradient = plainly
     other_value, other_gradient = value_and_gradient(params, options)
     np.testing.assert_allclose(other_value, value, rtol=1e-6)
     for path, leaf in flatten(gradient).items():
@@ -179,22 +191,21 @@ def test_probes_see_every_layer_in_order(params):
         layers = unstack(params)
         layers["layers"] = layers["layers"][: max(depth, 1)]
         grab = Probe("state", lambda seen, batch, _: (seen.block_input, seen.block_output))
-        out = causal_lm.forward(
-            config, restack(config, layers), {"tokens": TOKENS}, probes=(grab,)
-        )["probes"]["state"]
+        tree = restack(config, layers)
+        out = compute(config, tree, {"tokens": TOKENS}, probes=(grab,))["probes"]["state"]
         states.append(np.asarray(out[0][0] if depth == 0 else out[1][-1], np.float64))
     expected = []
     for before, after in zip(states[:-1], states[1:], strict=True):
         cos = (before * after).sum(-1) / np.linalg.norm(before, axis=-1)
         expected.append(((1 - cos / np.linalg.norm(after, axis=-1)) / 2).sum())
-    seen = causal_lm.forward(CONFIG, params, {"tokens": TOKENS}, probes=(DISPLACEMENT,))["probes"]
+    seen = compute(CONFIG, params, {"tokens": TOKENS}, probes=(DISPLACEMENT,))["probes"]
     np.testing.assert_allclose(seen["displacement"]["sum"], expected, rtol=1e-5)
     assert seen["displacement"]["count"].tolist() == [26] * 7
 
 
 def test_per_layer_inputs_reach_their_layer(params):
     echo = Probe("echo", lambda seen, batch, mine: mine * 2)
-    out = causal_lm.forward(
+    out = compute(
         CONFIG, params, {"tokens": TOKENS}, probes=(echo,), per_layer={"echo": jnp.arange(7.0)}
     )
     assert out["probes"]["echo"].tolist() == [0, 2, 4, 6, 8, 10, 12]
@@ -203,7 +214,7 @@ def test_per_layer_inputs_reach_their_layer(params):
 def test_attention_weights_come_when_needed_and_sum_to_one(params):
     need = frozenset({"attention_weights"})
     weights = Probe("weights", lambda seen, batch, _: seen.attention_weights, need)
-    out = causal_lm.forward(CONFIG, params, {"tokens": TOKENS}, probes=(weights,))
+    out = compute(CONFIG, params, {"tokens": TOKENS}, probes=(weights,))
     values = np.asarray(out["probes"]["weights"])
     assert values.shape == (7, 2, 2, 2, 13, 13)
     np.testing.assert_allclose(values.sum(-1), 1.0, rtol=1e-5)
@@ -212,12 +223,13 @@ def test_attention_weights_come_when_needed_and_sum_to_one(params):
 
 
 def test_dropout_is_seeded_and_scaled(params):
+    @jax.jit
     def run(key, rate):
         return causal_lm.forward(
-            CONFIG, params, {"tokens": TOKENS}, dropout=(jax.random.key(key), jnp.float32(rate))
+            CONFIG, params, {"tokens": TOKENS}, dropout=(jax.random.key(key), rate)
         )["hidden"]
 
-    plain = causal_lm.forward(CONFIG, params, {"tokens": TOKENS})["hidden"]
+    plain = compute(CONFIG, params, {"tokens": TOKENS})["hidden"]
     np.testing.assert_allclose(run(0, 0.0), plain, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(run(1, 0.3), run(1, 0.3))
     assert np.abs(run(1, 0.3) - run(2, 0.3)).max() > 1e-2

@@ -16,6 +16,9 @@ from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
 from ffn_heterogeneity.surgery.removal import choose_neurons, mask_neurons, remove_neurons
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count, select_global
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 CONFIG = ModelConfig(
     family="gemma2", vocab_size=61, d_model=24, n_heads=4, n_kv_heads=2, head_dim=8,
     layers=(LayerConfig(40, window=5), LayerConfig(40)) * 3,
@@ -34,8 +37,13 @@ def random_params(dtype=np.float64) -> dict:
 
 def logits(config, params, dtype) -> np.ndarray:
     options = causal_lm.RunOptions(compute_dtype=dtype)
-    hidden = causal_lm.forward(config, params, {"tokens": TOKENS}, options=options)["hidden"]
-    return np.asarray(causal_lm.logits(config, params, hidden))
+
+    @jax.jit
+    def compute(params):
+        hidden = causal_lm.forward(config, params, {"tokens": TOKENS}, options=options)["hidden"]
+        return causal_lm.logits(config, params, hidden)
+
+    return np.asarray(compute(params))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def new_bytes(*args) -> int:
     "args",
     [
         ("adamw", ONLY_DOWN),
-        ("sgd", ONLY_DOWN),
+        pytest.param(("sgd", ONLY_DOWN), marks=pytest.mark.slow),
         # Not bfloat16: XLA for the CPU multiplies in float32, and widens the table ahead of a scan.
         pytest.param(("adamw", ONLY_DOWN, 2, jnp.float32), marks=pytest.mark.slow),
     ],

@@ -23,6 +23,9 @@ from ffn_heterogeneity.train.partition import batch_sharding, make_mesh, replica
 from ffn_heterogeneity.train.state import create_state, state_shardings
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TERMS = (NLL, NORM, L1)
 SCHEDULE = make_schedule("cosine", 0.05, warmup_steps=3, total_steps=20)
 

@@ -36,6 +36,9 @@ from ffn_heterogeneity.train.state import (
 )
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
 
+# Nothing here is large.
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TERMS = (NLL, NORM, L1)
 
 
