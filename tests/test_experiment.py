@@ -252,7 +252,7 @@ def test_seeds_of_a_plain_run(files, tmp_path):
     config = config_of(
         "nucl_finetune", f"{files[0]},text", data__path=str(files[1]), steps=2, batch_size=2,
         seq_len=16, seeds=(0, 1), tensorboard=False, data__validation_fraction=0.2,
-        data__passage_chars=100,
+        data__passage_chars=100, optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
         eval__max_batches=1,
     )  # fmt: skip
     results = experiment.run(config, tmp_path / "run")
