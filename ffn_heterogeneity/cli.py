@@ -277,12 +277,13 @@ def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
         print(f"  --{flag.name}: {flag.help}{default}")
     if config is not None:
         print(f"  --config: the file; now {spec}, whose comments explain its keys:")
-        for key, value in _leaves(config.to_dict()):
+        for key, value in leaves(config.to_dict()):
             print(f"  --config.{key}={value!r}")
     sys.exit(0)
 
 
-def _leaves(values: dict) -> list[tuple[str, Any]]:
+def leaves(values: dict) -> list[tuple[str, Any]]:
+    """(dotted name, value) of a nested dict's leaves."""
     found = []
     for name in leaf_names(values):
         value: Any = values

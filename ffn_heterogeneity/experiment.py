@@ -110,7 +110,7 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
         raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {tuple(FUNCTIONS)}")
     base = cli.load_config(cli.beside_script(group.base))
     known = cli.leaf_names(base.to_dict())
-    for key, value in _flat(group.to_dict()).items():
+    for key, value in cli.leaves(group.to_dict()):
         if key in OWN_KEYS:
             continue
         if key not in known:
@@ -128,14 +128,6 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
     except ValueError as error:
         raise ValueError(f"stage {name!r}: {error}") from None
     return Stage(group.kind, name, base, function)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat
 
 
 def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:

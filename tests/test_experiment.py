@@ -21,7 +21,7 @@ from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train import run as training
-from ffn_heterogeneity.train.stages import Stage, run_stages
+from ffn_heterogeneity.train.stages import Stage
 from ffn_heterogeneity.train.workdir import WorkdirError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
@@ -222,7 +222,6 @@ def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path)
 def test_a_stage_has_a_known_kind(files):
     with pytest.raises(ValueError, match="kind='prune', choose one of"):
         Stage("prune", "x", staged(files), training.run)
-    assert run_stages.__doc__
 
 
 def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):

@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.models.causal_lm import head_kernel
+from ffn_heterogeneity.models.causal_lm import head_kernel, platform_of
 from ffn_heterogeneity.models.config import ModelConfig
 
 # Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
@@ -100,32 +100,6 @@ def chunked_nll(
     return NLLSums(total, count, correct)
 
 
-def token_nll(
-    hidden_btd: jax.Array,
-    kernel: jax.Array,
-    targets_bt: jax.Array,
-    *,
-    layout: str,
-    softcap: float | None = None,
-    chunk: int | None = None,
-) -> jax.Array:
-    """-log p(target) of every position, [B, T] float32, without gradient; as in `chunked_nll`."""
-    static, mask_bt = _prepare(hidden_btd, kernel, targets_bt, None, layout, softcap, chunk, False)
-    hidden_btd, kernel = lax.stop_gradient((hidden_btd, kernel))
-    kernel = kernel.astype(hidden_btd.dtype)
-    starts, _ = _chunks(hidden_btd.shape[1], static.chunk)
-
-    def body(nll_bt, start):
-        h_bcd, y_bc, _ = _cut(hidden_btd, targets_bt, mask_bt, start, static.chunk)
-        logits_nv = _logits(h_bcd, kernel, static)
-        nll_n = _log_z(logits_nv)[0] - _target_logit(logits_nv, y_bc.reshape(-1))
-        nll_bc = nll_n.reshape(y_bc.shape)
-        return lax.dynamic_update_slice_in_dim(nll_bt, nll_bc, start, 1), None
-
-    empty = jnp.zeros(targets_bt.shape, jnp.promote_types(hidden_btd.dtype, jnp.float32))
-    return lax.scan(body, empty, starts)[0]
-
-
 def nll_term(
     config: ModelConfig,
     reduction: str = "mean",
@@ -183,9 +157,8 @@ def _documents(batch: dict) -> jax.Array:
 
 
 def _chunk_bytes(mesh: Mesh | AbstractMesh | None = None) -> int:
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
     devices = 1 if mesh is None else mesh.size
-    return devices * (CHUNK_BYTES_CPU if platform == "cpu" else CHUNK_BYTES)
+    return devices * (CHUNK_BYTES_CPU if platform_of(mesh) == "cpu" else CHUNK_BYTES)
 
 
 def _prepare(

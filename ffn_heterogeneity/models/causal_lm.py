@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.models.attention import attention_mask, choose_kernel
 from ffn_heterogeneity.models.block import Block
@@ -159,6 +160,11 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[t
         window = layer.window if layer.window in masks else None
         result.append((rotary[layer.rope], masks[window]))
     return result
+
+
+def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
+    """Of the mesh's devices ("cpu", "gpu", "tpu"); where it has none, the default backend."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 
 def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:

@@ -87,11 +87,6 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
     return Built(model, mesh, mask, optimizer, terms, options, forward, train_step, state, placed)
 
 
-def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """Of the mesh's devices ("cpu", "gpu", "tpu"); the default backend for a mesh without any."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-
-
 def check_config(config: ConfigDict) -> None:
     """Refuses what would only be noticed after hours.
 
@@ -172,7 +167,7 @@ def hyper_function(config: ConfigDict):
 
 def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunOptions:
     """What "auto" means on the mesh's platform; shardings on several devices."""
-    platform = platform_of(mesh)
+    platform = causal_lm.platform_of(mesh)
     on_cpu = platform == "cpu"
     dtype, remat = config.compute_dtype, config.remat
     if dtype == "auto":

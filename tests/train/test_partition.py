@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from ffn_heterogeneity.losses.nll import KERNEL_SPECS
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.paths import flatten
@@ -91,6 +92,11 @@ def test_default_sharding_rules_cover_a_full_model():
         if path.endswith("kernel"):
             assert [a for a in specs[path] if a], f"{path} is not sharded at all"
         assert len(specs[path]) <= leaf.ndim
+
+
+def test_the_cross_entropy_cuts_its_kernel_as_the_rules_do():
+    rules = match_rules(partition.DEFAULT_SHARDING_RULES, ["embed/embedding", "head/kernel"])
+    assert rules == {"embed/embedding": KERNEL_SPECS["vd"], "head/kernel": KERNEL_SPECS["dv"]}
 
 
 def test_an_unknown_leaf_has_no_sharding():
