@@ -112,6 +112,7 @@ def launch_flags(
       many: there may be several of those; each is given to `positional`.
     """
     keep_freed_memory()
+    distributed.give_fake_devices_threads()
     argv = list(sys.argv if argv is None else argv)
     flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
     flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")

@@ -21,12 +21,13 @@ from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train import distributed, partition
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
 
+distributed.give_fake_devices_threads()
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8))
 HYPER = {"learning_rate": np.float32(0.05), "alpha": np.float32(0.1)}
 

@@ -18,7 +18,7 @@ from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import partition
+from ffn_heterogeneity.train import distributed, partition
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
@@ -110,6 +110,22 @@ def test_every_mesh_trains_as_one_device():
     found = on_eight_devices("meshes")["meshes"]
     assert len(found) == 15
     check_meshes(found)
+
+
+def test_fake_devices_get_threads_of_their_own(monkeypatch):
+    """With a thread a device, collectives can wait on each other for ever (seen, under load)."""
+    for flags, given, devices, threads in (
+        ("", None, 0, None),
+        ("--xla_cpu_enable_fast_math=false", None, 0, None),
+        ("--xla_force_host_platform_device_count=8", None, 8, "32"),
+        ("--xla_force_host_platform_device_count=8", "5", 8, "5"),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.delenv("NPROC", raising=False)
+        if given:
+            monkeypatch.setenv("NPROC", given)
+        assert distributed.give_fake_devices_threads() == devices
+        assert os.getenv("NPROC") == threads
 
 
 def test_what_moves_between_devices():

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 WAYS = "'', 'auto' (TPU pod, SLURM, Open MPI), or <host>:<port>,<processes>,<index>"
+
+
+# One device of a program holds a few threads at a time: one for itself, one for each collective
+# that it started beside other work.
+THREADS_PER_FAKE_DEVICE = 4
+
+
+def give_fake_devices_threads() -> int:
+    """Enough threads for the fake CPU devices that XLA_FLAGS asks for, if any; their number.
+
+    XLA:CPU runs independent parts of a program on a pool of as many threads as there are devices
+    (or cores), and a collective keeps its thread until the other devices have come. Where all
+    threads wait so, the part that they wait for never starts, and after 40 seconds the process
+    dies with "Termination timeout for all reduce". NPROC is the pool's size; it is left as it is
+    where the environment sets it. Call it before JAX's first computation.
+    """
+    asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.getenv("XLA_FLAGS", ""))
+    devices = int(asked[-1]) if asked else 0
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(THREADS_PER_FAKE_DEVICE * devices))
+    return devices
 
 
 def initialize(how: str) -> None:
