@@ -41,6 +41,16 @@ def attention_mask(
     return mask
 
 
+def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
+    """Who is whose ancestor in rows of tokens in depth-first order: bool [B, T, S].
+
+    Place t lies below place s (or is it) iff s <= t < subtree_ends[s].
+    """
+    places = jnp.arange(subtree_ends_bt.shape[1])
+    before = places[None, None, :] <= places[None, :, None]
+    return before & (places[None, :, None] < subtree_ends_bt[:, None, :])
+
+
 def choose_kernel(
     requested: str, config: ModelConfig, dtype: jnp.dtype, platform: str | None = None
 ) -> str:
@@ -247,8 +257,12 @@ class Attention(nn.Module):
     with_weights: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask_bts):
-        """x [B, T, D], rotary tables, mask [B or 1, T, T] -> (y [B, T, D], weights or None)."""
+    def __call__(self, x_btd, rotary, mask_bts, cache=None):
+        """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights or None, cache).
+
+        `cache`: a `decoding.LayerCache`, which comes back with the new keys and values; None: S = T
+        keys, those of x.
+        """
         config = self.config
         b, t, _ = x_btd.shape
 
@@ -263,6 +277,8 @@ class Attention(nn.Module):
             q_btnh = RMSNorm(config.norm_eps, config.norm_offset, name="q_norm")(q_btnh)
             k_btkh = RMSNorm(config.norm_eps, config.norm_offset, name="k_norm")(k_btkh)
         q_btnh, k_btkh = apply_rotary(q_btnh, rotary), apply_rotary(k_btkh, rotary)
+        if cache is not None:
+            cache, k_btkh, v_btkh = cache.extend(k_btkh, v_btkh)
         weights = None
         if self.with_weights:
             y_btnh, weights = plain_attention(
@@ -274,4 +290,4 @@ class Attention(nn.Module):
                 self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, self.layer.window
             )
         out = Linear(config.d_model, config.attention_out_bias, name="out")
-        return out(y_btnh.reshape(b, t, -1)), weights
+        return out(y_btnh.reshape(b, t, -1)), weights, cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -25,6 +26,7 @@ class LayerIO:
       ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
       ffn_output: what the FFN returns, before its post-norm, [B, T, D].
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
+      cache: the layer's keys and values after the call (models/decoding.py), where it was given.
     """
 
     block_input: jax.Array
@@ -33,6 +35,7 @@ class LayerIO:
     ffn_state: jax.Array
     ffn_output: jax.Array
     attention_weights: jax.Array | None = None
+    cache: Any = None
 
 
 def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
@@ -54,7 +57,7 @@ class Block(nn.Module):
     with_attention_weights: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask_bts, drop=None) -> tuple[jax.Array, LayerIO]:
+    def __call__(self, x_btd, rotary, mask_bts, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
         """x [B, T, D] -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
         config = self.config
 
@@ -72,11 +75,11 @@ class Block(nn.Module):
             config, self.layer, self.attention_kernel, self.with_attention_weights,
             name="attention",
         )  # fmt: skip
-        attended, weights = attention(norm("attention_norm")(x_btd), rotary, mask_bts)
+        attended, weights, cache = attention(norm("attention_norm")(x_btd), rotary, mask_bts, cache)
         attended = checkpoint_name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
         ffn_input = norm("ffn_norm")(middle)
         ffn_output, ffn_state = FeedForward(config, self.layer, name="ffn")(ffn_input)
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
-        seen = LayerIO(x_btd, output, ffn_input, ffn_state, ffn_output, weights)
+        seen = LayerIO(x_btd, output, ffn_input, ffn_state, ffn_output, weights, cache)
         return output, seen

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ffn_heterogeneity.models.attention import attention_mask, choose_kernel
+from ffn_heterogeneity.models.attention import attention_mask, choose_kernel, tree_mask
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import normal_init
@@ -33,6 +33,7 @@ class RunOptions:
         another machine's devices.)
       activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
         embedding [V, D] that tokens are looked up in; None leaves them to XLA.
+      cache: on a mesh, sharding of the keys and values of generation, [r, B, S, K, H].
     """
 
     compute_dtype: Any = jnp.float32
@@ -42,6 +43,7 @@ class RunOptions:
     platform: str | None = None
     activations: jax.sharding.Sharding | None = None
     table: jax.sharding.Sharding | None = None
+    cache: jax.sharding.Sharding | None = None
 
 
 # Compiled whole: operation by operation it takes ten times as long.
@@ -99,6 +101,8 @@ def forward(
       params: stacked tree.
       batch: "tokens" int32 [B, T]; optional "segment_ids" [B, T] (tokens see their own segment
         only) and "positions" [B, T] (default 0..T-1). Within a segment positions must increase.
+        Or "subtree_ends" [B, T] with "positions": the rows are trees of tokens in depth-first
+        order, and place t sees place s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
       per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
       dropout: (key, rate) or None for none.
@@ -107,15 +111,16 @@ def forward(
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}.
     """
     tokens = batch["tokens"]
-    table = _hold(params["embed"]["embedding"], options.table)
-    x = table[tokens].astype(options.compute_dtype)
-    x = _hold(x * jnp.asarray(config.embedding_multiplier, x.dtype), options.activations)
+    x = embed(config, params, tokens, options)
     kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
     with_weights = any("attention_weights" in probe.needs for probe in probes)
     context = _context(config, batch, tokens.shape)
 
     def run_layer(index, layer_params, x, extra):
         layer = config.layers[index]
+        if "subtree_ends" in batch:
+            # What a window shows is not a stretch of the row there: the mask alone says it.
+            layer = dataclasses.replace(layer, window=None)
         block = Block(config, layer, kernel, with_weights)
         drop = None if dropout is None else (extra["dropout_key"], dropout[1])
         rotary, mask = context[index]
@@ -124,7 +129,7 @@ def forward(
             probe.name: probe.function(seen, batch, extra["probes"].get(probe.name))
             for probe in probes
         }
-        return _hold(x, options.activations), results
+        return hold(x, options.activations), results
 
     extra: dict = {"probes": per_layer or {}}
     if dropout is not None:
@@ -133,11 +138,24 @@ def forward(
         config, params["stack"], x, run_layer,
         per_layer=extra, remat=options.remat, unroll=options.unroll,
     )  # fmt: skip
+    return {"hidden": finish(config, params, x), "probes": seen}
+
+
+def embed(config: ModelConfig, params: dict, tokens_bt: jax.Array, options: RunOptions):
+    """The residual stream before the first layer, [B, T, D] in the compute dtype."""
+    table = hold(params["embed"]["embedding"], options.table)
+    x = table[tokens_bt].astype(options.compute_dtype)
+    return hold(x * jnp.asarray(config.embedding_multiplier, x.dtype), options.activations)
+
+
+def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> jax.Array:
+    """What the head sees: the residual stream after the last layer and the final norm."""
     norm = RMSNorm(config.norm_eps, config.norm_offset)
-    return {"hidden": norm.apply({"params": params["final_norm"]}, x), "probes": seen}
+    return norm.apply({"params": params["final_norm"]}, x_btd)
 
 
-def _hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """`x`, laid out as `sharding` says; None leaves it to XLA."""
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
@@ -155,6 +173,8 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[t
         window = None if layer.window is None or layer.window >= shape[1] else layer.window
         if window not in masks:
             masks[window] = attention_mask(positions, positions, window, segments, segments)
+            if "subtree_ends" in batch:
+                masks[window] &= tree_mask(batch["subtree_ends"])
     result = []
     for layer in config.layers:
         window = layer.window if layer.window in masks else None
@@ -174,14 +194,15 @@ def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
     return params["head"]["kernel"], "dv"
 
 
-def logits(config: ModelConfig, params: dict, hidden_btd: jax.Array) -> jax.Array:
-    """Soft-capped logits [B, T, V], float32. For evaluation: training uses losses/nll.py."""
+def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
+    """Soft-capped logits [..., V], float32, of hidden states [..., D].
+
+    For evaluation: training uses losses/nll.py.
+    """
     kernel, layout = head_kernel(config, params)
-    wide = jnp.promote_types(hidden_btd.dtype, jnp.float32)
-    equation = "btd,vd->btv" if layout == "vd" else "btd,dv->btv"
-    values = jnp.einsum(
-        equation, hidden_btd, kernel.astype(hidden_btd.dtype), preferred_element_type=wide
-    )
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    equation = f"...d,{layout}->...v"
+    values = jnp.einsum(equation, hidden, kernel.astype(hidden.dtype), preferred_element_type=wide)
     if config.final_softcap is not None:
         values = config.final_softcap * jnp.tanh(values / config.final_softcap)
     return values

@@ -1,0 +1,234 @@
+"""Log-probabilities of continuations, every shared beginning computed once.
+
+Requests (context, continuation) share beginnings: the answers of one question their question, the
+questions of one subject their few-shot examples. They are sorted, so that they form the depth-first
+walk of a tree of tokens, and laid out in rows: a request adds only the tokens it does not share
+with the one before it. A token sees its ancestors and nothing else (`subtree_ends` in the batch of
+`causal_lm.forward`), and stands at the position of its depth, so each request's numbers are those
+of the request alone. Unrelated trees fill a row up: there is next to no padding, and a whole
+evaluation runs through one or two compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.evaluate.generate import bucket
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits
+from ffn_heterogeneity.models.config import ModelConfig
+
+ROW_TOKENS = 512
+# Float32 logits computed at once.
+LOGIT_BYTES = 2**28
+
+
+class Score(NamedTuple):
+    """Of one continuation: log p (nats, summed over its tokens), and whether greedy decoding would
+    produce it."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclasses.dataclass
+class Row:
+    """Tokens of several requests in depth-first order, and what is asked of them.
+
+    Attributes:
+      tokens, positions: per place; the position is the token's depth in its tree.
+      ends: place after the token's last descendant: place t sees place s iff s <= t < ends[s].
+      asked: {(place, token): index}: the probability of `token` after the token at `place`.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    positions: list[int] = dataclasses.field(default_factory=list)
+    ends: list[int] = dataclasses.field(default_factory=list)
+    asked: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+
+
+class Plan(NamedTuple):
+    """Rows, and for every request (row, indices of what it asks there)."""
+
+    rows: list[Row]
+    places: list[tuple[int, list[int]]]
+
+
+def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_tokens: int) -> Plan:
+    """Lays requests (context ids, continuation ids) out in rows of at most `row_tokens` places.
+
+    Args:
+      row_tokens: at least every request's length - 1 (its last token is asked for, never read).
+    """
+    inputs = [(*context, *continuation)[:-1] for context, continuation in requests]
+    rows: list[Row] = []
+    places: list[tuple[int, list[int]]] = [(0, [])] * len(requests)
+    path: list[int] = []  # places of the tokens of the request before
+    before: Sequence[int] = ()
+    for i in sorted(range(len(requests)), key=inputs.__getitem__):
+        ids = inputs[i]
+        shared = _shared(before, ids) if rows else 0
+        if not rows or len(rows[-1].tokens) + len(ids) - shared > row_tokens:
+            rows.append(Row())
+            path, shared = [], 0
+        row = rows[-1]
+        del path[shared:]
+        for depth in range(shared, len(ids)):
+            path.append(len(row.tokens))
+            row.tokens.append(ids[depth])
+            row.positions.append(depth)
+            row.ends.append(0)
+        for place in path:  # so far; the descendants that follow push it on
+            row.ends[place] = len(row.tokens)
+        context, continuation = requests[i]
+        asked = [
+            row.asked.setdefault((path[len(context) - 1 + j], token), len(row.asked))
+            for j, token in enumerate(continuation)
+        ]
+        places[i] = len(rows) - 1, asked
+        before = ids
+    return Plan(rows, places)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def score(
+    config: ModelConfig,
+    params: dict,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    options: RunOptions = RunOptions(),
+    batch_tokens: int = 2048,
+    progress: str | None = "score",
+) -> list[Score]:
+    """log p(continuation | context) of every request, in nats.
+
+    Args:
+      params: stacked tree, on the device.
+      requests: (context ids, continuation ids), neither empty.
+      batch_tokens: tokens computed at once.
+      progress: label of the progress bar; None: no bar.
+
+    Raises:
+      ValueError: an empty context or continuation, an id outside the vocabulary, a request longer
+        than the model's positions, or a NaN among the logits.
+    """
+    from tqdm import tqdm
+
+    if not requests:
+        return []
+    longest = _check(config, requests)
+    width = bucket(max(min(ROW_TOKENS, batch_tokens), longest))
+    plan = plan_rows(requests, width)
+    size = max(1, min(batch_tokens // width, len(plan.rows)))
+    batches = [plan.rows[start : start + size] for start in range(0, len(plan.rows), size)]
+    # One size for all batches: one program.
+    pairs = bucket(max(sum(len(row.asked) for row in rows) for rows in batches))
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    off = None if progress else True
+    with tqdm(total=len(requests), desc=progress, disable=off, file=sys.stderr) as bar:
+        in_row = np.bincount([row for row, _ in plan.places], minlength=len(plan.rows))
+        for rows in batches:
+            done = len(found)
+            found += _score_rows(config, options, params, rows, (size, width, pairs))
+            bar.update(int(in_row[done : len(found)].sum()))
+    return [
+        Score(float(found[row][0][asked].sum(dtype=np.float64)), bool(found[row][1][asked].all()))
+        for row, asked in plan.places
+    ]
+
+
+def _check(config: ModelConfig, requests) -> int:
+    """The longest input."""
+    longest = 0
+    for i, (context, continuation) in enumerate(requests):
+        if not len(context) or not len(continuation):
+            raise ValueError(f"request {i}: context and continuation need a token at least")
+        size = len(context) + len(continuation) - 1
+        if size > config.max_position:
+            raise ValueError(
+                f"request {i} has {size} tokens, the model {config.max_position} positions"
+            )
+        low = min(*context, *continuation)
+        high = max(*context, *continuation)
+        if low < 0 or high >= config.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(
+                f"request {i}: token id {bad} is outside the vocabulary of {config.vocab_size}"
+            )
+        longest = max(longest, size)
+    return longest
+
+
+def _score_rows(config, options, params, rows, sizes) -> list[tuple]:
+    """[(log-probabilities, whether likeliest)] of what each row asks.
+
+    Args:
+      sizes: rows of the batch, their width, and how many pairs are asked, all with padding.
+    """
+    size, width, count = sizes
+    batch = {
+        name: np.zeros((size, width), np.int32) for name in ("tokens", "positions", "subtree_ends")
+    }
+    # Padding sees itself, so that no softmax is over nothing.
+    batch["subtree_ends"][:] = np.arange(1, width + 1)
+    asked = []
+    for b, row in enumerate(rows):
+        places = len(row.tokens)
+        batch["tokens"][b, :places] = row.tokens
+        batch["positions"][b, :places] = row.positions
+        batch["subtree_ends"][b, :places] = row.ends
+        asked += [(b * width + place, token) for place, token in row.asked]
+    pairs = np.zeros((count, 2), np.int32)
+    pairs[: len(asked)] = asked
+    logprobs, greedy = jax.device_get(_asked_scores(config, options, params, batch, pairs))
+    if np.isnan(logprobs[: len(asked)]).any():
+        raise ValueError(
+            "the log-probabilities are NaN: the weights or the computation overflow; try "
+            "compute_dtype=float32, or check the checkpoint"
+        )
+    splits = np.cumsum([len(row.asked) for row in rows])
+    return list(
+        zip(
+            np.split(logprobs[: len(asked)], splits[:-1]),
+            np.split(greedy[: len(asked)], splits[:-1]),
+            strict=True,
+        )
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _asked_scores(config, options, params, batch, pairs_n2):
+    """(log p, whether the token is the likeliest) of `pairs`: (flat place, token), both [N]."""
+    hidden = forward(config, params, batch, options=options)["hidden"]
+    hidden_pd = hidden.reshape(-1, hidden.shape[-1])
+    count = pairs_n2.shape[0]
+    # A power of two, or half as much again: so are the buckets, and it divides them.
+    chunk = 1
+    while chunk * 2 * config.vocab_size * 4 <= LOGIT_BYTES and count % (chunk * 2) == 0:
+        chunk *= 2
+
+    def some(pairs_c2):
+        place_c, token_c = pairs_c2[:, 0], pairs_c2[:, 1]
+        logits_cv = logits(config, params, hidden_pd[place_c])
+        target_c = jnp.take_along_axis(logits_cv, token_c[:, None], axis=-1)[:, 0]
+        logprob_c = target_c - jax.nn.logsumexp(logits_cv, axis=-1)
+        return logprob_c, jnp.argmax(logits_cv, axis=-1) == token_c
+
+    logprob, greedy = jax.lax.map(some, pairs_n2.reshape(-1, chunk, 2))
+    return logprob.reshape(-1), greedy.reshape(-1)

@@ -1,0 +1,172 @@
+"""Token by token: a cache of keys and values that rides in the carry of the layers' scans.
+
+A batch of prompts of unequal length is padded on the left, so that every row writes the same column
+and one update serves them all: row b holds its tokens in columns pads[b], pads[b] + 1, ..., and
+its positions count from there. A layer's keys and values are `[r, B, S, K, H]` for a slot of r
+repeats. Layers that see everything have a place for every column; layers with a window w keep the
+last w only: column c lies at place c mod S.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.models.attention import attention_mask, choose_kernel
+from ffn_heterogeneity.models.block import Block
+from ffn_heterogeneity.models.causal_lm import RunOptions, embed, finish, hold
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.rotary import rotary_tables
+from ffn_heterogeneity.models.stack import check_stack, run_stack
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Where one layer finds its keys and values, and where it puts the new ones.
+
+    Attributes:
+      leaves: {"keys", "values"}: [r, B, S, K, H] of all repeats of the layer's slot.
+      repeat: which of them, a traced integer.
+      column: of the first new token, a traced integer.
+      fresh: nothing was written before: the new tokens see only each other.
+    """
+
+    leaves: dict[str, jax.Array]
+    repeat: jax.Array
+    column: jax.Array
+    fresh: bool
+
+    def extend(self, k_btkh, v_btkh) -> tuple[LayerCache, jax.Array, jax.Array]:
+        """(the cache with the new keys and values, the keys and the values to attend to)."""
+        leaves = {
+            name: self._written(self.leaves[name], new)
+            for name, new in (("keys", k_btkh), ("values", v_btkh))
+        }
+        cache = dataclasses.replace(self, leaves=leaves)
+        if self.fresh:
+            return cache, k_btkh, v_btkh
+        # A slice of the carry: each token reads what it attends to and copies nothing else.
+        k, v = (leaf[self.repeat].astype(k_btkh.dtype) for leaf in leaves.values())
+        return cache, k, v
+
+    def _written(self, leaf: jax.Array, new: jax.Array) -> jax.Array:
+        places, count = leaf.shape[2], new.shape[1]
+        if count > places:
+            # The last ones only; column c of `new` goes to place c mod S.
+            new, count = jnp.roll(new[:, -places:], count % places, axis=1), places
+        start = self.column % places
+        return jax.lax.dynamic_update_slice(
+            leaf, new[None].astype(leaf.dtype), (self.repeat, 0, start, 0, 0)
+        )
+
+
+def make_cache(
+    config: ModelConfig, stack: dict, rows: int, length: int, options: RunOptions = RunOptions()
+) -> dict:
+    """An empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}."""
+    cache: dict = {}
+    for i, segment in enumerate(check_stack(config, stack)):
+        cache[f"segment_{i}"] = {}
+        for slot in range(segment.slots):
+            places = _places(config.layers[segment.layer(slot)], length)
+            shape = (segment.repeats, rows, places, config.n_kv_heads, config.head_dim)
+            zeros = hold(jnp.zeros(shape, options.compute_dtype), options.cache)
+            cache[f"segment_{i}"][f"slot_{slot}"] = {"keys": zeros, "values": zeros}
+    return cache
+
+
+def _places(layer: LayerConfig, length: int) -> int:
+    return length if layer.window is None else min(layer.window, length)
+
+
+def cache_length(cache: dict) -> int:
+    """Columns that the widest layer of the cache has places for."""
+    return max(leaf.shape[2] for leaf in jax.tree.leaves(cache))
+
+
+def forward_cached(
+    config: ModelConfig,
+    params: dict,
+    tokens_bt: jax.Array,
+    pads_b: jax.Array,
+    cache: dict,
+    column: jax.Array | int = 0,
+    *,
+    fresh: bool = False,
+    options: RunOptions = RunOptions(),
+) -> tuple[jax.Array, dict]:
+    """Runs new tokens on top of those in the cache.
+
+    Args:
+      tokens_bt: int32 [B, T]; they are columns column .. column + T - 1 of every row.
+      pads_b: int32 [B]: how many columns at the left of each row are padding.
+      cache: from `make_cache`, or from the call before; donate it.
+      column: of the first new token.
+      fresh: the cache is empty and column is 0: the prompt's fast path, by the kernel that training
+        uses.
+
+    Returns:
+      (hidden states after the final norm [B, T, D], the cache).
+
+    Raises:
+      ValueError: several new tokens at once on top of a window that forgets (its oldest columns
+        would be overwritten before the first of the new tokens has read them).
+    """
+    count, length = tokens_bt.shape[1], cache_length(cache)
+    if not fresh and count > 1 and any(_places(x, length) < length for x in config.layers):
+        raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")
+    x = embed(config, params, tokens_bt, options)
+    kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
+    column = jnp.asarray(column, jnp.int32)
+    columns_bt = column + jnp.arange(count, dtype=jnp.int32)[None]
+    context = _contexts(config, columns_bt, pads_b, length, fresh)
+    segments = check_stack(config, params["stack"])
+    place_of = {
+        segment.layer(slot): (f"segment_{i}", f"slot_{slot}")
+        for i, segment in enumerate(segments)
+        for slot in range(segment.slots)
+    }
+
+    def run_layer(index, layer_params, carried, repeat):
+        x, cache = carried
+        segment, slot = place_of[index]
+        here = LayerCache(cache[segment][slot], repeat, column, fresh)
+        rotary, mask = context[index]
+        block = Block(config, config.layers[index], kernel)
+        x, seen = block.apply({"params": layer_params}, x, rotary, mask, None, here)
+        cache = {**cache, segment: {**cache[segment], slot: seen.cache.leaves}}
+        return (hold(x, options.activations), cache), {}
+
+    repeats = [
+        repeat for segment in segments for repeat in range(segment.repeats)
+        for _ in range(segment.slots)
+    ]  # fmt: skip
+    (x, cache), _ = run_stack(
+        config, params["stack"], (x, cache), run_layer,
+        per_layer=jnp.asarray(repeats, jnp.int32), unroll=options.unroll,
+    )  # fmt: skip
+    return finish(config, params, x), cache
+
+
+def _contexts(config, columns_bt, pads_b, length, fresh) -> list[tuple]:
+    """(rotary tables, mask [B, T, S]) of each layer; layers of one kind share theirs."""
+    positions_bt = jnp.maximum(columns_bt - pads_b[:, None], 0)
+    real_bt = (columns_bt >= pads_b[:, None]).astype(jnp.int32)
+    last = columns_bt[:, -1:]
+    rotary, masks, result = {}, {}, []
+    for layer in config.layers:
+        if layer.rope not in rotary:
+            rotary[layer.rope] = rotary_tables(layer.rope, config.head_dim, positions_bt)
+        places = _places(layer, length)
+        kind = (layer.window, places)
+        if kind not in masks and fresh:
+            masks[kind] = attention_mask(columns_bt, columns_bt, layer.window, real_bt, real_bt)
+        elif kind not in masks:
+            # The column at each place: the newest of those that the place takes.
+            held = last - (last - jnp.arange(places, dtype=jnp.int32)[None]) % places
+            real_bs = ((held >= 0) & (held >= pads_b[:, None])).astype(jnp.int32)
+            masks[kind] = attention_mask(columns_bt, held, layer.window, real_bt, real_bs)
+        result.append((rotary[layer.rope], masks[kind]))
+    return result

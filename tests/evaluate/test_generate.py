@@ -1,0 +1,191 @@
+"""Generation: the tokens of a plain loop, whatever the batch; stops, limits, hostile prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import LLAMA, byte_tokenizer, random_params, tiny_of
+
+from ffn_heterogeneity.evaluate.generate import (
+    CHUNK,
+    Generation,
+    Generator,
+    Sampling,
+    bucket,
+    nucleus,
+)
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+BYTES = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=64, eos_id=None)
+PROMPTS = [[0, 5, 9], [0, 40, 41, 42, 43, 44, 45], [7], [0, 200, 100, 17, 3]]
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return Generator(BYTES, random_params(BYTES), byte_tokenizer(), batch_size=4)
+
+
+def greedy_loop(config, params, prompt, count) -> list[int]:
+    """Token by token, the whole row anew each time."""
+
+    @jax.jit
+    def likeliest(params, row, last):
+        hidden = causal_lm.forward(config, params, {"tokens": row})["hidden"]
+        return causal_lm.logits(config, params, hidden[0, last]).argmax()
+
+    row, place, found = np.zeros((1, 48), np.int32), len(prompt), []
+    row[0, :place] = prompt
+    for _ in range(count):
+        found.append(int(likeliest(params, row, place - 1)))
+        row[0, place] = found[-1]
+        place += 1
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_greedy_equals_a_plain_loop(name, generator):
+    """More tokens than a chunk, prompts of unequal length, more prompts than a batch."""
+    config, made = BYTES, generator
+    if name == "gemma3":
+        config = dataclasses.replace(tiny_of("gemma3", layers=7), eos_id=None)
+        made = Generator(config, random_params(config), batch_size=4)
+    params = random_params(config)
+    prompts = [[t % config.vocab_size for t in p] for p in [*PROMPTS, [0, 1, 2]]]
+    found = made(prompts, Sampling(max_new_tokens=CHUNK + 4), progress=None)
+    for prompt, one in zip(prompts, found, strict=True):
+        assert one.tokens == greedy_loop(config, params, prompt, CHUNK + 4), prompt
+        assert one.finish == "length"
+
+
+def test_draws_depend_on_the_seed_and_the_row_alone(generator):
+    warm = Sampling(max_new_tokens=12, temperature=1.0, seed=3)
+    together = generator(PROMPTS, warm, progress=None)
+    again = generator([*PROMPTS, *PROMPTS[:2]], warm, progress=None)
+    assert together == again[:4]
+    # The same prompt in another row draws otherwise.
+    assert again[4] != again[0]
+    other = generator(PROMPTS, dataclasses.replace(warm, seed=4), progress=None)
+    assert all(a.tokens != b.tokens for a, b in zip(together, other, strict=True))
+    # A cold or a narrow draw is the likeliest token.
+    greedy = generator(PROMPTS, Sampling(max_new_tokens=12), progress=None)
+    for sampling in (
+        Sampling(max_new_tokens=12, temperature=1e-4),
+        Sampling(max_new_tokens=12, temperature=1.0, top_p=1e-6),
+    ):
+        assert generator(PROMPTS, sampling, progress=None) == greedy
+    # Each prompt may have its own.
+    mixed = generator(PROMPTS, [warm, Sampling(max_new_tokens=12)] * 2, progress=None)
+    assert [mixed[0], mixed[1], mixed[2], mixed[3]] == [
+        together[0], greedy[1], together[2], greedy[3],
+    ]  # fmt: skip
+
+
+def test_draws_follow_the_model(generator):
+    """First tokens of 512 rows, against the probabilities, by a chi-square bound."""
+    count, temperature = 512, 2.0
+    wide = Generator(BYTES, generator.params, batch_size=64)
+    sampling = Sampling(max_new_tokens=1, temperature=temperature)
+    found = wide([PROMPTS[0]] * count, sampling, progress=None)
+    hidden = jax.jit(causal_lm.forward, static_argnums=0)(
+        BYTES, generator.params, {"tokens": np.array([PROMPTS[0]])}
+    )["hidden"]
+    logits = np.asarray(causal_lm.logits(BYTES, generator.params, hidden[0, -1]), np.float64)
+    p = np.exp(logits / temperature - (logits / temperature).max())
+    p /= p.sum()
+    seen = np.bincount([one.tokens[0] for one in found], minlength=BYTES.vocab_size)
+    order = np.argsort(-p)
+    groups = [part for part in np.array_split(order, 8) if p[part].sum() * count > 5]
+    chi2 = sum((seen[g].sum() - count * p[g].sum()) ** 2 / (count * p[g].sum()) for g in groups)
+    assert chi2 < 30, chi2  # 8 groups: beyond the 99.98% quantile
+
+
+def test_the_nucleus_against_a_plain_rule():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, 40)).astype(np.float32) * 3
+    for top_p in (1e-6, 0.3, 0.9, 0.999):
+        found = np.asarray(nucleus(logits, np.float32(top_p)))
+        for row, kept in zip(logits.astype(np.float64), found, strict=True):
+            p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            wanted, mass = set(), 0.0
+            for token in np.argsort(-p):
+                if mass >= top_p:
+                    break
+                wanted.add(int(token))
+                mass += p[token]
+            assert set(np.flatnonzero(np.isfinite(kept))) == wanted
+    assert np.isfinite(np.asarray(nucleus(logits, np.float32(1.0)))).all()
+
+
+def test_stop_strings_and_eos_end_a_text(generator):
+    whole = generator(PROMPTS, Sampling(max_new_tokens=CHUNK + 8), progress=None)
+    text = whole[0].text
+    stop = text[3:5]
+    found = generator(
+        PROMPTS, Sampling(max_new_tokens=CHUNK + 8, stop=("never-there", stop)), progress=None
+    )
+    assert found[0] .finish == "stop" and found[0].text == text[: text.find(stop)]  # fmt: skip
+    assert found[0].tokens == whole[0].tokens[: len(found[0].tokens)]
+    for one, full in zip(found[1:], whole[1:], strict=True):
+        assert one == full or (one.finish == "stop" and full.text.startswith(one.text))
+    # A stop string that never comes costs nothing but its search.
+    never = Sampling(max_new_tokens=CHUNK + 8, stop=("never-there",))
+    assert generator(PROMPTS, never, progress=None) == whole
+    # eos: that of the model ends the computation too.
+    eos = whole[1].tokens[2]
+    ended = dataclasses.replace(BYTES, eos_id=(eos, 257))
+    for made, sampling in (
+        (Generator(ended, generator.params, byte_tokenizer(), batch_size=4), Sampling(CHUNK + 8)),
+        (generator, Sampling(CHUNK + 8, eos=(eos,))),
+    ):
+        one = made(PROMPTS, sampling, progress=None)[1]
+        first = whole[1].tokens.index(eos)
+        assert one.tokens == whole[1].tokens[: first + 1] and one.finish == "eos"
+
+
+def test_one_program_a_size(generator, caplog):
+    prompts = [[0, 3, 1], [0, 4]]
+    with jax.log_compiles():
+        for temperature in (0.0, 0.5, 0.7):
+            for count in (17, 20):
+                generator(prompts, Sampling(count, temperature, top_p=0.9), progress=None)
+    compiled = [r for r in caplog.messages if r.startswith("Finished XLA compilation of jit(_")]
+    assert len(compiled) <= 2, compiled
+    assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 49, 100)] == [
+        16, 16, 24, 24, 32, 48, 64, 128,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "prompt 1 is empty"),
+        ([258], {}, "prompt 1: token id 258 is outside the vocabulary of 258"),
+        ([0] * 60, {"max_new_tokens": 5}, "prompt 1 has 60 tokens, and with max_new_tokens=5"),
+        ([0], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([0], {"temperature": -1.0}, "temperature=-1.0"),
+        ([0], {"temperature": float("nan")}, "temperature=nan"),
+        ([0], {"top_p": 0.0}, "top_p=0.0 is outside"),
+        ([0], {"stop": ("",)}, "an empty stop string"),
+    ],
+)
+def test_prompts_and_settings_that_cannot_be(generator, prompt, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        generator([[0], prompt], Sampling(**{"max_new_tokens": 8, **sampling}), progress=None)
+
+
+def test_a_long_prompt_can_lose_its_beginning(generator):
+    long = [0, *range(2, 80)]
+    one = generator([long], Sampling(max_new_tokens=8), truncate=True, progress=None)[0]
+    kept = generator([[0, *long[-55:]]], Sampling(max_new_tokens=8), progress=None)[0]
+    assert one == kept and isinstance(one, Generation)
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        Generator(BYTES, generator.params)([[0]], Sampling(stop=("a",)), progress=None)
+    with pytest.raises(ValueError, match="2 prompts, but 1 samplings"):
+        generator([[0], [1]], [Sampling()], progress=None)
+    assert generator([], progress=None) == []

@@ -1,0 +1,133 @@
+"""Requests that share beginnings are scored as if each stood alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+from tiny_models import LLAMA, random_params, tiny_of
+
+from ffn_heterogeneity.evaluate.scoring import plan_rows, score
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def requests_of(seed: int = 0, vocab: int = 29) -> list[tuple[list[int], list[int]]]:
+    """Questions with four answers behind few-shot examples, some answers the same, one bare."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(3):
+        shots = rng.integers(0, vocab, 6).tolist()
+        for _ in range(3):
+            question = shots + rng.integers(0, vocab, rng.integers(1, 5)).tolist()
+            answers = [rng.integers(0, vocab, n).tolist() for n in (1, 1, 4, 2)]
+            found += [(question, answer) for answer in [*answers, answers[2]]]
+    found.append(([3], [5]))
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(config, params, tokens):
+    return causal_lm.logits(
+        config, params, causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
+    )
+
+
+def alone(config, params, context, continuation) -> tuple[float, bool]:
+    """By the whole row's logits in float64."""
+    ids = context + continuation
+    # What follows does not matter, and one length compiles once.
+    row = np.array([ids + [0] * (24 - len(ids))])
+    logits = np.asarray(logits_of(config, params, row)[0], np.float64)
+    logits = logits[len(context) - 1 : len(ids) - 1]
+    chosen = log_softmax(logits, axis=-1)[np.arange(len(continuation)), continuation]
+    return chosen.sum(), bool((logits.argmax(-1) == continuation).all())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama"])
+def test_scores_equal_those_of_each_request_alone(name):
+    config = (
+        tiny_of(name, layers=4)
+        if name != "llama"
+        else dataclasses.replace(LLAMA, vocab_size=29, layers=(LayerConfig(12),) * 2)
+    )
+    params, requests = random_params(config), requests_of()
+    # A greedy continuation among them.
+    context = requests[0][0]
+    row = np.array([context + [0] * (24 - len(context))])
+    likeliest = int(logits_of(config, params, row)[0, len(context) - 1].argmax())
+    requests.append((context, [likeliest]))
+    found = score(config, params, requests, batch_tokens=32, progress=None)
+    lengths = {len(context + continuation) for context, continuation in requests}
+    assert max(lengths) > 3  # longer than Gemma's windows here
+    for request, (logprob, greedy) in zip(requests, found, strict=True):
+        expected = alone(config, params, *request)
+        assert abs(logprob - expected[0]) <= 1e-4, request
+        assert greedy == expected[1], request
+    assert found[-1].greedy
+
+
+def test_what_is_shared_is_computed_once():
+    requests = requests_of()
+    plan = plan_rows(requests, row_tokens=48)
+    inputs = {tuple(c + a)[:n] for c, a in requests for n in range(1, len(c + a))}
+    laid = sum(len(row.tokens) for row in plan.rows)
+    assert max(len(row.tokens) for row in plan.rows) <= 48
+    # Every distinct beginning once, but for those that two rows share.
+    assert len(inputs) <= laid <= len(inputs) + 16 * (len(plan.rows) - 1)
+    assert laid < sum(len(c + a) - 1 for c, a in requests) / 2
+    one = plan_rows(requests, row_tokens=10_000)
+    assert len(one.rows) == 1 and len(one.rows[0].tokens) == len(inputs)
+    # Twice the same question and answer is asked once.
+    assert len(one.rows[0].asked) == len({(tuple(c + a)[:n], (c + a)[n])
+        for c, a in requests for n in range(len(c), len(c + a))})  # fmt: skip
+
+
+def test_one_program_for_any_requests(caplog):
+    config = dataclasses.replace(LLAMA, layers=(LayerConfig(12),))
+    params = random_params(config)
+    with jax.log_compiles():
+        for seed in (1, 2, 3):
+            requests = requests_of(seed, 258)[:40]
+            score(config, params, requests, batch_tokens=64, progress=None)
+    compiled = [
+        r for r in caplog.messages if r.startswith("Finished XLA compilation of jit(_asked")
+    ]
+    assert len(compiled) <= 2, compiled  # by the most that a batch asks for: 48 or 64
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (([], [1]), "request 1: context and continuation need a token"),
+        (([1], []), "request 1: context and continuation need a token"),
+        (([1], [258]), "request 1: token id 258 is outside the vocabulary of 258"),
+        (([-1], [2]), "request 1: token id -1 is outside"),
+        (([1] * 128, [2]), None),
+        (([1] * 128, [2, 3]), "request 1 has 129 tokens, the model 128 positions"),
+    ],
+)
+def test_requests_that_cannot_be(request_, message):
+    config = dataclasses.replace(LLAMA, layers=(LayerConfig(12),))
+    params = random_params(config)
+    requests = [([1], [2]), request_]
+    if message is None:
+        assert len(score(config, params, requests, batch_tokens=64, progress=None)) == 2
+    else:
+        with pytest.raises(ValueError, match=message):
+            score(config, params, requests, batch_tokens=64, progress=None)
+
+
+def test_nan_weights_are_said():
+    config = dataclasses.replace(LLAMA, layers=(LayerConfig(12),))
+    params = random_params(config)
+    params["final_norm"]["scale"] = np.full(16, np.nan, np.float32)
+    with pytest.raises(ValueError, match="log-probabilities are NaN"):
+        score(config, params, [([1], [2])], batch_tokens=64, progress=None)
+    assert score(config, params, [], progress=None) == []

@@ -1,0 +1,132 @@
+"""Token by token with a cache equals the whole row at once, padding and windows included."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import LLAMA, our_logits, random_params, tiny_of
+
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.decoding import cache_length, forward_cached, make_cache
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+OPTIONS = RunOptions()
+# Gemma 2 and 3: windows of 3, so that rings turn several times; a Llama of unequal widths.
+MODELS = {
+    "gemma2": tiny_of("gemma2"),
+    "gemma3": tiny_of("gemma3", layers=8),
+    "llama": dataclasses.replace(
+        LLAMA, vocab_size=29, layers=(LayerConfig(24),) * 2 + (LayerConfig(8),)
+    ),
+}
+
+
+def decoded_logits(config, params, prompts: np.ndarray, pads: np.ndarray, following: np.ndarray):
+    """[B, N + 1, V]: after the prompt, then after each token of `following` [B, N]."""
+
+    @jax.jit
+    def prefill(params, tokens, pads):
+        cache = make_cache(config, params["stack"], *length_of(tokens), OPTIONS)
+        hidden, cache = forward_cached(config, params, tokens, pads, cache, fresh=True)
+        return causal_lm.logits(config, params, hidden[:, -1]), cache
+
+    def length_of(tokens):
+        return tokens.shape[0], tokens.shape[1] + following.shape[1]
+
+    @jax.jit
+    def step(params, token, pads, cache, column):
+        hidden, cache = forward_cached(config, params, token, pads, cache, column)
+        return causal_lm.logits(config, params, hidden[:, -1]), cache
+
+    logits, cache = prefill(params, prompts, pads)
+    found = [logits]
+    for i in range(following.shape[1]):
+        column = jnp.int32(prompts.shape[1] + i)
+        logits, cache = step(params, following[:, i : i + 1], pads, cache, column)
+        found.append(logits)
+    assert step._cache_size() == 1
+    return np.stack(found, 1), cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_equals_the_whole_row(name):
+    config = MODELS[name]
+    params = random_params(config)
+    rng = np.random.default_rng(0)
+    lengths, new = [5, 2, 7], 6
+    width = max(lengths)
+    rows = [rng.integers(0, 29, n + new) for n in lengths]
+    # What stands in the padding must not matter: the ids there are real ones.
+    prompts = rng.integers(0, 29, (3, width)).astype(np.int32)
+    for row, ids, n in zip(prompts, rows, lengths, strict=True):
+        row[width - n :] = ids[:n]
+    following = np.stack([ids[n:] for ids, n in zip(rows, lengths, strict=True)]).astype(np.int32)
+    pads = np.array([width - n for n in lengths], np.int32)
+    found, cache = decoded_logits(config, params, prompts, pads, following)
+    for b, (ids, n) in enumerate(zip(rows, lengths, strict=True)):
+        # One length for all: what follows a token does not matter to it.
+        row = np.pad(ids, (0, width + new - len(ids)))
+        whole = our_logits(config, params, row[None])[0, n - 1 : len(ids)]
+        assert np.max(np.abs(found[b] - whole)) <= 1e-5 * np.max(np.abs(whole)), (name, b)
+    # Layers with a window keep no more than it.
+    assert cache_length(cache) == width + new
+    places = {leaf.shape[2] for leaf in jax.tree.leaves(cache)}
+    assert places == ({3, width + new} if "gemma" in name else {width + new})
+
+
+def test_several_tokens_on_top_of_a_full_cache_and_not_of_a_window():
+    rng = np.random.default_rng(1)
+    config = MODELS["llama"]
+    params = random_params(config)
+    tokens = rng.integers(0, 29, (2, 9)).astype(np.int32)
+    pads = np.array([0, 2], np.int32)
+
+    def run(params, tokens):
+        cache = make_cache(config, params["stack"], 2, 12)
+        first, cache = forward_cached(config, params, tokens[:, :5], pads, cache, fresh=True)
+        second, _ = forward_cached(config, params, tokens[:, 5:], pads, cache, 5)
+        return causal_lm.logits(config, params, second)
+
+    found = jax.jit(run)(params, tokens)
+    for b, pad in enumerate(pads):
+        whole = our_logits(config, params, tokens[b : b + 1, pad:])[0, 5 - pad :]
+        np.testing.assert_allclose(found[b], whole, atol=1e-5 * np.abs(whole).max())
+    gemma = MODELS["gemma2"]
+    params = random_params(gemma)
+    with pytest.raises(ValueError, match="4 new tokens at once on top of a window"):
+        cache = make_cache(gemma, params["stack"], 2, 12)
+        forward_cached(gemma, params, tokens[:, 5:], pads, cache, 5)
+
+
+def test_the_cache_is_updated_in_place():
+    """A donated cache of 8 MB is not copied: the step's temporaries are far smaller."""
+    config = dataclasses.replace(LLAMA, n_kv_heads=4, head_dim=16, n_heads=4)
+    params = causal_lm.abstract_params(config)
+    rows, length = 4, 2048
+    cache = jax.eval_shape(lambda: make_cache(config, params["stack"], rows, length))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+    def step(params, token, pads, cache, column):
+        return forward_cached(config, params, token, pads, cache, column)
+
+    compiled = (
+        jax.jit(step, donate_argnums=3)
+        .lower(
+            params,
+            jax.ShapeDtypeStruct((rows, 1), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            cache,
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 2, (memory.temp_size_in_bytes, size)
