@@ -7,6 +7,8 @@ CONSTRAINTS := $(wildcard constraints-py$(PYVER).txt)
 # torch, the reference implementation of parity tests (on some indexes its Linux build brings CUDA:
 # PARITY= leaves it and its tests out, and pytest says how many).
 PARITY ?= $(if $(filter 3.11,$(PYVER)),1,)
+# Processes that run the tests of different files.
+WORKERS ?= 2
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 BASE := $(VENV)/.base-$(PYVER)
 TEST := $(VENV)/.test-$(PYVER)$(if $(PARITY),-parity)
@@ -39,7 +41,7 @@ demo: $(BASE)
 	@$(BIN)/python scripts/demo.py --workdir=runs/demo
 
 test: $(TEST) models
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: $(TEST) models
 	@RUN_SLOW=1 $(BIN)/python -m pytest

@@ -1,8 +1,9 @@
 """Benchmarks: ratios inside one run.
 
-Command:   python scripts/benchmark.py nucl | nll | step [--config.peer=transformers]
+Command:   python scripts/benchmark.py nucl | nll | step [--config.peer=transformers] | streaming
+           python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in the README are from 2 CPU cores.
-Hours:     nucl and nll about a minute, step a few minutes.
+Hours:     nucl and nll about a minute, step and streaming a few minutes.
 """
 
 from ml_collections import ConfigDict
@@ -11,9 +12,9 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # nucl | nll | step.
+            # nucl | nll | step | streaming.
             "name": "",
-            # Of the step benchmark: a preset (random weights), the batch, the computation.
+            # Of step and streaming: a preset (random weights); of step: the batch, the computation.
             "model": "smollm2_135m",
             "batch": 4,
             "seq_len": 512,
@@ -22,7 +23,10 @@ def get_config() -> ConfigDict:
             "unroll": 1,
             # "transformers": torch on the same weights, interleaved (extra `parity`).
             "peer": "",
-            # Measured rounds, after one that compiles.
+            # Measured rounds; but for streaming after one that compiles.
             "repetitions": 10,
+            # Of streaming: on the disk to be measured, with room for three checkpoints (default:
+            # that of temporary files).
+            "directory": "",
         }
     )

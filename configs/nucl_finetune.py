@@ -3,7 +3,9 @@
 Command:   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,gsm8k \
              --config.nucl.alpha=1 --workdir=runs/nucl
            The argument is <model>,<data>: a preset, directory, hub id or .gguf file, and
-           gsm8k | text | jsonl (the last two with --config.data.path=<file>).
+           gsm8k | text | jsonl | mbpp | superglue (text and jsonl with --config.data.path=<file>,
+           superglue with --config.data.path=<root>, a folder with train.jsonl for every task).
+           Sweeps: python scripts/sweep.py --config=... --sweep=alpha | targets --workdir=...
 Hardware:  paper: TPU v5e 8x8 (Gemma-2 2B), 16x16 (9B, 27B). Weights, gradients and two moments in
            float32 need 16 bytes a parameter over all devices (2B: 42 GB), activations come on top;
            SmolLM2-135M trains on a CPU.
@@ -16,11 +18,16 @@ Paper:     batch 16, learning rate 1e-6, 100 steps of linear warm-up, dropout 0.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from ffn_heterogeneity.sweep import chain, point, product
+
+DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue")
+TARGETS = ("ffn_out", "ffn_in_linear", "ffn_in_gated", "attention_out")
+
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
     model, _, data = argument.rpartition(",")
-    if not model or data not in ("gsm8k", "text", "jsonl"):
-        raise ValueError(f"config argument {argument!r}: write <model>,<gsm8k|text|jsonl>")
+    if not model or data not in DATA:
+        raise ValueError(f"config argument {argument!r}: write <model>,<{'|'.join(DATA)}>")
     config = ConfigDict()
     # Model: a directory, a .gguf file, a hub id or the name of a preset.
     config.model = model
@@ -40,6 +47,10 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     # Table 3: ffn_out, ffn_in_linear, ffn_in_gated, attention_out.
     config.nucl.targets = ("ffn_out",)
     config.nucl.axis = "neurons"  # of the incoming kernels: neurons | outputs
+
+    config.diversity = ConfigDict()
+    # Weight of losses/diversity.py (neurons of a layer less alike); 0: not built.
+    config.diversity.alpha = 0.0
 
     config.nll_reduction = "mean"  # over target tokens, or "sum" over each document's
     config.dropout = 0.1  # on the outputs of the residual branches; 0 compiles none
@@ -101,7 +112,7 @@ def _optimizer() -> ConfigDict:
 def _data(name: str) -> ConfigDict:
     data = ConfigDict()
     data.task = name
-    data.path = ""  # file, directory or hub name; "" takes the task's own (gsm8k)
+    data.path = ""  # file, directory or hub name; "" takes the task's own (gsm8k, mbpp, superglue)
     data.split = ""
     data.validation_fraction = 0.05  # held out, the same part whatever the seed
     data.validation_path = ""  # or data of its own (then set the fraction to 0)
@@ -111,4 +122,20 @@ def _data(name: str) -> ConfigDict:
     data.passage_chars = 16_384  # text: a long file is shuffled in passages of at most so many
     data.packing = True
     data.bos = "auto"  # auto | segment | document | none
+    if name == "superglue":
+        data.with_dpr = True  # the published mixture has DPR beside the eight tasks
     return data
+
+
+KIND = "train"
+SWEEPS = {
+    # Figures 2 and 3: one compilation a variant, alpha = 0 included.
+    "alpha": product(
+        {"nucl.variant": ("mstd", "gini"), "nucl.alpha": (0.0, 1.0, 10.0, 100.0, 1000.0)}
+    ),
+    # Table 3, each target alone beside plain fine-tuning.
+    "targets": chain(
+        point("alpha=0", {"nucl.alpha": 0.0}),
+        {"nucl.targets": tuple((name,) for name in TARGETS)},
+    ),
+}

@@ -2,7 +2,8 @@
 
 Command:   python scripts/compress.py --config=configs/prune.py --config.model=<any> \
              --config.criterion=entropy --config.ratio=0.25 --config.layers=all
-Hardware:  any CPU with the model's size in memory twice; no accelerator is used.
+Hardware:  any CPU with the model's size in memory twice; with --config.streaming=true less than
+           0.7 GB for Gemma-2 2B (0.8 with least squares). No accelerator is used.
 Hours:     seconds for SmolLM2-135M, minutes for Gemma-2 2B.
 Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters (16%) removed.
 """
@@ -17,9 +18,15 @@ def get_config() -> ConfigDict:
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),
-            # What goes: entropy | gini | mstd | magnitude | random; reverse turns the order round.
+            # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
+            # 2015: neurons that resemble another); reverse turns the order round.
             "criterion": "entropy",
             "reverse": False,
+            # What the survivors take over: none | sum (of the nearest, or merged into them) |
+            # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest).
+            # Table 4: Srinivas & Babu is similarity with sum, Stahlberg & Byrne similarity (or
+            # magnitude) with least_squares or ridge.
+            "compensation": "none",
             # How much: a ratio of each layer's neurons, or a count instead.
             "ratio": 0.25,
             "count": placeholder(int),
@@ -32,6 +39,9 @@ def get_config() -> ConfigDict:
             # auto: a plain directory where all layers end equally wide, else native (per-layer
             # widths in config.json); padded: zero neurons fill up, so that transformers loads it.
             "export": "auto",
+            # From checkpoint to checkpoint, one layer in memory at a time: for models larger than
+            # memory. Directories of safetensors and hub ids; the same weights come out.
+            "streaming": False,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
         }

@@ -15,11 +15,13 @@ never run again.
 
 from ml_collections import ConfigDict
 
+DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue")
+
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
     model, _, data = argument.rpartition(",")
-    if not model or data not in ("gsm8k", "text", "jsonl"):
-        raise ValueError(f"config argument {argument!r}: write <model>,<gsm8k|text|jsonl>")
+    if not model or data not in DATA:
+        raise ValueError(f"config argument {argument!r}: write <model>,<{'|'.join(DATA)}>")
     return ConfigDict(
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.

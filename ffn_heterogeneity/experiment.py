@@ -17,6 +17,7 @@ from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.build import check_config
 from ffn_heterogeneity.train.distributed import on_main, say
+from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.stages import Stage, run_stages
 
 # What does a stage, and what refuses its config before anything is run.
@@ -35,13 +36,17 @@ T_975 = (
 )  # fmt: skip
 
 
-def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
+def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
     """Runs `config` as what it is; returns what `<workdir>/results.json` holds.
 
     - with a tuple `stages` (of names of groups in the config): `run_stages`;
     - with a tuple `seeds`: once per seed, in `<workdir>/seed_<seed>`, then the mean over seeds of
       every final number with a 95% interval (Student's t);
     - otherwise `train.run.run`.
+
+    Args:
+      shared: what this run has in common with others of this process; runs over seeds share their
+        compiled programs in any case.
 
     Raises:
       ValueError: what is wrong, in one line.
@@ -52,13 +57,13 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         return _plan(config, workdir)
     seeds = tuple(config.get("seeds", ()))
     if not seeds:
-        return _single(config, workdir)
+        return _single(config, workdir, shared)
     if len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
         raise ValueError(f"seeds={seeds}: different integers, e.g. (0, 1, 2)")
-    results = {}
+    results, shared = {}, shared or Shared(keep_model=False)
     for seed in seeds:
         say(f"seed {seed}")
-        results[seed] = _single(_with_seed(config, seed), workdir / f"seed_{seed}")
+        results[seed] = _single(_with_seed(config, seed), workdir / f"seed_{seed}", shared)
     summary = summarise(list(results.values()))
     found = {"seeds": list(seeds), "summary": summary, "runs": list(results.values())}
     on_main(lambda: write_json(workdir / "results.json", found))
@@ -68,9 +73,21 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     return found
 
 
-def _single(config: ConfigDict, workdir: epath.Path) -> dict:
+def check(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before anything is loaded.
+
+    Raises:
+      ValueError: names the key, its value and what it may be.
+    """
+    if "stages" in config:
+        make_stages(config)
+    else:
+        check_config(config)
+
+
+def _single(config: ConfigDict, workdir: epath.Path, shared: Shared | None) -> dict:
     if "stages" not in config:
-        return training.run(config, workdir)
+        return training.run(config, workdir, shared)
     results = run_stages(make_stages(config), config.model, workdir)
     on_main(lambda: write_json(workdir / "results.json", {"stages": results}))
     return {"stages": results}

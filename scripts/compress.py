@@ -3,9 +3,12 @@
 Example:
   python scripts/compress.py --config=configs/prune.py --config.model=HuggingFaceTB/SmolLM2-135M \\
       --config.criterion=entropy --config.ratio=0.25 --config.layers=all --workdir=runs/pruned
+  python scripts/compress.py --config.model=gemma2_2b --config.streaming=true \\
+      --config.criterion=similarity --config.compensation=sum --workdir=runs/merged
 
 Writes <workdir>/model/ (a directory that transformers loads where it can express the result),
-<workdir>/results.json with `removed` (one index list per layer) and the parameter counts.
+<workdir>/results.json with `removed` (one index list per layer), the parameter counts and, of a
+compensation, what it took in each layer. With streaming the model is never in memory.
 """
 
 from ffn_heterogeneity import cli

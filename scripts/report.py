@@ -1,12 +1,16 @@
-"""Reports a run, or compares several: tables of configs and numbers, and the curves.
+"""Reports a run, compares several, or makes a paper's tables and figures from them.
 
 Example:
   python scripts/report.py --compare runs/alpha-0 runs/alpha-10 --output=runs/alphas
   python scripts/report.py runs/alpha-10
+  python scripts/report.py --paper=nucl runs/alpha runs/table4 runs/pairs --out=runs/paper
 
 Reads config.json, results.json and metrics.jsonl of the runs' work directories, of any script, also
 while they run; a run over seeds is shown as mean [low, high]. Differences and ratios are against
 the first run. Writes <output>/compare.md and compare.png (of one run: report.md and report.png).
+
+--paper=nucl takes directories of runs and of sweeps, and writes <output>/nucl.md and each table
+(Markdown, CSV) and figure (PNG, CSV) beside the paper's own numbers; what is absent is "not run".
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ from absl import flags
 
 from ffn_heterogeneity import cli
 from ffn_heterogeneity.report.compare import write_report
+from ffn_heterogeneity.report.nucl import write_paper
 
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Directory to write; default: runs/compare-<date>-<time> (or runs/report-...)."
 )
+flags.DEFINE_alias("out", "output")
+_PAPER = flags.DEFINE_enum("paper", None, ["nucl"], "Make this paper's tables and figures.")
 RUNS: list[str] = []
 
 
@@ -31,6 +38,11 @@ def main() -> None:
         raise ValueError(
             f"--compare needs two or more run directories, given: {', '.join(RUNS) or 'none'}"
         )
+    if _PAPER.value:
+        output = _OUTPUT.value or f"runs/{_PAPER.value}-{time.strftime('%Y%m%d-%H%M%S')}"
+        print(write_paper(RUNS, output), end="")
+        print(f"{output}/{_PAPER.value}.md", file=sys.stderr)
+        return
     name = "compare" if len(RUNS) > 1 else "report"
     output = _OUTPUT.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     print(write_report(RUNS, output, name), end="")

@@ -29,10 +29,21 @@ def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def _locks(mechanism: str) -> bool:
+    from ffn_heterogeneity.evaluate.sandbox import failure
+
+    return failure(mechanism) is None
+
+
 REQUIREMENTS = {
     "shared_data": (SHARED.is_dir, f"real data files not found at {SHARED}"),
     "torch": (lambda: _has("torch"), "torch is not installed (extra `parity`)"),
+    "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
     "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
+    "namespaces": (lambda: _locks("namespaces"), "user namespaces are not allowed here (sandbox)"),
+    "bwrap": (lambda: _locks("bwrap"), "bubblewrap (bwrap) is not installed (sandbox)"),
+    "sandbox": (lambda: _locks("namespaces") or _locks("bwrap"), "no sandbox for code works here"),
+    "root": (lambda: os.geteuid() == 0, "only root can become another user"),
 }
 
 
@@ -57,6 +68,19 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
+def pytest_sessionfinish(session):
+    # With several workers (pytest -n) the tests are collected there and the closing lines written
+    # here.
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = LEFT_OUT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     for why, tests in LEFT_OUT.items():
         terminalreporter.write_line(f"left out {len(tests)} tests: {why}")
@@ -77,8 +101,37 @@ def torch():
 
 
 @pytest.fixture(scope="session")
+def lm_eval():
+    import lm_eval
+
+    return lm_eval
+
+
+@pytest.fixture(scope="session")
 def libtpu() -> None:
     """The TPU's compiler."""
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> str:
+    """A mechanism of evaluate/sandbox.py."""
+    return "namespaces"
+
+
+@pytest.fixture(scope="session")
+def bwrap() -> str:
+    """Another."""
+    return "bwrap"
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """Either of them."""
+
+
+@pytest.fixture(scope="session")
+def root() -> None:
+    """The right to become another user."""
 
 
 def _model(name: str) -> Path:

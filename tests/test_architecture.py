@@ -8,13 +8,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "ffn_heterogeneity"
 # Rooms by floor: a room may import rooms of lower floors, and its own.
 FLOORS = [
-    {"paths", "memory"},
+    {"paths", "memory", "sweep", "sweep_jobs"},
     {"adapters"},
     {"models"},
     {"probes", "losses", "heads", "surgery", "io", "data", "report"},
     {"train", "evaluate"},
     {"cli"},
     {"demo", "experiment"},
+    {"sweep_run"},
 ]
 ALONE = {"data", "report", "adapters"}  # import no other room (adapters and data: pure parts)
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.

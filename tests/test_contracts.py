@@ -24,6 +24,7 @@ import ffn_heterogeneity.losses
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
 from ffn_heterogeneity.cli import leaf_names
+from ffn_heterogeneity.losses.diversity import diversity_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
@@ -219,6 +220,7 @@ def test_probe(name, config):
 
 # Functions in losses/ that make terms: name -> calls, each (config) -> LossTerm.
 TERMS = {
+    "diversity_term": [lambda config: diversity_term()],
     "nll_term": [nll_term, lambda config: nll_term(config, "sum")],
     "nucl_term": [
         *(lambda config, v=variant: nucl_term(v) for variant in ("ent", "gini", "mstd")),

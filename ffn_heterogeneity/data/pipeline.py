@@ -25,6 +25,13 @@ from ffn_heterogeneity.data.batches import (
     pad_to,
     take_rows,
 )
+from ffn_heterogeneity.data.mixtures import (
+    MixedSource,
+    Part,
+    mixed_records,
+    open_task,
+    report_sizes,
+)
 from ffn_heterogeneity.data.packing import (
     MIN_OPEN_ROWS,
     Counts,
@@ -34,7 +41,7 @@ from ffn_heterogeneity.data.packing import (
     pack,
     read_example,
 )
-from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset, open_source
+from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
@@ -46,13 +53,17 @@ class DataConfig:
     """What to read and how to lay it out.
 
     Attributes:
-      task: name of a task ("text", "jsonl", "gsm8k", ...).
-      path: file, directory, several files, or hub name `name[:config]`; "" takes the task's own.
-      split, revision: of a hub data set ("" takes the task's split).
+      task: name of a task ("text", "jsonl", "gsm8k", "mbpp", "superglue", ...).
+      path: file, directory, several files, or hub name `name[:config]`; "" takes the task's own. Of
+        a mixture (superglue): the root with a folder for every member, see `mixtures.open_task`.
+      split, revision: of a hub data set ("" takes the task's split); a mixture's files are named
+        after the split.
       prompt_field, response_field, text_field: record fields; "" leaves it to the task.
       validation_fraction: share of the records held out, in [0, 1); the same whatever the seed.
-        Of running text the last stretch is taken, else records at random.
+        Of running text the last stretch is taken, else records at random (whole rows where a row
+        holds several; of a mixture the share of every member).
       validation_path, validation_split: held-out data of its own instead.
+      with_dpr: whether DPR, which is not one of SuperGLUE's eight, takes part in their mixture.
       shuffle: a new order of the records in every epoch; False keeps the file's.
       shuffle_seed: seed of that order; None takes the run's.
       packing: several documents in one row; False gives each its own, padded.
@@ -73,6 +84,7 @@ class DataConfig:
     validation_fraction: float = 0.0
     validation_path: str | Sequence[str] = ""
     validation_split: str = ""
+    with_dpr: bool = True
     shuffle: bool = True
     shuffle_seed: int | None = None
     packing: bool = True
@@ -126,20 +138,30 @@ class Pipeline:
     def train_iterator(self, epochs: int | None = None) -> BatchIterator:
         """This process's rows of the batches of `epochs` passes over the records, None for ever.
 
+        Of a mixture a pass is as many draws as there are records, whatever member they fall on.
         With finite `epochs` the last batch is padded; all processes see equally many batches.
 
         Raises:
           DataError: while iterating, a record that cannot be read, or no token to predict in any.
         """
+        batches, counts = self._batches(self._order(epochs), self.train, training=True)
+        return BatchIterator(iter(batches), self._identity(epochs), counts)
+
+    def _order(self, epochs: int | None) -> Any:
+        """The training records as a grain `MapDataset` in the order they are read."""
         import grain
 
-        records = grain.MapDataset.source(self.train)
+        source, seeds = self.train.source, None
+        parts = source.parts if isinstance(source, MixedSource) else ()
         if self.config.shuffle:
             # Mixed, because grain adds the epoch to the seed: neighbours would share their orders.
-            seed = np.random.SeedSequence(self.seed).generate_state(1)[0]
-            records = records.shuffle(seed=int(seed))
-        batches, counts = self._batches(records.repeat(epochs), self.train, training=True)
-        return BatchIterator(iter(batches), self._identity(epochs), counts)
+            state = np.random.SeedSequence(self.seed).generate_state(max(len(parts), 1))
+            seeds = [int(seed) for seed in state]
+        if parts:
+            records = mixed_records(source, self.train, seeds)
+            return records if epochs is None else records[: epochs * len(self.train)]
+        records = grain.MapDataset.source(self.train)
+        return (records.shuffle(seed=seeds[0]) if seeds else records).repeat(epochs)
 
     def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
         """One pass over the held-out records, in order, the last batch padded; always the same.
@@ -210,24 +232,22 @@ class Pipeline:
 
     def _open(self) -> tuple[Subset, Subset | None]:
         """Training and held-out records, each checked to be readable by the task."""
-        config = self.config
-        path = config.path or self.task.hub
-        if not path:
-            raise DataError(f"task {self.task.name!r} needs a path: a file or a hub name")
+        config, task = self.config, self.task
+        options = [member.option for member in task.members if member.option]
         opened = {"revision": config.revision, "passage_chars": config.passage_chars}
-        split = config.split or self.task.split
-        source = open_source(path, split=split, **opened)
+        split = config.split or task.split
+        left_out = [option for option in options if not getattr(config, option)]
+        source = open_task(task, config.path, split, left_out=left_out, **opened)
+        if isinstance(source, MixedSource):
+            report_sizes(source)
         self._check_records(source)
-        if config.validation_path or config.validation_split:
-            held_out = open_source(
-                config.validation_path or path, split=config.validation_split or split, **opened
-            )
-            self._check_records(held_out)
-            train = Subset(source, range(len(source)))
-            rest: Subset | None = Subset(held_out, range(len(held_out)))
-        else:
-            train, rest = split_records(source, config.validation_fraction)
-        return train, rest
+        if not (config.validation_path or config.validation_split):
+            return split_records(source, config.validation_fraction)
+        # What only helps in training has no validation file.
+        path, split = config.validation_path or config.path, config.validation_split or split
+        held_out = open_task(task, path, split, left_out=options, **opened)
+        self._check_records(held_out)
+        return Subset(source, range(len(source))), Subset(held_out, range(len(held_out)))
 
     def _check_records(self, source: Source) -> None:
         """A missing field is found now where that is cheap, else in the first record at least."""
@@ -236,13 +256,18 @@ class Pipeline:
 
     def _identity(self, epochs: int | None) -> dict[str, Any]:
         """What must be equal for a state to mean the same place."""
-        source, rows = self.train.source, self.train.rows
-        sampled = [int(rows[i]) for i in (0, len(rows) // 2, len(rows) - 1)]
+        source, shares, members = self.train.source, [self.train.rows], {}
+        if isinstance(source, MixedSource):
+            shares = source.shares(self.train.rows)
+            sizes = zip(source.parts, shares, strict=True)
+            members = {"members": {part.task: [part.weight, len(rows)] for part, rows in sizes}}
+        sampled = [int(s[i]) for s in shares for i in (0, len(s) // 2, len(s) - 1)]
         texts = [read_example(self.task, self._fields, source, r, source[r]) for r in sampled]
         probe = "The quick brown fox, 1234 times: naïve\n"
         return {
             "task": self.task.name,
             "records": len(self.train),
+            **members,
             "data_crc": zlib.crc32(repr([sampled, texts]).encode()),
             "tokenizer_crc": zlib.crc32(repr(encode(self._tokenizer, probe)).encode()),
             "seed": self.seed,
@@ -301,19 +326,32 @@ def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | Non
     """Disjoint training and held-out records, together all; a function of the data only."""
     if not 0.0 <= fraction < 1.0:
         raise DataError(f"validation_fraction is {fraction}; it must be in [0, 1)")
-    count = len(source)
     if fraction == 0.0:
-        return Subset(source, range(count)), None
+        return Subset(source, range(len(source))), None
+    parts = source.parts if isinstance(source, MixedSource) else [Part("", 1, source, 0)]
+    kept, held = [], []
+    for part in parts:
+        rest, out = _split_rows(part.source, fraction)
+        kept.append(part.start + rest)
+        held.append(part.start + out)
+    return Subset(source, np.concatenate(kept)), Subset(source, np.concatenate(held))
+
+
+def _split_rows(source: Source, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    groups = getattr(source, "groups", np.arange(len(source)))
+    names = np.unique(groups)
+    count = len(names)
     if count < 2:
         raise DataError(
             f"{source.name}: {count} record cannot be split into training and validation; give "
             "validation_path, or a smaller passage_chars for one long text"
         )
     held = min(max(round(fraction * count), 1), count - 1)
-    if source.running_text:
-        return Subset(source, range(count - held)), Subset(source, range(count - held, count))
-    order = np.random.default_rng(SPLIT_SEED).permutation(count)
-    return Subset(source, np.sort(order[held:])), Subset(source, np.sort(order[:held]))
+    order = np.arange(count)
+    if not source.running_text:
+        order = np.random.default_rng(SPLIT_SEED).permutation(count)
+    out = np.isin(groups, names[order[-held:] if source.running_text else order[:held]])
+    return np.flatnonzero(~out), np.flatnonzero(out)
 
 
 def _check(config: DataConfig, seq_len: int) -> None:

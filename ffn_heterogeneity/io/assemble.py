@@ -30,16 +30,16 @@ class Stored:
     load: Callable[[], np.ndarray]
 
 
-def all_finite(array: np.ndarray, chunk: int = 1 << 24) -> bool:
+def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
     """Whether no element is NaN or infinite; 16-bit types are checked by their exponent bits."""
     flat = array.reshape(-1)
-    mask = _EXPONENTS.get(array.dtype)
+    infinity = _EXPONENTS.get(array.dtype)
     for start in range(0, flat.size, chunk):
         part = flat[start : start + chunk]
-        if mask is None:
+        if infinity is None:
             if not np.isfinite(part).all():
                 return False
-        elif ((part.view(np.uint16) & mask) == mask).any():
+        elif (part.view(np.uint16) & 0x7FFF).max() >= infinity:  # without the sign
             return False
     return True
 
@@ -67,12 +67,12 @@ def assemble(
       CheckpointError: a tensor missing, extra, of the wrong shape or type, or with NaN or infinity.
     """
     rules, shapes = list(rules), expected_shapes(config)
-    _check_names(config, rules, tensors, list(redundant))
+    check_names(config, rules, tensors, list(redundant))
     leaves: dict[str, np.ndarray] = {}
     for rule in rules:
         arrays = []
         for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
-            arrays.append(_checked(name, tensors[name], shape, check_finite))
+            arrays.append(checked(name, tensors[name], shape, check_finite))
         for path, leaf in zip(rule.paths, rule.load(arrays), strict=True):
             leaf = transform(config, path, leaf) if transform else leaf
             leaves[path] = leaf if dtype is None else leaf.astype(np.dtype(dtype), copy=False)
@@ -81,7 +81,12 @@ def assemble(
     return jax.tree.map(lambda leaf: np.require(leaf, requirements="CEOW"), tree)
 
 
-def _checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: bool) -> np.ndarray:
+def checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: bool) -> np.ndarray:
+    """The tensor, after a look at it.
+
+    Raises:
+      CheckpointError: the wrong shape, no float type, or (`check_finite`) NaN or infinity.
+    """
     if tuple(stored.shape) != tuple(shape):
         raise CheckpointError(
             f"{stored.file}: tensor {name!r} has shape {tuple(stored.shape)}, the config asks for "
@@ -98,9 +103,10 @@ def _checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: bo
     return array
 
 
-def _check_names(
+def check_names(
     config: ModelConfig, rules: list[Rule], tensors: Mapping[str, Stored], redundant: list[str]
 ) -> None:
+    """Refuses tensors that are missing or that no rule reads, as `assemble`."""
     wanted = {name: rule for rule in rules for name in rule.names}
     source = next(iter(tensors.values())).file if tensors else "the checkpoint"
     if missing := [name for name in wanted if name not in tensors]:
@@ -121,12 +127,21 @@ def _tied_copy(name: str, rules: list[Rule], tensors: Mapping[str, Stored]) -> b
     if name not in ("lm_head.weight", "output.weight"):
         return False
     embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
-    if not np.array_equal(tensors[name].load(), tensors[embedding].load()):
+    if not _equal(tensors[name].load(), tensors[embedding].load()):
         raise CheckpointError(
             f"{tensors[name].file}: {name!r} differs from {embedding!r} but the config ties them "
             "(tie_word_embeddings): set it to false, or drop the tensor"
         )
     return True
+
+
+def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:
+    """np.array_equal, in little memory."""
+    if a.shape != b.shape:
+        return False
+    a, b = a.reshape(-1), b.reshape(-1)
+    parts = (slice(start, start + chunk) for start in range(0, a.size, chunk))
+    return all(np.array_equal(a[part], b[part]) for part in parts)
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -38,6 +38,7 @@ from ffn_heterogeneity.paths import flatten
 
 # Key of config.json under which the native form keeps what no other library can express.
 NATIVE_KEY = "ffn_heterogeneity"
+MAX_SHARD_BYTES = 5 * 10**9
 EXPORTS = ("auto", "padded", "native")
 
 
@@ -50,7 +51,7 @@ def save_pretrained(
     export: str = "auto",
     dtype: Any = None,
     extra: dict | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> epath.Path:
     """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
@@ -81,23 +82,24 @@ def save_pretrained(
             f"{directory} exists and is not empty: choose another, or pass overwrite=True"
         )
     leaves = _checked_leaves(config, params)
-    config, leaves, native = _choose_form(config, leaves, export)
+    config, native = choose_form(config, export)
+    shapes = expected_shapes(config)
+    leaves = {path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}
     if dtype is not None:
         leaves = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in leaves.items()}
     rules = family_by_name(config.family).rules(config)
     sizes, tensors = _tensor_sizes(rules, leaves), _tensors(rules, leaves)
-    with _local(directory) as temporary:
+    with local_directory(directory) as temporary:
         temporary.mkdir()
         safetensors.write_shards(temporary, sizes, tensors, max_shard_bytes)
-        _write_json(temporary / "config.json", _config_json(config, leaves, native, extra))
-        _write_json(temporary / "generation_config.json", _generation_json(config))
+        write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, native, extra)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
     return directory
 
 
 @contextlib.contextmanager
-def _local(directory: epath.Path) -> Iterator[Path]:
+def local_directory(directory: epath.Path) -> Iterator[Path]:
     """Where to write a directory: beside its place and then moved; or, for a bucket, on this
     machine's disk and then copied, config.json last: without it a directory is no model."""
     if not is_bucket(directory):
@@ -148,29 +150,33 @@ def _fold(node: Any) -> Any:
     return node
 
 
-def _choose_form(
-    config: ModelConfig, leaves: dict[str, np.ndarray], export: str
-) -> tuple[ModelConfig, dict[str, np.ndarray], bool]:
-    """(config to write, leaves to write, whether the native section is needed)."""
+def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, bool]:
+    """(config to write, whether config.json needs the native section).
+
+    With "padded" the config to write is wider, and leaves are to be filled up by `pad`.
+
+    Raises:
+      CheckpointError: an unknown form, or one that cannot express the model.
+    """
     if export not in EXPORTS:
         raise CheckpointError(f"export={export!r}: choose one of {', '.join(EXPORTS)}")
     if export == "native":
-        return config, leaves, True
+        return config, True
     if export == "padded" and not config.uniform_width:
-        widest = max(config.ffn_widths)
-        config = config.with_widths([widest] * config.n_layers)
-        leaves = {path: _pad(leaf, expected_shapes(config)[path]) for path, leaf in leaves.items()}
+        config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
     expressible = config.uniform_width and _expressible(config)
     if export == "padded" and not expressible:
         raise CheckpointError(
             f"the {config.family} config.json cannot express this model even with equal widths: "
             "use export='native'"
         )
-    return config, leaves, not expressible
+    return config, not expressible
 
 
-def _pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Zeros at the end of each axis: inner neurons that read and write nothing."""
+    if leaf.shape == shape:
+        return leaf
     return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, shape, strict=True)])
 
 
@@ -194,14 +200,23 @@ def _tensors(rules: list[Rule], leaves: dict[str, np.ndarray]) -> Iterator[tuple
         yield from zip(rule.names, rule.save([leaves[p] for p in rule.paths]), strict=True)
 
 
-def _config_json(config: ModelConfig, leaves: dict, native: bool, extra: dict | None) -> dict:
+def write_configs(
+    directory: Path,
+    config: ModelConfig,
+    dtypes: set[np.dtype],
+    native: bool,
+    extra: dict | None = None,
+) -> None:
+    """config.json and generation_config.json; arguments as in `save_pretrained`."""
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
-    dtype = str(jnp.result_type(*{leaf.dtype for leaf in leaves.values()}))
+    dtype = str(jnp.result_type(*dtypes))
     values = family_by_name(config.family).to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     section = dict(extra or {})
     if native:
         section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}
-    return values | ({NATIVE_KEY: section} if section else {})
+    values |= {NATIVE_KEY: section} if section else {}
+    _write_json(directory / "config.json", values)
+    _write_json(directory / "generation_config.json", _generation_json(config))
 
 
 def _generation_json(config: ModelConfig) -> dict:

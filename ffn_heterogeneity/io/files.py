@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,23 @@ def atomic_path(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator[
     finally:
         if temporary.exists():
             temporary.rmtree() if temporary.is_dir() else temporary.unlink()
+
+
+def remove_leftovers(path: str | os.PathLike) -> None:
+    """Removes what `atomic_path` of `path` left behind in a process that was killed.
+
+    For the one process that writes `path` now: another's unfinished work would go too.
+    """
+    path = epath.Path(path)
+    if is_bucket(path) or not path.parent.exists():
+        return
+    name = re.compile(
+        rf"\.{re.escape(path.stem)}\.[0-9a-f]{{8}}\.partial{re.escape(path.suffix)}"
+        rf"|\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.old"
+    )
+    for found in path.parent.iterdir():
+        if name.fullmatch(found.name):
+            found.rmtree() if found.is_dir() else found.unlink()
 
 
 def is_bucket(path: str | os.PathLike) -> bool:

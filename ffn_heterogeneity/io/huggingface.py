@@ -27,18 +27,22 @@ __all__ = [
     "save_pretrained",
 ]
 
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+)
 _HUB_PATTERNS = [
     "config.json",
     "generation_config.json",
     "model.safetensors",
     "model-*.safetensors",
     safetensors.INDEX,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
+    *TOKENIZER_FILES,
 ]
 
 

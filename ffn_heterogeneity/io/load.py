@@ -97,6 +97,26 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
     return huggingface.read_config(huggingface.download(_hub_id(spec), revision, weights=False))
 
 
+def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> Path:
+    """The directory of safetensors on this machine that `load_model` would read; hub ids are
+    fetched.
+
+    Raises:
+      CheckpointError: a GGUF file, or nothing that can be read.
+    """
+    spec = os.fspath(spec)
+    path = _local(spec)
+    if path.suffix == ".gguf" or path.is_file():
+        raise CheckpointError(
+            f"{spec} is a file, not a directory of safetensors: convert it first (python "
+            f"scripts/convert.py --model={spec} --output=<directory>)"
+        )
+    if spec and path.is_dir():
+        _no_revision(spec, revision)
+        return path
+    return huggingface.download(_hub_id(spec), revision)
+
+
 def _local(spec: str, weights: bool = True) -> Path:
     """The path, or a copy on this machine's disk of a bucket's file or directory, until the end."""
     if not is_bucket(spec):

@@ -34,6 +34,7 @@ _DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
+DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
@@ -52,11 +53,8 @@ def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}): fetch or write it again"
         ) from None
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    data = np.memmap(path, np.uint8, mode="r")[8 + size :]
+    header, begin = _header(path)
+    data = np.memmap(path, np.uint8, mode="r")[begin:]
     views = {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
@@ -66,6 +64,24 @@ def open_file(path: str | os.PathLike) -> dict[str, np.ndarray]:
         start, stop = entry["data_offsets"]
         views[name] = data[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return views
+
+
+def _header(path: Path) -> tuple[dict, int]:
+    """({name: entry}, where the data begins) of a whole file."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
+def places(path: str | os.PathLike) -> dict[str, tuple[int, int]]:
+    """{name: (first byte, end)} of the tensors of a whole file."""
+    header, begin = _header(Path(path))
+    return {
+        name: (begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
+        for name, entry in header.items()
+    }
 
 
 def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, Path]]:
@@ -128,19 +144,9 @@ def write_shards(
     """
     from safetensors.numpy import save_file
 
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    many = len(shards) > 1
+    shards = plan_shards(sizes, max_shard_bytes)
     stream: Iterator[tuple[str, np.ndarray]] = iter(tensors)
-    index = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if many else SINGLE
+    for file, names in shards.items():
         shard = dict(next(stream) for _ in names)
         if list(shard) != names:
             raise CheckpointError(f"tensors came as {list(shard)}, planned as {names}")
@@ -149,8 +155,32 @@ def write_shards(
         save_file(shard, directory / file, metadata={"format": "pt"})
         # The library leaves them readable by their owner alone, whatever the umask.
         (directory / file).chmod(directory.stat().st_mode & 0o666)
-        index |= dict.fromkeys(names, file)
-    if many:
-        total = {"total_size": sum(sizes.values())}
-        text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
-        (directory / INDEX).write_text(text + "\n")
+    write_index(directory, sizes, shards)
+
+
+def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+    """{file name: its tensors}: one file, or as many as the order of `sizes` fills one by one."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    total = len(shards)
+    return {
+        f"model-{i + 1:05d}-of-{total:05d}.safetensors": names for i, names in enumerate(shards)
+    }
+
+
+def write_index(directory: Path, sizes: Mapping[str, int], shards: Mapping[str, list[str]]) -> None:
+    """Says which file holds which tensor, where there is more than one."""
+    if len(shards) == 1:
+        return
+    total = {"total_size": sum(sizes.values())}
+    index = {name: file for file, names in shards.items() for name in names}
+    text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
+    (directory / INDEX).write_text(text + "\n")

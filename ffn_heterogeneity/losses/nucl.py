@@ -6,8 +6,7 @@ The formulas, their closed-form gradients and what happens on degenerate rows: `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,9 @@ import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import distributions, exact_kernel, row_statistics
 from ffn_heterogeneity.losses.nucl_rows import VARIANTS, nucl_rows
+from ffn_heterogeneity.losses.sites import by_layer, layer_count, pattern, sites
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.models.linear import effective_kernel
-from ffn_heterogeneity.models.stack import layer_leaves, tree_segments
+from ffn_heterogeneity.models.stack import layer_leaves
 
 # Table 3's names -> the subtree of a layer that holds the kernel.
 TARGETS = {
@@ -27,14 +26,6 @@ TARGETS = {
     "attention_out": "attention/out",
 }
 AXES = ("neurons", "outputs")
-
-
-class _Site(NamedTuple):
-    """The leaves of one kernel, or of a stack of them, and the layers they belong to."""
-
-    layers: tuple[int, ...]
-    leaves: dict[str, jax.Array]
-    stacked: bool
 
 
 def compute_nucl(w_param: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -122,31 +113,25 @@ def nucl_term(
             metrics |= {f"{variant}/{target}/{key}": array for key, array in found.items()}
         return TermValue(total, jnp.ones((), jnp.float32), metrics)
 
-    patterns = tuple(_pattern(TARGETS[target], chosen) for target in targets)
+    patterns = tuple(pattern(TARGETS[target], chosen) for target in targets)
     return LossTerm(name, function, weight, on="params", targets=patterns)
-
-
-def _pattern(place: str, chosen: frozenset[int] | None) -> str:
-    """Matches the kernel at `place` and its adapters' leaves; never its bias."""
-    listed = r"\d+" if chosen is None else "|".join(map(str, sorted(chosen)))
-    return rf"^(?:stack/segment_\d+/slot_\d+|layers/(?:{listed}))/{place}/(?!bias$)[^/]+$"
 
 
 def _target_value(params, target, rows_of, along, chosen):
     """(sum over the chosen layers' rows, metrics) of one target."""
-    sites = _sites(params, TARGETS[target])
-    if not sites:
+    found = sites(params, TARGETS[target])
+    if not found:
         raise ValueError(
             f"NUCL target {target!r}: no layer of the model holds {TARGETS[target]!r} (a plain FFN "
             "has no gate)"
         )
-    count = _layer_count(params)
+    count = layer_count(params)
     wrong = sorted(layer for layer in chosen or () if not 0 <= layer < count)
     if wrong:
         raise ValueError(f"NUCL layers {wrong}: the model has layers 0 to {count - 1}")
     total, count_rows, means, order = jnp.zeros((), jnp.float32), 0, [], []
-    for site in sites:
-        rows = _site_rows(site, functools.partial(rows_of, axis=along))
+    for site in found:
+        rows = by_layer(site, functools.partial(rows_of, axis=along))
         keep = [chosen is None or layer in chosen for layer in site.layers]
         if all(keep):
             total = total + jnp.sum(rows)
@@ -162,50 +147,6 @@ def _target_value(params, target, rows_of, along, chosen):
     layer_mean = jnp.concatenate(means)[np.argsort(order)]
     mean = jax.lax.stop_gradient(total) / count_rows
     return total, {"layer_mean": layer_mean, "mean": mean}
-
-
-def _sites(params: dict, place: str) -> list[_Site]:
-    """Every kernel at `place`, stacked ones together."""
-    if "stack" not in params:
-        found = [(i, _descend(layer, place)) for i, layer in enumerate(params["layers"])]
-        return [_Site((i,), leaves, False) for i, leaves in found if leaves is not None]
-    sites = []
-    for i, segment in enumerate(tree_segments(params["stack"])):
-        for slot in range(segment.slots):
-            leaves = _descend(params["stack"][f"segment_{i}"][f"slot_{slot}"], place)
-            if leaves is not None:
-                layers = tuple(segment.layer(slot, repeat) for repeat in range(segment.repeats))
-                sites.append(_Site(layers, leaves, True))
-    return sites
-
-
-def _descend(layer: dict, place: str) -> dict | None:
-    for part in place.split("/"):
-        if part not in layer:
-            return None
-        layer = layer[part]
-    # The bias is no part of a kernel, and lax.map below would slice it for nothing.
-    return {name: leaf for name, leaf in layer.items() if name != "bias"}
-
-
-def _layer_count(params: dict) -> int:
-    if "stack" not in params:
-        return len(params["layers"])
-    return sum(segment.slots * segment.repeats for segment in tree_segments(params["stack"]))
-
-
-def _site_rows(site: _Site, rows_of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """[layers of the site, rows] values."""
-
-    def rows(leaves):
-        return rows_of(effective_kernel(leaves))
-
-    if not site.stacked:
-        return rows(site.leaves)[None]
-    if set(site.leaves) == {"kernel"}:
-        return rows(site.leaves)
-    # Layer by layer, recomputed for the backward pass: no stacked effective kernel ever exists.
-    return jax.lax.map(jax.checkpoint(rows), site.leaves)
 
 
 def layer_statistics(params: dict) -> list[dict[str, float]]:

@@ -39,11 +39,24 @@ def distributions(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return magnitudes / np.where(totals > 0, totals, 1.0), dead
 
 
+def row_entropy(r: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """H(r) in nats [m]; 0 for dead rows."""
+    return -np.einsum("mn,mn->m", r, np.log(np.where(r > 0, r, 1.0)))
+
+
+def row_gini(r: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """1 - sum r^2 [m]; 0 for dead rows."""
+    return np.where(dead, 0.0, 1.0 - np.einsum("mn,mn->m", r, r))
+
+
+def row_mstd(r: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """-std(r) [m]; 0 for dead rows."""
+    return -r.std(axis=1)
+
+
+STATISTICS = {"entropy": row_entropy, "gini": row_gini, "mstd": row_mstd}
+
+
 def row_statistics(r: np.ndarray, dead: np.ndarray) -> dict[str, np.ndarray]:
-    """ "entropy" H(r) (nats), "gini" 1 - sum r^2 and "mstd" -std(r), each [m]; 0 for dead rows."""
-    logs = np.log(np.where(r > 0, r, 1.0))
-    return {
-        "entropy": -np.einsum("mn,mn->m", r, logs),
-        "gini": np.where(dead, 0.0, 1.0 - np.einsum("mn,mn->m", r, r)),
-        "mstd": -r.std(axis=1),
-    }
+    """All of `STATISTICS`, each [m]."""
+    return {name: statistic(r, dead) for name, statistic in STATISTICS.items()}

@@ -11,13 +11,14 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.export import EXPORTS, save_pretrained
-from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.files import remove_leftovers, write_json
+from ffn_heterogeneity.io.load import Model, load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
-from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.surgery.criteria import check_criterion
-from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
-from ffn_heterogeneity.surgery.selection import removal_count
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model, results_of
+from ffn_heterogeneity.surgery.streaming import compress_directory
 
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
@@ -34,49 +35,62 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
       ValueError, CheckpointError: a config value or a file is wrong; the message names it.
     """
     check_config(config)
-    model = load_model(config.model, revision=config.revision)
-    ratio = None if config.count is not None else config.ratio
-    before = parameter_count(model.params)
-    params = unstack(model.params)
-    removed = choose_neurons(
-        model.config, params,
-        criterion=config.criterion, ratio=ratio, count=config.count, layers=config.layers,
-        budget=config.budget, reverse=config.reverse, seed=config.seed,
-    )  # fmt: skip
-    smaller_config, smaller = remove_neurons(model.config, params, removed)
-    check_leaves(smaller_config, restack_shapes(smaller_config, smaller))
-    after = parameter_count(smaller)
-    results = {
-        "criterion": config.criterion,
-        "reverse": config.reverse,
-        "ratio": ratio,
-        "count": config.count,
-        "layers": config.layers,
-        "budget": config.budget,
-        "seed": config.seed,
-        "removed": [
-            removed.get(i, np.zeros(0, int)).tolist() for i in range(model.config.n_layers)
-        ],
-        "ffn_widths_before": list(model.config.ffn_widths),
-        "ffn_widths_after": list(smaller_config.ffn_widths),
-        "parameters_before": before,
-        "parameters_after": after,
-        "parameters_removed_percent": 100.0 * (before - after) / before,
-    }
-    dtype = None if config.dtype == "as_read" else config.dtype
-    save_pretrained(
-        smaller_config, smaller, workdir / "model",
-        tokenizer=model.tokenizer, export=config.export, dtype=dtype, overwrite=True,
-    )  # fmt: skip
-    write_json(workdir / "model" / "removed_neurons.json", results)
+    target, dtype = workdir / "model", None if config.dtype == "as_read" else config.dtype
+    if config.streaming:
+        source = model_directory(config.model, revision=config.revision)
+        results = compress_directory(
+            source, target, plan_of(config), export=config.export, dtype=dtype
+        )
+    else:
+        model = load_model(config.model, revision=config.revision)
+        smaller_config, smaller, results = prune(config, model)
+        remove_leftovers(target)
+        save_pretrained(
+            smaller_config, smaller, target,
+            tokenizer=model.tokenizer, export=config.export, dtype=dtype, overwrite=True,
+        )  # fmt: skip
+        write_json(target / "removed_neurons.json", results)
     write_json(workdir / "results.json", results)
     print(
         f"removed {sum(map(len, results['removed'])):,} neurons by {config.criterion}: "
-        f"{before:,} -> {after:,} parameters ({results['parameters_removed_percent']:.1f}% gone); "
-        f"{workdir / 'model'}",
+        f"{results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
+        f"({results['parameters_removed_percent']:.1f}% gone); {target}",
         file=sys.stderr,
     )
     return results
+
+
+def prune(config: ConfigDict, model: Model) -> tuple[ModelConfig, dict, dict]:
+    """What `config` removes from `model`, in memory; the model itself is untouched.
+
+    Returns:
+      (config of the smaller model, its unstacked tree, the results that `run` writes).
+
+    Raises:
+      ValueError: as `run`.
+    """
+    before = parameter_count(model.params)
+    plan = plan_of(config)
+    smaller_config, smaller, removed, reports = reduce_model(model.config, model.params, plan)
+    check_leaves(smaller_config, restack_shapes(smaller_config, smaller))
+    after = parameter_count(smaller)
+    configs = (model.config, smaller_config)
+    results = results_of(plan, configs, (before, after), removed, reports)
+    return smaller_config, smaller, results
+
+
+def plan_of(config: ConfigDict) -> Plan:
+    """What the config says is to be removed; a count goes before the ratio."""
+    return Plan(
+        criterion=config.criterion,
+        ratio=None if config.count is not None else config.ratio,
+        count=config.count,
+        layers=config.layers,
+        budget=config.budget,
+        reverse=config.reverse,
+        seed=config.seed,
+        compensation=config.compensation,
+    )
 
 
 def check_config(config: ConfigDict) -> None:
@@ -86,9 +100,9 @@ def check_config(config: ConfigDict) -> None:
     for key, choices in (("dtype", DTYPES), ("export", EXPORTS)):
         if config[key] not in choices:
             raise ValueError(f"{key}={config[key]!r}: choose one of {choices}")
-    check_criterion(config.criterion)
-    if config.count is None:
-        removal_count(1, ratio=config.ratio)
+    plan_of(config).check()
+    if config.streaming and str(config.model).endswith(".gguf"):
+        model_directory(config.model)  # says what to do
 
 
 def restack_shapes(config, params) -> dict:

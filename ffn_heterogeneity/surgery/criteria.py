@@ -2,10 +2,14 @@
 
 NUCL, section 4.2. r_i = |W_i| / sum_j |W_ij| is the distribution of neuron i's outgoing weights,
 W = down/kernel [m, n], one row per inner neuron. Scores decide which neurons go, so they are
-computed in float64 on the host, one layer at a time; the streaming form is the same code.
+computed in float64 on the host, one layer at a time and a few neurons at a time; the streaming
+form is the same code.
 
 A neuron whose outgoing weights are all zero does nothing: every data-free criterion removes it
 first (the paper does not meet this case; removing it is exact).
+
+"similarity" is a criterion without scores: what goes next depends on what went before
+(`similarity.py`).
 """
 
 from __future__ import annotations
@@ -14,24 +18,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ffn_heterogeneity.losses.nucl_exact import distributions, exact_kernel, row_statistics
+from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
+from ffn_heterogeneity.surgery.weights import outgoing
 
 
-def outgoing_weights(ffn: dict) -> np.ndarray:
-    """W as the forward pass uses it (masked, adapted, scaled by P), float64 [m, n].
-
-    Raises:
-      ValueError: a weight is NaN or infinite.
-    """
-    kernel = exact_kernel(ffn["down"])
-    if "neuron_scale" in ffn:
-        kernel = kernel * np.asarray(ffn["neuron_scale"], dtype=np.float64)[:, None]
-    return kernel
+def _row_by_row(ffn: dict, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """`function` (rows of W [b, n], float64) -> [b], over all neurons."""
+    return np.concatenate([function(rows) for _, rows in outgoing(ffn).blocks()])
 
 
 def _heterogeneity(ffn: dict, statistic: str) -> np.ndarray:
-    r, dead = distributions(outgoing_weights(ffn))
-    return _dead_first(row_statistics(r, dead)[statistic], dead)
+    def scores(rows: np.ndarray) -> np.ndarray:
+        r, dead = distributions(rows)
+        return _dead_first(STATISTICS[statistic](r, dead), dead)
+
+    return _row_by_row(ffn, scores)
 
 
 def _dead_first(scores: np.ndarray, dead: np.ndarray) -> np.ndarray:
@@ -55,9 +56,12 @@ def mstd(ffn: dict, rng: np.random.Generator) -> np.ndarray:
 
 def magnitude(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     """-sum_j W_ij^2: the smallest outgoing norm goes first."""
-    weights = outgoing_weights(ffn)
-    # Sums of squares of float32 weights neither overflow nor vanish in float64.
-    return _dead_first(-np.einsum("mn,mn->m", weights, weights), ~weights.any(axis=1))
+
+    def scores(rows: np.ndarray) -> np.ndarray:
+        # Sums of squares of float32 weights neither overflow nor vanish in float64.
+        return _dead_first(-np.einsum("mn,mn->m", rows, rows), ~rows.any(axis=1))
+
+    return _row_by_row(ffn, scores)
 
 
 def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
@@ -78,10 +82,22 @@ CRITERIA: dict[str, Criterion] = {
 }
 
 
-def check_criterion(name: str) -> None:
-    """Raises ValueError where there is no such criterion."""
-    if name not in CRITERIA:
-        raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(CRITERIA)}")
+# The criterion that merges as it goes (Srinivas & Babu 2015), and all names.
+SIMILARITY = "similarity"
+NAMES = (*CRITERIA, SIMILARITY)
+
+
+def check_criterion(name: str, budget: str = "layer") -> None:
+    """Raises ValueError where there is no such criterion, or not with this budget."""
+    if name not in NAMES:
+        raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(NAMES)}")
+    if budget not in ("layer", "global"):
+        raise ValueError(f"budget={budget!r}: choose 'layer' or 'global'")
+    if name == SIMILARITY and budget == "global":
+        raise ValueError(
+            f"budget='global' compares scores of different layers, and criterion {name!r} has "
+            f"none: use budget='layer', or one of {sorted(CRITERIA)}"
+        )
 
 
 def layer_scores(
@@ -93,9 +109,10 @@ def layer_scores(
     layers are chosen.
 
     Raises:
-      ValueError: unknown criterion, or non-finite weights (the message names the layer).
+      ValueError: unknown criterion or one without scores, or non-finite weights (the message names
+        the layer).
     """
-    check_criterion(name)
+    check_criterion(name, "global")
     rng = np.random.default_rng([seed, layer])
     try:
         scores = CRITERIA[name](ffn, rng)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten, unflatten
-from ffn_heterogeneity.surgery.criteria import check_criterion, layer_scores
-from ffn_heterogeneity.surgery.selection import layer_subset, select_global, select_per_layer
+from ffn_heterogeneity.surgery.plan import Plan
 
 # Axis that runs over the inner neurons, by leaf of "ffn"; None: the leaf has no such axis.
 NEURON_AXIS: dict[str, int | None] = {
@@ -35,8 +35,15 @@ def take_neurons(ffn: dict, kept: np.ndarray) -> dict:
                 "adapter first, or add it to NEURON_AXIS in surgery/removal.py"
             )
         axis = NEURON_AXIS[path]
-        taken[path] = leaf if axis is None else leaf.take(kept, axis=axis)
+        taken[path] = leaf if axis is None else _take(leaf, kept, axis)
     return unflatten(taken)
+
+
+def _take(leaf: Any, kept: np.ndarray, axis: int) -> Any:
+    """leaf.take, which would first copy a whole kernel that is stored as its transpose."""
+    if isinstance(leaf, np.ndarray) and leaf.ndim == 2 and leaf.flags.f_contiguous:
+        return leaf.T.take(kept, axis=-3 - axis).T  # -1 <-> -2
+    return leaf.take(kept, axis=axis)
 
 
 def remove_neurons(
@@ -110,16 +117,7 @@ def choose_neurons(
     Raises:
       ValueError: an argument is out of its range; the message names it and the value.
     """
-    if budget not in ("layer", "global"):
-        raise ValueError(f"budget={budget!r}: choose 'layer' or 'global'")
-    check_criterion(criterion)
-    chosen = layer_subset(layers, config.n_layers)
-    select = select_per_layer if budget == "layer" else select_global
-    # Sizes are checked before any score is computed.
-    select({i: np.zeros(config.ffn_widths[i]) for i in chosen}, ratio=ratio, count=count)
+    plan = Plan(criterion, ratio, count, layers, budget, reverse, seed)
     trees = unstack(params)["layers"]
-    scores = {
-        i: layer_scores(criterion, trees[i]["ffn"], layer=i, seed=seed, reverse=reverse)
-        for i in chosen
-    }
-    return select(scores, ratio=ratio, count=count)
+    cuts = plan.cuts(config.ffn_widths, lambda layer: trees[layer]["ffn"])
+    return {i: plan.choose(trees[i]["ffn"], i, cut)[0] for i, cut in cuts.items()}

@@ -6,7 +6,9 @@ The same for arrays and for shapes alone, so that a dry run plans the very step 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Hashable
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -26,10 +28,18 @@ from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
-from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
+from ffn_heterogeneity.train.workdir import flatten_config
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+# Keys, or groups of keys, that no compiled program depends on: they go through `hyper`, or are the
+# host's business. Any other key is taken to be part of the program.
+FREE_KEYS = (
+    "model", "revision", "seed", "seeds", "steps", "mesh", "nucl.alpha", "dropout",
+    "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps",
+    "optimizer.final_fraction", "eval", "checkpoint", "export", "tensorboard", "profile", "dry_run",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +50,8 @@ class Built:
       mesh: of devices, or an `AbstractMesh` where nothing is to be compiled.
       trainable: `{path: trains}`.
       forward: (params, batch, *, probes, dropout) -> outputs.
+      train_step, eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` of the
+        terms and of `entropy_monitor`.
       state: shapes and dtypes of the training state.
       shardings: of (the state, accumulated batches, what every device holds whole).
     """
@@ -52,6 +64,8 @@ class Built:
     options: causal_lm.RunOptions
     forward: Callable[..., dict]
     train_step: Any
+    eval_step: Any
+    params_metrics: Any
     state: TrainState
     shardings: tuple[Any, Any, Any]
 
@@ -84,7 +98,32 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
         forward, terms, optimizer, mask,
         accumulation=config.accumulation, dropout=config.dropout > 0, shardings=placed,
     )  # fmt: skip
-    return Built(model, mesh, mask, optimizer, terms, options, forward, train_step, state, placed)
+    monitored = (*terms, entropy_monitor(config, mesh.size))
+    return Built(
+        model=model, mesh=mesh, trainable=mask, optimizer=optimizer, terms=terms, options=options,
+        forward=forward, train_step=train_step, state=state, shardings=placed,
+        eval_step=make_eval_step(forward, terms, placed[2]),
+        params_metrics=make_params_metrics(monitored, placed[2]),
+    )  # fmt: skip
+
+
+def static_key(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh) -> Hashable:
+    """What `build` makes programs of: runs with equal keys can use the same ones.
+
+    Everything in the config but `FREE_KEYS` (a dropout rate, and the weight of an added term, count
+    only as on or off), the model's config, the names, shapes and dtypes of its leaves, the mesh.
+    """
+    flat = flatten_config(config.to_dict())
+    for name, alpha in added_weights(config).items():
+        flat[f"{name}.alpha"] = alpha > 0
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if key not in FREE_KEYS and key.split(".")[0] not in FREE_KEYS
+    }
+    kept["dropout is on"] = config.dropout > 0
+    leaves = tuple((path, x.shape, str(x.dtype)) for path, x in flatten(params).items())
+    return json.dumps(kept, sort_keys=True), model, leaves, mesh
 
 
 def check_config(config: ConfigDict) -> None:
@@ -105,8 +144,9 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
-    if not np.isfinite(config.nucl.alpha) or config.nucl.alpha < 0:
-        raise ValueError(f"nucl.alpha={config.nucl.alpha} must be finite and >= 0")
+    for name, alpha in {"nucl": config.nucl.alpha, **added_weights(config)}.items():
+        if not np.isfinite(alpha) or alpha < 0:
+            raise ValueError(f"{name}.alpha={alpha} must be finite and >= 0")
     if config.accumulation < 1 or config.batch_size % config.accumulation:
         raise ValueError(
             f"batch_size={config.batch_size} must be a multiple of "
@@ -122,7 +162,11 @@ def check_config(config: ConfigDict) -> None:
 def make_terms(
     config: ConfigDict, model: ModelConfig, mesh: Mesh | AbstractMesh
 ) -> tuple[LossTerm, ...]:
-    """NLL, and NUCL unless its variant is "none"."""
+    """NLL, NUCL unless its variant is "none", and every added term with a weight above 0.
+
+    A term is added by a group of the config: with `x.alpha` above 0 it is `x_term` of losses/x.py,
+    called with the group's other keys; its weight is hyper["x_alpha"].
+    """
     devices = mesh.size
     terms = [nll_term(model, config.nll_reduction, mesh=mesh)]
     if config.nucl.variant != "none":
@@ -132,7 +176,18 @@ def make_terms(
                 nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha", sharded=devices > 1
             )
         )
+    for name, alpha in added_weights(config).items():
+        if alpha > 0:
+            function = getattr(import_module(f"ffn_heterogeneity.losses.{name}"), f"{name}_term")
+            settings = {key: value for key, value in config[name].items() if key != "alpha"}
+            terms.append(function(weight=f"{name}_alpha", **settings))
     return tuple(terms)
+
+
+def added_weights(config: ConfigDict) -> dict[str, float]:
+    """Group -> its `alpha`, of the terms that groups of the config add; 0: it is not built."""
+    groups = {name: group for name, group in config.items() if isinstance(group, ConfigDict)}
+    return {n: group.alpha for n, group in groups.items() if "alpha" in group and n != "nucl"}
 
 
 def entropy_monitor(config: ConfigDict, devices: int = 1) -> LossTerm:
@@ -153,7 +208,7 @@ def optimizer_config(config: ConfigDict) -> OptimizerConfig:
 
 
 def hyper_function(config: ConfigDict):
-    """step (0-based) -> {"learning_rate", "alpha", "dropout"}."""
+    """step (0-based) -> {"learning_rate", "alpha", "dropout", weights of added terms}."""
     schedule = make_schedule(
         config.optimizer.schedule,
         config.optimizer.learning_rate,
@@ -162,6 +217,7 @@ def hyper_function(config: ConfigDict):
         final_fraction=config.optimizer.final_fraction,
     )
     constant = {"alpha": config.nucl.alpha, "dropout": config.dropout}
+    constant |= {f"{name}_alpha": x for name, x in added_weights(config).items() if x > 0}
     return lambda step: {"learning_rate": schedule(step), **constant}
 
 

@@ -253,12 +253,14 @@ class TrainLoop:
         self._report(previous)
 
     def _first_call(self, placed: tuple) -> Any:
-        self._say("compiling the train step ...")
+        known = self.train_step._cache_size() > 0  # by a run before this one
+        self._say("the train step is compiled already" if known else "compiling the train step ...")
         start = time.perf_counter()
         self.state, metrics = self.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
         self.compile_seconds = time.perf_counter() - start
-        self._say(f"compiled; compilation and first step took {self.compile_seconds:.1f} s")
+        what = "first step" if known else "compiled; compilation and first step"
+        self._say(f"{what} took {self.compile_seconds:.1f} s")
         self._clock = time.perf_counter()
         return metrics
 

@@ -28,7 +28,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train import hlo, partition
-from ffn_heterogeneity.train.build import Built, build, check_config
+from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
 from ffn_heterogeneity.train.placement import rows_of_micro_batch
 
@@ -203,7 +203,7 @@ def compile_step(config: ConfigDict, built: Built) -> dict[str, Any]:
     shape = (config.accumulation, rows, config.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH.items()}
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    hyper = {"learning_rate": scalar, "alpha": scalar, "dropout": scalar}
+    hyper = dict.fromkeys(hyper_function(config)(0), scalar)
     start = time.perf_counter()
     traced = built.train_step.trace(built.state, batch, hyper)
     lowered = traced.lower(lowering_platforms=(built.options.platform,))

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
@@ -31,7 +30,6 @@ from ffn_heterogeneity.train.build import (
     Built,
     build,
     check_config,
-    entropy_monitor,
     hyper_function,
     loop_config,
 )
@@ -40,16 +38,19 @@ from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
 from ffn_heterogeneity.train.placement import local_rows, to_host
 from ffn_heterogeneity.train.plan import dry_run
+from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.state import create_state
-from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics
 from ffn_heterogeneity.train.workdir import prepare_workdir
 
 
-def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
+def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
     """Trains as `configs/nucl_finetune.py` describes; returns what `results.json` holds.
 
     A directory that holds this run already is continued; a finished one is only read. With
     `config.dry_run` the run is planned and not made.
+
+    Args:
+      shared: what this run has in common with others of this process, if there are any.
 
     Raises:
       ValueError (WorkdirError, DataError, CheckpointError, RuleError, TrainingDiverged are some):
@@ -68,7 +69,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     mesh = partition.make_mesh(**config.mesh)
     rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
     say(f"loading {config.model} ...")
-    model = load_model(config.model, revision=config.revision)
+    model = (shared.load if shared else load_model)(config.model, revision=config.revision)
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, so no text can be read: add its files")
     causal_lm.check_leaves(model.config, model.params)
@@ -78,7 +79,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         accumulation=config.accumulation, rows=rows,
     )  # fmt: skip
     with contextlib.closing(pipeline.train_iterator()) as batches:
-        loop, facts = make_loop(config, workdir, mesh, model, pipeline, batches)
+        make = shared.build if shared else build
+        built = make(config, model.config, model.params, mesh)
+        loop, facts = make_loop(config, workdir, built, model, pipeline, batches)
         # The device holds the weights now; the host's copy is not needed any more.
         model = Model(model.config, {}, model.tokenizer, model.source)
         result = loop.run()
@@ -103,13 +106,12 @@ def run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
 def make_loop(
     config: ConfigDict,
     workdir: epath.Path,
-    mesh: Mesh,
+    built: Built,
     model: Model,
     pipeline: Pipeline,
     batches: Any,
 ) -> tuple[TrainLoop, dict]:
     """Everything but the running; and the facts of the run that `results.json` names."""
-    built = build(config, model.config, model.params, mesh)
     state = create_state(
         model.params, built.optimizer, built.trainable,
         seed=config.seed, shardings=built.shardings[0],
@@ -132,7 +134,7 @@ def make_loop(
         "parameters": sum(sizes.values()),
         "trainable_parameters": sum(size for path, size in sizes.items() if built.trainable[path]),
         "device": jax.devices()[0].device_kind,
-        "mesh": dict(mesh.shape),
+        "mesh": dict(built.mesh.shape),
         "processes": jax.process_count(),
         "alpha": config.nucl.alpha,
         "variant": config.nucl.variant,
@@ -155,11 +157,9 @@ def _evaluator(config: ConfigDict, built: Built, pipeline: Pipeline):
                 rows = len(pipeline.rows) // config.accumulation
                 yield {k: v[part * rows : (part + 1) * rows] for k, v in batch.items()}
 
-    whole = built.shardings[2]
-    monitored = (*built.terms, entropy_monitor(config, built.mesh.size))
     return make_evaluator(
-        make_eval_step(built.forward, built.terms, whole),
-        make_params_metrics(monitored, whole),
+        built.eval_step,
+        built.params_metrics,
         batches,
         sharding=partition.batch_sharding(built.mesh, accumulated=False),
     )

@@ -15,7 +15,7 @@ from ffn_heterogeneity.models.stack import unstack
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
-WITH_CONFIG = ["analyze", "benchmark", "compress", "evaluate", "train"]
+WITH_CONFIG = ["analyze", "benchmark", "compress", "evaluate", "sweep", "train"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tasks by name. Every module of this package that defines `TASK` is one; nothing else to edit."""
+"""Tasks by name: `TASK`, or the several `TASKS`, of every module here; nothing else to edit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import importlib
 import pkgutil
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
+from ffn_heterogeneity.data.tasks.base import Example, Fields, Member, Task
 
-__all__ = ["Example", "Fields", "Task", "get_task", "tasks"]
+__all__ = ["Example", "Fields", "Member", "Task", "get_task", "tasks"]
 
 
 @functools.cache
@@ -18,8 +18,8 @@ def tasks() -> dict[str, Task]:
     """Every task, by name."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
-        task = getattr(importlib.import_module(f"{__name__}.{module.name}"), "TASK", None)
-        if task is not None:
+        defined = vars(importlib.import_module(f"{__name__}.{module.name}"))
+        for task in (*defined.get("TASKS", ()), *filter(None, [defined.get("TASK")])):
             found[task.name] = task
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ffn_heterogeneity.data.sources import DataError
@@ -29,6 +29,19 @@ class Fields(NamedTuple):
     text: str = ""
 
 
+class Member(NamedTuple):
+    """A task in a mixture.
+
+    `weight`: its share of the draws, a whole number. `folders`: what its folder under the mixture's
+    root may be called. `option`: the data setting that leaves it out ("" for none).
+    """
+
+    task: str
+    weight: int
+    folders: tuple[str, ...]
+    option: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A named kind of data.
@@ -36,6 +49,10 @@ class Task:
     Attributes:
       name: what the config calls it.
       example: `(record, fields) -> Example`; raises `DataError` for a record it cannot read.
+      expand: `(row, training) -> records`, where a row of the file is no, one or several examples;
+        None: every row is one. Not in training, it gives every question once.
+      reference: `record -> what the metrics compare an answer with`; None: the example's target.
+      members: the tasks that this one mixes; its data is then a root with a folder for each.
       split_long: a document longer than a row goes on in the next row (plain text); otherwise it is
         cut at the end and each example stays whole in one row (prompt and response).
       hub, split: where its data is when no path is given (`name[:config]`).
@@ -48,13 +65,58 @@ class Task:
     hub: str = ""
     split: str = "train"
     metrics: tuple[str, ...] = ()
+    expand: Callable[[Mapping[str, Any], bool], Sequence[Mapping[str, Any]]] | None = None
+    reference: Callable[[Mapping[str, Any]], Any] | None = None
+    members: tuple[Member, ...] = ()
 
 
-def text_of(record: Mapping[str, Any], field: str) -> str:
-    """The string in a field; the error names the field and those the record has."""
+def value_of(record: Mapping[str, Any], field: str, kind: type | tuple, expected: str) -> Any:
+    """The value of a field; the error names the field and those the record has."""
     if field not in record:
         raise DataError(f"no field {field!r}; fields seen: {', '.join(map(str, record)) or 'none'}")
     value = record[field]
-    if not isinstance(value, str):
-        raise DataError(f"field {field!r} is {type(value).__name__} ({value!r:.40}), expected text")
+    if not isinstance(value, kind):
+        raise DataError(
+            f"field {field!r} is {type(value).__name__} ({value!r:.40}), expected {expected}"
+        )
     return value
+
+
+def text_of(record: Mapping[str, Any], field: str) -> str:
+    """The string in a field."""
+    return value_of(record, field, str, "text")
+
+
+def list_of(record: Mapping[str, Any], field: str) -> list[Any]:
+    """The list in a field."""
+    return value_of(record, field, list, "a list")
+
+
+def texts_of(record: Mapping[str, Any], field: str) -> list[str]:
+    """The list of strings in a field."""
+    for value in list_of(record, field):
+        if not isinstance(value, str):
+            raise DataError(
+                f"field {field!r} holds {type(value).__name__} ({value!r:.40}), expected text only"
+            )
+    return record[field]
+
+
+def mapping_of(record: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """The object in a field."""
+    return value_of(record, field, Mapping, "an object")
+
+
+def word_of(record: Mapping[str, Any], words: Sequence[str], field: str = "label") -> str:
+    """The label word: the field holds one of `words`, or its number (True and False are 1 and 0).
+
+    Raises:
+      DataError: there is no such field, or no answer in it (test sets are published with -1).
+    """
+    value = value_of(record, field, object, "a label")
+    if isinstance(value, str) and value in words:
+        return value
+    if isinstance(value, int) and 0 <= value < len(words):
+        return words[value]
+    known = ", ".join(f"{word} or {number}" for number, word in enumerate(words))
+    raise DataError(f"field {field!r} is {value!r:.40}, which is no answer; known: {known}")

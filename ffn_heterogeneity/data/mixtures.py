@@ -1,0 +1,240 @@
+"""Records that are not rows of one file: rows that hold several examples, and mixtures of tasks.
+
+A mixture draws from its members in fixed proportions: in every stretch of as many draws as the
+weights sum up to, a member gets exactly its weight, evenly spread. A member whose examples are as
+many as its weight is thus read once in such a stretch; a smaller one starts again, in a new order.
+Draw k is a function of k and the seed alone, so a place in the stream is still one number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from ffn_heterogeneity.data.sources import DataError, ListSource, Source, Subset, open_source
+from ffn_heterogeneity.data.tasks import Fields, Task, get_task
+
+SUFFIXES = (".jsonl", ".parquet")
+# Official files call it "val".
+SPLIT_FILES = {"validation": ("validation", "val")}
+
+_log = logging.getLogger(__name__)
+
+
+class ExpandedSource(ListSource):
+    """The records of a source whose rows hold several, in memory.
+
+    `groups`: for every record the row it comes from, [len(self)]; held-out data are whole rows, so
+    that no passage is in both parts.
+    """
+
+    def __init__(self, source: Source, task: Task, training: bool = True):
+        records, places, groups = [], [], []
+        for row in range(len(source)):
+            try:
+                found = task.expand(source[row], training)
+            except DataError as error:
+                raise DataError(f"{source.where(row)}: {error}") from error
+            records += found
+            places += [source.where(row)] * len(found)
+            groups += [row] * len(found)
+        if not records:
+            raise DataError(
+                f"{source.name}: none of its {len(source)} rows is an example of {task.name}"
+            )
+        super().__init__(source.name, records, places)
+        self.groups = np.asarray(groups)
+
+
+class Part(NamedTuple):
+    """A member of a mixture: its source, and where its records stand in the whole."""
+
+    task: str
+    weight: int
+    source: Source
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.source)
+
+
+class MixedSource:
+    """The members' sources end to end; record i is `{"member": task, "record": ...}`."""
+
+    running_text = False
+
+    def __init__(self, name: str, members: Sequence[tuple[str, int, Source]]):
+        self.name, self.parts = name, []
+        for task, weight, source in members:
+            self.parts.append(Part(task, weight, source, self.parts[-1].stop if self.parts else 0))
+        self.in_memory = all(part.source.in_memory for part in self.parts)
+        self._starts = [part.start for part in self.parts]
+
+    def __len__(self) -> int:
+        return self.parts[-1].stop
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part = self._part(index)
+        return {"member": part.task, "record": part.source[index - part.start]}
+
+    def where(self, index: int) -> str:
+        part = self._part(index)
+        return part.source.where(index - part.start)
+
+    def shares(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """Those of `rows` that each member owns."""
+        rows = np.asarray(rows)
+        return [rows[(rows >= part.start) & (rows < part.stop)] for part in self.parts]
+
+    def _part(self, index: int) -> Part:
+        return self.parts[int(np.searchsorted(self._starts, index, side="right")) - 1]
+
+
+class EvenDraws:
+    """Draw k -> (member, its how-manieth draw), exactly in proportion to whole weights.
+
+    Draw j of a member of weight w is put at (j + 1/2) / w of the stretch [0, 1); the draws of all
+    members in this order are one stretch of sum(weights), which repeats.
+    """
+
+    def __init__(self, weights: Sequence[int]):
+        self._weights = weights
+        members = np.repeat(np.arange(len(weights)), weights)
+        turns = np.concatenate([np.arange(weight) for weight in weights])
+        places = (turns + 0.5) / np.asarray(weights)[members]
+        order = np.argsort(places, kind="stable")
+        self._members, self._turns = members[order], turns[order]
+
+    def __len__(self) -> int:
+        return 2**62  # for ever: grain counts what is left
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        stretch, place = divmod(index, len(self._members))
+        member = int(self._members[place])
+        return member, stretch * self._weights[member] + int(self._turns[place])
+
+
+def open_task(
+    task: Task,
+    path: str | Sequence[str],
+    split: str,
+    *,
+    left_out: Sequence[str] = (),
+    **opened: Any,
+) -> Source:
+    """The records of a task, one example each.
+
+    Args:
+      task, path, split: as in `DataConfig`. Of a mixture `path` is the root that has a folder for
+        every member with `<split>.jsonl` or `.parquet`; "" takes the members from the hub.
+      left_out: options whose members stay away ("with_dpr").
+      opened: further arguments of `open_source`.
+
+    Raises:
+      DataError: as `open_source`; a member without a file names the places looked at, and the
+        option that leaves it out if there is one.
+    """
+    if task.members:
+        members = [member for member in task.members if member.option not in left_out]
+        sources = []
+        for member in members:
+            file = _member_file(path, member, split) if path else ""
+            sources.append(open_task(get_task(member.task), file, split, **opened))
+        weights = [member.weight for member in members]
+        names = [member.task for member in members]
+        name = f"{task.name} in {path}" if path else task.name
+        return MixedSource(name, list(zip(names, weights, sources, strict=True)))
+    path = path or task.hub
+    if not path:
+        raise DataError(f"task {task.name!r} needs a path: a file or a hub name")
+    source = open_source(path, split=split, **opened)
+    return ExpandedSource(source, task) if task.expand else source
+
+
+def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | None) -> Any:
+    """An endless grain `MapDataset` that draws from the members' shares of `subset`.
+
+    Args:
+      seeds: of every member's order, which is new in each pass; None keeps the files' order.
+    """
+    import grain
+
+    shares = []
+    for number, rows in enumerate(source.shares(subset.rows)):
+        share = grain.MapDataset.source(Subset(source, rows))
+        shares.append((share if seeds is None else share.shuffle(seed=seeds[number])).repeat())
+    draws = EvenDraws([part.weight for part in source.parts])
+    return grain.MapDataset.select_from_datasets(shares, draws)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a model is asked, what its answer is compared with, and where it stands."""
+
+    prompt: str
+    reference: Any
+    where: str
+
+
+def questions(task: Task, source: Source, fields: Fields | None = None) -> list[Question]:
+    """Every question of a file, once, for the metrics that the task names.
+
+    Args:
+      source: of the file's rows as they are (`open_source`).
+
+    Raises:
+      DataError: a row that cannot be read, or a mixture (ask its members one by one).
+    """
+    if task.members:
+        names = ", ".join(member.task for member in task.members)
+        raise DataError(f"{task.name} is a mixture: evaluate its tasks one by one: {names}")
+    if task.expand:
+        source = ExpandedSource(source, task, training=False)
+    found = []
+    for row in range(len(source)):
+        try:
+            example = task.example(source[row], fields or Fields())
+            reference = task.reference(source[row]) if task.reference else example.target.strip()
+        except DataError as error:
+            raise DataError(f"{source.where(row)}: {error}") from error
+        found.append(Question(example.prompt, reference, source.where(row)))
+    return found
+
+
+def _member_file(root: str | Sequence[str], member: Any, split: str) -> str:
+    if not isinstance(root, str) or not epath.Path(root).is_dir():
+        raise DataError(f"{root}: a mixture's path is a directory with a folder for every task")
+    names = SPLIT_FILES.get(split, (split,))
+    tried = [
+        epath.Path(root) / folder / f"{name}{suffix}"
+        for folder in member.folders
+        for name in names
+        for suffix in SUFFIXES
+    ]
+    for file in tried:
+        if file.exists():
+            return str(file)
+    option = f"; or leave it out: {member.option}=False" if member.option else ""
+    places = ", ".join(member.folders)
+    raise DataError(f"{member.task}: no {tried[0]} (nor in one of {places}){option}")
+
+
+def report_sizes(source: MixedSource) -> None:
+    """Says which members repeat or are cut short, as the weights are fixed."""
+    other = [
+        f"{part.task} {len(part.source)} of {part.weight}"
+        for part in source.parts
+        if len(part.source) != part.weight
+    ]
+    if other:
+        _log.warning(
+            "%s: examples found, of the number that is the weight: %s",
+            source.name,
+            ", ".join(other),
+        )

@@ -1,0 +1,279 @@
+"""SuperGLUE and DPR as text to text, and their mixture in proportion to size (T5's recipe).
+
+The prompt is "<task> key: text key: text ..." and the answer a label word or a span, word for word
+as in T5. A model without an encoder must see where the prompt ends: it ends with a line end, and
+the answer follows it (no paper says how; ours).
+
+Rows are read as the official files have them and as the hub does, where labels are numbers,
+MultiRC and ReCoRD are flat and WSC has no "target".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tasks.base import (
+    Example,
+    Fields,
+    Member,
+    Task,
+    list_of,
+    mapping_of,
+    text_of,
+    texts_of,
+    value_of,
+    word_of,
+)
+
+BOOLEANS = ("False", "True")
+CB_WORDS = ("entailment", "contradiction", "neutral")
+RTE_WORDS = ("entailment", "not_entailment")
+COPA_WORDS = ("choice1", "choice2")
+
+# Examples of each training set: the weights of the mixture "proportional", without a cap. ReCoRD
+# counts once per gold answer, MultiRC per answer, WSC only the pairs that do refer.
+SIZES = {
+    "boolq": 9_427,
+    "cb": 250,
+    "copa": 400,
+    "multirc": 27_243,
+    "record": 138_854,
+    "rte": 2_490,
+    "wic": 5_428,
+    "wsc": 259,
+    "dpr": 1_322,
+}
+OFFICIAL_FOLDERS = {
+    "boolq": "BoolQ", "cb": "CB", "copa": "COPA", "multirc": "MultiRC", "record": "ReCoRD",
+    "rte": "RTE", "wic": "WiC", "wsc": "WSC", "dpr": "DPR",
+}  # fmt: skip
+
+
+def _form(name: str, target: str, fields: Fields, **texts: str) -> Example:
+    """The prompt in the order of `texts`, and the target on the line after it."""
+    if any(fields):
+        raise DataError(
+            f"prompt_field, response_field and text_field are {tuple(fields)}; leave them empty: "
+            "the SuperGLUE tasks read fixed fields"
+        )
+    body = " ".join(f"{key}: {text}" for key, text in texts.items())
+    return Example(f"{name} {body}\n", target)
+
+
+def boolq(row: Mapping[str, Any], fields: Fields) -> Example:
+    """passage, question -> True | False."""
+    texts = {key: text_of(row, key) for key in ("passage", "question")}
+    return _form("boolq", word_of(row, BOOLEANS), fields, **texts)
+
+
+def cb(row: Mapping[str, Any], fields: Fields) -> Example:
+    """hypothesis, premise -> entailment | contradiction | neutral."""
+    texts = {key: text_of(row, key) for key in ("hypothesis", "premise")}
+    return _form("cb", word_of(row, CB_WORDS), fields, **texts)
+
+
+def copa(row: Mapping[str, Any], fields: Fields) -> Example:
+    """choice1, choice2, premise, question (cause | effect) -> choice1 | choice2."""
+    texts = {key: text_of(row, key) for key in ("choice1", "choice2", "premise", "question")}
+    return _form("copa", word_of(row, COPA_WORDS), fields, **texts)
+
+
+def rte(row: Mapping[str, Any], fields: Fields) -> Example:
+    """hypothesis, premise -> entailment | not_entailment."""
+    texts = {key: text_of(row, key) for key in ("hypothesis", "premise")}
+    return _form("rte", word_of(row, RTE_WORDS), fields, **texts)
+
+
+def wic(row: Mapping[str, Any], fields: Fields) -> Example:
+    """sentence1, sentence2, word -> True | False."""
+    texts = {key: text_of(row, key) for key in ("sentence1", "sentence2", "word")}
+    return _form("wic", word_of(row, BOOLEANS), fields, **texts)
+
+
+def multirc(row: Mapping[str, Any], fields: Fields) -> Example:
+    """question, answer, paragraph -> True | False; of one answer, see `multirc_answers`."""
+    texts = {key: _plain(text_of(row, key)) for key in ("question", "answer", "paragraph")}
+    return _form("multirc", word_of(row, BOOLEANS), fields, **texts)
+
+
+def multirc_answers(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
+    """A row of the official file (a paragraph with its questions) -> one record per answer."""
+    if "paragraph" in row:
+        return [row]
+    passage, paragraph = mapping_of(row, "passage"), value_of(row, "idx", int, "a number")
+    return [
+        {
+            "paragraph": text_of(passage, "text"),
+            "question": text_of(question, "question"),
+            "answer": text_of(answer, "text"),
+            "label": value_of(answer, "label", int, "0 or 1"),
+            "idx": {"paragraph": paragraph, "question": value_of(question, "idx", int, "a number")},
+        }
+        for question in list_of(passage, "questions")
+        for answer in list_of(question, "answers")
+    ]
+
+
+def multirc_reference(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The label word, and the question whose answers are judged together."""
+    idx = mapping_of(row, "idx")
+    group = tuple(value_of(idx, key, int, "a number") for key in ("paragraph", "question"))
+    return {"label": word_of(row, BOOLEANS), "group": group}
+
+
+def record(row: Mapping[str, Any], fields: Fields) -> Example:
+    """query, entities, passage -> an answer; of one gold answer, see `record_answers`."""
+    entities = ", ".join(texts_of(row, "entities"))
+    texts = {"query": text_of(row, "query"), "entities": entities}
+    passage = text_of(row, "passage")
+    return _form("record", text_of(row, "answer"), fields, **texts, passage=passage)
+
+
+def record_answers(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
+    """A passage with its queries (or one query of the hub) -> one record per gold answer.
+
+    Entities and answers are the different strings among the marked spans, in alphabetical order.
+    Highlights become sentences of the passage. Not in training: one record per query.
+    """
+    if "qas" in row:
+        passage = mapping_of(row, "passage")
+        text = text_of(passage, "text")
+        spans = [_span(text, entity) for entity in list_of(passage, "entities")]
+        idx = value_of(row, "idx", int, "a number")
+        queries = [
+            (
+                text_of(query, "query"),
+                [text_of(answer, "text") for answer in list_of(query, "answers")],
+                {"passage": idx, "query": value_of(query, "idx", int, "a number")},
+            )
+            for query in list_of(row, "qas")
+        ]
+    else:
+        text, spans = text_of(row, "passage"), texts_of(row, "entities")
+        queries = [(text_of(row, "query"), texts_of(row, "answers"), mapping_of(row, "idx"))]
+    shared = {"passage": _fold_highlights(text), "entities": sorted(set(spans))}
+    records = []
+    for query, answers, idx in queries:
+        answers = sorted(set(answers))
+        if not answers:
+            raise DataError(f"query {query!r:.40} has no gold answer: a row of a test set")
+        for answer in answers if training else answers[:1]:
+            one = {"query": query, "answer": answer, "answers": answers, "idx": idx}
+            records.append(shared | one)
+    return records
+
+
+def record_reference(row: Mapping[str, Any]) -> dict[str, Any]:
+    """All gold answers, and the query, which counts once however often it is asked."""
+    idx = mapping_of(row, "idx")
+    group = tuple(value_of(idx, key, int, "a number") for key in ("passage", "query"))
+    return {"answers": texts_of(row, "answers"), "group": group}
+
+
+def wsc(row: Mapping[str, Any], fields: Fields) -> Example:
+    """The text with its *pronoun* marked -> the noun phrase it may refer to."""
+    spans = wsc_spans(row)
+    pronoun, index = text_of(spans, "span2_text"), value_of(spans, "span2_index", int, "a number")
+    text = _mark(text_of(row, "text"), pronoun, index)
+    return _wsc_form(text, text_of(spans, "span1_text"), fields)
+
+
+def wsc_spans(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What holds "span1_text", "span2_text" and "span2_index": "target", or the row itself."""
+    return mapping_of(row, "target") if "target" in row else row
+
+
+def wsc_pairs(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
+    """In training only rows whose pronoun does refer to the phrase: the others have no target."""
+    return [] if training and word_of(row, BOOLEANS) == "False" else [row]
+
+
+def wsc_reference(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The phrase, and whether the pronoun refers to it."""
+    referent = text_of(wsc_spans(row), "span1_text")
+    return {"referent": referent, "label": word_of(row, BOOLEANS) == "True"}
+
+
+def dpr(row: Mapping[str, Any], fields: Fields) -> Example:
+    """Definite pronoun resolution, in the form of WSC: sentence, pronoun, candidates, label."""
+    candidates = texts_of(row, "candidates")
+    text = _mark(text_of(row, "sentence"), text_of(row, "pronoun"), 0)
+    return _wsc_form(text, word_of(row, candidates), fields)
+
+
+def mixed(row: Mapping[str, Any], fields: Fields) -> Example:
+    """A row of the mixture, `{"member": task, "record": its row}`."""
+    return _BY_NAME[row["member"]].example(row["record"], fields)
+
+
+def _wsc_form(text: str, referent: str, fields: Fields) -> Example:
+    return Example(f"wsc: {text}\n", _form("wsc", referent, fields).target)
+
+
+def _mark(text: str, pronoun: str, index: int) -> str:
+    """`text` with the pronoun that stands at (or, failing that, nearest to) word `index` starred.
+
+    The published index is one off in a few rows, and punctuation sticks to some pronouns.
+    """
+    places = [word.start() for word in re.finditer(r"\S+", text)]
+    if not places or not 0 <= index < len(places):
+        raise DataError(f"word {index} of the pronoun is not among the {len(places)} of the text")
+    found = re.finditer(rf"(?<!\w){re.escape(pronoun)}(?!\w)", text)
+    starts = [match.start() for match in found]
+    if not pronoun or not starts:
+        raise DataError(f"the pronoun {pronoun!r} is not in the text {text!r:.60}")
+    start = min(starts, key=lambda start: abs(start - places[index]))
+    end = start + len(pronoun)
+    return f"{text[:start]}*{pronoun}*{text[end:]}"
+
+
+def _plain(text: str) -> str:
+    """Without the mark-up of MultiRC: line breaks become spaces, bold marks go."""
+    return re.sub(r"</?b>", "", text.replace("<br>", " "))
+
+
+def _fold_highlights(passage: str) -> str:
+    """The summary lines of a ReCoRD passage as sentences, with a full stop where none stands."""
+    passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", passage)
+    return passage.replace("\n@highlight\n", ". ")
+
+
+def _span(text: str, entity: Mapping[str, Any]) -> str:
+    start, end = (value_of(entity, key, int, "a number") for key in ("start", "end"))
+    if not 0 <= start <= end < len(text):
+        raise DataError(f"entity from {start} to {end} is outside the passage of {len(text)}")
+    return text[start : end + 1]
+
+
+def _task(
+    name: str, example: Callable[..., Example], metric: str = "accuracy", **more: Any
+) -> Task:
+    hub = f"aps/super_glue:{'wsc.fixed' if name == 'wsc' else name}"
+    return Task(f"superglue_{name}", example, **{"hub": hub, "metrics": (metric,), **more})
+
+
+_ONE_EACH = (
+    _task("boolq", boolq),
+    _task("cb", cb, "cb"),
+    _task("copa", copa),
+    _task("multirc", multirc, "multirc", expand=multirc_answers, reference=multirc_reference),
+    _task("record", record, "record", expand=record_answers, reference=record_reference),
+    _task("rte", rte),
+    _task("wic", wic),
+    _task("wsc", wsc, "wsc", expand=wsc_pairs, reference=wsc_reference),
+    _task("dpr", dpr, hub="community-datasets/definite_pronoun_resolution"),
+)
+_BY_NAME = {task.name: task for task in _ONE_EACH}
+_MEMBERS = tuple(
+    Member(
+        f"superglue_{name}",
+        size,
+        (f"superglue_{name}", OFFICIAL_FOLDERS[name], name),
+        "with_dpr" if name == "dpr" else "",
+    )
+    for name, size in SIZES.items()
+)
+TASKS = (*_ONE_EACH, Task("superglue", mixed, members=_MEMBERS))

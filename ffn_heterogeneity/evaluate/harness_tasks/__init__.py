@@ -1,0 +1,166 @@
+"""Tasks of lm-evaluation-harness over local JSONL files, in its own prompts and metrics, offline.
+
+    pack = make_task_pack("data", ["piqa", "gsm8k", "mmlu"])
+    lm_eval.simple_evaluate(model=lm, **pack._asdict())
+
+`<name>.yaml` holds a task: the harness's settings, and under `local` where its rows are.
+
+  folder              under the root given
+  evaluation, fewshot names of the .jsonl files of the two parts, the first that exists is used
+  rows                function of rows.py that reads a row
+  split               "validation" where the stock task has no test split
+  first_shots         {field, values}: these rows are the first few-shot examples, in this order
+  runs_code           programs written by the model are run
+
+Few-shot examples come from the training file (`fewshot`). Where there is none, or its rows have
+another form (HellaSwag in a form without activity labels), they come from the evaluation file
+without the question being asked, as the harness itself does for sets without training data: a
+warning says so and `metadata.fewshot_file` of the results names the file. `fewshot_from` makes it
+"train" (or an error) or "evaluation". MBPP's are tasks 2, 3 and 4 of `prompt.jsonl`, MMLU's the
+first of the subject in `dev.jsonl`, all others are drawn by the harness's seed.
+
+Numbers of examples unless told otherwise: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP
+3, all others 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
+from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+
+__all__ = ["TaskPack", "make_task_pack", "task_names"]
+
+
+class TaskPack(NamedTuple):
+    """Keyword arguments of `lm_eval.simple_evaluate`."""
+
+    tasks: list[Any]
+    task_manager: Any
+    confirm_run_unsafe_code: bool
+
+
+def task_names() -> list[str]:
+    """Every name `make_task_pack` knows: tasks, subjects and groups."""
+    return tables().names()
+
+
+def make_task_pack(
+    data_root: str,
+    names: str | Sequence[str],
+    *,
+    num_fewshot: int | Mapping[str, int] | None = None,
+    fewshot_from: str = "auto",
+    files: Mapping[str, str] | None = None,
+    allow_code: bool = False,
+) -> TaskPack:
+    """The named tasks and groups, with their rows read and checked.
+
+    Args:
+      data_root: directory with a folder for every task.
+      names: see `task_names`; "mmlu" is all subjects, "mmlu_stem" a group, "mmlu_virology" one.
+      num_fewshot: examples before every question, for all tasks or by name (a group's counts for
+        its subjects); None: the task's own number.
+      fewshot_from: "auto", "train" or "evaluation", see above.
+      files: evaluation files by task name, relative to the root, instead of the task's own.
+      allow_code: whether programs written by the model may be run (in the sandbox); without it
+        MBPP is refused.
+
+    Raises:
+      DataError: an unknown name (with the nearest ones), a missing file (with the path expected),
+        an empty or non-UTF-8 file, a row without a field (with its line), too few rows for the
+        examples asked for, or code that nobody allowed.
+      ImportError: the harness is not installed (the extra `eval`).
+    """
+    names = list(dict.fromkeys([names] if isinstance(names, str) else names))
+    shots = num_fewshot if isinstance(num_fewshot, Mapping) else dict.fromkeys(names, num_fewshot)
+    files = files or {}
+    _check(data_root, names, shots, fewshot_from, files, allow_code)
+    reader = Reader(str(data_root), fewshot_from, files)
+    built = [_build(reader, name, shots) for name in names]
+    from lm_eval.tasks import TaskManager
+
+    return TaskPack(built, TaskManager(include_defaults=False), allow_code)
+
+
+def _build(reader: Reader, name: str, shots: Mapping[str, int | None]) -> Any:
+    """A `LocalTask`, or the harness's `Group` of them."""
+    group = tables().groups.get(name)
+    if group is None:
+        return _task(reader, name, shots)
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import GroupConfig
+
+    made = Group.from_config(GroupConfig(group=name, **copy.deepcopy(group.settings)))
+    for member in group.members:
+        made.add(_build(reader, member, shots))
+    return made
+
+
+def _task(reader: Reader, name: str, shots: Mapping[str, int | None]) -> Any:
+    from ffn_heterogeneity.evaluate.harness_tasks.task import EVALUATION, FEWSHOT, LocalTask
+
+    settings = copy.deepcopy(tables().tasks[name])
+    local, above = settings.pop("local"), tables().above(name)
+    given = [shots[one] for one in above if shots.get(one) is not None]
+    count = settings["num_fewshot"] = given[0] if given else settings["num_fewshot"]
+    questions, path = reader.evaluation(local, above)
+    rows, files = {EVALUATION: questions}, {"evaluation_file": path}
+    if count:
+        examples, source = reader.fewshot(local, count)
+        if examples is not None:
+            rows[FEWSHOT] = examples
+        elif len(questions) <= count:
+            raise DataError(
+                f"{path}: {count} examples asked for, but beside the question only "
+                f"{len(questions) - 1} rows"
+            )
+        files["fewshot_file"] = source or path
+    settings["metadata"] = {**settings["metadata"], **files}
+    return LocalTask(settings, rows, leave_out=local.get("split") == "validation")
+
+
+def _leaves(name: str) -> list[str]:
+    group = tables().groups.get(name)
+    return [leaf for member in group.members for leaf in _leaves(member)] if group else [name]
+
+
+def _check(
+    data_root: str,
+    names: Sequence[str],
+    shots: Mapping[str, int | None],
+    fewshot_from: str,
+    files: Mapping[str, str],
+    allow_code: bool,
+) -> None:
+    for name in [*names, *shots, *files]:
+        tables().check(name)
+    if not names:
+        raise DataError("no tasks asked for; `task_names` lists what there is")
+    leaves = [leaf for name in names for leaf in _leaves(name)]
+    twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
+    if twice:
+        raise DataError(f"{twice[0]} is asked for twice, alone and in a group: {', '.join(names)}")
+    reached = {name for leaf in leaves for name in tables().above(leaf)}
+    idle = [name for name in [*shots, *files] if name not in reached]
+    if idle:
+        raise DataError(f"a setting for {idle[0]}, which is not among {', '.join(names)}")
+    for name, count in shots.items():
+        if count is not None and (not isinstance(count, int) or count < 0):
+            raise DataError(f"num_fewshot of {name} is {count!r}; it must be 0 or more examples")
+    if fewshot_from not in FEWSHOT_FROM:
+        raise DataError(f"fewshot_from is {fewshot_from!r}; it must be {' or '.join(FEWSHOT_FROM)}")
+    if not epath.Path(data_root).is_dir():
+        raise DataError(f"{data_root}: no such directory; it holds a folder for every task")
+    codes = [leaf for leaf in leaves if tables().tasks[leaf]["local"].get("runs_code")]
+    if codes and not allow_code:
+        raise DataError(
+            f"{codes[0]} runs programs written by the model; set allow_code=True to allow it, or "
+            "leave the task out"
+        )

@@ -1,0 +1,87 @@
+"""The task files: every task's settings, and the groups they form."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ffn_heterogeneity.data.sources import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Settings of a group and the names of its members, tasks or groups."""
+
+    settings: dict[str, Any]
+    members: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Attributes:
+    tasks: settings by name; treat as read-only.
+    groups: by name.
+    """
+
+    tasks: dict[str, dict[str, Any]]
+    groups: dict[str, Group]
+
+    def names(self) -> list[str]:
+        return sorted({*self.tasks, *self.groups})
+
+    def check(self, name: str) -> None:
+        """Raises a `DataError` with the nearest names if there is no task or group `name`."""
+        if name not in self.tasks and name not in self.groups:
+            near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            few = [known for known in self.names() if not known.startswith("mmlu_")]
+            raise DataError(
+                f"unknown task {name!r}; {hint}known: {', '.join(few)}, and mmlu_<subject or group>"
+            )
+
+    def above(self, name: str) -> list[str]:
+        """The name and the groups it is in, innermost first."""
+        found = [name]
+        for group in self.groups:
+            if found[-1] in self.groups[group].members:
+                return found + self.above(group)
+        return found
+
+
+@functools.cache
+def tables() -> Tables:
+    """All task files of this directory."""
+    found = Tables({}, {})
+    for path in sorted(Path(__file__).parent.glob("*.yaml")):
+        settings = yaml.safe_load(path.read_text("utf-8"))
+        if "group" in settings:
+            _add_subjects(found, settings)
+        else:
+            found.tasks[settings["task"]] = settings
+    return found
+
+
+def _add_subjects(found: Tables, settings: dict[str, Any]) -> None:
+    """A group of groups of tasks that differ in their subject only."""
+    name = settings["group"]
+    shared = {key: settings[key] for key in ("aggregate_metric_list", "metadata")}
+    groups = settings["subject_groups"]
+    found.groups[name] = Group(shared, tuple(f"{name}_{group}" for group in groups))
+    for group, subjects in groups.items():
+        alias = {"group_alias": group.replace("_", " ")}
+        members = tuple(f"{name}_{subject}" for subject in subjects)
+        found.groups[f"{name}_{group}"] = Group({**shared, **alias}, members)
+        for subject in subjects:
+            task = copy.deepcopy(settings["subject_task"])
+            task["description"] = task["description"].replace(
+                "<subject>", subject.replace("_", " ")
+            )
+            task["local"]["only"] = {"field": "subject", "value": subject}
+            task |= {"task": f"{name}_{subject}", "task_alias": subject}
+            found.tasks[task["task"]] = task

@@ -1,0 +1,135 @@
+"""Neurons out, then scores, in memory: a row of NUCL's Tables 4 and 5, a bar of Figure 4."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.surgery.removal import NEURON_AXIS
+
+# The criterion of the row that all others are compared with: the model as it is.
+UNPRUNED = "none"
+# Of a least-squares compensation, layer by layer: what tells an exploding solution.
+LARGEST = ("lambda_norm", "lambda_max", "condition")
+
+
+def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = load_model) -> dict:
+    """Removes as `configs/prune.py` says, scores as `configs/perplexity.py` says and, where
+    `config.tasks` names any, as `configs/harness.py` says.
+
+    The smaller model is written only with `config.save_model`.
+
+    Args:
+      load: as `load_model`; a sweep's keeps the model for the next point.
+
+    Returns:
+      What `results.json` holds: those of the removal (without the lists of neurons; "largest_..."
+      over the layers of what a compensation reports), of the perplexity and of the tasks, and
+      "seconds".
+
+    Raises:
+      ValueError: a config value or a file is wrong; the message names it.
+    """
+    check_config(config)
+    start = time.time()
+    model = load(config.model, revision=config.revision)
+    smaller, results = remove(config, model)
+    removed = results.pop("removed")
+    if config.save_model:
+        save_pretrained(
+            smaller.config, smaller.params, workdir / "model", tokenizer=smaller.tokenizer,
+            export=config.export, dtype=None if config.dtype == "as_read" else config.dtype,
+            extra={"removed_neurons": removed}, overwrite=True,
+        )  # fmt: skip
+    equal = filled_up(smaller)
+    results |= evaluation.score(config, equal)
+    if config.tasks:
+        samples = workdir / "samples" if config.save_samples else None
+        results["tasks"] = evaluate_tasks(config, equal, samples)
+    results["seconds"] = time.time() - start
+    write_json(workdir / "results.json", results)
+    print(
+        f"{config.criterion}, layers {config.layers}: "
+        f"{results['parameters_removed_percent']:.1f}% of the parameters gone, perplexity "
+        f"{results['perplexity']:,.4f}; {workdir}/results.json",
+        file=sys.stderr,
+    )
+    return results
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded; errors as `run`."""
+    evaluation.check_config(config)
+    if config.tasks:
+        check_tasks(config)
+    if config.streaming:
+        raise ValueError("streaming=True is for scripts/compress.py: this works in memory")
+    if config.criterion != UNPRUNED:
+        compress.check_config(config)
+
+
+def remove(config: ConfigDict, model: Model) -> tuple[Model, dict]:
+    """(the smaller model, the results of `compress.prune`); criterion "none" removes nothing.
+
+    Raises:
+      ValueError: as `compress.run`.
+    """
+    if config.criterion == UNPRUNED:
+        count, widths = compress.parameter_count(model.params), list(model.config.ffn_widths)
+        return model, {
+            "criterion": UNPRUNED,
+            "removed": [[] for _ in widths],
+            "ffn_widths_before": widths,
+            "ffn_widths_after": widths,
+            "parameters_before": count,
+            "parameters_after": count,
+            "parameters_removed_percent": 0.0,
+        }
+    smaller_config, layers, results = compress.prune(config, model)
+    for key in LARGEST:
+        values = [report.get(key) for report in results["compensated"]]
+        values = [value for value in values if value is not None]
+        results |= {f"largest_{key}": max(values)} if values else {}
+    params = restack(smaller_config, layers)
+    return Model(smaller_config, params, model.tokenizer, model.source), results
+
+
+def filled_up(model: Model) -> Model:
+    """Layers of unequal width filled up to the widest with zero neurons: the same outputs.
+
+    So that one compiled program evaluates every choice of layers (Figure 4 has as many as the
+    model has layers).
+    """
+    if model.config.uniform_width:
+        return model
+    width = max(model.config.ffn_widths)
+    config = model.config.with_widths([width] * model.config.n_layers)
+    tree = unstack(model.params)
+    layers = [{**layer, "ffn": _fill(layer["ffn"], width)} for layer in tree["layers"]]
+    params = restack(config, {**tree, "layers": layers})
+    return Model(config, params, model.tokenizer, model.source)
+
+
+def _fill(ffn: dict, width: int) -> dict:
+    filled = {}
+    for path, leaf in flatten(ffn).items():
+        axis = NEURON_AXIS[path]
+        if axis is not None:
+            pads = [(0, 0)] * leaf.ndim
+            pads[axis] = (0, width - leaf.shape[axis])
+            leaf = np.pad(leaf, pads)
+        filled[path] = leaf
+    return unflatten(filled)

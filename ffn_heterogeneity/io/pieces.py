@@ -1,0 +1,129 @@
+"""A safetensors checkpoint written piece by piece, each at its place: never a whole file in memory.
+
+The bytes are those that `safetensors.write_shards` writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ffn_heterogeneity.io.safetensors import DTYPE_NAMES, plan_shards, write_index
+
+# Bytes looked at, changed and written at a time: they stay in a core's cache.
+PIECE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A tensor to be written."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The open files of a checkpoint.
+
+    Attributes:
+      specs: {tensor name: what is to be written}.
+      order: the names, file by file, as they lie there.
+    """
+
+    specs: Mapping[str, Spec]
+    order: tuple[str, ...]
+    _places: Mapping[str, tuple[int, int]]  # (file descriptor, offset)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Writes the whole tensor, cast to its dtype.
+
+        Raises:
+          ValueError: another shape.
+        """
+        if array.shape != self.specs[name].shape:
+            raise ValueError(f"{name} has shape {array.shape}, planned as {self.specs[name].shape}")
+        self.write_part(name, 0, array.reshape(-1))
+
+    def write_part(self, name: str, first: int, flat: np.ndarray) -> None:
+        """Writes elements `first` and on of the tensor, cast to its dtype."""
+        dtype = self.specs[name].dtype
+        file, offset = self._places[name]
+        step = PIECE // dtype.itemsize
+        for start in range(0, flat.size, step):
+            piece = flat[start : start + step].astype(dtype, copy=False)
+            _write_all(file, piece.view(np.uint8), offset + (first + start) * dtype.itemsize)
+
+
+@contextlib.contextmanager
+def open_pieces(
+    directory: Path, specs: Mapping[str, Spec], max_shard_bytes: int
+) -> Iterator[Pieces]:
+    """Makes the files and the index, headers written, tensors to be written.
+
+    Args:
+      specs: in the order in which tensors fill the files.
+    """
+    sizes = {name: spec.nbytes for name, spec in specs.items()}
+    shards = plan_shards(sizes, max_shard_bytes)
+    order: list[str] = []
+    places = {}
+    with contextlib.ExitStack() as stack:
+        for name, tensors in shards.items():
+            # As the library lays them out: wide types first, then by name.
+            tensors = sorted(tensors, key=lambda t: (-_RANKS[specs[t].dtype], t))
+            header, offsets = _header({t: specs[t] for t in tensors})
+            file = stack.enter_context((directory / name).open("wb"))
+            file.write(header)
+            file.flush()
+            total = sum(sizes[t] for t in tensors)
+            os.truncate(file.fileno(), len(header) + total)
+            places |= {t: (file.fileno(), len(header) + offsets[t]) for t in tensors}
+            order += tensors
+        yield Pieces(dict(specs), tuple(order), places)
+    write_index(directory, sizes, shards)
+
+
+def _header(specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, int]]:
+    """(header with its length, {name: offset of the data behind it})."""
+    # transformers refuses files without this metadata.
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name, spec in specs.items():
+        offsets[name], end = end, end + spec.nbytes
+        entries[name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offsets[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, offsets
+
+
+def _write_all(file: int, data: np.ndarray, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+# Narrow to wide, as the library ranks them.
+_RANKS = {
+    dtype: rank
+    for rank, name in enumerate(("F16", "BF16", "F32", "F64"))
+    for dtype, known in DTYPE_NAMES.items()
+    if known == name
+}

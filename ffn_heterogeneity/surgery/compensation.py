@@ -1,0 +1,249 @@
+"""What the survivors take over from the neurons that go: W_rest += Lambda^T W_gone.
+
+Lambda [gone, survivors] says how much of each survivor stands for a neuron that goes:
+
+- none: 0.
+- sum (Srinivas & Babu 2015): 1 for the survivor it was merged into, where the selection merges;
+  else [ours] for the one with the nearest incoming vector.
+- least_squares (Stahlberg & Byrne 2017, data-free form): argmin |E_gone - Lambda E_rest|^2 for all
+  of them together, E the incoming vectors; of several the one of minimum norm.
+- ridge: the same with + mu |Lambda|^2, mu = RIDGE times the mean squared length of a survivor's
+  vector, which is the mean diagonal of the survivors' Gram matrix.
+- scaled [ours]: c for the survivor i whose multiple stands nearest. Gated: c multiplies U_i alone,
+  min_c |G_j - G_i|^2 + |U_j - c U_i|^2, exact for every activation where G_j = G_i, U_j = c U_i.
+  Plain: min_{c >= 0} |e_j - c e_i|^2, exact for ReLU where e_j = c e_i.
+
+Ties go to the lowest survivor. What is solved is in float64; W returns to its own dtype at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ffn_heterogeneity.io.assemble import all_finite
+from ffn_heterogeneity.surgery.least_squares import solve_together
+from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups, least_of_rows
+from ffn_heterogeneity.surgery.weights import CACHED, Outgoing, blocks, incoming, outgoing
+
+RIDGE = 0.1
+_PRODUCTS = 1 << 21  # numbers of a block of products with all survivors
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One layer's neurons.
+
+    Attributes:
+      vectors: E [m, p], as `weights.incoming`; the first `gate` coordinates belong to "gate".
+      weights: W.
+      kept, gone: indices, ascending.
+      merges: (survivor, removed) of each step of a selection that merges, else None.
+    """
+
+    vectors: np.ndarray
+    gate: int
+    weights: Outgoing
+    kept: np.ndarray
+    gone: np.ndarray
+    merges: np.ndarray | None
+
+    def squares(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Squared lengths of those neurons' vectors: (of "gate", of "up")."""
+        found = np.empty((2, len(neurons)))
+        for part in blocks(len(neurons), self.vectors.shape[1], _PRODUCTS):
+            rows = self.vectors[neurons[part]].astype(np.float64) ** 2
+            found[0, part] = rows[:, : self.gate].sum(axis=1)
+            found[1, part] = rows[:, self.gate :].sum(axis=1)
+        return found[0], found[1]
+
+
+# A slice of the survivors -> their new rows of W, float64.
+Rows = Callable[[slice], np.ndarray]
+
+
+def outgoing_of_survivors(
+    name: str, ffn: dict, gone: np.ndarray, merges: np.ndarray | None = None
+) -> tuple[np.ndarray, dict]:
+    """The survivors' W [s, n] after compensation, in the dtype of W, and what it took.
+
+    Masks, adapters and `neuron_scale` of W are in it.
+
+    Returns:
+      (W, {"lambda_norm": Frobenius norm, "lambda_max": largest |entry|, "residual":
+      |E_gone - Lambda E_rest| / |E_gone| (scaled: with U_i scaled), "condition": of the system,
+      the ratio of its extreme singular values; None where nothing is solved}).
+
+    Raises:
+      ValueError: unknown name; non-finite weights; the result does not fit in W's dtype.
+    """
+    check_compensation(name)
+    vectors, gate = incoming(ffn)
+    kept = np.setdiff1d(np.arange(len(vectors)), gone)
+    problem = Problem(vectors, gate, outgoing(ffn), kept, np.sort(gone), merges)
+    rows, report = _METHODS[name](problem)
+    kernel = np.empty((len(kept), problem.weights.kernel.shape[1]), problem.weights.kernel.dtype)
+    with np.errstate(over="ignore"):  # refused below
+        for part in blocks(*kernel.shape, CACHED):
+            kernel[part] = rows(part)
+    if not all_finite(kernel):
+        raise ValueError(
+            f"compensation={name!r}: the survivors' weights no longer fit in {kernel.dtype} "
+            f"(largest |lambda| {report['lambda_max']:.3g}): use 'ridge', or a float32 model"
+        )
+    return kernel, report
+
+
+def check_compensation(name: str) -> None:
+    """Raises ValueError where there is no such compensation."""
+    if name not in COMPENSATIONS:
+        raise ValueError(f"compensation={name!r}: choose one of {COMPENSATIONS}")
+
+
+def _sum(problem: Problem) -> tuple[Rows, dict]:
+    weights, vectors = problem.weights, problem.vectors
+    if problem.merges is None:
+        groups = duplicate_groups(vectors[problem.kept])
+        alive = np.zeros(len(vectors), bool)
+        alive[problem.kept[groups]] = True  # the lowest of equal ones stands for all
+        into, squared = Neighbours(vectors, alive).nearest(problem.gone)
+        steps = zip(into.tolist(), problem.gone.tolist(), strict=True)
+    else:
+        steps = problem.merges.tolist()
+        last = {gone: into for into, gone in steps}
+        into = np.array([_root(last, gone) for gone in problem.gone.tolist()])
+        squared = _squared_distances(vectors, problem.gone, into)
+    changed: dict[int, np.ndarray] = {}
+
+    def row(neuron: int) -> np.ndarray:
+        return changed[neuron] if neuron in changed else weights.rows(np.array([neuron]))[0]
+
+    for survivor, removed in steps:
+        changed[survivor] = row(survivor) + row(removed)
+    report = _report(problem, np.ones(len(problem.gone)), squared)
+    return _changed_rows(problem, changed), report
+
+
+def _root(into: dict[int, int], neuron: int) -> int:
+    while neuron in into:
+        neuron = into[neuron]
+    return neuron
+
+
+def _scaled(problem: Problem) -> tuple[Rows, dict]:
+    into, factor, squared = _nearest_multiple(problem)
+    changed: dict[int, np.ndarray] = {}
+    for survivor, removed, c in zip(into.tolist(), problem.gone.tolist(), factor, strict=True):
+        if survivor not in changed:
+            changed[survivor] = problem.weights.rows(np.array([survivor]))[0]
+        changed[survivor] += c * problem.weights.rows(np.array([removed]))[0]
+    report = _report(problem, factor, squared)
+    return _changed_rows(problem, changed), report
+
+
+def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each neuron that goes: (survivor, its factor c, squared distance)."""
+    into = np.empty(len(problem.gone), np.int64)
+    factor, squared = np.empty(len(problem.gone)), np.empty(len(problem.gone))
+    gate = problem.gate
+    gate_squares, up_squares = problem.squares(problem.kept)
+    for part in blocks(len(problem.gone), len(problem.kept), _PRODUCTS):
+        gone = problem.vectors[problem.gone[part]].astype(np.float64)
+        lengths = np.einsum("mp,mp->m", gone, gone)[:, None]
+        distance, factors = np.empty((2, len(gone), len(problem.kept)))
+        for some in blocks(len(problem.kept), gone.shape[1], _PRODUCTS):
+            rest = problem.vectors[problem.kept[some]].astype(np.float64)
+            factors[:, some] = _factors(gone[:, gate:] @ rest[:, gate:].T, up_squares[some], gate)
+            distance[:, some] = gate_squares[some] - 2 * (gone[:, :gate] @ rest[:, :gate].T)
+        explained = factors**2 * up_squares
+        distance += lengths - explained
+        # The products round; what may be nearest is measured.
+        margin = 1e-12 * (lengths + gate_squares + explained)
+        limit = (distance + margin).min(axis=1, keepdims=True)
+        row, column = np.nonzero(distance - margin <= limit)
+        scale, measured = _measured_multiples(problem, part, row, column)
+        best = least_of_rows(row, measured, column)
+        into[part], factor[part] = problem.kept[column[best]], scale[best]
+        squared[part] = measured[best]
+    return into, factor, squared
+
+
+def _measured_multiples(
+    problem: Problem, part: slice, row: np.ndarray, column: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(c, squared distance) of pairs: neurons that go and survivors, by their places."""
+    c, squared = np.empty(len(row)), np.empty(len(row))
+    for some in blocks(len(row), problem.vectors.shape[1], _PRODUCTS):
+        gone = problem.vectors[problem.gone[part][row[some]]].astype(np.float64)
+        rest = problem.vectors[problem.kept[column[some]]].astype(np.float64)
+        up = rest[:, problem.gate :]
+        products = np.einsum("rp,rp->r", gone[:, problem.gate :], up)
+        c[some] = _factors(products, np.einsum("rp,rp->r", up, up), problem.gate)
+        up *= c[some, None]
+        gone -= rest
+        squared[some] = np.einsum("rp,rp->r", gone, gone)
+    return c, squared
+
+
+def _factors(products: np.ndarray, squares: np.ndarray, gated: int) -> np.ndarray:
+    """The best multiples of vectors with these squares; without a gate none is negative."""
+    c = np.divide(products, squares, out=np.zeros_like(products), where=squares > 0)
+    return c if gated else np.maximum(c, 0)
+
+
+def _least_squares(problem: Problem) -> tuple[Rows, dict]:
+    return _solved(problem, 0.0)
+
+
+def _ridge(problem: Problem) -> tuple[Rows, dict]:
+    return _solved(problem, RIDGE)
+
+
+def _solved(problem: Problem, ridge: float) -> tuple[Rows, dict]:
+    kept, weights = problem.kept, problem.weights
+    added, report = solve_together(problem.vectors, kept, problem.gone, weights.rows, ridge)
+    return lambda part: weights.rows(kept[part]) + added(part), report
+
+
+def _changed_rows(problem: Problem, changed: dict[int, np.ndarray]) -> Rows:
+    """Rows of the survivors: `changed`, the others as they were."""
+
+    def rows(part: slice) -> np.ndarray:
+        neurons = problem.kept[part]
+        found = problem.weights.rows(neurons)
+        for place, neuron in enumerate(neurons.tolist()):
+            if neuron in changed:
+                found[place] = changed[neuron]
+        return found
+
+    return rows
+
+
+def _squared_distances(vectors: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    squared = np.empty(len(a))
+    for part in blocks(len(a), vectors.shape[1], _PRODUCTS):
+        difference = vectors[a[part]].astype(np.float64) - vectors[b[part]]
+        squared[part] = np.einsum("rp,rp->r", difference, difference)
+    return squared
+
+
+def _report(problem: Problem, factors: np.ndarray, squared: np.ndarray) -> dict:
+    total = sum(float(squares.sum()) for squares in problem.squares(problem.gone))
+    return {
+        "lambda_norm": float(np.linalg.norm(factors)),
+        "lambda_max": float(np.abs(factors).max(initial=0.0)),
+        "residual": math.sqrt(float(squared.sum()) / total) if total else 0.0,
+        "condition": None,
+    }
+
+
+_METHODS: dict[str, Callable[[Problem], tuple[Rows, dict]]] = {
+    "sum": _sum,
+    "least_squares": _least_squares,
+    "ridge": _ridge,
+    "scaled": _scaled,
+}
+COMPENSATIONS = ("none", *_METHODS)

@@ -1,0 +1,165 @@
+"""Nearest neighbours among the incoming vectors of a layer, exact, without an m x m matrix.
+
+Which neighbour is nearest decides which neuron goes, so distances are sums of squared differences
+in float64. A product of matrices in the vectors' own type only says which few columns to look at:
+its error is bounded (|fl(a.b) - a.b| <= p u |a| |b|, u the unit roundoff), and every column that
+could be nearest within that bound is measured exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from ffn_heterogeneity.surgery.weights import blocks
+
+# Columns remembered for each vector. A neuron near to all others is often among the first to go,
+# and all others then need their next one: in the models at hand none needed more than the 14th.
+REMEMBERED = 32
+# Elements of a block: a few of these are in memory at a time.
+BLOCK = 1 << 21
+
+
+def duplicate_groups(points: np.ndarray) -> np.ndarray:
+    """[m]: for each row of `points` [m, p] the lowest index of a row equal to it."""
+    first: dict[bytes, int] = {}
+    groups = np.empty(len(points), np.int64)
+    for i, row in enumerate(points):
+        # Adding 0 turns -0.0, which is equal to 0.0, into 0.0.
+        groups[i] = first.setdefault(hashlib.sha256((row + 0).tobytes()).digest(), i)
+    return groups
+
+
+class Neighbours:
+    """Nearest living row of `points` for any row; rows die one by one.
+
+    Attributes:
+      points: [m, p] float32 or float64, no entry larger than 1.
+      alive: [m] bool.
+    """
+
+    def __init__(self, points: np.ndarray, alive: np.ndarray, remembered: int = REMEMBERED):
+        m, p = points.shape
+        self.points, self.alive = points, alive.copy()
+        self.squares = np.empty(m)
+        for part in blocks(m, p, BLOCK):
+            rows = points[part].astype(np.float64)
+            self.squares[part] = np.einsum("mp,mp->m", rows, rows)
+        limits = np.finfo(points.dtype)
+        # 2 p u |a| |b| <= p u (|a|^2 + |b|^2), and a few roundings beside the product; below the
+        # normal numbers errors are absolute.
+        self._relative = 1.01 * (p + 16) * float(limits.eps) / 2
+        self._absolute = 4 * p * float(limits.tiny)
+        kept = min(remembered, m)
+        self._columns = np.zeros((m, kept), np.int32)
+        # Bounds from below of squared distances, without the row's own share (`_bound`).
+        self._lower = np.full((m, kept), np.inf)
+        # ... of every living column that is not remembered: nothing is known yet.
+        self._beyond = np.full(m, -np.inf)
+
+    def remove(self, row: int) -> None:
+        """From now on `row` is nobody's neighbour."""
+        self.alive[row] = False
+
+    def nearest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(index [r] of the nearest other living row, its squared distance [r] in float64).
+
+        Of equally near ones the lowest index.
+
+        Raises:
+          ValueError: no other row lives.
+        """
+        rows = np.asarray(rows, np.int64)
+        if self.alive.sum() < 2:
+            lonely = rows if not self.alive.any() else rows[self.alive[rows]]
+            if lonely.size:
+                raise ValueError(f"neuron {lonely[0]} has no neighbour left")
+        index, distance = np.empty(len(rows), np.int64), np.empty(len(rows))
+        known = self._beyond[rows] > -np.inf
+        sure = np.zeros(len(rows), bool)
+        if known.any():
+            found = self._from_memory(rows[known])
+            index[known], distance[known], sure[known] = found
+        step = max(1, BLOCK // len(self.points))
+        left = np.flatnonzero(~sure)
+        for start in range(0, len(left), step):
+            part = left[start : start + step]
+            index[part], distance[part] = self._from_products(rows[part])
+        return index, distance
+
+    def _bound(self, rows: np.ndarray) -> np.ndarray:
+        """What `_lower` leaves out."""
+        return (1 - self._relative) * self.squares[rows] - self._absolute
+
+    def _from_memory(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(index, distance, whether they are certain) from the remembered columns."""
+        columns = self._columns[rows]
+        lower = np.where(self.alive[columns], self._lower[rows], np.inf)
+        lower += self._bound(rows)[:, None]
+        index, distance = self._exact(rows, columns, lower)
+        return index, distance, self._beyond[rows] + self._bound(rows) > distance
+
+    def _from_products(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(index, distance) from the products with all columns, some of which are remembered."""
+        base = np.where(self.alive, (1 - self._relative) * self.squares, np.inf)
+        lower = (-2 * self.points[rows]) @ self.points.T
+        lower += base.astype(lower.dtype)
+        lower[np.arange(len(rows)), rows] = np.inf
+        kept = self._columns.shape[1]
+        if kept < len(self.points):
+            order = np.argpartition(lower, kept, axis=1)
+            beyond = np.take_along_axis(lower, order[:, kept : kept + 1], axis=1)[:, 0]
+            columns = order[:, :kept]
+        else:
+            columns = np.broadcast_to(np.arange(kept), lower.shape)
+            beyond = np.full(len(rows), np.inf)
+        self._columns[rows] = columns
+        self._lower[rows] = np.take_along_axis(lower, columns, axis=1)
+        self._beyond[rows] = beyond
+        index, distance, sure = self._from_memory(rows)
+        if not sure.all():
+            # More columns than are remembered may be nearest: all of them are measured.
+            some = rows[~sure]
+            wide = lower[~sure] + self._bound(some)[:, None]
+            everyone = np.broadcast_to(np.arange(len(self.points)), wide.shape)
+            index[~sure], distance[~sure] = self._exact(some, everyone, wide)
+        return index, distance
+
+    def _exact(
+        self, rows: np.ndarray, columns: np.ndarray, lower: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest of `columns` [r, k], whose squared distances are at least `lower` [r, k]."""
+        place = lower.argmin(axis=1)
+        index = np.take_along_axis(columns, place[:, None], axis=1)[:, 0].astype(np.int64)
+        distance = self._measure(rows, index)
+        dead = np.isinf(lower[np.arange(len(rows)), place])
+        distance[dead] = np.inf
+        maybe = (lower <= distance[:, None]) & ~np.isinf(lower)
+        maybe[np.arange(len(rows)), place] = False
+        row, place = np.nonzero(maybe)
+        if not row.size:
+            return index, distance
+        others = columns[row, place].astype(np.int64)
+        row = np.concatenate([np.arange(len(rows)), row])
+        others = np.concatenate([index, others])
+        found = np.concatenate(
+            [distance, self._measure(rows[row[len(rows) :]], others[len(rows) :])]
+        )
+        best = least_of_rows(row, found, others)
+        return others[best], found[best]
+
+    def _measure(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """|a - b|^2 [r] of pairs, float64."""
+        distance = np.empty(len(rows))
+        for part in blocks(len(rows), self.points.shape[1], BLOCK):
+            difference = self.points[rows[part]].astype(np.float64)
+            difference -= self.points[columns[part]]
+            distance[part] = np.einsum("rp,rp->r", difference, difference)
+        return distance
+
+
+def least_of_rows(row: np.ndarray, value: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Places of the least `value` of each `row`, of equal ones that of the lowest `index`."""
+    order = np.lexsort((index, value, row))
+    return order[np.unique(row[order], return_index=True)[1]]

@@ -1,0 +1,99 @@
+"""What is to be removed from a model: by which criterion, how much, where; and the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ffn_heterogeneity.surgery.compensation import check_compensation
+from ffn_heterogeneity.surgery.criteria import SIMILARITY, check_criterion, layer_scores
+from ffn_heterogeneity.surgery.selection import (
+    highest,
+    layer_subset,
+    removal_count,
+    select_global,
+)
+from ffn_heterogeneity.surgery.similarity import merges
+
+# How many neurons a layer loses, or, where layers were compared with each other, which.
+Cut = int | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One removal.
+
+    Attributes:
+      criterion, reverse, seed: as in `criteria.layer_scores`, or criterion "similarity".
+      ratio, count: one of them, as in `selection.removal_count`.
+      layers: as in `selection.layer_subset`.
+      budget: "layer" (each chosen layer loses its share) or "global" (one budget over them all).
+      compensation: what the survivors take over (`compensation.COMPENSATIONS`).
+    """
+
+    criterion: str
+    ratio: float | None = None
+    count: int | None = None
+    layers: str | Sequence[int] = "all"
+    budget: str = "layer"
+    reverse: bool = False
+    seed: int = 0
+    compensation: str = "none"
+
+    def check(self) -> None:
+        """Refuses what is wrong whatever the model.
+
+        Raises:
+          ValueError: names the value and the way out.
+        """
+        check_criterion(self.criterion, self.budget)
+        check_compensation(self.compensation)
+        if self.count is None:
+            removal_count(1, ratio=self.ratio)
+
+    def cuts(self, widths: Sequence[int], leaves: Callable[[int], dict]) -> dict[int, Cut]:
+        """{layer: how many of its neurons go, or which}, chosen layers only, ascending.
+
+        Args:
+          widths: of all layers.
+          leaves: layer -> its FFN leaves; called only where layers compete.
+
+        Raises:
+          ValueError: an argument is out of its range; the message names it and the value.
+        """
+        self.check()
+        chosen = layer_subset(self.layers, len(widths))
+        how_much = {"ratio": self.ratio, "count": self.count}
+        if self.budget == "layer":
+            return {layer: removal_count(widths[layer], **how_much) for layer in chosen}
+        # Sizes are checked before any score is computed.
+        select_global({i: np.zeros(widths[i]) for i in chosen}, **how_much)
+        options = {"seed": self.seed, "reverse": self.reverse}
+        scores = {i: layer_scores(self.criterion, leaves(i), layer=i, **options) for i in chosen}
+        return select_global(scores, **how_much)
+
+    def choose(self, ffn: dict, layer: int, cut: Cut) -> tuple[np.ndarray, np.ndarray | None]:
+        """(the neurons of one layer that go, ascending; the merges that led there, or None).
+
+        The merges are those of `similarity.merges`. Its reverse removes the neurons that would go
+        last, the very last included [ours]; nothing is merged then.
+
+        Raises:
+          ValueError: non-finite weights; the message names the layer.
+        """
+        if not isinstance(cut, int):
+            return np.sort(cut), None
+        if self.criterion != SIMILARITY:
+            options = {"seed": self.seed, "reverse": self.reverse}
+            return highest(layer_scores(self.criterion, ffn, layer=layer, **options), cut), None
+        width = ffn["down"]["kernel"].shape[0]
+        try:
+            steps = merges(ffn, width - 1 if self.reverse else cut)
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: {error}") from None
+        if not self.reverse:
+            return np.sort(steps[:, 1]), steps
+        last = np.setdiff1d(np.arange(width), steps[:, 1])
+        return np.sort(np.append(steps[:, 1], last)[width - cut :]), None

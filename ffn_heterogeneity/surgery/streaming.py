@@ -1,0 +1,239 @@
+"""Neuron removal from checkpoint to checkpoint: one layer in memory at a time, never the model.
+
+The surgery of a layer is `reduce.reduce_layer`, which tensors are whose says the family
+(`models/families`), and the bytes of the result are those of the model reduced in memory and
+written by `save_pretrained`. Tensors that stay as they are are copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from etils import epath
+from tqdm import tqdm
+
+from ffn_heterogeneity.io import huggingface, safetensors
+from ffn_heterogeneity.io.assemble import Stored, check_names, checked
+from ffn_heterogeneity.io.export import (
+    MAX_SHARD_BYTES,
+    choose_form,
+    local_directory,
+    pad,
+    write_configs,
+)
+from ffn_heterogeneity.io.files import remove_leftovers, write_json
+from ffn_heterogeneity.io.pieces import Pieces, Spec, open_pieces
+from ffn_heterogeneity.io.read_ahead import read_ahead
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import (
+    Family,
+    Rule,
+    count_parameters,
+    expected_shapes,
+    family_by_name,
+)
+from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.surgery.plan import Cut, Plan
+from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
+from ffn_heterogeneity.surgery.weights import by_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A directory of safetensors: names, shapes and types are checked, values when they are read.
+
+    Attributes:
+      by_layer: the family's rules for tensors of each layer's FFN.
+    """
+
+    directory: Path
+    config: ModelConfig
+    family: Family
+    by_layer: dict[int, list[Rule]]
+    tensors: dict[str, Stored]
+    _bytes: dict[str, tuple[int, int]]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as it lies in its file.
+
+        Raises:
+          CheckpointError: NaN or infinity.
+        """
+        stored = self.tensors[name]
+        return checked(name, stored, stored.shape, True)
+
+    def place(self, name: str) -> tuple[str, int, int]:
+        """(file, first byte, end) of the tensor."""
+        return self.tensors[name].file, *self._bytes[name]
+
+    def leaves(self, layer: int) -> dict[str, np.ndarray]:
+        """{path: leaf} of all rules that hold something of the layer's FFN."""
+        found = {}
+        for rule in self.by_layer[layer]:
+            found |= zip(rule.paths, rule.load([self.read(n) for n in rule.names]), strict=True)
+        return found
+
+    def ffn(self, layer: int) -> dict:
+        """The layer's FFN leaves."""
+        return _ffn_of(self.leaves(layer), layer)
+
+
+def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
+    """Opens a directory; no value is read but those of a head beside tied embeddings.
+
+    Raises:
+      CheckpointError: as `huggingface.read_pretrained`, values apart.
+    """
+    directory = Path(directory)
+    config = huggingface.read_config(directory)
+    family = family_by_name(config.family)
+    rules = family.rules(config)
+    tensors = {
+        name: Stored(view.shape, str(file), lambda view=view: view)
+        for name, (view, file) in safetensors.open_directory(directory).items()
+    }
+    check_names(config, rules, tensors, list(family.redundant))
+    shapes, by_layer = expected_shapes(config), {}
+    for rule in rules:
+        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
+            checked(name, tensors[name], shape, check_finite=False)
+        for layer in {int(m[1]) for p in rule.paths if (m := re.match(r"layers/(\d+)/ffn/", p))}:
+            by_layer.setdefault(layer, []).append(rule)
+    places: dict[str, tuple[int, int]] = {}
+    for file in {stored.file for stored in tensors.values()}:
+        places |= safetensors.places(file)
+    return Checkpoint(directory, config, family, by_layer, tensors, places)
+
+
+def compress_directory(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    plan: Plan,
+    *,
+    export: str = "auto",
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> dict:
+    """Writes the smaller model of `source` to `target`, which appears whole or not at all.
+
+    Weights and config.json are those that the model in memory would give; generation_config.json
+    and the tokenizer's files are copied. A former `target` is replaced.
+
+    Args:
+      export, dtype, max_shard_bytes: as in `save_pretrained`.
+
+    Returns:
+      What `results.json` holds; also in `target`/removed_neurons.json.
+
+    Raises:
+      ValueError, CheckpointError: as `compress.run`.
+    """
+    checkpoint = open_checkpoint(source)
+    cuts = plan.cuts(checkpoint.config.ffn_widths, checkpoint.ffn)
+    widths = enumerate(checkpoint.config.ffn_widths)
+    smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
+    written, native = choose_form(smaller, export)
+    specs = _specs(checkpoint, written, dtype)
+    target = epath.Path(target)
+    remove_leftovers(target)
+    with local_directory(target) as temporary:
+        temporary.mkdir()
+        with open_pieces(temporary, specs, max_shard_bytes) as pieces:
+            removed, reports = _write(checkpoint, written, plan, cuts, pieces)
+        write_configs(temporary, written, {spec.dtype for spec in specs.values()}, native)
+        for pattern in ("generation_config.json", *huggingface.TOKENIZER_FILES):
+            for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
+                shutil.copyfile(file, temporary / file.name)
+        configs = (checkpoint.config, smaller)
+        counts = [count_parameters(config)["total"] for config in configs]
+        results = results_of(plan, configs, counts, removed, reports)
+        write_json(temporary / "removed_neurons.json", results)
+    return results
+
+
+def _specs(checkpoint: Checkpoint, written: ModelConfig, dtype: Any) -> dict[str, Spec]:
+    shapes = expected_shapes(written)
+    specs = {}
+    for rule in checkpoint.family.rules(written):
+        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
+            stored = checkpoint.tensors[name].load().dtype
+            specs[name] = Spec(shape, np.dtype(stored if dtype is None else dtype))
+    return specs
+
+
+def _write(
+    checkpoint: Checkpoint,
+    written: ModelConfig,
+    plan: Plan,
+    cuts: dict[int, Cut],
+    pieces: Pieces,
+) -> tuple[dict[int, np.ndarray], list[dict]]:
+    """All tensors, file by file; (removed neurons by layer, reports of the compensation)."""
+    shapes = expected_shapes(written)
+    removed = {layer: np.zeros(0, np.int64) for layer in cuts}
+    reports = {}
+    changed = {layer for layer, cut in cuts.items() if _size(cut)}
+    widths = zip(written.ffn_widths, checkpoint.config.ffn_widths, strict=True)
+    rewritten = changed | {layer for layer, (new, old) in enumerate(widths) if new != old}
+    turns = _turns(checkpoint, rewritten, pieces.order)
+    order = [name for _, names in turns for name in names]
+    bar = tqdm(total=len(order), unit="tensor", desc="writing", mininterval=1.0)
+    with bar, read_ahead([checkpoint.place(name) for name in order]) as reach:
+        for layer, names in turns:
+            reach(order.index(names[0]))
+            bar.update(len(names))
+            if layer is None:
+                pieces.write(names[0], checkpoint.read(names[0]))
+                continue
+            leaves = checkpoint.leaves(layer)
+            ffn = _ffn_of(leaves, layer)
+            if layer in changed:
+                ffn, removed[layer], reports[layer] = reduce_layer(
+                    ffn, plan, layer=layer, cut=cuts[layer]
+                )
+            for path, leaf in flatten(ffn).items():
+                path = f"layers/{layer}/ffn/{path}"
+                leaves[path] = pad(leaf, shapes[path])
+            for rule in checkpoint.by_layer[layer]:
+                saved = rule.save([leaves[path] for path in rule.paths])
+                for name, array in zip(rule.names, saved, strict=True):
+                    pieces.write(name, by_rows(array))
+    return removed, [reports[layer] for layer in sorted(reports) if reports[layer]]
+
+
+def _turns(
+    checkpoint: Checkpoint, rewritten: set[int], order: Sequence[str]
+) -> list[tuple[int | None, list[str]]]:
+    """What is done one after the other: (None, [a tensor to copy]) or (layer, all its tensors)."""
+    owners = {
+        name: layer
+        for layer in rewritten
+        for rule in checkpoint.by_layer[layer]
+        for name in rule.names
+    }
+    turns: list[tuple[int | None, list[str]]] = []
+    begun = set()
+    for name in order:
+        layer = owners.get(name)
+        if layer is None:
+            turns.append((None, [name]))
+        elif layer not in begun:
+            begun.add(layer)
+            turns.append((layer, [name for name in owners if owners[name] == layer]))
+    return turns
+
+
+def _size(cut: Cut) -> int:
+    return cut if isinstance(cut, int) else len(cut)
+
+
+def _ffn_of(leaves: dict[str, np.ndarray], layer: int) -> dict:
+    prefix = f"layers/{layer}/ffn/"
+    return unflatten({p.removeprefix(prefix): x for p, x in leaves.items() if p.startswith(prefix)})

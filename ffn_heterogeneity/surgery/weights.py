@@ -1,0 +1,143 @@
+"""A layer's FFN weights as surgery reads them: effective, finite, neuron by neuron, on the host.
+
+Whatever the memory layout of the leaves (a file holds the transposed kernels), the values are the
+same and are added up in the same order, so the same neurons go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from ffn_heterogeneity.io.assemble import all_finite
+from ffn_heterogeneity.losses.nucl_exact import exact_kernel
+from ffn_heterogeneity.models.linear import effective_kernel
+
+# float64 numbers of a block: it and what is computed of it stay in a core's cache.
+CACHED = 1 << 15
+_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """W as the forward pass uses it, one row per neuron.
+
+    Attributes:
+      kernel: [m, n], contiguous rows, masked and adapted, in its own dtype.
+      scale: `neuron_scale` in float64 [m], or None; row i of W is scale_i kernel_i.
+    """
+
+    kernel: np.ndarray
+    scale: np.ndarray | None
+
+    def rows(self, which: slice | np.ndarray) -> np.ndarray:
+        """Those rows of W, a float64 copy."""
+        rows = self.kernel[which].astype(np.float64)
+        if self.scale is not None:
+            rows *= self.scale[which, None]
+        return rows
+
+    def blocks(self, elements: int = CACHED) -> Iterator[tuple[slice, np.ndarray]]:
+        """(slice, rows) over all neurons."""
+        for part in blocks(*self.kernel.shape, elements):
+            yield part, self.rows(part)
+
+
+def outgoing(ffn: dict) -> Outgoing:
+    """The layer's outgoing weights.
+
+    Raises:
+      ValueError: a weight is NaN or infinite.
+    """
+    kernel = finite_kernel(ffn["down"], "ffn/down/kernel")
+    scale = None
+    if "neuron_scale" in ffn:
+        scale = np.asarray(ffn["neuron_scale"]).astype(np.float64)
+        if not np.isfinite(scale).all():
+            raise ValueError("ffn/neuron_scale holds NaN or infinity: check the checkpoint")
+    return Outgoing(by_rows(kernel), scale)
+
+
+def incoming(ffn: dict) -> tuple[np.ndarray, int]:
+    """(e [m, p], one row per neuron; how many of its p coordinates belong to "gate").
+
+    e is the column and bias of "gate", where there is one, then those of "up" [ours: Srinivas &
+    Babu know no gates]. All are multiplied by one power of two, so that no entry is larger than
+    1: ratios stay. float64 where a leaf is, else float32.
+
+    Raises:
+      ValueError: a weight is NaN or infinite.
+    """
+    parts, gate = [], 0
+    for name in ("gate", "up"):
+        if name not in ffn:
+            continue
+        parts.append(finite_kernel(ffn[name], f"ffn/{name}/kernel"))
+        if "bias" in ffn[name]:
+            parts.append(np.asarray(ffn[name]["bias"])[None])
+            if not all_finite(parts[-1]):
+                raise ValueError(f"ffn/{name}/bias holds NaN or infinity: check the checkpoint")
+        if name == "gate":
+            gate = sum(map(len, parts))
+    dtype = np.float64 if any(part.dtype == np.float64 for part in parts) else np.float32
+    vectors = np.empty((parts[0].shape[1], sum(map(len, parts))), dtype)
+    start = 0
+    for part in parts:
+        copy_tiles(vectors[:, start : start + len(part)], part.T)
+        start += len(part)
+    _at_most_one(vectors)
+    return vectors, gate
+
+
+def finite_kernel(leaves: dict, name: str) -> np.ndarray:
+    """The effective kernel on the host, in its own dtype.
+
+    Raises:
+      ValueError: a weight is NaN or infinite; the message says `name` and the place.
+    """
+    kernel = np.asarray(effective_kernel(leaves))
+    if not all_finite(kernel if kernel.flags.c_contiguous else kernel.T):
+        exact_kernel(leaves, name)
+    return kernel
+
+
+def by_rows(kernel: np.ndarray) -> np.ndarray:
+    """`kernel` with contiguous rows: itself, or a copy."""
+    if kernel.flags.c_contiguous:
+        return kernel
+    copy = np.empty(kernel.shape, kernel.dtype)
+    copy_tiles(copy, kernel)
+    return copy
+
+
+def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
+    """target[:] = source, five times faster where one is stored as the other's transpose."""
+    for a in range(0, source.shape[0], _TILE):
+        for b in range(0, source.shape[1], _TILE):
+            tile = (slice(a, a + _TILE), slice(b, b + _TILE))
+            target[tile] = source[tile]
+
+
+def blocks(rows: int, width: int, elements: int) -> list[slice]:
+    """Slices of `rows` rows of `width` elements, each of at most `elements`."""
+    step = max(1, elements // max(width, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def power_of_two(kernel: np.ndarray) -> int:
+    """The least e such that no entry is larger than 2^e; 0 where all are 0."""
+    largest = 0.0
+    for part in blocks(*kernel.shape, CACHED):
+        found = np.abs(kernel[part]).max()
+        largest = max(largest, float(found))
+    return int(np.frexp(largest)[1])
+
+
+def _at_most_one(vectors: np.ndarray) -> None:
+    exponent = power_of_two(vectors)
+    if exponent == 0:
+        return
+    for part in blocks(*vectors.shape, CACHED):
+        np.ldexp(vectors[part], -exponent, out=vectors[part])

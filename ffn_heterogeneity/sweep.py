@@ -1,0 +1,119 @@
+"""Sweeps: which points of a config to run, written beside its `get_config`.
+
+A config file may define `SWEEPS`, a dict from the name of a sweep to its points, or to a function
+of the config that returns them (where they depend on the model, say), and `KIND`, what runs them
+(`sweep_run.KINDS`). Points are made by combinators, from tables of config keys and values:
+
+    KIND = "train"
+    SWEEPS = {
+        "alpha": product({"nucl.variant": ("mstd", "gini"), "nucl.alpha": (0.0, 1.0, 10.0)}),
+        "rows": chain(point("plain", {"nucl.alpha": 0.0}), {"nucl.targets": (("ffn_out",),)}),
+    }
+
+A point's name is its directory and its row in a table: given, or made of its settings
+("variant=mstd,alpha=10").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its name, and the config keys it sets."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+Sweep = tuple[Point, ...]
+# What combinators take: points, or config keys with the values each is to have.
+Part = Sweep | Mapping[str, Sequence[Any]]
+
+
+def point(name: str, settings: Mapping[str, Any] | None = None) -> Sweep:
+    """One point with a name of its own; without settings it is the config as it is."""
+    return (Point(name, dict(settings or {})),)
+
+
+def product(*parts: Part) -> Sweep:
+    """Every combination, the last part (or key) changing fastest.
+
+    Raises:
+      ValueError: two parts set the same key, or a key has no values.
+    """
+    axes = [axis for part in parts for axis in _axes(part)]
+    return tuple(_merged(points) for points in itertools.product(*axes))
+
+
+def zipped(*parts: Part) -> Sweep:
+    """The first of every part (or key) together, then the second of every one, and so on.
+
+    Raises:
+      ValueError: the parts are not equally long, or two of them set the same key.
+    """
+    axes = [axis for part in parts for axis in _axes(part)]
+    lengths = [len(axis) for axis in axes]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"zipped parts have {lengths} points: give each equally many")
+    return tuple(_merged(points) for points in zip(*axes, strict=True))
+
+
+def chain(*parts: Part) -> Sweep:
+    """One part after the other (of a table: one key after the other, each alone)."""
+    return tuple(itertools.chain.from_iterable(axis for part in parts for axis in _axes(part)))
+
+
+def check_sweep(points: Sequence[Point]) -> None:
+    """Refuses what cannot be a sweep.
+
+    Raises:
+      ValueError: no point, two of one name, or a name that is no plain directory name.
+    """
+    if not points:
+        raise ValueError("the sweep has no point")
+    names = [one.name for one in points]
+    for one in names:
+        if not re.fullmatch(r"\w[\w.,=+-]*", one):
+            raise ValueError(f"point {one!r}: a name is made of letters, digits and _ . , = + -")
+        if names.count(one) > 1:
+            raise ValueError(f"two points are named {one!r}: give each its own name")
+
+
+def _axes(part: Part) -> list[Sweep]:
+    """A table's keys, each as points; points are one axis."""
+    if not isinstance(part, Mapping):
+        return [tuple(part)]
+    for key, values in part.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ValueError(f"sweep over {key}={values!r}: give a tuple of values")
+    return [
+        tuple(Point(f"{key.rpartition('.')[2]}={_text(value)}", {key: value}) for value in values)
+        for key, values in part.items()
+    ]
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    def merge(first: Point, second: Point) -> Point:
+        both = sorted(set(first.settings) & set(second.settings))
+        if both:
+            raise ValueError(f"two parts of a sweep set {both[0]!r}")
+        return Point(f"{first.name},{second.name}", {**first.settings, **second.settings})
+
+    return functools.reduce(merge, points)
+
+
+def _text(value: Any) -> str:
+    """A value as part of a directory's name."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, (list, tuple)):
+        return "+".join(map(_text, value)) or "none"
+    return re.sub(r"[^\w.+-]+", "_", str(value))

@@ -1,0 +1,102 @@
+"""Points of a sweep as jobs of a cluster, through submitit (extra `slurm`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
+OWN_OPTIONS = ("cluster", "parallel")
+# Minutes; submitit's own default is 5.
+TIMEOUT = 24 * 60
+WAIT = 0.5
+
+
+def run_jobs(
+    function: Callable[..., str | None],
+    jobs: Mapping[str, tuple],
+    folder: str | os.PathLike,
+    options: str = "",
+) -> dict[str, str]:
+    """Runs `function(*arguments)` for every job, each in a process of its own, and waits.
+
+    Jobs of a cluster go on where this process is ended; started again, the sweep skips what they
+    have finished by then. A job killed half-way goes on from its checkpoint in the next sweep.
+
+    Args:
+      function: returns what went wrong in one line, or None.
+      jobs: name -> arguments, which are pickled.
+      folder: for submitit's files and the logs of the jobs.
+      options: "key=value,key=value" of submitit's `update_parameters`, and of ours: "cluster"
+        (slurm | local | debug; default: slurm where there is one) and "parallel", how many jobs
+        run at once (default: all on a cluster, one at a time locally).
+
+    Returns:
+      name -> what went wrong, of the jobs that failed.
+
+    Raises:
+      ImportError: submitit is not installed.
+      ValueError: the options are not understood.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise ImportError(
+            "--launcher=submitit needs the package submitit: pip install 'ffn-heterogeneity[slurm]'"
+        ) from None
+    values = parse_options(options)
+    own = {key: values.pop(key) for key in OWN_OPTIONS if key in values}
+    executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster=own.get("cluster"))
+    parallel = own.get("parallel", 1 if executor.cluster != "slurm" else 0)
+    if not isinstance(parallel, int) or parallel < 0:
+        raise ValueError(f"--submitit: parallel={parallel!r}, a number of jobs is needed")
+    try:
+        executor.update_parameters(**{"timeout_min": TIMEOUT, "name": "sweep"} | values)
+    except (NameError, TypeError) as error:
+        raise ValueError(f"--submitit={options!r}: {error}") from None
+    return _wait(executor, function, dict(jobs), parallel or len(jobs))
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """{"timeout_min": 60, "slurm_partition": "gpu"} of "timeout_min=60,slurm_partition=gpu".
+
+    Raises:
+      ValueError: a part without "=".
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--submitit={text!r}: write key=value,key=value")
+        found[key.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return found
+
+
+def _wait(executor, function, waiting: dict[str, tuple], parallel: int) -> dict[str, str]:
+    """Keeps `parallel` jobs running until none is left."""
+    from tqdm import tqdm
+
+    running, failed = {}, {}
+    with tqdm(total=len(waiting), unit="job", desc="sweep", disable=None, file=sys.stderr) as bar:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                name = next(iter(waiting))
+                running[name] = executor.submit(function, *waiting.pop(name))
+                tqdm.write(f"{name}: job {running[name].job_id}", file=sys.stderr)
+            for name in [name for name, job in running.items() if job.done()]:
+                if error := _outcome(running.pop(name)):
+                    failed[name] = error
+                tqdm.write(f"{name}: {failed.get(name, 'finished')}", file=sys.stderr)
+                bar.update()
+            if running:
+                time.sleep(WAIT)
+    return failed
+
+
+def _outcome(job) -> str | None:
+    """What the function returned; a job that was killed, or ran out of time, returned nothing."""
+    error = job.exception()
+    return f"the job ended without a result, see {job.paths.stderr}" if error else job.result()

@@ -1,0 +1,42 @@
+"""Runs a sweep that a config file defines: every point in its own directory, resumably.
+
+Example:
+  python scripts/sweep.py --config=configs/nucl_finetune.py:HuggingFaceTB/SmolLM2-135M,gsm8k \\
+      --sweep=alpha --workdir=runs/alpha
+  python scripts/sweep.py --config=configs/prune_table.py --sweep=criteria --workdir=runs/table4
+  python scripts/sweep.py ... --print                  one command a line, for many machines
+  python scripts/sweep.py ... --launcher=submitit --submitit=slurm_partition=gpu,gpus_per_node=1
+
+Writes <workdir>/sweep.json and <workdir>/<point>/. The same command again skips what is finished
+and continues what was stopped. Points that differ only in weights, rates or seeds share one
+compiled program. A point that fails is named at the end (exit code 2); the others run.
+"""
+
+import sys
+
+from absl import flags
+
+from ffn_heterogeneity import cli, sweep_run
+
+CONFIG = "configs/nucl_finetune.py"
+SWEEP = flags.DEFINE_string("sweep", "", "Its name in the config file's SWEEPS.")
+ONLY = flags.DEFINE_list("only", [], "Run these points alone.")
+PRINT = flags.DEFINE_bool("print", False, "Run nothing: print one command a line.")
+LAUNCHER = flags.DEFINE_enum(
+    "launcher", "local", sweep_run.LAUNCHERS, "In this process, or one job a point."
+)
+SUBMITIT = flags.DEFINE_string(
+    "submitit", "", "Options of the jobs: timeout_min=600,parallel=4,slurm_partition=gpu,..."
+)
+
+
+def main(config, workdir) -> None:
+    _, spec = cli.config_first(sys.argv, cli.beside_script(CONFIG))
+    sweep_run.run(
+        config, workdir, spec=spec, sweep=SWEEP.value, only=ONLY.value,
+        launcher=LAUNCHER.value, commands=PRINT.value, submitit=SUBMITIT.value,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    cli.launch(main, "sweep", CONFIG)

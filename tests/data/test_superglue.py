@@ -1,0 +1,320 @@
+"""SuperGLUE, DPR and MBPP as text: the published forms, official and hub fields, bad rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ffn_heterogeneity.data.mixtures import open_task, questions
+from ffn_heterogeneity.data.sources import DataError, open_source
+from ffn_heterogeneity.data.tasks import Fields, get_task
+
+PASSAGE = 'Ann met Bob."\n@highlight\nBob left\n@highlight\nAnn stayed'
+
+
+def span(word, start):
+    at = PASSAGE.index(word, start)
+    return {"start": at, "end": at + len(word) - 1}
+
+
+SPANS = [span("Bob", 0), span("Ann", 0), span("Bob", 12)]
+ANSWERS = [span | {"text": PASSAGE[span["start"] : span["end"] + 1]} for span in SPANS]
+WSC_TARGET = {"span1_text": "Ann", "span1_index": 0, "span2_text": "she", "span2_index": 2}
+
+# task: official row, the same row of the hub, prompts and targets in training.
+FORMS = {
+    "boolq": (
+        {"question": "is it", "passage": "It is.", "idx": 3, "label": True},
+        {"question": "is it", "passage": "It is.", "idx": 3, "label": 1},
+        [("boolq passage: It is. question: is it\n", "True")],
+    ),
+    "cb": (
+        {"premise": "P.", "hypothesis": "H", "label": "neutral", "idx": 0},
+        {"premise": "P.", "hypothesis": "H", "label": 2, "idx": 0},
+        [("cb hypothesis: H premise: P.\n", "neutral")],
+    ),
+    "copa": (
+        {"premise": "P.", "choice1": "A.", "choice2": "B.", "question": "effect", "label": 1},
+        None,
+        [("copa choice1: A. choice2: B. premise: P. question: effect\n", "choice2")],
+    ),
+    "multirc": (
+        {
+            "idx": 6,
+            "version": 1.1,
+            "passage": {
+                "text": "<b>Sent 1: </b>One.<br>Two.",
+                "questions": [
+                    {
+                        "question": "Which?",
+                        "idx": 56,
+                        "answers": [
+                            {"text": "One", "idx": 0, "label": 1},
+                            {"text": "Six", "idx": 1, "label": 0},
+                        ],
+                    },
+                    {
+                        "question": "Why?",
+                        "idx": 57,
+                        "answers": [{"text": "No", "idx": 2, "label": 0}],
+                    },
+                ],
+            },
+        },
+        None,
+        [
+            ("multirc question: Which? answer: One paragraph: Sent 1: One. Two.\n", "True"),
+            ("multirc question: Which? answer: Six paragraph: Sent 1: One. Two.\n", "False"),
+            ("multirc question: Why? answer: No paragraph: Sent 1: One. Two.\n", "False"),
+        ],
+    ),
+    "record": (
+        {
+            "idx": 4,
+            "passage": {"text": PASSAGE, "entities": SPANS},
+            "qas": [{"query": "@placeholder left", "idx": 9, "answers": ANSWERS}],
+        },
+        {
+            "passage": PASSAGE,
+            "query": "@placeholder left",
+            "entities": ["Ann", "Bob"],
+            "answers": ["Ann", "Bob"],
+            "idx": {"passage": 4, "query": 9},
+        },
+        [
+            (
+                "record query: @placeholder left entities: Ann, Bob passage: "
+                'Ann met Bob." Bob left. Ann stayed\n',
+                answer,
+            )
+            for answer in ("Ann", "Bob")
+        ],
+    ),
+    "rte": (
+        {"premise": "P.", "hypothesis": "H.", "label": "not_entailment", "idx": 0},
+        {"premise": "P.", "hypothesis": "H.", "label": 1, "idx": 0},
+        [("rte hypothesis: H. premise: P.\n", "not_entailment")],
+    ),
+    "wic": (
+        {"word": "cut", "sentence1": "A cut.", "sentence2": "Cut it.", "label": False, "start1": 2},
+        {"word": "cut", "sentence1": "A cut.", "sentence2": "Cut it.", "label": 0},
+        [("wic sentence1: A cut. sentence2: Cut it. word: cut\n", "False")],
+    ),
+    "wsc": (
+        {"text": "Ann said she left.", "target": WSC_TARGET, "label": True, "idx": 0},
+        {"text": "Ann said she left.", **WSC_TARGET, "label": 1, "idx": 0},
+        [("wsc: Ann said *she* left.\n", "Ann")],
+    ),
+    "dpr": (
+        {
+            "sentence": "If Ann asks Sue, she answers as she can.",
+            "pronoun": "she",
+            "candidates": ["Ann", "Sue"],
+            "label": 1,
+        },
+        None,
+        [("wsc: If Ann asks Sue, *she* answers as she can.\n", "Sue")],
+    ),
+}
+
+
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line]
+
+
+def examples(write, name, row):
+    source = open_task(get_task(f"superglue_{name}"), write("a.jsonl", [row]), "train")
+    task = get_task(f"superglue_{name}")
+    return [tuple(task.example(source[i], Fields()))[:2] for i in range(len(source))]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form(write, name):
+    official, hub, expected = FORMS[name]
+    assert examples(write, name, official) == expected
+    if hub is not None:
+        assert examples(write, name, hub) == expected
+
+
+def test_multirc_of_the_hub(write):
+    row = {"paragraph": "One.", "question": "Which?", "answer": "One", "label": 1}
+    row["idx"] = {"paragraph": 0, "question": 2, "answer": 5}
+    [question] = questions(get_task("superglue_multirc"), open_source(write("a.jsonl", [row])))
+    assert question.prompt == "multirc question: Which? answer: One paragraph: One.\n"
+    assert question.reference == {"label": "True", "group": (0, 2)}
+
+
+def test_real_rows_are_counted_as_published(shared_data):
+    def asked(name):
+        path = str(shared_data / f"superglue_{name}" / "validation.jsonl")
+        return questions(get_task(f"superglue_{name}"), open_source(path))
+
+    answers = asked("multirc")
+    assert len(answers) == 4_848
+    assert len({question.reference["group"] for question in answers}) == 953
+    assert len(asked("wsc")) == 104 and len(asked("boolq")) == 3_270
+    assert {question.reference for question in asked("cb")} == {
+        "entailment",
+        "contradiction",
+        "neutral",
+    }
+
+
+def test_record_asks_once_per_gold_answer_in_training(shared_data):
+    path = str(shared_data / "superglue_record" / "train.jsonl")
+    rows = rows_of(path)
+    gold = [
+        (row["idx"], query["idx"], answer)
+        for row in rows
+        for query in row["qas"]
+        for answer in {answer["text"] for answer in query["answers"]}
+    ]
+    task = get_task("superglue_record")
+    source = open_task(task, path, "train")
+    records = [source[i] for i in range(len(source))]
+    seen = [(r["idx"]["passage"], r["idx"]["query"], r["answer"]) for r in records]
+    assert sorted(seen) == sorted(gold) and len(gold) > len(rows)
+    for record in records:
+        assert record["answer"] in record["entities"]
+        assert "@highlight" not in record["passage"]
+    once = questions(task, open_source(path))
+    assert len(once) == len(rows) and sum(len(q.reference["answers"]) for q in once) == len(gold)
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_wsc_marks_the_word_that_the_index_names(shared_data, part):
+    path = str(shared_data / "superglue_wsc" / f"{part}.jsonl")
+    rows = rows_of(path)
+    found = questions(get_task("superglue_wsc"), open_source(path))
+    odd = []
+    for row, question in zip(rows, found, strict=True):
+        words, target = row["text"].split(" "), row["target"]
+        if words[target["span2_index"]] == target["span2_text"]:
+            words[target["span2_index"]] = f"*{target['span2_text']}*"
+            assert question.prompt == f"wsc: {' '.join(words)}\n"
+        else:
+            odd.append(question.prompt)
+        assert question.reference == {"referent": target["span1_text"], "label": row["label"]}
+    # One row each: punctuation at the pronoun, and an index that is one off.
+    expected = {"train": '"Good for *him*," he said', "validation": "might want to use *it* ,"}
+    assert len(odd) == 1 and expected[part] in odd[0]
+    training = open_task(get_task("superglue_wsc"), path, "train")
+    assert len(training) == sum(row["label"] for row in rows) < len(rows)
+
+
+ROWS = {name: form[0] for name, form in FORMS.items()}
+
+
+def without(row, key):
+    return {k: v for k, v in row.items() if k != key}
+
+
+@pytest.mark.parametrize(
+    "name, row, message",
+    [
+        ("boolq", without(ROWS["boolq"], "passage"), "no field 'passage'; fields seen: question"),
+        ("boolq", ROWS["boolq"] | {"label": -1}, "field 'label' is -1, which is no answer"),
+        ("boolq", ROWS["boolq"] | {"label": None}, "'label' is None.*False or 0, True or 1"),
+        ("boolq", ROWS["boolq"] | {"passage": 3}, r"'passage' is int \(3\), expected text"),
+        ("cb", without(ROWS["cb"], "label"), "no field 'label'"),
+        ("cb", ROWS["cb"] | {"label": "maybe"}, "'maybe', which is no answer; known: entailment"),
+        ("copa", without(ROWS["copa"], "choice2"), "no field 'choice2'"),
+        ("multirc", {"idx": 1, "passage": {"text": "t"}}, "no field 'questions'"),
+        ("multirc", {"idx": 1, "passage": "t"}, "'passage' is str .*expected an object"),
+        ("record", without(ROWS["record"], "passage"), "no field 'passage'"),
+        (
+            "record",
+            ROWS["record"] | {"passage": {"text": "t", "entities": [{"start": 0, "end": 9}]}},
+            "entity from 0 to 9 is outside the passage of 1",
+        ),
+        (
+            "record",
+            ROWS["record"] | {"qas": [{"query": "q", "idx": 1, "answers": []}]},
+            "query 'q' has no gold answer",
+        ),
+        ("record", FORMS["record"][1] | {"answers": [3]}, r"'answers' holds int \(3\)"),
+        ("wic", without(ROWS["wic"], "word"), "no field 'word'"),
+        ("wsc", {"text": "t", "label": True}, "no field 'span2_text'"),
+        ("wsc", ROWS["wsc"] | {"text": "Ann said it, too"}, "pronoun 'she' is not in the text"),
+        ("wsc", ROWS["wsc"] | {"text": "she left"}, "word 2 of the pronoun is not among the 2"),
+        ("dpr", ROWS["dpr"] | {"label": 2}, "field 'label' is 2"),
+        ("dpr", ROWS["dpr"] | {"candidates": "Ann"}, "expected a list"),
+    ],
+)
+def test_a_bad_row_names_its_place(write, name, row, message):
+    path = write("bad.jsonl", [ROWS[name], row])
+    with pytest.raises(DataError, match=rf"bad\.jsonl, line 2: .*{message}") as caught:
+        questions(get_task(f"superglue_{name}"), open_source(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_wsc_without_a_referring_pair_has_no_examples(write):
+    path = write("a.jsonl", [ROWS["wsc"] | {"label": False}])
+    with pytest.raises(DataError, match="none of its 1 rows is an example of superglue_wsc"):
+        open_task(get_task("superglue_wsc"), path, "train")
+
+
+def test_boolq_without_passages_is_refused(shared_data):
+    path = str(shared_data / "superglue_boolq" / "train_no_passage.jsonl")
+    with pytest.raises(DataError, match="no_passage.jsonl, line 1: no field 'passage'"):
+        questions(get_task("superglue_boolq"), open_source(path))
+
+
+def test_fields_cannot_be_renamed():
+    with pytest.raises(DataError, match="leave them empty: the SuperGLUE tasks read fixed fields"):
+        get_task("superglue_boolq").example(ROWS["boolq"], Fields(prompt="passage"))
+
+
+def test_a_mixture_is_evaluated_task_by_task(write):
+    with pytest.raises(DataError, match="mixture: evaluate its tasks one by one: superglue_boolq"):
+        questions(get_task("superglue"), open_source(write("a.jsonl", [ROWS["boolq"]])))
+
+
+# ---- MBPP
+
+MBPP = {
+    "text": "Write a function.",
+    "code": "def f():\r\n\treturn 1",
+    "task_id": 11,
+    "test_setup_code": "import math",
+    "test_list": ["assert f() == 1", "assert f() < 2"],
+    "challenge_test_list": [],
+}
+
+
+def test_mbpp_form():
+    example = get_task("mbpp").example(MBPP, Fields())
+    assert example.prompt == (
+        "You are an expert Python programmer, and here is your task: Write a function. Your code "
+        "should pass these tests:\n\nassert f() == 1\nassert f() < 2\n[BEGIN]\n"
+    )
+    assert example.target == "def f():\n\treturn 1\n[DONE]"
+    assert get_task("mbpp").reference(MBPP) == {
+        "tests": ["assert f() == 1", "assert f() < 2"],
+        "setup": "import math",
+    }
+
+
+def test_mbpp_of_both_sets(shared_data):
+    full = open_source(str(shared_data / "mbpp" / "train.jsonl"))
+    sanitized = open_source(str(shared_data / "mbpp" / "sanitized.jsonl"))
+    asked = questions(get_task("mbpp"), full) + questions(get_task("mbpp"), sanitized)
+    assert len(asked) == 374 + 427
+    assert all(re.search(r"\[BEGIN\]\n$", question.prompt) for question in asked)
+    assert any(question.reference["setup"].startswith("import") for question in asked)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"test_list": []}, "'test_list' is empty"),
+        ({"test_list": [1]}, "'test_list' holds int"),
+        ({"code": None}, "'code' is NoneType"),
+    ],
+)
+def test_bad_mbpp(change, message):
+    with pytest.raises(DataError, match=message):
+        get_task("mbpp").example(MBPP | change, Fields())

@@ -1,0 +1,193 @@
+"""Our language model for the harness, beside the harness's own torch model on the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, TEXT, byte_tokenizer, config_of, random_params, run_script, save_tiny
+
+from ffn_heterogeneity.evaluate.tasks import limited
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.stack import unstack
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+SMALL = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=96)
+
+
+def instance(*arguments):
+    from lm_eval.api.instance import Instance
+
+    return Instance("loglikelihood", {}, tuple(arguments), 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(lm_eval):
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    model = Model(SMALL, random_params(SMALL), byte_tokenizer(), "tiny")
+    return HarnessLM(model, batch_size=4, batch_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def torch_lm(torch, lm_eval, tmp_path_factory):
+    pytest.importorskip("accelerate")
+    return hf_model(torch, save_tiny(tmp_path_factory.mktemp("tiny"), SMALL))
+
+
+def hf_model(torch, directory):
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    return HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=8, device="cpu")
+
+
+PAIRS = [
+    ("The cat", " sat"),
+    ("The cat", " sat on the mat"),
+    ("The cat ", "sat"),  # the space goes to the continuation
+    ("", "an empty context"),
+    ("<s>begins with a bos", " of its own"),
+    ("ü", "ber"),
+    (TEXT[:150], TEXT[150:170]),  # longer than the model's positions: the oldest go
+]
+
+
+def test_loglikelihoods_are_those_of_the_torch_model(tiny, torch_lm):
+    requests = [instance(*pair) for pair in PAIRS]
+    ours, theirs = tiny.loglikelihood(requests), torch_lm.loglikelihood(requests)
+    for pair, (a, greedy), (b, their_greedy) in zip(PAIRS, ours, theirs, strict=True):
+        assert abs(a - b) <= 1e-3 and greedy == their_greedy, pair
+    # Whole texts, window after window.
+    texts = [instance(TEXT[:400]), instance("short")]
+    ours = tiny.loglikelihood_rolling(texts)
+    theirs = torch_lm.loglikelihood_rolling(texts)
+    np.testing.assert_allclose(ours, theirs, atol=2e-3)
+
+
+def test_generations_are_those_of_the_torch_model(tiny, torch_lm):
+    prompts = ["The cat", "A longer prompt, to pad the other", "x"]
+    wanted = {"until": ["\n\n\n"], "do_sample": False, "max_gen_toks": 24}
+    requests = [instance(prompt, dict(wanted)) for prompt in prompts]
+    assert tiny.generate_until(requests) == torch_lm.generate_until(requests)
+
+
+def test_a_bos_stands_first_once(tiny, smollm2_gguf, gemma3_gguf):
+    assert tiny.tok_encode("ab") == tiny.tokenizer.encode("ab")
+    gemma = load_model(gemma3_gguf).tokenizer
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    lm = HarnessLM.__new__(HarnessLM)
+    lm.tokenizer, lm.add_bos = gemma, None
+    assert lm.tok_encode("The")[0] == gemma.bos_token_id
+    assert lm.tok_encode("<bos>The") == lm.tok_encode("The")
+    assert lm.tok_encode("The", add_special_tokens=False) == lm.tok_encode("The")[1:]
+    lm.add_bos = False
+    assert lm.tok_encode("The")[0] != gemma.bos_token_id
+
+
+def test_unknown_generation_settings_are_refused(tiny):
+    with pytest.raises(ValueError, match="num_beams"):
+        tiny.generate_until([instance("a", {"until": ["\n"], "num_beams": 4})])
+    model = Model(SMALL, random_params(SMALL), None, "somewhere")
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    with pytest.raises(ValueError, match="somewhere has no tokenizer"):
+        HarnessLM(model)
+
+
+def test_the_script_writes_scores_intervals_and_samples(tmp_path, lm_eval, shared_data):
+    save_tiny(tmp_path / "model", dataclasses.replace(SMALL, max_position=512))
+    done = run_script(
+        "evaluate", "--config=configs/harness.py", f"--config.model={tmp_path / 'model'}",
+        "--config.tasks=('piqa', 'mmlu')", f"--config.data_root={shared_data}",
+        "--config.limit=3", "--config.num_fewshot=0", f"--workdir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    tasks = json.loads((tmp_path / "run" / "results.json").read_text())["tasks"]
+    assert set(tasks) == {"piqa", "mmlu"} and tasks["piqa"]["n"] == tasks["mmlu"]["n"] == 3
+    assert limited(["piqa", "mmlu"], 100)["piqa"] == 100
+    shares = limited(["mmlu"], 100)
+    assert len(shares) == 57 and sum(shares.values()) == 100 and set(shares.values()) == {1, 2}
+    row = tasks["piqa"]
+    assert row["acc_low"] <= row["acc"] <= row["acc_high"] and row["shots"] == 0
+    samples = (tmp_path / "run" / "samples" / "piqa.jsonl").read_text().splitlines()
+    assert len(samples) == 3 and all("resps" in json.loads(line) for line in samples)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ("piqqa",)}, "piqqa.*piqa"),
+        ({"tasks": ()}, "tasks=.*give names"),
+        ({"data_root": "/nowhere/at/all"}, "no such directory"),
+        ({"limit": -1}, "limit=-1"),
+        ({"add_bos": "yes"}, "add_bos='yes'"),
+        ({"batch_tokens": 0}, "batch_tokens=0"),
+        ({"evaluation": "magic"}, "evaluation='magic'"),
+        ({"tasks": ("mbpp",)}, "mbpp runs programs.*allow_code_execution"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, changes, message):
+    from ffn_heterogeneity.evaluate.run import check_config
+
+    config = config_of("harness", model="x", **{"data_root": str(tmp_path), **changes})
+    with pytest.raises(ValueError, match=message):
+        check_config(config)
+
+
+@pytest.mark.slow
+def test_smollm2_agrees_with_the_harness(torch, lm_eval, shared_data, smollm2_gguf, tmp_path):
+    """100 questions each of PIQA and HellaSwag, and 20 prompts continued by 64 tokens."""
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+    from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
+
+    model = load_model(smollm2_gguf)
+    save_pretrained(
+        model.config, unstack(model.params), tmp_path / "model", tokenizer=model.tokenizer
+    )
+    theirs, ours = hf_model(torch, tmp_path / "model"), HarnessLM(model, batch_size=20)
+    found = []
+    for lm in (ours, theirs):
+        pack = make_task_pack(str(shared_data), ["piqa", "hellaswag"], num_fewshot=0)
+        start = time.monotonic()
+        found.append(
+            lm_eval.simple_evaluate(lm, **pack._asdict(), limit=100, bootstrap_iters=0)["samples"]
+        )
+        print(f"{type(lm).__name__}: 200 questions in {time.monotonic() - start:.1f} s")
+    for task, rows in found[0].items():
+        for one, other in zip(rows, found[1][task], strict=True):
+            a, b = ([float(r[0][0]) for r in row["resps"]] for row in (one, other))
+            assert np.max(np.abs(np.subtract(a, b))) <= 1e-3, (task, one["doc_id"])
+            assert (one["acc"], one["acc_norm"]) == (other["acc"], other["acc_norm"])
+    check_generations(ours, theirs, model, shared_data)
+
+
+def check_generations(ours, theirs, model, shared_data):
+    """Token by token; where they differ, the two tokens' logits may differ by 1e-4 at most."""
+    from tiny_models import our_logits
+
+    lines = (shared_data / "gsm8k" / "test.jsonl").read_text().splitlines()[:20]
+    prompts = [f"Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
+    wanted = {"until": [], "do_sample": False, "max_gen_toks": 64}
+    texts, encode = [], model.tokenizer.encode
+    for lm in (ours, theirs):
+        start = time.monotonic()
+        texts.append(lm.generate_until([instance(p, dict(wanted)) for p in prompts]))
+        print(f"{type(lm).__name__}: {20 * 64 / (time.monotonic() - start):.1f} tokens/s")
+    for prompt, a, b in zip(prompts, *texts, strict=True):
+        if a == b:
+            continue
+        a, b = encode(a, add_special_tokens=False), encode(b, add_special_tokens=False)
+        same = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        row = np.array([[*encode(prompt), *a[:same]]])
+        logits = our_logits(model.config, model.params, row)[0, -1]
+        assert abs(logits[a[same]] - logits[b[same]]) <= 1e-4, prompt

@@ -1,0 +1,281 @@
+"""Metrics against scikit-learn, the harness and cases worked by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+
+import numpy as np
+import pytest
+import sklearn.metrics
+
+from ffn_heterogeneity.data.mixtures import questions
+from ffn_heterogeneity.data.sources import open_source
+from ffn_heterogeneity.data.tasks import get_task, tasks
+from ffn_heterogeneity.evaluate import metrics
+
+CB = ("entailment", "contradiction", "neutral")
+
+
+def test_every_metric_a_task_names_exists():
+    named = {name for task in tasks().values() for name in task.metrics}
+    assert {"accuracy", "record", "exact_match_strict", "pass_at_1"} <= named
+    for name in named:
+        assert metrics.get_metric(name).__name__ == name
+    assert all(task.metrics for name, task in tasks().items() if name.startswith("superglue_"))
+    with pytest.raises(ValueError, match=r"unknown metric 'acuracy'; did you mean accuracy"):
+        metrics.get_metric("acuracy")
+
+
+# ---- classes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_classes_against_scikit_learn(seed):
+    random = np.random.default_rng(seed)
+    gold = [CB[i] for i in random.integers(0, 3, 40)]
+    said = [CB[i] for i in random.integers(0, 3, 40)]
+    said[3] = "maybe"  # no label
+    found = metrics.cb([f" {word}\n" for word in said], gold)
+    macro = sklearn.metrics.f1_score(gold, said, labels=CB, average="macro", zero_division=0)
+    assert found["macro_f1"] == pytest.approx(macro, abs=1e-12)
+    assert found["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(gold, said), abs=1e-12)
+
+
+def test_macro_f1_counts_absent_classes():
+    # entailment: TP 1, FP 1, FN 0 -> 2/3; contradiction: FN 1 -> 0; neutral in neither -> 0.
+    found = metrics.cb(["entailment", "entailment"], ["entailment", "contradiction"])
+    assert found == {"macro_f1": pytest.approx(2 / 9), "accuracy": 0.5}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_multirc_against_scikit_learn(seed):
+    random = np.random.default_rng(seed)
+    gold, said = random.integers(0, 2, (2, 60))
+    group = np.sort(random.integers(0, 12, 60))
+    words = ("False", "True")
+    references = [
+        {"label": words[label], "group": (0, int(number))}
+        for label, number in zip(gold, group, strict=True)
+    ]
+    found = metrics.multirc([words[i] for i in said], references)
+    assert found["f1_answers"] == pytest.approx(sklearn.metrics.f1_score(gold, said), abs=1e-12)
+    exact = [np.array_equal(gold[group == g], said[group == g]) for g in np.unique(group)]
+    assert found["exact_questions"] == pytest.approx(np.mean(exact), abs=1e-12)
+
+
+def test_multirc_takes_anything_else_for_the_wrong_word():
+    references = [{"label": word, "group": 0} for word in ("True", "False", "True")]
+    # Said True (wrong for "False") and False (wrong for "True"), and one right: TP 1, FP 1, FN 1.
+    found = metrics.multirc(["true", "no idea", "True "], references)
+    assert found == {"f1_answers": 0.5, "exact_questions": 0.0}
+
+
+# ---- texts
+
+
+def test_record_takes_the_best_answer_and_each_query_once():
+    one = {"answers": ["The Blues", "Chelsea F.C."], "group": (3, 1)}
+    other = {"answers": ["Diego Costa"], "group": (3, 2)}
+    found = metrics.record(["chelsea fc", "wrong", "Costa"], [one, one, other])
+    # "chelsea fc" is exact; of the second query 1 word of 1 and of 2: F1 = 2/3.
+    assert found == {"exact_match": 0.5, "f1": pytest.approx((1 + 2 / 3) / 2)}
+
+
+@pytest.mark.parametrize(
+    "prediction, answer, f1",
+    [("a b", "a b", 1.0), ("", "x", 0.0), ("x x y", "x z", 2 / 5), ("x", "y", 0.0)],
+)
+def test_token_f1(prediction, answer, f1):
+    assert metrics.token_f1(prediction, answer) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    "text, squad, triviaqa",
+    [
+        ("The  Cat's, an  A-team!", "cats ateam", "cat s team"),
+        ("A.B. theory", "ab theory", "b theory"),
+        ("an ‘odd’ one", "‘odd’ one", "odd one"),
+        ("the", "", ""),
+    ],
+)
+def test_normalisation(text, squad, triviaqa):
+    assert metrics.normalize_squad(text) == squad
+    assert metrics.normalize_triviaqa(text) == triviaqa
+
+
+def test_open_questions():
+    answers = [["14 December 1972 UTC", "December 1972"], ["Bob Scott"]]
+    assert metrics.exact_match_nq(["the december 1972.", "Bob"], answers) == {"exact_match": 0.5}
+    assert metrics.exact_match_triviaqa(["December-1972", "bob scott"], answers) == {
+        "exact_match": 1.0
+    }
+    with pytest.raises(ValueError, match="reference 'Bob'; expected a list"):
+        metrics.exact_match_nq(["Bob"], ["Bob"])
+
+
+@pytest.mark.parametrize(
+    "prediction, referent, same",
+    [
+        ("the fuzzy bunny", "Bunny", True),
+        ("Bunny", "the fuzzy bunny", True),
+        ("fuzzy cat", "fuzzy bunny", False),
+        ("Bob", "Bob's hat", False),
+        ("Bob's hat", "his Bob's hat", True),
+        ("", "Bob", False),
+        ("the", "Bob", False),
+        ("MARK", "mark", True),
+    ],
+)
+def test_wsc_match(prediction, referent, same):
+    assert metrics.names_referent(prediction, referent) is same
+    for label in (True, False):
+        found = metrics.wsc([prediction], [{"referent": referent, "label": label}])
+        empty = not prediction.replace("the", "").strip()
+        assert found["accuracy"] == float(not empty and same is label)
+
+
+# ---- GSM8K
+
+
+@pytest.mark.parametrize(
+    "text, strict, flexible",
+    [
+        ("so 3 and 4.\n#### 1,234", "1234", "1234"),
+        ("#### $18.", None, "18"),
+        ("#### -5.50 left", "-5.50", "-5.50"),
+        ("The answer is $1,000.", None, "1000"),
+        ("#### 7\n#### 8", "7", "8"),
+        ("none", None, None),
+        ("####7", None, "7"),
+    ],
+)
+def test_numbers(text, strict, flexible):
+    assert metrics.strict_number(text) == strict
+    assert metrics.last_number(text) == flexible
+
+
+def test_gsm8k_gold_is_right_and_others_wrong(shared_data):
+    source = open_source(str(shared_data / "gsm8k" / "test.jsonl"))
+    gold = [question.reference for question in questions(get_task("gsm8k"), source)]
+    shifted = gold[1:] + gold[:1]
+    names = get_task("gsm8k").metrics
+    assert metrics.score(names, gold, gold) == dict.fromkeys(names, 1.0)
+    pairs = zip(gold, shifted, strict=True)
+    by_hand = np.mean([a.split("#### ")[1] == b.split("#### ")[1] for a, b in pairs])
+    found = metrics.score(names, shifted, gold)
+    assert found["exact_match_strict"] == found["exact_match_flexible"] == pytest.approx(by_hand)
+    with pytest.raises(ValueError, match="no number in the reference"):
+        metrics.exact_match_strict(["3"], ["three"])
+
+
+# ---- others
+
+
+def test_perplexity():
+    assert metrics.perplexity([3.0, 1.0], [2, 2]) == {"perplexity": pytest.approx(math.e)}
+    with pytest.raises(ValueError, match="over 0 tokens"):
+        metrics.perplexity([1.0], [0])
+
+
+def test_pass_at_1_hands_programs_over_only_when_allowed(monkeypatch):
+    import ffn_heterogeneity.evaluate as package
+
+    calls = []
+
+    def judge(completions, tests, setups, *, allow):
+        calls.append((list(completions), list(tests), list(setups), allow))
+        return types.SimpleNamespace(pass_at_1=0.5)
+
+    stand_in = types.SimpleNamespace(pass_at_1=judge)
+    monkeypatch.setattr(package, "code_metrics", stand_in, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, f"{package.__name__}.code_metrics", stand_in)
+    references = [{"tests": ["assert f()"], "setup": ""}, {"tests": ["a"], "setup": "import re"}]
+    assert metrics.pass_at_1(["x", "y"], references) == {"pass_at_1": 0.5}
+    assert metrics.score(("pass_at_1",), ["x", "y"], references, allow=True) == {"pass_at_1": 0.5}
+    assert [call[3] for call in calls] == [False, True]
+    assert calls[0][:3] == (["x", "y"], [["assert f()"], ["a"]], ["", "import re"])
+
+
+@pytest.mark.parametrize("name", sorted(set(metrics.METRICS) - {"pass_at_1"}))
+def test_lengths_must_agree(name):
+    for predictions, references in (([], []), (["x"], []), (["x"], ["x", "y"])):
+        with pytest.raises(ValueError, match=f"{len(predictions)} predictions for"):
+            metrics.get_metric(name)(predictions, references)
+
+
+def test_superglue_is_the_mean_of_means():
+    scores = {f"superglue_{name}": {"accuracy": 0.5} for name in metrics.SUPERGLUE}
+    scores["superglue_cb"] = {"macro_f1": 0.2, "accuracy": 0.6}
+    found = metrics.superglue(scores)
+    assert found["cb"] == pytest.approx(0.4)
+    assert found["superglue"] == pytest.approx((7 * 0.5 + 0.4) / 8)
+    del scores["superglue_rte"]
+    with pytest.raises(ValueError, match="missing: rte; not of them: none; partial=True"):
+        metrics.superglue(scores)
+    assert metrics.superglue(scores, partial=True)["superglue"] == pytest.approx(
+        (6 * 0.5 + 0.4) / 7
+    )
+    with pytest.raises(ValueError, match="not of them: dpr"):
+        metrics.superglue({"dpr": {"accuracy": 1.0}}, partial=True)
+
+
+# ---- intervals
+
+
+@pytest.mark.parametrize("correct, total", [(0, 10), (10, 10), (81, 263), (1, 2), (500, 1319)])
+def test_wilson_solves_its_equation(correct, total):
+    """The ends are the two p with (share - p)^2 = z^2 p (1 - p) / n."""
+    z, share = 1.959963984540054, correct / total
+    a, b, c = 1 + z**2 / total, -(2 * share + z**2 / total), share**2
+    roots = sorted(np.roots([a, b, c]).real)
+    assert metrics.wilson_interval(correct, total) == pytest.approx(roots, abs=1e-9)
+
+
+def test_wilson_known_case():
+    # Newcombe (1998), table I: 81 of 263.
+    assert metrics.wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+
+
+@pytest.mark.parametrize("bad", [(3, 2), (-1, 4), (0, 0)])
+def test_wilson_refuses(bad):
+    with pytest.raises(ValueError, match=f"{bad[0]} correct of {bad[1]}"):
+        metrics.wilson_interval(*bad)
+
+
+def test_bootstrap_covers_and_repeats():
+    random = np.random.default_rng(0)
+    gold = ["True"] * 400
+    said = ["True" if x < 0.7 else "False" for x in random.random(400)]
+    share = metrics.accuracy(said, gold)["accuracy"]
+    found = metrics.bootstrap_interval(metrics.accuracy, said, gold, seed=3)
+    low, high = found["accuracy"]
+    # The normal interval of a share, within the noise of 1,000 resamples.
+    half = 1.96 * math.sqrt(share * (1 - share) / 400)
+    assert low == pytest.approx(share - half, abs=0.012)
+    assert high == pytest.approx(share + half, abs=0.012)
+    assert found == metrics.bootstrap_interval(metrics.accuracy, said, gold, seed=3)
+    assert found != metrics.bootstrap_interval(metrics.accuracy, said, gold, seed=4)
+
+
+def test_bootstrap_draws_groups_whole():
+    """Ten questions, all answers of each right or all wrong: no draw splits a question."""
+    references = [{"label": "True", "group": i // 5} for i in range(50)]
+    said = ["True" if i // 5 < 4 else "False" for i in range(50)]
+    seen = []
+
+    def shares(predictions, references):
+        sizes = {}
+        for reference in references:
+            sizes[reference["group"]] = sizes.get(reference["group"], 0) + 1
+        seen.append((len(predictions), set(sizes.values()), len(sizes)))
+        return metrics.multirc(predictions, references)
+
+    found = metrics.bootstrap_interval(shares, said, references, resamples=50)
+    assert set(map(json.dumps, ([a, sorted(b), c] for a, b, c in seen))) == {"[50, [5], 10]"}
+    low, high = found["exact_questions"]
+    # About 1.96 sqrt(0.4 x 0.6 / 10) = 0.30 on either side, from ten questions, not fifty answers.
+    assert 0.0 < low < 0.25 and 0.55 < high < 0.9
+    with pytest.raises(ValueError, match="1 resamples"):
+        metrics.bootstrap_interval(metrics.multirc, said, references, resamples=1)

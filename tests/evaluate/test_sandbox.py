@@ -1,0 +1,417 @@
+"""The sandbox against programs that try to get out (hostile_programs.py), tried for real."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import pytest
+from hostile_programs import DAEMON, HOSTILE, PRIVILEGES
+
+from ffn_heterogeneity.evaluate import sandbox, sandbox_run
+from ffn_heterogeneity.evaluate.sandbox import Limits, Outcome, SandboxError, run_code, run_many
+
+PACKAGE = Path(sandbox.__file__).parent.parent
+LIMITS = Limits(
+    wall_seconds=20.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20,
+    disk_bytes=4 << 20, files=64, processes=3, output_bytes=1 << 16,
+)  # fmt: skip
+SECRET = "planted-secret-4711"
+
+
+def alive(tag: str) -> Path | None:
+    """The process of that name."""
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if path.read_text().strip() == tag:
+                return path.parent
+    return None
+
+
+def check_hostile(mechanism: str, name: str) -> Outcome:
+    program, endings = HOSTILE[name]
+    start = time.monotonic()
+    outcome = run_code(program, allow=True, limits=LIMITS, mechanism=mechanism)
+    assert not outcome.passed and outcome.status in endings, outcome
+    assert len(outcome.stdout) <= 2000 and len(outcome.stderr) <= 2000
+    assert time.monotonic() - start < LIMITS.wall_seconds + 10
+    return outcome
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_fail(namespaces, name):
+    check_hostile(namespaces, name)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_fail_in_bwrap(bwrap, name):
+    check_hostile(bwrap, name)
+
+
+def check_many_files(mechanism: str, endings: set[str]):
+    program = "i = 0\nwhile True:\n  open(f'{i}', 'w').close()\n  i += 1"
+    assert run_code(program, allow=True, limits=LIMITS, mechanism=mechanism).status in endings
+
+
+def test_many_files(namespaces):
+    check_many_files(namespaces, {"failed"})
+
+
+def test_many_files_in_bwrap(bwrap):
+    check_many_files(bwrap, {"timeout"})
+
+
+def check_outside(mechanism: str, folder: Path, monkeypatch):
+    """Files, connections, environment and processes of others: neither seen nor changed."""
+    monkeypatch.setenv("SANDBOX_TEST", SECRET)
+    sentinel = folder / "sentinel"
+    sentinel.write_text(SECRET)
+    folder.chmod(0o777)
+    sentinel.chmod(0o666)
+
+    def run(program: str) -> Outcome:
+        outcome = run_code(program, allow=True, limits=LIMITS, mechanism=mechanism)
+        assert SECRET not in outcome.stdout + outcome.stderr
+        return outcome
+
+    for attempt in (
+        f"print(open({str(sentinel)!r}).read())",
+        f"import os; os.remove({str(sentinel)!r})",
+    ):
+        outcome = run(attempt)
+        assert outcome.status == "failed" and "FileNotFoundError" in outcome.stderr
+    assert sentinel.read_text() == SECRET
+    for path in (PACKAGE, Path(sys.prefix), Path.home() / ".bashrc", Path("/etc/passwd")):
+        shown = run(f"import os; print(os.path.exists({str(path)!r}))").stdout
+        if not any(path.is_relative_to(view) for _, view in sandbox_run.views()):
+            assert shown == "False\n", path
+    for number in ("os.getppid()", "1", str(os.getpid())):
+        outcome = run(f"import os; print(open(f'/proc/{{{number}}}/environ').read())")
+        assert outcome.status == "failed"
+    assert run("import os; assert not os.environ; assert os.getpid() < 10").passed
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        connect = (
+            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        )
+        assert run(connect).status == "failed"
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_what_is_outside_stays_outside(namespaces, tmp_path, monkeypatch):
+    check_outside(namespaces, tmp_path, monkeypatch)
+
+
+def test_what_is_outside_stays_outside_of_bwrap(bwrap, tmp_path, monkeypatch):
+    check_outside(bwrap, tmp_path, monkeypatch)
+
+
+def check_locked(mechanism: str):
+    outcome = run_code(PRIVILEGES, allow=True, limits=LIMITS, mechanism=mechanism)
+    assert outcome.passed, outcome
+    children = "import os, time\nn = 0\ntry:\n  while True:\n    if not os.fork(): time.sleep(60)\n"
+    children += "    n += 1\nexcept OSError: print(n)"
+    for processes in (1, 4):
+        limits = dataclasses.replace(LIMITS, processes=processes)
+        outcome = run_code(children, allow=True, limits=limits, mechanism=mechanism)
+        assert outcome.passed and outcome.stdout == f"{processes - 1}\n"
+
+
+def test_no_privileges(namespaces):
+    check_locked(namespaces)
+
+
+def test_no_privileges_in_bwrap(bwrap):
+    check_locked(bwrap)
+
+
+def check_nothing_stays(mechanism: str):
+    mounts, files = Path("/proc/self/mountinfo").read_text(), os.listdir("/proc/self/fd")
+    tag = f"sbx{os.getpid()}{mechanism[0]}"
+    assert run_code(DAEMON.format(tag=tag), allow=True, limits=LIMITS, mechanism=mechanism).passed
+    assert not alive(tag)
+    hang = DAEMON.format(tag=tag) + "time.sleep(60)"
+    limits = dataclasses.replace(LIMITS, wall_seconds=0.5)
+    start = time.monotonic()
+    assert run_code(hang, allow=True, limits=limits, mechanism=mechanism).status == "timeout"
+    assert time.monotonic() - start < 10 and not alive(tag)
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert os.listdir("/proc/self/fd") == files
+
+
+def test_nothing_stays(namespaces):
+    check_nothing_stays(namespaces)
+
+
+def test_nothing_stays_of_bwrap(bwrap):
+    check_nothing_stays(bwrap)
+
+
+def check_dies_with_parent(mechanism: str):
+    tag = f"sbp{os.getpid()}{mechanism[0]}"
+    code = "from ffn_heterogeneity.evaluate.sandbox import *; import sys; "
+    code += "run_code(sys.argv[1], allow=True, mechanism=sys.argv[2])"
+    program = DAEMON.format(tag=tag) + "time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", code, program, mechanism], cwd=PACKAGE.parent)
+    try:
+        process = wait_for(lambda: alive(tag))
+        if mechanism == "namespaces":  # where memory runs out, it goes first
+            assert (process / "oom_score_adj").read_text() == "1000\n"
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: not alive(tag))
+
+
+def wait_for(condition, seconds: float = 20.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def test_dies_with_its_parent(namespaces):
+    check_dies_with_parent(namespaces)
+
+
+def test_dies_with_its_parent_in_bwrap(bwrap):
+    check_dies_with_parent(bwrap)
+
+
+RIGHT = """\r
+import bisect, collections, ctypes, datetime, decimal, hashlib, itertools, json, re, zlib\r
+from dataclasses import dataclass\r
+@dataclass\r
+class Point:\r
+    x: int = 0\r
+def f(n): return sum(range(n))\r
+if __name__ == "__main__": raise ValueError("as a script")\r
+assert f(10) == 45 and Point(3).x == 3\r
+with open("a", "w") as file: file.write("b")\r
+assert open("/tmp/a").read() == "b"\r
+print("grüße", hash("a"))\r
+"""
+
+
+def check_right(mechanism: str):
+    first, second = (run_code(RIGHT, allow=True, mechanism=mechanism) for _ in range(2))
+    assert first.passed and first.status == "passed", first
+    assert first.stdout.startswith("grüße") and first.stdout == second.stdout  # same hash seed
+    long = "x = 1\n" * 50_000 + "assert x == 1"
+    assert run_code(long, allow=True, mechanism=mechanism).passed
+
+
+def test_right_programs_pass(namespaces, monkeypatch):
+    def fork():
+        raise AssertionError("forked a process with threads")
+
+    monkeypatch.setattr(os, "fork", fork)
+    check_right(namespaces)
+
+
+def test_right_programs_pass_in_bwrap(bwrap):
+    check_right(bwrap)
+
+
+def test_known_limit_a_program_made_to_cheat_passes(namespaces):
+    """Documented: a value equal to everything passes any test of equality."""
+    cheat = "class A:\n  def __eq__(self, other): return True\nf = lambda n: A()\n"
+    assert run_code(cheat + "assert f(10) == 45", allow=True, mechanism=namespaces).passed
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_many_programs_keep_their_order(sandbox, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    programs = [f"print({i})\nassert {i} % 3" for i in range(12)]
+    outcomes = run_many(programs, allow=True, workers=3)
+    assert [outcome.stdout for outcome in outcomes] == [f"{i}\n" for i in range(12)]
+    assert [outcome.passed for outcome in outcomes] == [i % 3 > 0 for i in range(12)]
+    assert "run code: 100%" in sys.stderr.getvalue()
+
+
+def test_nothing_runs_unless_allowed(monkeypatch):
+    monkeypatch.setattr(sandbox, "run_once", lambda *_: pytest.fail("it ran"))
+    for allow in (False, None, 0, "false", "true"):
+        with pytest.raises(SandboxError, match="--config.allow_code_execution=true") as error:
+            run_code("pass", allow=allow)
+        assert "\n" not in str(error.value)
+        with pytest.raises(SandboxError, match="allow_code_execution"):
+            run_many(["pass"], allow=allow)
+
+
+FORBIDDEN = """
+import sys
+sys.path.append(sys.argv[1])
+import sandbox_kernel
+sandbox_kernel.prctl(38, 1)
+sandbox_kernel.install_filter()
+from ffn_heterogeneity.evaluate.sandbox import *
+print(available())
+run_code("print('it ran')", allow=True)
+"""
+
+
+def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
+    """As in most containers: unshare is not permitted."""
+    command = [sys.executable, "-c", FORBIDDEN, str(PACKAGE / "evaluate")]
+    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.stdout.startswith("Mechanism(name='none'") and "it ran" not in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ffn_heterogeneity.evaluate.sandbox_run.SandboxError: ")
+    assert "namespaces: [Errno 1] unshare: Operation not permitted" in last
+    assert "install bubblewrap" in last
+
+
+def test_a_sandbox_that_does_not_hold_is_not_trusted(namespaces, monkeypatch):
+    """Every demand of the proof fails where its limit is lifted."""
+    lifted = {
+        "memory": {"memory_bytes": 1 << 40},
+        "file size": {"file_bytes": 1 << 30},
+        "disk": {"disk_bytes": 1 << 30},
+        "number of processes": {"processes": 64},
+    }
+    for name, change in lifted.items():
+        limits = dataclasses.replace(sandbox.PROOF_LIMITS, **change)
+        outcome = sandbox_run.run_once(namespaces, sandbox.PROOF, limits)
+        assert outcome.status == "failed" and f"{name} is not limited" in outcome.stderr
+    monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
+    sandbox.failure.cache_clear()
+    try:
+        assert sandbox.failure("namespaces") == "AssertionError: a hole"
+    finally:
+        sandbox.failure.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "change", [{"cpu_seconds": 0}, {"processes": 1.5}, {"wall_seconds": float("nan")}]
+)
+def test_limits_are_positive(change):
+    name, value = next(iter(change.items()))
+    with pytest.raises(ValueError, match=f"{name}={value} must be a positive"):
+        Limits(**{name: value})
+
+
+def filtered(code: bytes, architecture: int, number: int, first: int = 0) -> int:
+    """What the filter answers to a system call: the kernel's little machine, written again."""
+    data = struct.pack("<iIQQ", number, architecture, 0, first)
+    instructions = list(struct.iter_unpack("<HBBI", code))
+    place, held = 0, 0
+    while True:
+        kind, yes, no, value = instructions[place]
+        place += 1
+        if kind == 0x06:
+            return value
+        if kind == 0x20:
+            held = struct.unpack_from("<I", data, value)[0]
+        else:
+            truth = {0x15: held == value, 0x35: held >= value, 0x45: held & value != 0}[kind]
+            place += yes if truth else no
+
+
+@pytest.mark.parametrize("name", ["x86_64", "aarch64"])
+def test_filter_of_system_calls(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(PACKAGE / "evaluate"))
+    kernel = importlib.import_module("sandbox_kernel")
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=name))
+    column, architecture = kernel.MACHINES[name]
+    code, clone = kernel.filter_program(), kernel.SYSCALLS["clone"][column]
+    kill, allow, refuse, missing = 0x80000000, 0x7FFF0000, 0x50000 + 1, 0x50000 + 38
+    assert all(filtered(code, architecture, n[column]) == refuse for n in kernel.DENIED.values())
+    others = set(range(500)) - {n[column] for n in kernel.DENIED.values()} - {435}
+    assert {filtered(code, architecture, number) for number in others} == {allow}
+    assert filtered(code, architecture, 435) == missing
+    for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert filtered(code, architecture, clone, bit | 17) == refuse
+    assert filtered(code, architecture, clone, 0x3D0F00) == allow  # a thread
+    assert filtered(code, architecture ^ 1, 0) == kill
+    assert filtered(code, architecture, 0x40000000 + 1) == kill
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="z80"))
+    with pytest.raises(ValueError, match="no table of system calls for z80"):
+        kernel.filter_program()
+
+
+# Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.
+BECOME_NOBODY = """
+import os, sys
+sys.path.append(sys.argv[1])
+from sandbox_kernel import *
+prefix, stage = sys.base_prefix, sys.argv[1]
+call("unshare", NEW_MOUNT)
+mount("none", "/", "", MS_REC | MS_PRIVATE)
+if not os.stat("/" + prefix.split("/")[1]).st_mode & 1:
+    os.mkdir(f"{stage}/python")
+    mount(prefix, f"{stage}/python", "", MS_BIND | MS_REC)
+    mount("x", "/" + prefix.split("/")[1], "tmpfs", 0, "mode=755")
+    os.makedirs(prefix)
+    mount(f"{stage}/python", prefix, "", MS_BIND | MS_REC)
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+os.execv(os.path.realpath(sys.executable), [sys.executable, "-c", *sys.argv[2:]])
+"""
+NOBODY = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+from ffn_heterogeneity.evaluate.sandbox import *
+assert os.getresuid() == (65534,) * 3
+limits = Limits(**json.loads(sys.argv[3]))
+for program in json.loads(sys.argv[4]):
+    print(run_code(program, allow=True, limits=limits, mechanism=sys.argv[2]).status)
+print(failure(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def stage():
+    """A copy of the sandbox that every user can read (pytest's own folders are private)."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        package = Path(name) / "ffn_heterogeneity"
+        (package / "evaluate").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "evaluate" / "__init__.py").touch()
+        for path in (PACKAGE / "evaluate").glob("sandbox*.py"):
+            shutil.copyfile(path, package / "evaluate" / path.name)
+        shutil.copyfile(
+            PACKAGE / "evaluate" / "sandbox_kernel.py", Path(name) / "sandbox_kernel.py"
+        )
+        yield name
+
+
+def check_as_nobody(mechanism: str, stage: str):
+    names = ["fork bomb", "100 GB", "10 GB in many files", "os._exit", "endless loop"]
+    programs = [RIGHT, PRIVILEGES, *(HOSTILE[name][0] for name in names)]
+    done = subprocess.run(
+        [sys.executable, "-c", BECOME_NOBODY, stage, NOBODY, stage, mechanism]
+        + [json.dumps(dataclasses.asdict(LIMITS)), json.dumps(programs)],
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    expected = ["passed", "passed", "failed", "memory", "failed", "failed", "timeout", "None"]
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_as_nobody(root, namespaces, stage):
+    check_as_nobody(namespaces, stage)
+
+
+def test_as_nobody_in_bwrap(root, bwrap, stage):
+    check_as_nobody(bwrap, stage)

@@ -1,0 +1,55 @@
+"""Files written piece by piece are those that the safetensors library writes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.io import pieces, safetensors
+from ffn_heterogeneity.io.pieces import Spec, open_pieces
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float64, np.float16)
+
+
+def some_tensors() -> dict[str, np.ndarray]:
+    """Mixed types and shapes, names in no order; one is empty, one not ASCII."""
+    rng = np.random.default_rng(0)
+    names = [*(f"layers.{i}.w" for i in range(12)), "b", "Ä.weight", "a", "empty"]
+    shapes = [(3, 5), (7,), (2, 3, 4), (1, 1)] * 3 + [(9,), (4, 4), (6,), (0, 3)]
+    return {
+        name: rng.normal(size=shape).astype(DTYPES[i % 4])
+        for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    }
+
+
+@pytest.mark.parametrize("limit", [10**9, 200])
+def test_bytes_are_those_of_the_library(tmp_path, limit, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 16)
+    tensors = some_tensors()
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    sizes = {name: array.nbytes for name, array in tensors.items()}
+    safetensors.write_shards(whole, sizes, tensors.items(), limit)
+    specs = {name: Spec(array.shape, array.dtype) for name, array in tensors.items()}
+    with open_pieces(parts, specs, limit) as files:
+        assert sorted(files.order) == sorted(tensors)
+        for name in reversed(files.order):  # any order will do
+            files.write(name, tensors[name])
+    found = {path.name: path.read_bytes() for path in parts.iterdir()}
+    assert found == {path.name: path.read_bytes() for path in whole.iterdir()}
+    assert (len(found) > 2) == (limit == 200)
+    modes = {path.stat().st_mode for folder in (whole, parts) for path in folder.iterdir()}
+    assert len(modes) == 1
+
+
+def test_tensors_are_cast_and_held_to_their_shape(tmp_path):
+    array = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
+    specs = {"a": Spec((50, 3), np.dtype(ml_dtypes.bfloat16))}
+    with open_pieces(tmp_path, specs, 10**9) as files:
+        with pytest.raises(ValueError, match=r"a has shape \(3, 50\), planned as \(50, 3\)"):
+            files.write("a", array.T)
+        files.write("a", array)
+    found = safetensors.open_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(found["a"], array.astype(ml_dtypes.bfloat16))

@@ -1,0 +1,321 @@
+"""From checkpoint to checkpoint: the bytes of the model in memory, in little memory, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny_models import (
+    LLAMA,
+    REPOSITORY,
+    byte_tokenizer,
+    config_of,
+    random_params,
+    run_script,
+    save_tiny,
+    tiny_of,
+)
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.families import FAMILIES
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.surgery import benchmark, compress
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.streaming import compress_directory
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+# What transformers writes and we copy.
+NOT_OURS = ("tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def contents(directory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def assert_same(streamed, in_memory, but=NOT_OURS):
+    ours, wanted = contents(streamed), contents(in_memory)
+    assert set(ours) == set(wanted)
+    for name in set(ours) - set(but):
+        assert ours[name] == wanted[name], name
+
+
+def both(tmp_path, source, **changes) -> tuple[dict, dict]:
+    """Results of scripts/compress.py in memory and streaming; what they wrote is the same."""
+    results = []
+    for name, streaming in (("memory", False), ("stream", True)):
+        config = config_of("prune", model=str(source), streaming=streaming, **changes)
+        results.append(compress.run(config, tmp_path / name))
+    assert_same(tmp_path / "stream/model", tmp_path / "memory/model")
+    assert results[0] == results[1]
+    files = [(tmp_path / name / "results.json").read_bytes() for name in ("memory", "stream")]
+    assert files[0] == files[1]
+    return results[1]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+def test_every_family(tmp_path, family, dtype):
+    config = tiny_of(family)
+    source = save_tiny(tmp_path / "model", config, random_params(config, dtype=dtype))
+    results = both(tmp_path, source)
+    assert [len(gone) for gone in results["removed"]] == [3] * 6
+    assert results["ffn_widths_after"] == [9] * 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"criterion": "similarity", "compensation": "sum"},
+        {"criterion": "similarity", "compensation": "least_squares", "layers": "top"},
+        {"criterion": "magnitude", "compensation": "ridge", "count": 5},
+        {"criterion": "gini", "compensation": "scaled", "reverse": True},
+        {"criterion": "random", "seed": 3},
+        {"criterion": "mstd", "budget": "global", "ratio": 0.4},
+        {"budget": "global", "layers": "0-2", "export": "padded"},
+        {"layers": "1,3", "ratio": 0.5},
+        {"layers": "1,3", "ratio": 0.5, "export": "padded", "dtype": "bfloat16"},
+        {"export": "native", "dtype": "float16"},
+        {"ratio": 0.0},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_every_way(model, tmp_path, changes):
+    both(tmp_path, model, **changes)
+
+
+@pytest.mark.parametrize("export", ["auto", "padded"])
+def test_layers_of_unequal_width(tmp_path, export):
+    """From a native directory; untouched layers are padded too."""
+    config = dataclasses.replace(
+        LLAMA, layers=tuple(LayerConfig(w) for w in (24, 10, 16, 7)), ffn_bias=True
+    )
+    source = save_tiny(tmp_path / "model", config)
+    results = both(tmp_path, source, layers="0,2", export=export)
+    assert results["ffn_widths_after"] == [18, 10, 12, 7]
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+def test_shards_in_and_out(tmp_path, parts):
+    config, params = tiny_of("gemma2"), random_params(tiny_of("gemma2"))
+    size = sum(leaf.nbytes for layer in unstack(params)["layers"] for leaf in flat(layer))
+    source = tmp_path / "model"
+    save_pretrained(config, params, source, tokenizer=byte_tokenizer(), max_shard_bytes=size // 4)
+    assert len(list(source.glob("*.safetensors"))) > 3
+    plan = Plan("entropy", ratio=0.25, layers="0,3-5")
+    compress_directory(source, tmp_path / "stream", plan, max_shard_bytes=size // parts)
+    smaller, tree, *_ = reduce_model(config, load_model(source).params, plan)
+    save_pretrained(
+        smaller, tree, tmp_path / "memory",
+        tokenizer=byte_tokenizer(), max_shard_bytes=size // parts,
+    )  # fmt: skip
+    (tmp_path / "stream/removed_neurons.json").unlink()
+    assert_same(tmp_path / "stream", tmp_path / "memory")
+    assert (parts > 1) == (tmp_path / "stream/model.safetensors.index.json").is_file()
+
+
+def flat(tree) -> list[np.ndarray]:
+    return [leaf for x in tree.values() for leaf in (flat(x) if isinstance(x, dict) else [x])]
+
+
+def test_what_others_left_out_or_added(tmp_path, model):
+    """A head beside tied embeddings and rotary tables go, as when the model is loaded."""
+    from safetensors.numpy import load_file, save_file
+
+    source = tmp_path / "model"
+    source.mkdir()
+    for name, content in contents(model).items():
+        (source / name).write_bytes(content)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    save_file(tensors, source / "model.safetensors")
+    (source / "generation_config.json").write_text('{"temperature": 0.2}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "pytorch_model.bin").write_bytes(b"pickle")
+    (source / "notes").mkdir()
+    plan = Plan("entropy", ratio=0.25)
+    compress_directory(source, tmp_path / "from_others", plan)
+    compress_directory(model, tmp_path / "from_ours", plan)
+    found, wanted = contents(tmp_path / "from_others"), contents(tmp_path / "from_ours")
+    assert found.pop("generation_config.json") == b'{"temperature": 0.2}'
+    assert found.pop("chat_template.jinja") == b"{{ messages }}"
+    del wanted["generation_config.json"]
+    assert found == wanted
+    tensors["lm_head.weight"][3] += 1
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lm_head.weight.*differs"):
+        compress_directory(source, tmp_path / "x", plan)
+
+
+def test_the_model_is_never_in_memory(tmp_path):
+    """20 MB of embeddings, 8 of layers: a layer and a few pieces are held."""
+    config = dataclasses.replace(
+        LLAMA, vocab_size=40_000, d_model=128, head_dim=32, layers=(LayerConfig(512),) * 10
+    )
+    source = save_tiny(tmp_path / "model", config)
+    size = Path(source, "model.safetensors").stat().st_size
+    assert size > 25e6
+    plan = Plan("similarity", count=20, compensation="ridge", layers="0-1")
+    tracemalloc.start()
+    compress_directory(source, tmp_path / "out", plan)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.4 * size, f"{peak / 1e6:.1f} MB held of {size / 1e6:.1f}"
+
+
+# ---- what cannot be done, and what is interrupted
+
+
+def test_a_gguf_file_is_refused_at_once(tmp_path):
+    path, workdir = tmp_path / "model.gguf", tmp_path / "run"
+    path.write_bytes(b"GGUF")
+    flags = [f"--config.model={path}", "--config.streaming=true", f"--workdir={workdir}"]
+    error = run_script("compress", *flags).error
+    assert "model.gguf" in error and "scripts/convert.py" in error
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    "tensor", ["model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"]
+)
+def test_values_that_are_no_numbers_are_refused(tmp_path, model, tensor):
+    from safetensors.numpy import load_file, save_file
+
+    source, workdir = tmp_path / "model", tmp_path / "run"
+    source.mkdir()
+    for name, content in contents(model).items():
+        (source / name).write_bytes(content)
+    tensors = load_file(source / "model.safetensors")
+    tensors[tensor][1, 2] = np.nan
+    save_file(tensors, source / "model.safetensors")
+    flags = [f"--config.model={source}", "--config.streaming=true", f"--workdir={workdir}"]
+    error = run_script("compress", *flags).error
+    assert tensor in error and "NaN" in error
+    assert not workdir.exists(), "nothing is left behind"
+
+
+def test_damaged_checkpoints_are_refused(tmp_path, model):
+    plan, source = Plan("entropy", ratio=0.25), tmp_path / "model"
+    source.mkdir()
+    for name, content in contents(model).items():
+        (source / name).write_bytes(content)
+    whole = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        compress_directory(source, tmp_path / "out", plan)
+    (source / "model.safetensors").write_bytes(whole)
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"intermediate_size": 23}))
+    with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight.*\(24, 16\).*\(23, 16\)"):
+        compress_directory(source, tmp_path / "out", plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+PROGRAM = """
+import runpy, sys, time
+from ffn_heterogeneity.io import pieces
+write, count = pieces.Pieces.write, [0]
+def slow(self, name, array):
+    write(self, name, array)
+    count[0] += 1
+    if count[0] == 15:
+        print("half", flush=True)
+        time.sleep(600)
+pieces.Pieces.write = slow
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def killed(*flags):
+    """scripts/compress.py in a process of its own, killed half-way."""
+    script = str(REPOSITORY / "scripts/compress.py")
+    command = [sys.executable, "-c", PROGRAM, script, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        said = process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        assert said == b"half\n", process.stderr.read().decode()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_killed_half_way_and_again(tmp_path, model):
+    workdir = tmp_path / "run"
+    flags = [f"--config.model={model}", "--config.streaming=true", f"--workdir={workdir}"]
+    killed(*flags)
+    hidden = [path for path in workdir.iterdir() if path.name.startswith(".")]
+    assert len(hidden) == 1 and list(hidden[0].glob("*.safetensors")), "it was at work"
+    assert {path.name for path in workdir.iterdir()} - {hidden[0].name} == {
+        "config.json", "command.txt", "versions.json",
+    }  # fmt: skip
+    assert run_script("compress", *flags).code == 0
+    assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
+    config = config_of("prune", model=str(model))
+    compress.run(config, tmp_path / "memory")
+    assert_same(workdir / "model", tmp_path / "memory/model")
+    # A model that was there stays whole until the next one is.
+    before = contents(workdir / "model")
+    killed(*flags)
+    assert contents(workdir / "model") == before
+    assert run_script("compress", *flags).code == 0
+    assert contents(workdir / "model") == before
+    assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
+
+
+def test_leftovers_of_others_stay(tmp_path, model):
+    names = [".model.tmp", ".other.0123abcd.partial", ".model.0123abcd.partial.txt", "model2"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".model.0123abcd.partial").mkdir()
+    (tmp_path / ".model.0123abcd.old").mkdir()
+    compress_directory(model, tmp_path / "model", Plan("entropy", ratio=0.25))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "as_read"},
+        {"criterion": "similarity", "compensation": "sum", "layers": "0,29"},
+        {"criterion": "magnitude", "compensation": "least_squares", "layers": "5", "count": 100},
+    ],
+    ids=["entropy", "sum", "least_squares"],
+)
+def test_smollm2(tmp_path, smollm2_gguf, changes):
+    found = load_model(smollm2_gguf, dtype="bfloat16")
+    source = tmp_path / "smollm2"
+    save_pretrained(found.config, found.params, source, tokenizer=found.tokenizer)
+    results = both(tmp_path, source, **changes)
+    assert sum(map(len, results["removed"])) > 0
+    again = load_model(tmp_path / "stream/model")
+    text = "Ein Satz, and another one."
+    assert again.tokenizer.encode(text) == found.tokenizer.encode(text)
+
+
+def test_the_benchmark_measures_and_cleans_up(tmp_path, capsys):
+    figures = benchmark.benchmark_streaming(tiny_of("gemma2"), rounds=1, directory=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert figures["ratio"] == figures["process_seconds"][0] / figures["copy_seconds"][0]
+    assert 0 < figures["streaming_seconds"][0] < figures["process_seconds"][0]
+    # Python with numpy and jax, and nothing beside them.
+    assert 20 < figures["peak_anonymous_mb"][0] < 300
+    assert "process / copy" in capsys.readouterr().out
+    json.dumps(figures)
