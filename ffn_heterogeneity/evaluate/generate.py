@@ -242,14 +242,16 @@ class _Watch:
         self.text, self.finish = "", ""
 
     def take(self, new: np.ndarray) -> None:
+        if self.finish:
+            return
         for token in new.tolist():
-            if self.finish:
-                return
             self.tokens.append(token)
             if token in self.eos:
                 self.finish = "eos"
             elif len(self.tokens) == self.sampling.max_new_tokens:
                 self.finish = "length"
+            if self.finish:
+                break
         if self.tokenizer is None:
             return
         self.text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)

@@ -146,6 +146,9 @@ def test_stop_strings_and_eos_end_a_text(generator):
         one = made(PROMPTS, sampling, progress=None)[1]
         first = whole[1].tokens.index(eos)
         assert one.tokens == whole[1].tokens[: first + 1] and one.finish == "eos"
+        # All that came before it is there, also where it ends in the middle of a chunk.
+        assert one.text == made.tokenizer.decode(one.tokens, skip_special_tokens=True)
+        assert len(one.text) >= 1
 
 
 def test_one_program_a_size(generator, caplog):
