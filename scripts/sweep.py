@@ -20,7 +20,7 @@ from ffn_heterogeneity import cli, sweep_run
 
 CONFIG = "configs/nucl_finetune.py"
 SWEEP = flags.DEFINE_string("sweep", "", "Its name in the config file's SWEEPS.")
-ONLY = flags.DEFINE_list("only", [], "Run these points alone.")
+ONLY = flags.DEFINE_multi_string("only", [], "Run this point alone; may be given several times.")
 PRINT = flags.DEFINE_bool("print", False, "Run nothing: print one command a line.")
 LAUNCHER = flags.DEFINE_enum(
     "launcher", "local", sweep_run.LAUNCHERS, "In this process, or one job a point."
