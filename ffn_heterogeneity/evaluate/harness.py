@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
@@ -178,8 +177,3 @@ class HarnessLM(TemplateLM):
             top_p=float(top_p),
             stop=tuple(dict.fromkeys(text for text in until if text)),
         )
-
-
-def device_of(lm: HarnessLM) -> str:
-    """What the model computes on, for the record."""
-    return str(next(iter(jax.tree.leaves(lm.generator.params)[0].devices())).device_kind)

@@ -115,7 +115,7 @@ def forward_cached(
         would be overwritten before the first of the new tokens has read them).
     """
     count, length = tokens_bt.shape[1], cache_length(cache)
-    if not fresh and count > 1 and any(_places(x, length) < length for x in config.layers):
+    if not fresh and count > 1 and any(x.window and x.window <= length for x in config.layers):
         raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")
     x = embed(config, params, tokens_bt, options)
     kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
