@@ -9,7 +9,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -292,3 +292,26 @@ def leaves(values: dict) -> list[tuple[str, Any]]:
             value = value[part]
         found.append((name, value))
     return found
+
+
+def set_keys(
+    config: ConfigDict, settings: Iterable[tuple[str, Any]], owner: str, source: str
+) -> None:
+    """Sets dotted keys of a config in place.
+
+    Args:
+      owner, source: whose settings they are and whose keys, for the error.
+
+    Raises:
+      ValueError: a key that is not there (the nearest is named), or a value of another type.
+    """
+    known = leaf_names(config.to_dict())
+    for key, value in settings:
+        if key not in known:
+            near = nearest_key(key, known)
+            hint = f", did you mean {near!r}?" if near else f": {', '.join(known)}"
+            raise ValueError(f"{owner}: {source} has no key {key!r}{hint}")
+        try:
+            config.update_from_flattened_dict({key: value})
+        except TypeError as error:
+            raise ValueError(f"{owner}, key {key!r}: {error}") from None

@@ -126,18 +126,8 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
     if group.kind not in FUNCTIONS:
         raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {tuple(FUNCTIONS)}")
     base = cli.load_config(cli.beside_script(group.base))
-    known = cli.leaf_names(base.to_dict())
-    for key, value in cli.leaves(group.to_dict()):
-        if key in OWN_KEYS:
-            continue
-        if key not in known:
-            near = cli.nearest_key(key, known)
-            hint = f", did you mean {near!r}?" if near else f": {', '.join(known)}"
-            raise ValueError(f"stage {name!r}: {group.base} has no key {key!r}{hint}")
-        try:
-            base.update_from_flattened_dict({key: value})
-        except TypeError as error:
-            raise ValueError(f"stage {name!r}, key {key!r}: {error}") from None
+    settings = ((k, value) for k, value in cli.leaves(group.to_dict()) if k not in OWN_KEYS)
+    cli.set_keys(base, settings, f"stage {name!r}", group.base)
     function, check = FUNCTIONS[group.kind]
     base.model = config.model
     try:

@@ -163,16 +163,7 @@ def apply(config: ConfigDict, one: Point) -> ConfigDict:
       ValueError: a key that the config has not (the nearest is named), or a value of another type.
     """
     config = config.copy_and_resolve_references()
-    known = cli.leaf_names(config.to_dict())
-    for key, value in one.settings.items():
-        if key not in known:
-            near = cli.nearest_key(key, known)
-            hint = f", did you mean {near!r}?" if near else f": {', '.join(known)}"
-            raise ValueError(f"point {one.name!r}: the config has no key {key!r}{hint}")
-        try:
-            config.update_from_flattened_dict({key: value})
-        except TypeError as error:
-            raise ValueError(f"point {one.name!r}, key {key!r}: {error}") from None
+    cli.set_keys(config, one.settings.items(), f"point {one.name!r}", "the config")
     return config
 
 
