@@ -1,6 +1,6 @@
-"""Run where there are eight devices: training on meshes beside one device, figures as JSON.
+"""Run where there are eight devices: meshes beside one device, figures as JSON.
 
-python tests/mesh_program.py meshes | nucl
+python tests/mesh_program.py meshes | generation | nucl | nll | fsdp
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
+from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
@@ -126,6 +127,21 @@ def compare_meshes(names=("gemma2", "llama"), shapes=MESHES) -> dict:
     return found
 
 
+def generation() -> dict:
+    """Tokens of every mesh (None: one device, no mesh), greedy and drawn, windows included."""
+    config = dataclasses.replace(models()["gemma2"], eos_id=None, n_kv_heads=2)
+    prompts = [[0, 5, 9], [0, 4, 1, 12, 13, 14, 15], [7], [0, 20, 10, 17, 3], [0, 1]]
+    found = {}
+    for shape in (None, (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)):
+        mesh = shape and partition.make_mesh(*shape)
+        made = Generator(config, random_params(config), mesh=mesh, batch_size=4)
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(max_new_tokens=20, temperature=temperature, seed=5)
+            tokens = [one.tokens for one in made(prompts, sampling, progress=None)]
+            found.setdefault(str(temperature), {})[str(shape)] = tokens
+    return found
+
+
 def moved(compiled) -> list[tuple[str, list[list[int]]]]:
     """(kind, shapes of what it gives) of every collective."""
     return [(x.kind, [list(s) for s in x.shapes]) for x in collectives(compiled.as_text())]
@@ -194,6 +210,7 @@ if __name__ == "__main__":
     chosen = {
         "meshes": compare_meshes,
         "some_meshes": some_meshes,
+        "generation": generation,
         "nucl": nucl_collectives,
         "fsdp": fsdp_gathers,
         "nll": nll_collectives,

@@ -99,10 +99,24 @@ def check_meshes(found: dict) -> None:
         assert error["params"] <= (1e-5 if "adafactor" in name else 1e-6), (name, error)
 
 
-def test_meshes_train_as_one_device():
-    found = on_eight_devices("some_meshes")["some_meshes"]
+@pytest.fixture(scope="module")
+def some_meshes() -> dict:
+    return on_eight_devices("some_meshes", "generation")
+
+
+def test_meshes_train_as_one_device(some_meshes):
+    found = some_meshes["some_meshes"]
     assert len(found) == 1
     check_meshes(found)
+
+
+def test_meshes_generate_as_one_device(some_meshes):
+    """The same tokens from every mesh; (1, 2, 4) has more tensor shards than key heads."""
+    for temperature, found in some_meshes["generation"].items():
+        assert len(found) == 5 and len(found["None"]) == 5
+        assert all(tokens == found["None"] for tokens in found.values()), (temperature, found)
+    drawn, greedy = (some_meshes["generation"][t]["None"] for t in ("1.0", "0.0"))
+    assert drawn != greedy
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.decoding import forward_cached, make_cache
+from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make_cache
 from ffn_heterogeneity.paths import path_str
 from ffn_heterogeneity.train import partition
 
@@ -117,7 +117,9 @@ class Generator:
             share = mesh.shape["data"] * mesh.shape["fsdp"]
             self.batch_size = -(-batch_size // share) * share
         # Kernels are cast once instead of at every token.
-        self.params = jax.device_put(_computable(params, options.compute_dtype), placed)
+        params = jax.device_put(_computable(params, options.compute_dtype), placed)
+        one_cpu = placed is None and causal_lm.platform_of(mesh) == "cpu"
+        self.params = layers_apart(params) if one_cpu else params
 
     def __call__(
         self,
@@ -150,11 +152,15 @@ class Generator:
             self._checked(i, prompt, s, truncate)
             for i, (prompt, s) in enumerate(zip(prompts, wanted, strict=True))
         ]
+        batches = list(_batches(rows, wanted, self.batch_size))
+        lengths = [self._length(batch, rows, wanted) for batch in batches]
         found: dict[int, Generation] = {}
         off = None if progress else True
         with tqdm(total=len(rows), desc=progress, disable=off, file=sys.stderr) as bar:
-            for batch in _batches(rows, wanted, self.batch_size):
-                found |= self._generate(batch, rows, wanted)
+            for batch, own in zip(batches, lengths, strict=True):
+                # One length for all, unless that doubles the cache: tokens come by one program.
+                length = max((n for n in lengths if n <= 2 * own), default=own)
+                found |= self._generate(batch, rows, wanted, length)
                 bar.update(len(batch))
         return [found[i] for i in range(len(rows))]
 
@@ -181,10 +187,16 @@ class Generator:
             )
         return np.concatenate([ids[:1], ids[len(ids) - room + 1 :]])
 
-    def _generate(self, batch, rows, wanted) -> dict[int, Generation]:
+    def _length(self, batch, rows, wanted) -> int:
+        """Columns that a batch needs at least."""
+        return self._width(batch, rows) + bucket(wanted[batch[0]].max_new_tokens)
+
+    def _width(self, batch, rows) -> int:
+        return bucket(max(len(rows[i]) for i in batch))
+
+    def _generate(self, batch, rows, wanted, length: int) -> dict[int, Generation]:
         first = wanted[batch[0]]
-        width = bucket(max(len(rows[i]) for i in batch))
-        length = width + bucket(first.max_new_tokens)
+        width = self._width(batch, rows)
         tokens = np.zeros((self.batch_size, width), np.int32)
         pads = np.full(self.batch_size, width - 1, np.int32)
         for place, i in enumerate(batch):

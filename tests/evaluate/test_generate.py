@@ -21,6 +21,7 @@ from ffn_heterogeneity.evaluate.generate import (
 )
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.decoding import layers_apart
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -163,6 +164,32 @@ def test_one_program_a_size(generator):
     assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 49, 100)] == [
         16, 16, 24, 24, 32, 48, 64, 128,
     ]  # fmt: skip
+
+
+def test_batches_of_unlike_length_share_the_program_of_tokens(generator):
+    """Prompts of two buckets: two programs for prompts, one for tokens."""
+    prompts = [[0] * 20, [0] * 18, [0, 3], [0, 4]]
+    made = Generator(BYTES, generator.params, batch_size=2)
+    before = _prefill._cache_size(), _decode._cache_size()
+    found = made(prompts, Sampling(max_new_tokens=30), progress=None)
+    assert (_prefill._cache_size(), _decode._cache_size()) == (before[0] + 2, before[1] + 1)
+    alone = [made([prompt], Sampling(max_new_tokens=30), progress=None)[0] for prompt in prompts]
+    assert [one.tokens for one in found] == [one.tokens for one in alone]
+
+
+def test_layers_are_taken_apart_without_a_copy():
+    # A multiple of 64 bytes a layer, as in every real model: rows that XLA can read in place.
+    wide = dataclasses.replace(BYTES, d_model=64, head_dim=16, n_heads=4, n_kv_heads=2)
+    stacked = jax.device_put(random_params(wide))
+    apart = layers_apart(stacked)
+    assert len(apart["stack"]) == 2
+    for i in range(2):
+        for name in ("gate", "up", "down"):
+            whole = stacked["stack"]["segment_0"]["slot_0"]["ffn"][name]["kernel"]
+            own = apart["stack"][f"segment_{i}"]["slot_0"]["ffn"][name]["kernel"]
+            assert (np.asarray(own) == np.asarray(whole)[i : i + 1]).all()
+            step = whole.nbytes // whole.shape[0]
+            assert own.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + i * step
 
 
 @pytest.mark.parametrize(
