@@ -50,7 +50,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
 
     config.diversity = ConfigDict()
     # Weight of losses/diversity.py (neurons of a layer less alike); 0: not built.
-    config.diversity.alpha = 0.0
+    config.diversity.weight = 0.0
 
     config.nll_reduction = "mean"  # over target tokens, or "sum" over each document's
     config.dropout = 0.1  # on the outputs of the residual branches; 0 compiles none

@@ -39,6 +39,7 @@ REQUIREMENTS = {
     "shared_data": (SHARED.is_dir, f"real data files not found at {SHARED}"),
     "torch": (lambda: _has("torch"), "torch is not installed (extra `parity`)"),
     "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
+    "datatrove": (lambda: _has("datatrove"), "datatrove is not installed (extra `datatrove`)"),
     "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
     "namespaces": (lambda: _locks("namespaces"), "user namespaces are not allowed here (sandbox)"),
     "bwrap": (lambda: _locks("bwrap"), "bubblewrap (bwrap) is not installed (sandbox)"),
@@ -105,6 +106,11 @@ def lm_eval():
     import lm_eval
 
     return lm_eval
+
+
+@pytest.fixture(scope="session")
+def datatrove() -> None:
+    """The extra `datatrove`."""
 
 
 @pytest.fixture(scope="session")

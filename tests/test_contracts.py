@@ -25,6 +25,7 @@ import ffn_heterogeneity.probes
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
 from ffn_heterogeneity.cli import leaf_names
 from ffn_heterogeneity.losses.diversity import diversity_term
+from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
@@ -32,7 +33,7 @@ from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
 from ffn_heterogeneity.surgery.removal import mask_neurons, remove_neurons
 from ffn_heterogeneity.train import partition
@@ -57,7 +58,9 @@ def with_zeros(config, params) -> dict:
     tree = unstack(jax.tree.map(np.array, params))
     tree["layers"][0]["ffn"]["down"]["kernel"][2] = 0
     ffn = tree["layers"][1]["ffn"]
-    ffn["down"]["kernel"][5] = ffn["gate"]["kernel"][:, 5] = ffn["up"]["kernel"][:, 5] = 0
+    ffn["down"]["kernel"][5] = 0
+    for name in {"gate", "up"} & set(ffn):
+        ffn[name]["kernel"][:, 5] = 0
     tree["embed"]["embedding"][3] = 0
     return restack(config, tree)
 
@@ -174,7 +177,7 @@ def test_probes_are_found_and_distinct():
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
 def test_probe(name, config):
     probe = PROBES[name]
-    assert probe.name and probe.needs <= {"attention_weights"}
+    assert probe.name and probe.needs <= NEEDS
     batch = batch_of(config.vocab_size)
     batch["tokens"][0, 0] = 3  # the zero embedding
 
@@ -221,6 +224,10 @@ def test_probe(name, config):
 # Functions in losses/ that make terms: name -> calls, each (config) -> LossTerm.
 TERMS = {
     "diversity_term": [lambda config: diversity_term()],
+    "jreg_term": [
+        lambda config: jreg_term(),
+        lambda config: jreg_term(alpha=0.0, final_norm=True, positions="last"),
+    ],
     "nll_term": [nll_term, lambda config: nll_term(config, "sum")],
     "nucl_term": [
         *(lambda config, v=variant: nucl_term(v) for variant in ("ent", "gini", "mstd")),
@@ -281,8 +288,10 @@ def test_term(name, call, config):
         for path, acts in found.items():
             assert not acts or any(re.search(pattern, path) for pattern in term.targets), path
     else:
-        assert all(found.values())
+        # A term may read the layers alone, before the final norm and the head.
+        assert all(acts for path, acts in found.items() if path.startswith(("stack/", "embed/")))
         nothing = {**batch, "loss_mask": np.zeros_like(batch["loss_mask"])}
+        nothing["segment_ids"] = np.zeros_like(batch["segment_ids"])
         empty, _ = evaluate(params, nothing)
         assert empty.total == 0 and empty.denominator == 0, "a batch without targets adds nothing"
 

@@ -51,6 +51,9 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
         for layer in config.layers[:layers]
     )
     sizes = {"vocab_size": 29, "d_model": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
+    if family == "gpt_neox":
+        # It has no grouped queries, heads fill the width, and a quarter of a head rotates.
+        sizes |= {"d_model": 16, "n_heads": 2, "head_dim": 8}
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": None}
     config = dataclasses.replace(config, layers=kept, **sizes, **ids)
     if config.norm_offset:
@@ -65,7 +68,7 @@ def random_params(config: ModelConfig, seed: int = 0, dtype=np.float32) -> dict:
     def draw(path, shape):
         noise = rng.normal(size=shape)
         if len(shape) == 1:
-            return 0.3 * noise + (1 - config.norm_offset if "norm" in path else 0)
+            return 0.3 * noise + (1 - config.norm_offset if path.endswith("scale") else 0)
         return noise * (0.5 if "embed" in path or "head" in path else 0.25)
 
     leaves = {

@@ -2,9 +2,10 @@
 
 One example becomes token ids `[bos] prompt target [eos]` and then one element of three equal
 arrays: `tokens = ids[:-1]`, `targets = ids[1:]`, and `loss_mask`, true where the TARGET belongs to
-the response (its eos included). Because the shift is made here, inside one document, no packing
-can make a target cross documents; the last id of a document is a target only, never an input, so
-no slot is spent on a position that predicts nothing.
+the response (its eos included); of a conversation, to one of the assistant's turns. Because the
+shift is made here, inside one document, no packing can make a target cross documents; the last id
+of a document is a target only, never an input, so no slot is spent on a
+position that predicts nothing.
 
 Prompt and target are tokenised apart, so no token spans the boundary and the mask is exact. The
 target is encoded as a continuation: a tokenizer that puts a space before every text (SentencePiece
@@ -16,9 +17,10 @@ document goes on in the next row), examples by `FirstFitPackIterDataset` (whole 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from ffn_heterogeneity.data.sources import DataError, Source
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
 
 BOS_POLICIES = ("auto", "segment", "document", "none")
+CHAT_TEMPLATES = ("auto", "tokenizer", "tulu")
 # More open rows than a batch has let small examples fill the gaps: GSM8K at T = 512 goes from 82%
 # (16 rows) to 87% (64) and 89% (256).
 MIN_OPEN_ROWS = 64
@@ -43,6 +46,7 @@ class Counts:
     empty: int = 0
     no_response: int = 0
     truncated: int = 0
+    bad: int = 0
     input_tokens: int = 0
     loss_tokens: int = 0
 
@@ -67,12 +71,18 @@ class Encoder:
         is still predicted exactly once); "document": only at the start of a document; "none";
         "auto": "segment" if the tokenizer has a bos, else "none".
       eos: whether the tokenizer's eos, if it has one, ends every document.
+      chat_template: how conversations are written, see `tasks/messages.py`.
 
     Raises:
       DataError: unknown policy, or bos asked for from a tokenizer that has none.
     """
 
-    def __init__(self, tokenizer: Any, bos: str = "auto", eos: bool = True):
+    def __init__(
+        self, tokenizer: Any, bos: str = "auto", eos: bool = True, chat_template: str = "auto"
+    ):
+        if chat_template not in CHAT_TEMPLATES:
+            known = ", ".join(CHAT_TEMPLATES)
+            raise DataError(f"chat_template is {chat_template!r}; it must be one of {known}")
         if bos not in BOS_POLICIES:
             raise DataError(f"bos is {bos!r}; it must be one of {', '.join(BOS_POLICIES)}")
         if bos == "auto":
@@ -82,7 +92,7 @@ class Encoder:
         self.bos = bos
         self.bos_id = None if bos == "none" else int(tokenizer.bos_token_id)
         self.eos_id = int(tokenizer.eos_token_id) if eos and _has_eos(tokenizer) else None
-        self._tokenizer = tokenizer
+        self.tokenizer, self.chat_template = tokenizer, chat_template
         self._newline = encode(tokenizer, "\n")
         after_newline = encode(tokenizer, "\na")[len(self._newline) :]
         self._adds_space = after_newline != encode(tokenizer, "a")
@@ -91,25 +101,29 @@ class Encoder:
         """The ids of a whole example, and how many of them come before the response."""
         bos = self.bos_id is not None and (example.starts or self.bos == "segment")
         eos = self.eos_id is not None and example.ends
-        before = ([self.bos_id] if bos else []) + encode(self._tokenizer, example.prompt)
+        before = ([self.bos_id] if bos else []) + encode(self.tokenizer, example.prompt)
         continues = bool(example.prompt) or not example.starts
-        response = self._continuation(example.target) if continues else None
+        response = self.continuation(example.target) if continues else None
         if response is None:
-            response = encode(self._tokenizer, example.target)
+            response = encode(self.tokenizer, example.target)
         return before + response + ([self.eos_id] if eos else []), len(before)
 
-    def _continuation(self, text: str) -> list[int] | None:
-        """Ids of a text that follows another one: encoded after a newline, which is cut off."""
+    def continuation(self, text: str) -> list[int] | None:
+        """Ids of a text that follows another one: encoded after a newline, which is cut off.
+
+        None where that is no other than encoding it alone, or cannot be told.
+        """
         if not self._adds_space:
             return None
-        ids, prefix = encode(self._tokenizer, "\n" + text), self._newline
+        ids, prefix = encode(self.tokenizer, "\n" + text), self._newline
         return ids[len(prefix) :] if ids[: len(prefix)] == prefix else None
 
 
 class ExampleReader:
     """grain flat map: one record -> no, one or several elements `{tokens, targets, loss_mask}`.
 
-    A record whose field is missing is an error naming its place. An empty document, and an example
+    A record that its task cannot read is an error naming its place, or with `skip_bad` dropped,
+    counted and warned about. An empty document, and an example
     whose prompt fills the row so that no response token is left, are dropped, counted and warned
     about; if nothing is left of all `total` records, that is an error.
     """
@@ -125,16 +139,17 @@ class ExampleReader:
         seq_len: int,
         total: int,
         packing: bool,
+        skip_bad: bool = False,
     ):
         self.counts = Counts()
+        self._skip_bad = skip_bad
         self._task, self._fields, self._source = task, fields, source
         self._encoder, self._seq_len, self._total, self._packing = encoder, seq_len, total, packing
         self._dropped: set[int] = set()  # rows, so that reading one again does not count twice
 
     def flat_map(self, item: Mapping[str, Any]) -> Sequence[dict[str, np.ndarray]]:
-        example = read_example(self._task, self._fields, self._source, item["row"], item["record"])
         self.counts.documents += 1
-        element = self._element(example)
+        element = self._read(item["row"], item["record"])
         if element is None:
             self._check_any_left(item["row"])
             return []
@@ -153,35 +168,59 @@ class ExampleReader:
             raise DataError(
                 f"{self._source.name}: none of its {self._total} records leaves a token to predict "
                 f"in rows of {self._seq_len} ({self.counts.empty} empty, {self.counts.no_response} "
-                "with a prompt that fills the row); check the fields, or use longer rows"
+                f"with a prompt that fills the row, {self.counts.bad} unreadable); check the "
+                "fields, or use longer rows"
             )
 
     def _problem(self, name: str, meaning: str) -> None:
         self.counts.add_problem(self._source.name, name, meaning)
 
-    def _element(self, example: Example) -> dict[str, np.ndarray] | None:
-        if not example.target.strip():
-            return self._problem("empty", "dropped, nothing to predict in them")
-        ids, before = self._encoder.ids(example)
-        if not self._task.split_long:
-            if before > self._seq_len:
-                meaning = f"dropped, the prompt alone fills seq_len = {self._seq_len}"
-                return self._problem("no_response", meaning)
-            if len(ids) > self._seq_len + 1:
-                meaning = f"end of the response cut off to fit seq_len = {self._seq_len}"
-                self._problem("truncated", meaning)
-                ids = ids[: self._seq_len + 1]
+    def _read(self, row: int, record: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        try:
+            example = read_example(self._task, self._fields, self._source, row, record)
+            with named_place(self._source, row):
+                return self._element(example)
+        except DataError as error:
+            if not self._skip_bad:
+                raise
+            return self._problem("bad", f"dropped, unreadable, the last one: {error}")
+
+    def _element(self, example: Any) -> dict[str, np.ndarray] | None:
+        if self._task.encode:
+            ids, scored = self._task.encode(example, self._encoder)
+            end = last_scored(scored)  # what follows it predicts nothing
+            ids, scored = ids[:end], np.asarray(scored[:end], bool)
+        elif not example.target.strip():
+            ids, scored = [], np.zeros(0, bool)
+        else:
+            ids, before = self._encoder.ids(example)
+            scored = np.arange(len(ids)) >= before
         if len(ids) < 2:
             return self._problem("empty", "dropped, nothing to predict in them")
-        return shift(ids, before)
+        if not self._task.split_long and len(ids) > self._seq_len + 1:
+            end = last_scored(scored[: self._seq_len + 1])
+            if not end:
+                meaning = f"dropped, the prompt alone fills seq_len = {self._seq_len}"
+                return self._problem("no_response", meaning)
+            meaning = f"end of the response cut off to fit seq_len = {self._seq_len}"
+            self._problem("truncated", meaning)
+            ids, scored = ids[:end], scored[:end]
+        return shift(ids, scored)
 
 
 def read_example(
     task: Task, fields: Fields, source: Source, row: int, record: Mapping[str, Any]
-) -> Example:
+) -> Any:
     """`task.example`, whose errors then name the file and row."""
-    try:
+    with named_place(source, row):
         return task.example(record, fields)
+
+
+@contextlib.contextmanager
+def named_place(source: Source, row: int) -> Iterator[None]:
+    """Errors of the block name the file and row."""
+    try:
+        yield
     except DataError as error:
         raise DataError(f"{source.where(row)}: {error}") from error
 
@@ -194,14 +233,19 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, **quiet)
 
 
-def shift(ids: Sequence[int], before: int) -> dict[str, np.ndarray]:
+def shift(ids: Sequence[int], scored: np.ndarray) -> dict[str, np.ndarray]:
     """Inputs and targets of one document, [len(ids) - 1] each.
 
-    `loss_mask[i]` is true where `targets[i] = ids[i + 1]` is a response token: i + 1 >= before.
+    `loss_mask[i]` is true where `targets[i] = ids[i + 1]` is in the loss: `scored[i + 1]`.
     """
     ids = np.asarray(ids, np.int32)
-    mask = np.arange(1, len(ids)) >= before
-    return {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": mask}
+    return {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": scored[1:]}
+
+
+def last_scored(scored: Sequence[bool]) -> int:
+    """How many ids there are up to the last one in the loss; 0: none is."""
+    places = np.flatnonzero(scored[1:])  # the first id is never predicted
+    return int(places[-1]) + 2 if len(places) else 0
 
 
 def split_pieces(

@@ -38,11 +38,13 @@ from ffn_heterogeneity.data.packing import (
     Encoder,
     ExampleReader,
     encode,
+    named_place,
     pack,
     read_example,
 )
 from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
+from ffn_heterogeneity.data.token_pipeline import TokenPipeline
 
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
 SPLIT_SEED = 0
@@ -53,7 +55,7 @@ class DataConfig:
     """What to read and how to lay it out.
 
     Attributes:
-      task: name of a task ("text", "jsonl", "gsm8k", "mbpp", "superglue", ...).
+      task: name of a task ("text", "tokens", "jsonl", "gsm8k", "mbpp", "superglue", ...).
       path: file, directory, several files, or hub name `name[:config]`; "" takes the task's own. Of
         a mixture (superglue): the root with a folder for every member, see `mixtures.open_task`.
       split, revision: of a hub data set ("" takes the task's split); a mixture's files are named
@@ -68,10 +70,15 @@ class DataConfig:
       shuffle_seed: seed of that order; None takes the run's.
       packing: several documents in one row; False gives each its own, padded.
       bos: "auto", "segment", "document" or "none"; see `packing.Encoder`.
-      eos: whether documents end with the tokenizer's eos.
+      eos: whether documents end with the tokenizer's eos (conversations end as written).
+      chat_template: how conversations ("messages") are written: "tokenizer" (its own template),
+        "tulu" (the built-in form), or "auto": the tokenizer's where it has one.
+      skip_bad: a record that its task cannot read is dropped, counted and warned about, instead of
+        an error naming its place.
       passage_chars: running text is shuffled in passages of at most this many characters, and no
         context reaches beyond its passage: raise it (T * 5 or so) for very long rows.
       prefetch: batches prepared ahead by the background thread; 0 for none.
+      verify: of token shards: whether their SHA-256 is compared when they are opened; sizes always.
     """
 
     task: str = "text"
@@ -90,8 +97,11 @@ class DataConfig:
     packing: bool = True
     bos: str = "auto"
     eos: bool = True
+    chat_template: str = "auto"
+    skip_bad: bool = False
     passage_chars: int = PASSAGE_CHARS
     prefetch: int = 2
+    verify: bool = True
 
     @classmethod
     def from_mapping(cls, config: Any) -> DataConfig:
@@ -131,7 +141,7 @@ class Pipeline:
         self.rows = rows
         self.task: Task = get_task(config.task)
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer, config.bos, config.eos)
+        self._encoder = Encoder(tokenizer, config.bos, config.eos, config.chat_template)
         self._fields = Fields(config.prompt_field, config.response_field, config.text_field)
         self.train, self.held_out = self._open()
 
@@ -209,6 +219,7 @@ class Pipeline:
             seq_len=self.seq_len,
             total=len(subset),
             packing=self.config.packing,
+            skip_bad=self.config.skip_bad,
         )
         items = records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         elements = grain.experimental.FlatMapIterDataset(items, reader)
@@ -251,6 +262,8 @@ class Pipeline:
 
     def _check_records(self, source: Source) -> None:
         """A missing field is found now where that is cheap, else in the first record at least."""
+        if self.config.skip_bad:
+            return
         for row in range(len(source) if source.in_memory else 1):
             read_example(self.task, self._fields, source, row, source[row])
 
@@ -262,7 +275,7 @@ class Pipeline:
             sizes = zip(source.parts, shares, strict=True)
             members = {"members": {part.task: [part.weight, len(rows)] for part, rows in sizes}}
         sampled = [int(s[i]) for s in shares for i in (0, len(s) // 2, len(s) - 1)]
-        texts = [read_example(self.task, self._fields, source, r, source[r]) for r in sampled]
+        texts = [self._sample(source, row) for row in sampled]
         probe = "The quick brown fox, 1234 times: naïve\n"
         return {
             "task": self.task.name,
@@ -280,6 +293,18 @@ class Pipeline:
             "eos": self._encoder.eos_id,
         }
 
+    def _sample(self, source: Source, row: int) -> Any:
+        """What stands in a row, and of a conversation the ids that the template makes of it."""
+        try:
+            example = read_example(self.task, self._fields, source, row, source[row])
+            with named_place(source, row):
+                encode = self.task.encode
+                return [example, encode(example, self._encoder)] if encode else example
+        except DataError as error:
+            if not self.config.skip_bad:
+                raise
+            return str(error)
+
 
 def make_pipeline(
     config: DataConfig | Mapping[str, Any],
@@ -290,7 +315,7 @@ def make_pipeline(
     *,
     accumulation: int = 1,
     rows: Sequence[int] | slice | None = None,
-) -> Pipeline:
+) -> Pipeline | TokenPipeline:
     """Opens the data and checks it.
 
     Args:
@@ -319,7 +344,8 @@ def make_pipeline(
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
     fed = chosen_rows(slice(None) if rows is None else rows, batch_size, accumulation)
-    return Pipeline(config, tokenizer, batch_size, seq_len, seed, fed)
+    made = TokenPipeline if config.task == "tokens" else Pipeline
+    return made(config, tokenizer, batch_size, seq_len, seed, fed)
 
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:

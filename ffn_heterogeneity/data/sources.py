@@ -123,6 +123,7 @@ class HubSource:
         if not len(self._data):
             raise DataError(f"data set {name!r}, split {split!r}, has no rows")
         self.name = f"{name}[{split}]"
+        self.fingerprint = str(getattr(self._data, "_fingerprint", ""))
 
     def __len__(self) -> int:
         return len(self._data)
@@ -171,7 +172,7 @@ def open_source(
     if not paths or not all(paths):
         raise DataError(f"no data: path is {path!r}; give a file, a directory or a hub name")
     files = [file for name in paths for file in _expand(name)]
-    kinds = {_kind(file) for file in files}
+    kinds = {kind_of(file) for file in files}
     if len(kinds) > 1:
         raise DataError(
             f"{', '.join(paths)}: files of several kinds {sorted(kinds)}; give one kind"
@@ -197,14 +198,20 @@ def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListS
     records, places = [], []
     for path in paths:
         text = read_utf8(path)
-        start = 0
-        while start < len(text):
-            end = _passage_end(text, start, passage_chars)
+        for start, end in passages(text, passage_chars):
             edges = {"passage_starts": start == 0, "passage_ends": end == len(text)}
             records.append({"text": text[start:end], **edges})
             places.append(f"{path}, character {start}")
-            start = end
     return ListSource(_name(paths), records, places, running_text=True)
+
+
+def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of the passages of at most `size` characters that a text is cut into."""
+    start = 0
+    while start < len(text):
+        end = _passage_end(text, start, size)
+        yield start, end
+        start = end
 
 
 def read_jsonl(paths: Sequence[str]) -> ListSource:
@@ -269,7 +276,12 @@ def _expand(name: str) -> list[str]:
     return files
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """ "text", "jsonl" or "parquet" by the suffix, or "hub" for what may be a hub name.
+
+    Raises:
+      DataError: a file of another kind, or no file and no hub name.
+    """
     suffix = epath.Path(name).suffix.lower()
     if suffix in TEXT_SUFFIXES:
         return "text"

@@ -7,6 +7,7 @@ import sys
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.losses.nucl import layer_statistics
@@ -25,7 +26,7 @@ def connectivity(config: ConfigDict, workdir: epath.Path) -> dict:
     return {"layers": layers, "d_model": model.config.d_model}
 
 
-ANALYSES = {"connectivity": connectivity}
+ANALYSES = {"connectivity": connectivity, "displacement": displacement}
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:

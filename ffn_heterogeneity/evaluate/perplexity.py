@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.evaluate.inputs import check_rows
 from ffn_heterogeneity.losses.nll import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, head_kernel
 from ffn_heterogeneity.models.config import ModelConfig
@@ -56,13 +57,7 @@ def perplexity(
     from tqdm import tqdm
 
     rows = np.asarray(rows)
-    if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < 2:
-        raise ValueError(f"token ids have shape {rows.shape}: [windows, length >= 2] is needed")
-    if not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"token ids are {rows.dtype}: integers are needed")
-    if rows.min() < 0 or rows.max() >= config.vocab_size:
-        bad = rows.min() if rows.min() < 0 else rows.max()
-        raise ValueError(f"token id {bad} is outside the vocabulary of {config.vocab_size}")
+    check_rows(rows, config.vocab_size)
     params = jax.device_put(params)
     batch_size = min(batch_size, len(rows))
     starts = range(0, len(rows), batch_size)

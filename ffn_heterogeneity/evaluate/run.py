@@ -8,16 +8,16 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.data.sources import read_utf8
-from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.evaluate import judge
+from ffn_heterogeneity.evaluate.chat import answer_questions, check_chat
+from ffn_heterogeneity.evaluate.inputs import DTYPES, check_inputs, input_rows
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 
-DTYPES = ("float32", "bfloat16")
-EVALUATIONS = ("perplexity", "tasks")
+EVALUATIONS = ("perplexity", "tasks", "chat", "judge")
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:
@@ -27,11 +27,20 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
       ValueError: a setting or a file is unusable; the message names it.
     """
     check_config(config)
+    if config.get("evaluation") == "judge":
+        return judge.run(config, workdir)
     model = load_model(config.model, revision=config.revision)
     if config.get("evaluation") == "tasks":
         samples = workdir / "samples" if config.save_samples else None
         results = {"model": config.model, "tasks": evaluate_tasks(config, model, samples)}
         print(task_table(results["tasks"]), file=sys.stderr)
+    elif config.get("evaluation") == "chat":
+        results = {"model": config.model} | answer_questions(config, model, workdir)
+        print(
+            f"{results['answered']} answers; turns of this run: {results['turns']}, cut by the "
+            f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}",
+            file=sys.stderr,
+        )
     else:
         results = score(config, model)
         print(
@@ -59,18 +68,7 @@ def task_table(tasks: dict[str, dict]) -> str:
 
 def score(config: ConfigDict, model: Model) -> dict:
     """Perplexity of `config.text` or of `config.token_ids`, of a model in memory."""
-    if config.token_ids:
-        rows = read_token_ids(config.token_ids)
-    else:
-        if model.tokenizer is None:
-            raise ValueError(
-                f"{model.source} has no tokenizer, so no text can be read: add its files, or give "
-                "--config.token_ids"
-            )
-        rows = text_windows(
-            read_utf8(config.text), model.tokenizer, config.window,
-            max_windows=config.max_windows or None, bos=config.bos,
-        )  # fmt: skip
+    rows = input_rows(config, model)
     results = perplexity(
         model.config, model.params, rows, batch_size=config.batch_size,
         options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
@@ -81,6 +79,9 @@ def score(config: ConfigDict, model: Model) -> dict:
 
 def check_config(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
+    if config.get("evaluation") == "judge":
+        judge.check(config)
+        return
     if not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
     if config.compute_dtype not in DTYPES:
@@ -90,27 +91,7 @@ def check_config(config: ConfigDict) -> None:
     if config.get("evaluation") == "tasks":
         check_tasks(config)
         return
-    if bool(config.text) == bool(config.token_ids):
-        raise ValueError("give exactly one of --config.text=<file> and --config.token_ids=<file>")
-    if config.batch_size < 1:
-        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
-    if config.token_ids:
-        read_token_ids(config.token_ids)
-    else:
-        read_utf8(config.text)
-
-
-def read_token_ids(path: str) -> np.ndarray:
-    """Integers [windows, length] of a .npy file; pickled objects are refused.
-
-    Raises:
-      ValueError: the file is not such an array.
-    """
-    try:
-        with epath.Path(path).open("rb") as file:
-            ids = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a plain .npy array of integers: {error}") from None
-    if not isinstance(ids, np.ndarray):
-        raise ValueError(f"{path} is not a plain .npy array of integers but a .npz archive")
-    return ids
+    if config.get("evaluation") == "chat":
+        check_chat(config)
+        return
+    check_inputs(config)

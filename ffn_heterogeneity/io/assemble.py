@@ -124,7 +124,7 @@ def check_names(
 
 def _tied_copy(name: str, rules: list[Rule], tensors: Mapping[str, Stored]) -> bool:
     """Whether `name` is a head equal to the embedding; an unequal one is an error of its own."""
-    if name not in ("lm_head.weight", "output.weight"):
+    if name not in ("lm_head.weight", "output.weight", "embed_out.weight"):
         return False
     embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
     if not _equal(tensors[name].load(), tensors[embedding].load()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,21 +120,29 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
     return None
 
 
-def download(repo_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def download(
+    repo_id: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    only: Sequence[str] | None = None,
+) -> Path:
     """A local copy of the hub repository: config, safetensors, tokenizer; nothing else.
 
     Args:
       weights: False: config.json alone.
+      only: patterns of the files to fetch instead.
 
     Raises:
       CheckpointError: offline, not found, gated, or not a valid id; one line with the way out.
     """
     import huggingface_hub
 
+    patterns = only or (_HUB_PATTERNS if weights else "config.json")
     at = f" at revision {revision!r}" if revision else ""
     try:
         local = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, allow_patterns=_HUB_PATTERNS if weights else "config.json"
+            repo_id, revision=revision, allow_patterns=patterns
         )
     except (OSError, ValueError, RuntimeError, huggingface_hub.errors.EntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""

@@ -97,6 +97,26 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
     return huggingface.read_config(huggingface.download(_hub_id(spec), revision, weights=False))
 
 
+def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> Any:
+    """The tokenizer alone, of all that `load_model` reads; a directory may hold nothing else.
+
+    Raises:
+      CheckpointError: as `load_model`; or there is no tokenizer.
+    """
+    spec = os.fspath(spec)
+    path = _local(spec)
+    if path.suffix == ".gguf" or path.is_file():
+        found = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
+    elif spec and path.is_dir():
+        found = huggingface.read_tokenizer(path)
+    else:
+        local = huggingface.download(_hub_id(spec), revision, only=huggingface.TOKENIZER_FILES)
+        found = huggingface.read_tokenizer(local)
+    if found is None:
+        raise CheckpointError(f"{spec} holds no tokenizer: give a directory with tokenizer.json")
+    return found
+
+
 def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> Path:
     """The directory of safetensors on this machine that `load_model` would read; hub ids are
     fetched.

@@ -121,7 +121,7 @@ def _magnitude(w):
     return jnp.abs(w).astype(jnp.promote_types(w.dtype, jnp.float32))
 
 
-def diversity_term(weight: str | float = "diversity_alpha", name: str = "diversity") -> LossTerm:
+def diversity_term(weight: str | float = "diversity_weight", name: str = "diversity") -> LossTerm:
     """The sum over layers of D of the FFN's outgoing weights: a term on parameters.
 
     Read are the EFFECTIVE kernels (masks and adapters applied, one layer at a time);

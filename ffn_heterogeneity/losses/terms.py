@@ -39,6 +39,8 @@ class LossTerm:
       probes: the probes whose results it reads from `outputs["probes"]`.
       targets: regular expressions of the parameter paths a "params" term acts on; one that matches
         no trainable leaf is an error when the train step is built.
+      derived: for `on="outputs"`: from its own metrics, averaged over all tokens of the step or of
+        the validation data, to further ones (jump rates are no averages themselves).
     """
 
     name: str
@@ -47,6 +49,7 @@ class LossTerm:
     on: str = "outputs"
     probes: tuple[Any, ...] = ()
     targets: tuple[str, ...] = ()
+    derived: Callable[[dict], dict] | None = None
 
     def __post_init__(self):
         if self.on not in ("outputs", "params"):

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.linear import Linear
-from ffn_heterogeneity.models.norms import RMSNorm
+from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary
 
 KERNELS = ("auto", "xla", "plain", "cudnn")
@@ -268,14 +268,16 @@ class Attention(nn.Module):
 
         def project(name: str, heads: int) -> jax.Array:
             y = Linear(heads * config.head_dim, config.attention_bias, name=name)(x_btd)
+            if config.qkv_clip is not None:
+                y = jnp.clip(y, -config.qkv_clip, config.qkv_clip)
             return y.reshape(b, t, heads, config.head_dim)
 
         q_btnh = project("q", config.n_heads)
         k_btkh = project("k", config.n_kv_heads)
         v_btkh = project("v", config.n_kv_heads)
         if config.qk_norm:
-            q_btnh = RMSNorm(config.norm_eps, config.norm_offset, name="q_norm")(q_btnh)
-            k_btkh = RMSNorm(config.norm_eps, config.norm_offset, name="k_norm")(k_btkh)
+            q_btnh = Norm(config, name="q_norm")(q_btnh)
+            k_btkh = Norm(config, name="k_norm")(k_btkh)
         q_btnh, k_btkh = apply_rotary(q_btnh, rotary), apply_rotary(k_btkh, rotary)
         if cache is not None:
             cache, k_btkh, v_btkh = cache.extend(k_btkh, v_btkh)

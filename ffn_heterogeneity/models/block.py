@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ffn_heterogeneity.models.attention import Attention
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.feed_forward import FeedForward
-from ffn_heterogeneity.models.norms import RMSNorm
+from ffn_heterogeneity.models.norms import Norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,10 @@ class LayerIO:
       ffn_output: what the FFN returns, before its post-norm, [B, T, D].
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
       cache: the layer's keys and values after the call (models/decoding.py), where it was given.
+      block_cosine: cos(block_input, block_output), float32 [B, T]; None unless a probe needs
+        "block_cosine". Its gradient recomputes nothing (models/block_cosine.py).
+      is_last: whether this is the model's last layer; a traced bool, since repeats share a body.
+      final_norm: the model's final norm, x [..., D] -> [..., D].
     """
 
     block_input: jax.Array
@@ -36,6 +41,9 @@ class LayerIO:
     ffn_output: jax.Array
     attention_weights: jax.Array | None = None
     cache: Any = None
+    block_cosine: jax.Array | None = None
+    is_last: jax.Array | None = None
+    final_norm: Callable[[jax.Array], jax.Array] | None = None
 
 
 def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
@@ -46,6 +54,9 @@ def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
 
 class Block(nn.Module):
     """x + [post_norm](attention(norm(x))), then x + [post_norm](ffn(norm(x))).
+
+    With `parallel_residual` both branches read the block's input:
+    x + attention(norm_1(x)) + ffn(norm_2(x)).
 
     Dropout, where asked for, falls on the two branches' outputs (NUCL gives 0.1 without saying
     where; this is our choice).
@@ -61,8 +72,8 @@ class Block(nn.Module):
         """x [B, T, D] -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
         config = self.config
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(config.norm_eps, config.norm_offset, name=name)
+        def norm(name: str) -> Norm:
+            return Norm(config, name=name)
 
         def branch(y_btd: jax.Array, post_norm: str, index: int) -> jax.Array:
             if config.post_norms:
@@ -78,7 +89,7 @@ class Block(nn.Module):
         attended, weights, cache = attention(norm("attention_norm")(x_btd), rotary, mask_bts, cache)
         attended = checkpoint_name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
-        ffn_input = norm("ffn_norm")(middle)
+        ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
         ffn_output, ffn_state = FeedForward(config, self.layer, name="ffn")(ffn_input)
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
         seen = LayerIO(x_btd, output, ffn_input, ffn_state, ffn_output, weights, cache)

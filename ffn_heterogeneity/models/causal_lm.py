@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.models.attention import attention_mask, choose_kernel, tree_mask
 from ffn_heterogeneity.models.block import Block
+from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import normal_init
-from ffn_heterogeneity.models.norms import RMSNorm
+from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import run_stack, segmentation
 from ffn_heterogeneity.paths import flatten
@@ -49,7 +50,7 @@ class RunOptions:
 # Compiled whole: operation by operation it takes ten times as long.
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
-    """Random parameters, stacked: kernels and embeddings N(0, 0.02^2), norms 1."""
+    """Random parameters, stacked: kernels and embeddings N(0, 0.02^2), norms 1, biases 0."""
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     x = jnp.zeros((1, 2, config.d_model), jnp.float32)
     positions = jnp.zeros((1, 2), jnp.int32)
@@ -73,8 +74,10 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
     params = {
         "embed": {"embedding": normal_init(embed_key, (config.vocab_size, config.d_model))},
         "stack": stack,
-        "final_norm": {"scale": jnp.full((config.d_model,), 1.0 - config.norm_offset)},
     }
+    final_norm = Norm(config).init(layers_key, x).get("params")
+    if final_norm:  # a norm without parameters has no place in the tree
+        params["final_norm"] = final_norm
     if not config.tied:
         params["head"] = {"kernel": normal_init(head_key, (config.d_model, config.vocab_size))}
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -113,31 +116,46 @@ def forward(
     tokens = batch["tokens"]
     x = embed(config, params, tokens, options)
     kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
-    with_weights = any("attention_weights" in probe.needs for probe in probes)
+    needs = frozenset().union(*(probe.needs for probe in probes))
+    with_cosine = "block_cosine" in needs
     context = _context(config, batch, tokens.shape)
 
-    def run_layer(index, layer_params, x, extra):
-        layer = config.layers[index]
+    def run_layer(index, layer_params, carried, extra):
+        layer, (x, link) = config.layers[index], carried
         if "subtree_ends" in batch:
             # What a window shows is not a stretch of the row there: the mask alone says it.
             layer = dataclasses.replace(layer, window=None)
-        block = Block(config, layer, kernel, with_weights)
+        block = Block(config, layer, kernel, "attention_weights" in needs)
+        if with_cosine:
+            x, link = lend(x, link)
         drop = None if dropout is None else (extra["dropout_key"], dropout[1])
         rotary, mask = context[index]
         x, seen = block.apply({"params": layer_params}, x, rotary, mask, drop)
+        if with_cosine:
+            value, link = linked_cosine(seen.block_input, seen.block_output, link)
+            seen = dataclasses.replace(seen, block_cosine=value)
+        if probes:
+            seen = dataclasses.replace(
+                seen, is_last=extra["is_last"], final_norm=functools.partial(finish, config, params)
+            )
         results = {
             probe.name: probe.function(seen, batch, extra["probes"].get(probe.name))
             for probe in probes
         }
-        return hold(x, options.activations), results
+        return (hold(x, options.activations), link), results
 
     extra: dict = {"probes": per_layer or {}}
+    if probes:
+        extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
     if dropout is not None:
         extra["dropout_key"] = jax.random.split(dropout[0], config.n_layers)
-    x, seen = run_stack(
-        config, params["stack"], x, run_layer,
+    link = hold(jnp.zeros_like(x), options.activations) if with_cosine else None
+    (x, link), seen = run_stack(
+        config, params["stack"], (x, link), run_layer,
         per_layer=extra, remat=options.remat, unroll=options.unroll,
     )  # fmt: skip
+    if with_cosine:
+        x, seen = end_link(x, link, seen)
     return {"hidden": finish(config, params, x), "probes": seen}
 
 
@@ -150,8 +168,7 @@ def embed(config: ModelConfig, params: dict, tokens_bt: jax.Array, options: RunO
 
 def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> jax.Array:
     """What the head sees: the residual stream after the last layer and the final norm."""
-    norm = RMSNorm(config.norm_eps, config.norm_offset)
-    return norm.apply({"params": params["final_norm"]}, x_btd)
+    return Norm(config).apply({"params": params.get("final_norm", {})}, x_btd)
 
 
 def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:

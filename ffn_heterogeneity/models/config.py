@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 FFN_KINDS = ("gated", "plain")
+NORM_KINDS = ("rms", "layer", "layer_without_parameters")
 
 
 class ConfigError(ValueError):
@@ -27,11 +28,18 @@ class RopeConfig:
       linear_factor: positions are divided by it (1.0: none).
       llama3: `(factor, low_freq_factor, high_freq_factor, original_max_position)` of Llama 3.1's
         frequency-dependent scaling, or None.
+      fraction: of each head's dimensions, the part at its beginning that is rotated (GPT-NeoX:
+        0.25); theta ** (-2i / rotated) then.
     """
 
     theta: float = 10_000.0
     linear_factor: float = 1.0
     llama3: tuple[float, float, float, int] | None = None
+    fraction: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many of `head_dim` dimensions are rotated."""
+        return int(head_dim * self.fraction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +65,15 @@ class ModelConfig:
 
     Attributes:
       family: name of the module in `models/families` that maps it to and from other formats.
-      norm_offset: the RMSNorm multiplies by (norm_offset + scale): 1.0 for Gemma, 0.0 for Llama.
-      post_norms: RMSNorm also after attention and after the FFN, before the residual (Gemma 2, 3).
-      qk_norm: RMSNorm over the head dimension of queries and keys (Gemma 3).
+      norm_kind: of every norm: "rms", "layer" (LayerNorm: scale and bias), or
+        "layer_without_parameters" (OLMo 1: no leaf at all); see models/norms.py.
+      norm_offset: norms multiply by (norm_offset + scale): 1.0 for Gemma, 0.0 for Llama.
+      post_norms: a norm also after attention and after the FFN, before the residual (Gemma 2, 3).
+      qk_norm: a norm over the head dimension of queries and keys (Gemma 3, Qwen3).
+      qkv_clip: queries, keys and values are clipped to [-qkv_clip, qkv_clip] (OLMo); None: not.
+      parallel_residual: the FFN reads the block's input, not the sum after attention (GPT-NeoX).
+      attention_bias, attention_out_bias, ffn_bias: biases of q, k, v; of the output projection; of
+        all of the FFN's kernels.
       embedding_multiplier: embeddings are multiplied by it (Gemma: sqrt(d_model)).
       query_scale: attention logits are multiplied by it (usually head_dim ** -0.5).
       attention_softcap, final_softcap: logits become cap * tanh(logits / cap); None: no cap.
@@ -76,9 +90,12 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     activation: str = "silu"
     norm_eps: float = 1e-5
+    norm_kind: str = "rms"
     norm_offset: float = 0.0
     post_norms: bool = False
     qk_norm: bool = False
+    qkv_clip: float | None = None
+    parallel_residual: bool = False
     attention_bias: bool = False
     attention_out_bias: bool = False
     ffn_bias: bool = False
@@ -105,6 +122,10 @@ class ModelConfig:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(f"activation={self.activation!r}: choose one of {ACTIVATIONS}")
+        if self.norm_kind not in NORM_KINDS:
+            raise ConfigError(f"norm_kind={self.norm_kind!r}: choose one of {NORM_KINDS}")
+        if self.qkv_clip is not None and not self.qkv_clip > 0:
+            raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive or None")
         if not self.layers:
             raise ConfigError("layers is empty: a model needs at least one layer")
         for i, layer in enumerate(self.layers):
@@ -114,6 +135,12 @@ class ModelConfig:
                 raise ConfigError(f"layer {i}: ffn_width={layer.ffn_width} must be at least 1")
             if layer.window is not None and layer.window < 1:
                 raise ConfigError(f"layer {i}: window={layer.window} must be at least 1 or None")
+            rotated = layer.rope.rotated(self.head_dim)
+            if rotated % 2 or not 0 < rotated <= self.head_dim:
+                raise ConfigError(
+                    f"layer {i}: rope.fraction={layer.rope.fraction} rotates {rotated} of "
+                    f"head_dim={self.head_dim} dimensions: it must be an even number from 2 on"
+                )
 
     @property
     def n_layers(self) -> int:

@@ -1,4 +1,4 @@
-"""RMSNorm in float32, Llama's (scale) and Gemma's (1 + scale) in one."""
+"""Every norm of a model: RMSNorm (Llama's and Gemma's), LayerNorm, LayerNorm without parameters."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import leaf
 
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * (offset + scale), over the last axis.
+class Norm(nn.Module):
+    """The norm that `config.norm_kind` names, over the last axis; c = x - mean(x).
+
+        "rms": x / sqrt(mean(x^2) + eps) * (offset + scale)
+        "layer": c / sqrt(mean(c^2) + eps) * (offset + scale) + bias
+        "layer_without_parameters": c / sqrt(mean(c^2) + eps)
 
     Computed in float32 (float64 for float64 inputs), and returned in the input's. The scale is
     multiplied before the cast back (Gemma's order; Llama's multiplies after it, which in float32
     is the same and in bf16 differs by one rounding).
     """
 
-    eps: float
-    offset: float = 0.0
+    config: ModelConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        init = nn.initializers.constant(1.0 - self.offset)
+        config, shape = self.config, (x.shape[-1],)
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scale = leaf(self, "scale", (x.shape[-1],), init).astype(wide)
         x_wide = x.astype(wide)
+        if config.norm_kind != "rms":
+            x_wide = x_wide - jnp.mean(x_wide, axis=-1, keepdims=True)
         mean_square = jnp.mean(x_wide * x_wide, axis=-1, keepdims=True)
-        y = x_wide * jax.lax.rsqrt(mean_square + self.eps) * (self.offset + scale)
+        y = x_wide * jax.lax.rsqrt(mean_square + config.norm_eps)
+        if config.norm_kind != "layer_without_parameters":
+            init = nn.initializers.constant(1.0 - config.norm_offset)
+            y = y * (config.norm_offset + leaf(self, "scale", shape, init).astype(wide))
+        if config.norm_kind == "layer":
+            y = y + leaf(self, "bias", shape, nn.initializers.zeros).astype(wide)
         return y.astype(x.dtype)

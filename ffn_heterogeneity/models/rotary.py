@@ -12,12 +12,15 @@ from ffn_heterogeneity.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """float32 [head_dim / 2]: theta^(-2i/head_dim), scaled as the config says.
+    """float32 [rotated / 2]: theta^(-2i/rotated), scaled as the config says.
+
+    `rotated` is head_dim, or the fraction of it that the config says.
 
     Llama 3.1's scaling [its reference code]: wavelengths longer than original_max / low_freq_factor
     are slowed by `factor`, shorter than original_max / high_freq_factor kept, linear between.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    rotated = rope.rotated(head_dim)
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     frequencies = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
     frequencies = frequencies / np.float32(rope.linear_factor)
     if rope.llama3 is None:
@@ -34,15 +37,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rotary_tables(
     rope: RopeConfig, head_dim: int, positions_bt: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, T, head_dim / 2], of the angles position x frequency."""
+    """cos and sin, float32 [B, T, rotated / 2], of the angles position x frequency."""
     angles = positions_bt[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rotary(x_btnh: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + H/2]) by the angle of frequency i; keeps the dtype."""
+    """Rotates the pairs (x[i], x[i + R/2]) by the angle of frequency i; keeps the dtype.
+
+    R is twice the tables' last axis; dimensions from R on stay as they are.
+    """
     wide = jnp.promote_types(x_btnh.dtype, jnp.float32)
     cos, sin = (table[:, :, None, :] for table in tables)
-    first, second = jnp.split(x_btnh.astype(wide), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_btnh.dtype)
+    rotated = 2 * cos.shape[-1]
+    first, second = jnp.split(x_btnh[..., :rotated].astype(wide), 2, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if rotated < x_btnh.shape[-1]:
+        parts.append(x_btnh[..., rotated:].astype(wide))
+    return jnp.concatenate(parts, axis=-1).astype(x_btnh.dtype)

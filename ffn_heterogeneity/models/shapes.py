@@ -18,27 +18,32 @@ def _linear(path: str, fan_in: int, fan_out: int, bias: bool) -> dict[str, tuple
     return leaves
 
 
+def _norm(path: str, size: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    leaves = {"rms": ("scale",), "layer": ("scale", "bias"), "layer_without_parameters": ()}
+    return {f"{path}/{name}": (size,) for name in leaves[config.norm_kind]}
+
+
 def layer_shapes(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
     """`{path inside the layer: shape}` of one decoder layer; kernels are [in, out]."""
     d, m = config.d_model, layer.ffn_width
     query, key = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"attention_norm/scale": (d,)}
+    shapes = _norm("attention_norm", d, config)
     shapes |= _linear("attention/q", d, query, config.attention_bias)
     shapes |= _linear("attention/k", d, key, config.attention_bias)
     shapes |= _linear("attention/v", d, key, config.attention_bias)
     shapes |= _linear("attention/out", query, d, config.attention_out_bias)
     if config.qk_norm:
-        shapes["attention/q_norm/scale"] = (config.head_dim,)
-        shapes["attention/k_norm/scale"] = (config.head_dim,)
+        shapes |= _norm("attention/q_norm", config.head_dim, config)
+        shapes |= _norm("attention/k_norm", config.head_dim, config)
     if config.post_norms:
-        shapes["post_attention_norm/scale"] = (d,)
-    shapes["ffn_norm/scale"] = (d,)
+        shapes |= _norm("post_attention_norm", d, config)
+    shapes |= _norm("ffn_norm", d, config)
     if layer.ffn_kind == "gated":
         shapes |= _linear("ffn/gate", d, m, config.ffn_bias)
     shapes |= _linear("ffn/up", d, m, config.ffn_bias)
     shapes |= _linear("ffn/down", m, d, config.ffn_bias)
     if config.post_norms:
-        shapes["post_ffn_norm/scale"] = (d,)
+        shapes |= _norm("post_ffn_norm", d, config)
     return shapes
 
 
@@ -49,7 +54,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     for i, layer in enumerate(config.layers):
         shapes |= {f"layers/{i}/{p}": s for p, s in layer_shapes(config, layer).items()}
-    shapes["final_norm/scale"] = (config.d_model,)
+    shapes |= _norm("final_norm", config.d_model, config)
     if not config.tied:
         shapes["head/kernel"] = (config.d_model, config.vocab_size)
     return shapes

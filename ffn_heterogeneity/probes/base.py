@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+NEEDS = frozenset({"attention_weights", "block_cosine"})
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -16,7 +18,7 @@ class Probe:
       function: (seen: models.block.LayerIO, batch, per_layer slice or None) -> small tree of SUMS
         and COUNTS, so that results add up over batches and devices. The results of all layers come
         back stacked, [L, ...].
-      needs: what costs extra and must be asked for statically: "attention_weights".
+      needs: what costs extra and must be asked for statically: `NEEDS`.
     """
 
     name: str

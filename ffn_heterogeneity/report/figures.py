@@ -82,3 +82,23 @@ def bar_figure(
         axis.set_xscale("log")
     axis.margins(x=0.18)
     _save(figure, path)
+
+
+def displacement_figure(
+    readings: Mapping[str, Mapping], path: str | os.PathLike, title: str = ""
+) -> None:
+    """Psi against depth, a line a reading (JREG, Figures 1 and 2); the label gives zeta_L.
+
+    Args:
+      readings: label -> {"psi": [L values], "zeta_L": percent}.
+    """
+    figure, (axis,) = _axes(1, width=6.0)
+    for (label, reading), colour in zip(readings.items(), COLOURS, strict=False):
+        psi = reading["psi"]
+        jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
+        axis.plot(range(1, len(psi) + 1), psi, marker="o", markersize=3, color=colour,
+                  label=label.replace("_", " ") + jump)  # fmt: skip
+    axis.set(xlabel="layer", ylabel="angular displacement", title=title)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
+    _save(figure, path)

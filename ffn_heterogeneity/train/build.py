@@ -36,7 +36,7 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Keys, or groups of keys, that no compiled program depends on: they go through `hyper`, or are the
 # host's business. Any other key is taken to be part of the program.
 FREE_KEYS = (
-    "model", "revision", "seed", "seeds", "steps", "mesh", "nucl.alpha", "dropout",
+    "model", "revision", "tokenizer", "seed", "seeds", "steps", "mesh", "nucl.alpha", "dropout",
     "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps",
     "optimizer.final_fraction", "eval", "checkpoint", "export", "tensorboard", "profile", "dry_run",
 )  # fmt: skip
@@ -50,8 +50,9 @@ class Built:
       mesh: of devices, or an `AbstractMesh` where nothing is to be compiled.
       trainable: `{path: trains}`.
       forward: (params, batch, *, probes, dropout) -> outputs.
+      terms, evaluated_terms: the loss, and what validation computes: the loss and its monitors.
       train_step, eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` of the
-        terms and of `entropy_monitor`.
+        terms and the monitors.
       state: shapes and dtypes of the training state.
       shardings: of (the state, accumulated batches, what every device holds whole).
     """
@@ -61,6 +62,7 @@ class Built:
     trainable: dict[str, bool]
     optimizer: optax.GradientTransformationExtraArgs
     terms: tuple[LossTerm, ...]
+    evaluated_terms: tuple[LossTerm, ...]
     options: causal_lm.RunOptions
     forward: Callable[..., dict]
     train_step: Any
@@ -98,12 +100,13 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
         forward, terms, optimizer, mask,
         accumulation=config.accumulation, dropout=config.dropout > 0, shardings=placed,
     )  # fmt: skip
-    monitored = (*terms, entropy_monitor(config, mesh.size))
+    evaluated = (*terms, *monitors(config, mesh.size))
     return Built(
-        model=model, mesh=mesh, trainable=mask, optimizer=optimizer, terms=terms, options=options,
+        model=model, mesh=mesh, trainable=mask, optimizer=optimizer, terms=terms,
+        evaluated_terms=evaluated, options=options,
         forward=forward, train_step=train_step, state=state, shardings=placed,
-        eval_step=make_eval_step(forward, terms, placed[2]),
-        params_metrics=make_params_metrics(monitored, placed[2]),
+        eval_step=make_eval_step(forward, evaluated, placed[2]),
+        params_metrics=make_params_metrics(evaluated, placed[2]),
     )  # fmt: skip
 
 
@@ -114,8 +117,8 @@ def static_key(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh) 
     only as on or off), the model's config, the names, shapes and dtypes of its leaves, the mesh.
     """
     flat = flatten_config(config.to_dict())
-    for name, alpha in added_weights(config).items():
-        flat[f"{name}.alpha"] = alpha > 0
+    for name, weight in added_weights(config).items():
+        flat[f"{name}.weight"] = weight > 0
     kept = {
         key: value
         for key, value in flat.items()
@@ -140,13 +143,14 @@ def check_config(config: ConfigDict) -> None:
     ):
         if value not in choices:
             raise ValueError(f"{key}={value!r}: choose one of {choices}")
-    if not config.model:
+    if not config.model and "shape" not in config:
         raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
-    for name, alpha in {"nucl": config.nucl.alpha, **added_weights(config)}.items():
-        if not np.isfinite(alpha) or alpha < 0:
-            raise ValueError(f"{name}.alpha={alpha} must be finite and >= 0")
+    weights = {f"{name}.weight": weight for name, weight in added_weights(config).items()}
+    for key, weight in {"nucl.alpha": config.nucl.alpha, **weights}.items():
+        if not np.isfinite(weight) or weight < 0:
+            raise ValueError(f"{key}={weight} must be finite and >= 0")
     if config.accumulation < 1 or config.batch_size % config.accumulation:
         raise ValueError(
             f"batch_size={config.batch_size} must be a multiple of "
@@ -164,8 +168,8 @@ def make_terms(
 ) -> tuple[LossTerm, ...]:
     """NLL, NUCL unless its variant is "none", and every added term with a weight above 0.
 
-    A term is added by a group of the config: with `x.alpha` above 0 it is `x_term` of losses/x.py,
-    called with the group's other keys; its weight is hyper["x_alpha"].
+    A term is added by a group of the config: with `x.weight` above 0 it is `x_term` of losses/x.py,
+    called with the group's other keys; its weight is hyper["x_weight"].
     """
     devices = mesh.size
     terms = [nll_term(model, config.nll_reduction, mesh=mesh)]
@@ -176,27 +180,38 @@ def make_terms(
                 nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha", sharded=devices > 1
             )
         )
-    for name, alpha in added_weights(config).items():
-        if alpha > 0:
-            function = getattr(import_module(f"ffn_heterogeneity.losses.{name}"), f"{name}_term")
-            settings = {key: value for key, value in config[name].items() if key != "alpha"}
-            terms.append(function(weight=f"{name}_alpha", **settings))
+    for name, weight in added_weights(config).items():
+        if weight > 0:
+            terms.append(_added_term(config, name, f"{name}_weight"))
     return tuple(terms)
 
 
+def _added_term(config: ConfigDict, name: str, weight: str | float) -> LossTerm:
+    function = getattr(import_module(f"ffn_heterogeneity.losses.{name}"), f"{name}_term")
+    settings = {key: value for key, value in config[name].items() if key != "weight"}
+    return function(weight=weight, **settings)
+
+
 def added_weights(config: ConfigDict) -> dict[str, float]:
-    """Group -> its `alpha`, of the terms that groups of the config add; 0: it is not built."""
+    """Group -> its `weight`, of the terms that groups of the config add; 0: it is not built."""
     groups = {name: group for name, group in config.items() if isinstance(group, ConfigDict)}
-    return {n: group.alpha for n, group in groups.items() if "alpha" in group and n != "nucl"}
+    return {name: group.weight for name, group in groups.items() if "weight" in group}
 
 
-def entropy_monitor(config: ConfigDict, devices: int = 1) -> LossTerm:
-    """The entropy of the targeted connections, evaluated beside any variant and never trained on.
+def monitors(config: ConfigDict, devices: int = 1) -> tuple[LossTerm, ...]:
+    """What validation computes beside the loss and nobody trains on.
 
-    Its mean per neuron is what the paper's Figures 2 and 3 plot: "validation/entropy/ent/...".
+    The entropy of the targeted connections, beside any variant: its mean per neuron is what NUCL's
+    Figures 2 and 3 plot ("validation/entropy/ent/..."). And where the config knows JREG but does
+    not train with it, its jump rates ("validation/jreg/zeta_L"): the baseline of that paper.
     """
-    nucl = config.nucl
-    return nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
+    nucl, found = config.nucl, []
+    found.append(
+        nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
+    )
+    if added_weights(config).get("jreg") == 0:
+        found.append(_added_term(config, "jreg", 0.0))
+    return tuple(found)
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:
@@ -217,7 +232,7 @@ def hyper_function(config: ConfigDict):
         final_fraction=config.optimizer.final_fraction,
     )
     constant = {"alpha": config.nucl.alpha, "dropout": config.dropout}
-    constant |= {f"{name}_alpha": x for name, x in added_weights(config).items() if x > 0}
+    constant |= {f"{name}_weight": x for name, x in added_weights(config).items() if x > 0}
     return lambda step: {"learning_rate": schedule(step), **constant}
 
 

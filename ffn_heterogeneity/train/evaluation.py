@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ffn_heterogeneity.losses.terms import TermValue
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.train.placement import place_batch
 
 
@@ -17,13 +17,15 @@ def make_evaluator(
     params_metrics: Any,
     batches: Callable[[], Iterator[dict[str, np.ndarray]]],
     *,
+    terms: Sequence[LossTerm] = (),
     sharding: Any = None,
     prefix: str = "validation/",
 ) -> Callable[..., dict[str, Any]]:
     """`evaluate(params, check_stop=...) -> {"validation/<term>": ...}` over one pass of `batches`.
 
     Token-exact: totals and denominators of all batches are summed in float64 on the host, then
-    divided. `params_metrics` (from `make_params_metrics`, or None) is added under the same prefix.
+    divided; then come the metrics that `terms` derive.
+    `params_metrics` (from `make_params_metrics`, or None) is added under the same prefix.
 
     Raises:
       ValueError: `batches()` is empty.
@@ -44,7 +46,7 @@ def make_evaluator(
         if running is None:
             raise ValueError("the validation data is empty: give a larger part of it")
         sums = fetch(sums, running)
-        metrics = _divide(sums)
+        metrics = _divide(sums, {term.name: term.derived for term in terms if term.derived})
         if params_metrics is not None:
             metrics |= jax.device_get(params_metrics(params))
         return {prefix + name: value for name, value in metrics.items()}
@@ -52,11 +54,14 @@ def make_evaluator(
     return evaluate
 
 
-def _divide(sums: dict[str, TermValue]) -> dict[str, Any]:
+def _divide(sums: dict[str, TermValue], derived: dict[str, Callable]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, (total, denominator, extra) in sums.items():
         if denominator == 0:
             raise ValueError(f"the validation data holds no target for the term {name!r}")
         metrics[name] = total / denominator
-        metrics |= {f"{name}/{key}": value / denominator for key, value in extra.items()}
+        averages = {key: value / denominator for key, value in extra.items()}
+        if name in derived:
+            averages |= jax.device_get(derived[name](averages))
+        metrics |= {f"{name}/{key}": value for key, value in averages.items()}
     return metrics

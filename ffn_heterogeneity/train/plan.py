@@ -22,7 +22,6 @@ from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
@@ -31,6 +30,7 @@ from ffn_heterogeneity.train import hlo, partition
 from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
 from ffn_heterogeneity.train.placement import rows_of_micro_batch
+from ffn_heterogeneity.train.source import model_shape
 
 # Batch leaves as `data.pipeline` gives them.
 BATCH = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
@@ -54,14 +54,14 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     if config.compute_dtype == "auto" and config.dry_run == "here" and _on_cpu():
         dtype = jnp.float32
     target = find_target(config.dry_run, dtype)
-    model = load_config(config.model, revision=config.revision)
+    model = model_shape(config)
     mesh = _mesh(config, target)
     rows_of_micro_batch(mesh, config.batch_size, config.accumulation)
     # Frozen leaves keep their storage dtype: half precision, as models are published.
     built = build(config, model, causal_lm.abstract_params(model, jnp.bfloat16), mesh)
     sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(built.state.params).items()}
     plan: dict[str, Any] = {
-        "model": config.model,
+        "model": config.model or "new",
         "devices": target.name,
         "device_count": target.count,
         "mesh": dict(mesh.shape),

@@ -39,6 +39,7 @@ from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
 from ffn_heterogeneity.train.placement import local_rows, to_host
 from ffn_heterogeneity.train.plan import dry_run
 from ffn_heterogeneity.train.shared import Shared
+from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.workdir import prepare_workdir
 
@@ -68,8 +69,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     check_config(config)
     mesh = partition.make_mesh(**config.mesh)
     rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
-    say(f"loading {config.model} ...")
-    model = (shared.load if shared else load_model)(config.model, revision=config.revision)
+    say(f"loading {config.model} ..." if config.model else "making a new model ...")
+    model = starting_model(config, shared.load if shared else load_model)
+    say(model.source)
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, so no text can be read: add its files")
     causal_lm.check_leaves(model.config, model.params)
@@ -161,6 +163,7 @@ def _evaluator(config: ConfigDict, built: Built, pipeline: Pipeline):
         built.eval_step,
         built.params_metrics,
         batches,
+        terms=built.evaluated_terms,
         sharding=partition.batch_sharding(built.mesh, accumulated=False),
     )
 
@@ -171,7 +174,7 @@ def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) ->
         return result.state.params
     if result.best["step"] == 0:
         say("no evaluation was better than the model as it was loaded: that one is exported")
-        return load_model(config.model, revision=config.revision).params
+        return starting_model(config).params
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     state, _ = checkpoints.restore(result.state, result.best["step"])
     checkpoints.close()

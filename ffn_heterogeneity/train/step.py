@@ -171,7 +171,7 @@ class _StepLoss:
         if self.on_params:
             more, plain = jax.grad(self._params_loss, has_aux=True)(train)
             grads = jax.tree.map(jnp.add, grads, more)
-        metrics = term_metrics(summed, divide=True) | term_metrics(plain, divide=False)
+        metrics = averaged_metrics(self.on_outputs, summed) | plain_metrics(plain)
         metrics["loss"] = sum(self.weights[term.name] * metrics[term.name] for term in self.terms)
         return grads, metrics
 
@@ -236,7 +236,7 @@ def make_eval_step(forward_fn: ForwardFn, terms: Sequence[LossTerm], replicated:
     """Jitted `(params, batch) -> {term: TermValue}` of the "outputs" terms, batch leaves [B, T].
 
     `replicated` is the sharding of what comes back on a mesh, so that every process can read it.
-    Sum the values of several batches with `jax.tree.map`, then `term_metrics`: token-exact.
+    Sum the values of several batches with `jax.tree.map`, then `averaged_metrics`: token-exact.
     """
     on_outputs = [term for term in terms if term.on == "outputs"]
     probes = union_of_probes(on_outputs)
@@ -253,19 +253,31 @@ def make_params_metrics(terms: Sequence[LossTerm], replicated: Any | None = None
     on_params = [term for term in terms if term.on == "params"]
 
     def params_metrics(params):
-        return term_metrics({t.name: t.function(params) for t in on_params}, divide=False)
+        return plain_metrics({t.name: t.function(params) for t in on_params})
 
     return jax.jit(params_metrics, out_shardings=replicated)
 
 
-def term_metrics(values: Mapping[str, TermValue], *, divide: bool) -> dict[str, Any]:
-    """`{term: total / denominator, "term/metric": ...}`; `divide`: metrics are sums as well."""
+def averaged_metrics(terms: Sequence[LossTerm], sums: Mapping[str, TermValue]) -> dict[str, Any]:
+    """`{term: total / denominator, "term/metric": metric / denominator}` and what terms derive."""
+    metrics = {}
+    for term in terms:
+        total, denominator, extra = sums[term.name]
+        scale = _reciprocal(denominator)
+        metrics[term.name] = total * scale
+        averages = {key: value * scale for key, value in extra.items()}
+        if term.derived is not None:
+            averages |= term.derived(averages)
+        metrics |= {f"{term.name}/{key}": value for key, value in averages.items()}
+    return metrics
+
+
+def plain_metrics(values: Mapping[str, TermValue]) -> dict[str, Any]:
+    """`{term: total / denominator, "term/metric": metric}` of the "params" terms."""
     metrics = {}
     for name, (total, denominator, extra) in values.items():
-        scale = _reciprocal(denominator)
-        metrics[name] = total * scale
-        for key, value in extra.items():
-            metrics[f"{name}/{key}"] = value * scale if divide else value
+        metrics[name] = total * _reciprocal(denominator)
+        metrics |= {f"{name}/{key}": value for key, value in extra.items()}
     return metrics
 
 

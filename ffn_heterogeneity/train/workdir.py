@@ -17,9 +17,9 @@ from ffn_heterogeneity.io.files import is_bucket, read_json, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
-WHERE_NOT_WHAT = ("mesh", "profile", "dry_run")
+WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
-OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model")
+OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model", "tokens")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "command.txt", "versions.json")
 _ABSENT = "<absent>"

@@ -156,7 +156,7 @@ def test_tasks_are_discovered():
     assert all(task.name == name for name, task in tasks().items())
     with pytest.raises(DataError, match=r"unknown task 'gsm8'; did you mean gsm8k\?.*known: gsm8k"):
         get_task("gsm8")
-    with pytest.raises(DataError, match=r"unknown task '\?\?'; known: gsm8k, jsonl, mbpp, super"):
+    with pytest.raises(DataError, match=r"unknown task '\?\?'; known: gsm8k, jsonl, mbpp, mess"):
         get_task("??")
 
 

@@ -17,22 +17,28 @@ from ffn_heterogeneity.paths import flatten, unflatten
 # leaf of a layer -> name after "blk.<i>."
 NAMES = {
     "attention_norm/scale": "attn_norm.weight",
+    "attention_norm/bias": "attn_norm.bias",
     "attention/q/kernel": "attn_q.weight",
     "attention/k/kernel": "attn_k.weight",
     "attention/v/kernel": "attn_v.weight",
     "attention/out/kernel": "attn_output.weight",
+    "attention/out/bias": "attn_output.bias",
     "attention/q_norm/scale": "attn_q_norm.weight",
     "attention/k_norm/scale": "attn_k_norm.weight",
     "post_attention_norm/scale": "post_attention_norm.weight",
     "ffn_norm/scale": "ffn_norm.weight",
+    "ffn_norm/bias": "ffn_norm.bias",
     "ffn/gate/kernel": "ffn_gate.weight",
     "ffn/up/kernel": "ffn_up.weight",
+    "ffn/up/bias": "ffn_up.bias",
     "ffn/down/kernel": "ffn_down.weight",
+    "ffn/down/bias": "ffn_down.bias",
     "post_ffn_norm/scale": "post_ffw_norm.weight",
 }
 TOP = {
     "embed/embedding": "token_embd.weight",
     "final_norm/scale": "output_norm.weight",
+    "final_norm/bias": "output_norm.bias",
     "head/kernel": "output.weight",
 }
 
@@ -69,13 +75,26 @@ def converted(config, path, leaf):
         _, layer, rest = path.split("/", 2)
         name = f"blk.{layer}.{NAMES[rest]}"
     tensor = leaf.T if path.endswith("kernel") else leaf
-    if config.family == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+    if config.family in ("llama", "olmo") and name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = config.n_heads if "attn_q" in name else config.n_kv_heads
         rows = tensor.shape[0]
         tensor = tensor.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(rows, -1)
-    if config.family != "llama" and name.endswith("norm.weight"):
+    if config.family.startswith("gemma") and name.endswith("norm.weight"):
         tensor = tensor + np.float32(1)
     return name, np.ascontiguousarray(tensor)
+
+
+def converted_tree(config, leaves):
+    """{name: tensor} of all leaves."""
+    tensors = {}
+    if config.family == "gpt_neox":
+        # [heads, 3, head_dim, in] of the checkpoint goes to all queries, all keys, all values.
+        leaves = dict(leaves)
+        for i in range(config.n_layers):
+            for leaf, name in (("kernel", "weight"), ("bias", "bias")):
+                parts = [leaves.pop(f"layers/{i}/attention/{part}/{leaf}").T for part in "qkv"]
+                tensors[f"blk.{i}.attn_qkv.{name}"] = np.concatenate(parts)
+    return tensors | dict(converted(config, path, leaf) for path, leaf in leaves.items())
 
 
 def write(path, config, leaves, *, quantise=(), drop=(), add=None, meta=None, architecture=None):
@@ -84,15 +103,24 @@ def write(path, config, leaves, *, quantise=(), drop=(), add=None, meta=None, ar
     from gguf.quants import quantize
 
     quantise = dict(quantise)
-    writer = GGUFWriter(path, architecture or config.family)
+    names = {"gpt_neox": "gptneox"}
+    writer = GGUFWriter(path, architecture or names.get(config.family, config.family))
     writer.add_block_count(config.n_layers)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.d_model)
     writer.add_feed_forward_length(config.layers[0].ffn_width)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.norm_kind == "rms":
+        writer.add_key_length(config.head_dim)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
+    if config.family == "gpt_neox":
+        writer.add_rope_dimension_count(config.layers[0].rope.rotated(config.head_dim))
+        writer.add_parallel_residual(config.parallel_residual)
+    if config.qkv_clip:
+        writer.add_clamp_kqv(config.qkv_clip)
     writer.add_bos_token_id(config.bos_id)
     writer.add_eos_token_id(config.eos_id)
     if config.pad_id is not None:
@@ -104,7 +132,7 @@ def write(path, config, leaves, *, quantise=(), drop=(), add=None, meta=None, ar
     for key, value in (meta or {}).items():
         add_value = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
         add_value[type(value)](key, value)
-    tensors = dict(converted(config, p, leaf) for p, leaf in leaves.items()) | (add or {})
+    tensors = converted_tree(config, leaves) | (add or {})
     for name, tensor in tensors.items():
         if name in drop:
             continue
@@ -132,6 +160,11 @@ def found_leaves(params):
         ("gemma_2b", 2, {}),
         ("gemma2_2b", 4, {}),
         ("gemma3_1b", 12, {}),
+        ("pythia_70m", 3, {"n_kv_heads": 4}),
+        ("pythia_70m", 2, {"n_kv_heads": 4, "parallel_residual": False, "tied": True}),
+        ("olmo_1b", 2, {"bos_id": 1}),
+        ("olmo_7b_0424", 2, {"bos_id": 1, "n_kv_heads": 4}),
+        ("qwen3_0_6b", 3, {}),
     ],
 )
 def test_every_family_is_read_back_exactly(tmp_path, preset, layers, changes):
@@ -143,7 +176,7 @@ def test_every_family_is_read_back_exactly(tmp_path, preset, layers, changes):
     found = found_leaves(params)
     assert set(found) == set(leaves)
     for name, leaf in leaves.items():
-        if name.endswith("scale") and config.family != "llama":
+        if name.endswith("scale") and config.family.startswith("gemma"):
             # The file holds float32(1 + scale): one rounding is lost there, none here.
             leaf = (leaf + np.float32(1)) - np.float32(1)
         np.testing.assert_array_equal(found[name], leaf, err_msg=name)

@@ -25,7 +25,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 def tiny_config(name="llama3_2_1b", widths=(5, 5, 5), **changes):
     config, _ = families.preset(name)
     sizes = {"vocab_size": 13, "d_model": 8, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4}
-    config = dataclasses.replace(config, layers=config.layers[: len(widths)], **sizes, **changes)
+    config = dataclasses.replace(config, layers=config.layers[: len(widths)], **sizes | changes)
     if config.norm_offset:
         config = dataclasses.replace(config, embedding_multiplier=8**0.5)
     return config.with_widths(widths)
@@ -65,10 +65,24 @@ def edit(directory, change):
 # ---- reading and writing
 
 
-@pytest.mark.parametrize("name", ["llama3_8b", "gemma_2b", "gemma2_2b", "gemma3_270m"])
+FAMILIES = [
+    "llama3_8b",
+    "gemma_2b",
+    "gemma2_2b",
+    "gemma3_270m",
+    "pythia_70m",
+    "olmo_1b",
+    "qwen3_4b",
+]
+# GPT-NeoX: no grouped queries, heads fill the width, a quarter of each rotates.
+NEOX = {"d_model": 16, "n_kv_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_round_trip_is_exact_in_every_float_type(tmp_path, name, dtype):
-    config = tiny_config(name, widths=(5,) * 7)
+    widths = (5,) * min(7, families.preset(name)[0].n_layers)
+    config = tiny_config(name, widths, **NEOX if name == "pythia_70m" else {})
     params = random_params(config, dtype)
     save_pretrained(config, params, tmp_path / "model")
     again_config, again = read_pretrained(tmp_path / "model")
@@ -202,6 +216,25 @@ def test_redundant_tensors_are_tolerated_only_when_they_say_nothing(saved):
     edit(directory, lambda t: t["lm_head.weight"].__setitem__((0, 0), 9.0))
     with pytest.raises(CheckpointError, match="'lm_head.weight' differs"):
         read_pretrained(directory)
+
+
+def test_buffers_of_old_gpt_neox_files_are_ignored_and_a_tied_head_too(tmp_path):
+    """Pythia's files hold each layer's causal mask; a tied model's may repeat the embedding."""
+    config = tiny_config("pythia_70m", **NEOX, tied=True)
+    params = random_params(config)
+    save_pretrained(config, params, tmp_path / "m")
+
+    def add(tensors):
+        at = "gpt_neox.layers.1.attention."
+        tensors[at + "bias"] = np.tril(np.ones((1, 1, 8, 8), np.bool_))
+        tensors[at + "masked_bias"] = np.array(-1e9, np.float32)
+        tensors[at + "rotary_emb.inv_freq"] = np.ones(1, np.float32)
+        tensors["embed_out.weight"] = tensors["gpt_neox.embed_in.weight"].copy()
+
+    edit(tmp_path / "m", add)
+    same(read_pretrained(tmp_path / "m")[1], params)
+    edit(tmp_path / "m", lambda t: t["embed_out.weight"].__setitem__((0, 0), 9.0))
+    refused(tmp_path / "m", "'embed_out.weight' differs from 'gpt_neox.embed_in.weight'")
 
 
 # ---- bad input: one clear line each

@@ -161,7 +161,7 @@ def test_term_is_the_sum_over_layers(stacked):
     moved = {path for path, leaf in slopes.items() if np.any(leaf)}
     assert moved == {path for path in slopes if path.endswith("ffn/down/kernel")}
     assert moved == {path for path in slopes if re.search(term.targets[0], path)}
-    assert term.weight == "diversity_alpha" and value.denominator == 1
+    assert term.weight == "diversity_weight" and value.denominator == 1
 
 
 @pytest.mark.usefixtures("compiled_quickly")
@@ -194,18 +194,18 @@ def test_a_config_key_builds_it():
     params = random_params(LLAMA)
 
     def small(alpha):
-        return config_of("nucl_finetune", "x,text", diversity__alpha=alpha, batch_size=3,
+        return config_of("nucl_finetune", "x,text", diversity__weight=alpha, batch_size=3,
                          seq_len=10, dropout=0.0, optimizer__name="sgd")  # fmt: skip
 
     names = [[term.name for term in build(small(alpha), LLAMA, params, mesh).terms]
              for alpha in (0.0, 5.0)]  # fmt: skip
     assert names == [["nll", "nucl"], ["nll", "nucl", "diversity"]]
-    assert "diversity_alpha" not in hyper_function(small(0.0))(0)
-    assert hyper_function(small(5.0))(3)["diversity_alpha"] == 5.0
+    assert "diversity_weight" not in hyper_function(small(0.0))(0)
+    assert hyper_function(small(5.0))(3)["diversity_weight"] == 5.0
     keys = [static_key(small(alpha), LLAMA, params, mesh) for alpha in (0.0, 1.0, 5.0)]
     assert keys[1] == keys[2] != keys[0], "its weight is in no program"
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"diversity.alpha={bad} must be finite"):
+        with pytest.raises(ValueError, match=f"diversity.weight={bad} must be finite"):
             check_config(small(bad))
     built = build(small(5.0), LLAMA, params, mesh)
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])

@@ -18,10 +18,14 @@ from ffn_heterogeneity.models.decoding import cache_length, forward_cached, make
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 OPTIONS = RunOptions()
-# Gemma 2 and 3: windows of 3, so that rings turn several times; a Llama of unequal widths.
+# Gemma 2 and 3: windows of 3, so that rings turn several times; a Llama of unequal widths;
+# partial rotation, branches side by side, norms without parameters, clipped and normed heads.
 MODELS = {
     "gemma2": tiny_of("gemma2"),
     "gemma3": tiny_of("gemma3", layers=8),
+    "gpt_neox": tiny_of("gpt_neox", layers=3),
+    "olmo": dataclasses.replace(tiny_of("olmo", layers=3), qkv_clip=0.3),
+    "qwen3": tiny_of("qwen3", layers=3),
     "llama": dataclasses.replace(
         LLAMA, vocab_size=29, layers=(LayerConfig(24),) * 2 + (LayerConfig(8),)
     ),

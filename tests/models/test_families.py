@@ -1,14 +1,15 @@
 """Families: published sizes, config round trips, name rules, GGUF transforms."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
 import pytest
 
 from ffn_heterogeneity.models import causal_lm, families
-from ffn_heterogeneity.models.config import ConfigError
-from ffn_heterogeneity.models.families import common, llama
+from ffn_heterogeneity.models.config import ConfigError, config_from_dict, config_to_dict
+from ffn_heterogeneity.models.families import common, gpt_neox, llama
 from ffn_heterogeneity.models.stack import tree_segments
 from ffn_heterogeneity.paths import flatten
 
@@ -33,6 +34,20 @@ PUBLISHED = {
     "smollm2_1_7b": 1711.4,
     "deepseek_llm_7b": 6910.4,
     "deepseek_llm_67b": 67425.0,
+    "deepseek_math_7b": 6910.4,
+    "deepseek_coder_1_3b": 1346.5,
+    "deepseek_coder_6_7b": 6740.5,
+    "deepseek_coder_33b": 33343.0,
+    "deepseek_coder_7b_v1_5": 6910.4,
+    "deepseek_r1_distill_llama_8b": 8030.3,
+    "deepseek_r1_distill_llama_70b": 70553.7,
+    "layerskip_llama2_7b": 6738.4,
+    "layerskip_llama2_13b": 13015.9,
+    "layerskip_llama2_70b": 68976.6,
+    "layerskip_codellama_7b": 6738.5,
+    "layerskip_codellama_34b": 33744.0,
+    "layerskip_llama3_8b": 8030.3,
+    "layerskip_llama3_2_1b": 1235.8,
     "gemma_2b": 2506.2,
     "gemma_7b": 8537.7,
     "gemma2_2b": 2614.3,
@@ -40,7 +55,31 @@ PUBLISHED = {
     "gemma2_27b": 27227.1,
     "gemma3_270m": 268.1,
     "gemma3_1b": 999.9,
+    "pythia_70m": 70.426624,
+    "pythia_160m": 162.322944,
+    "pythia_410m": 405.334016,
+    "pythia_1b": 1011.781632,
+    "pythia_1_4b": 1414.647808,
+    "pythia_2_8b": 2775.208960,
+    "pythia_6_9b": 6857.302016,
+    "pythia_12b": 11846.072320,
+    # Of its shapes and vocabulary; the model card's 2796.4 agrees with neither.
+    "stablecode_alpha_3b": 2769.3,
+    "olmo_1b": 1176.8,
+    "olmo_7b": 6888.1,
+    "olmo_7b_0424": 6888.1,
+    "qwen3_0_6b": 596.0,
+    "qwen3_1_7b": 1720.6,
+    "qwen3_4b": 4022.5,
+    "qwen3_8b": 8190.7,
+    "qwen3_14b": 14768.3,
+    "qwen3_32b": 32762.1,
 }
+# Pythia's paper, Table 1: parameters outside the two embeddings, exact.
+PYTHIA_REST = {
+    "70m": 18_915_328, "160m": 85_056_000, "410m": 302_311_424, "1b": 805_736_448,
+    "1_4b": 1_208_602_624, "2_8b": 2_517_652_480, "6_9b": 6_444_163_072, "12b": 11_327_027_200,
+}  # fmt: skip
 # NUCL, Table 6: billions, total and embedding.
 TABLE_6 = {
     "gemma2_2b": (2.614, 0.590),
@@ -61,9 +100,38 @@ DETAILS = {
     "smollm2_360m": (1e5, 1e-5, True, 8192),
     "smollm2_1_7b": (1.3e5, 1e-5, True, 8192),
     "deepseek_llm": (1e4, 1e-6, False, 4096),
+    "deepseek_math": (1e4, 1e-6, False, 4096),
+    "deepseek_coder_1_3b": (1e5, 1e-6, False, 16_384),
+    "deepseek_coder_6_7b": (1e5, 1e-6, False, 16_384),
+    "deepseek_coder_33b": (1e5, 1e-6, False, 16_384),
+    "deepseek_coder_7b_v1_5": (1e4, 1e-6, False, 4096),
+    "deepseek_r1_distill_llama": (5e5, 1e-5, False, 131_072),
+    "layerskip_llama2": (1e4, 1e-5, False, 4096),
+    "layerskip_codellama": (1e6, 1e-5, False, 16_384),
+    "layerskip_llama3_8b": (5e5, 1e-5, False, 8192),
+    "layerskip_llama3_2_1b": (5e5, 1e-5, True, 131_072),
     "gemma_": (1e4, 1e-6, True, 8192),
     "gemma2": (1e4, 1e-6, True, 8192),
     "gemma3": (1e4, 1e-6, True, 32_768),
+    "pythia": (1e4, 1e-5, False, 2048),
+    "stablecode": (1e4, 1e-5, False, 16_384),
+    "olmo_1b": (1e4, 1e-5, True, 2048),
+    "olmo_7b": (1e4, 1e-5, False, 2048),
+    "olmo_7b_0424": (1e4, 1e-5, False, 4096),
+    "qwen3_0_6b": (1e6, 1e-6, True, 40_960),
+    "qwen3_1_7b": (1e6, 1e-6, True, 40_960),
+    "qwen3_4b": (1e6, 1e-6, True, 40_960),
+    "qwen3_8b": (1e6, 1e-6, False, 40_960),
+    "qwen3_14b": (1e6, 1e-6, False, 40_960),
+    "qwen3_32b": (1e6, 1e-6, False, 40_960),
+}
+LLAMA31, LLAMA32 = (8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192)
+# Presets whose names begin so -> Llama 3.1's scaling.
+SCALING = {
+    "llama3_1": LLAMA31,
+    "llama3_2": LLAMA32,
+    "layerskip_llama3_2": LLAMA32,
+    "deepseek_r1_distill_llama": LLAMA31,
 }
 
 
@@ -71,11 +139,18 @@ DETAILS = {
 def test_details_that_no_shape_shows(name):
     config, _ = families.preset(name)
     ours = (config.layers[0].rope.theta, config.norm_eps, config.tied, config.max_position)
-    assert [ours] == [d for prefix, d in DETAILS.items() if name.startswith(prefix)]
-    scaling = {"llama3_1": (8.0, 1.0, 4.0, 8192), "llama3_2": (32.0, 1.0, 4.0, 8192)}
-    assert config.layers[-1].rope.llama3 == scaling.get(name[:8])
-    gemma = name.startswith("gemma")
-    assert config.activation == ("gelu_tanh" if gemma else "silu")
+    assert ours == DETAILS[max((p for p in DETAILS if name.startswith(p)), key=len)]
+    scaling = [value for prefix, value in SCALING.items() if name.startswith(prefix)]
+    assert [config.layers[-1].rope.llama3] == (scaling or [None])
+    coder = name.startswith("deepseek_coder") and not name.endswith("v1_5")
+    assert config.layers[0].rope.linear_factor == (4.0 if coder else 1.0)
+    gemma, neox = name.startswith("gemma"), config.family == "gpt_neox"
+    assert config.activation == ("gelu_tanh" if gemma else "gelu" if neox else "silu")
+    assert config.parallel_residual == config.ffn_bias == config.attention_bias == neox
+    assert config.layers[0].rope.fraction == (0.25 if neox else 1.0)
+    kinds = {"gpt_neox": "layer", "olmo": "layer_without_parameters"}
+    assert config.norm_kind == kinds.get(config.family, "rms")
+    assert config.qkv_clip == (8.0 if name == "olmo_7b_0424" else None)
     assert config.embedding_multiplier == (config.d_model**0.5 if gemma else 1.0)
     assert config.norm_offset == (1.0 if gemma else 0.0)
 
@@ -103,7 +178,18 @@ def test_parameter_count_is_the_published_one(name):
     counts = families.count_parameters(config)
     assert abs(counts["total"] / 1e6 - PUBLISHED[name]) < 0.06
     assert counts["total"] == sum(v for k, v in counts.items() if k != "total")
-    assert counts["ffn"] == 3 * config.d_model * sum(config.ffn_widths)
+    if config.family == "gpt_neox":
+        d, widths = config.d_model, config.ffn_widths
+        assert counts["ffn"] == sum(2 * d * m + m + d for m in widths)
+    else:
+        assert counts["ffn"] == 3 * config.d_model * sum(config.ffn_widths)
+
+
+@pytest.mark.parametrize("size", PYTHIA_REST)
+def test_pythia_agrees_with_its_paper_to_the_last_parameter(size):
+    counts = families.count_parameters(families.preset(f"pythia_{size}")[0])
+    assert counts["total"] - counts["embedding"] - counts["head"] == PYTHIA_REST[size]
+    assert counts["total"] / 1e6 == PUBLISHED[f"pythia_{size}"]
 
 
 @pytest.mark.parametrize("name", TABLE_6)
@@ -142,7 +228,7 @@ def test_config_json_round_trip_also_through_transformers(name):
     assert families.config_from_hf(theirs.to_dict()) == config
     classic = {k: v for k, v in values.items() if k not in ("rope_parameters", "layer_types")}
     assert families.config_from_hf(classic) == config, "keys of transformers 4 must be enough"
-    modern = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    modern = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_pct", "rotary_emb_base")
     assert families.config_from_hf({k: v for k, v in values.items() if k not in modern}) == config
 
 
@@ -151,7 +237,7 @@ def tiny(name, **changes):
     config, _ = families.preset(name)
     layers = tuple(dataclasses.replace(layer, ffn_width=10) for layer in config.layers[:7])
     sizes = {"vocab_size": 11, "d_model": 6, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
-    return dataclasses.replace(config, layers=layers, **sizes, **changes)
+    return dataclasses.replace(config, layers=layers, **sizes | changes)
 
 
 TINY = {
@@ -160,6 +246,10 @@ TINY = {
     "gemma_2b": {},
     "gemma2_2b": {},
     "gemma3_1b": {},
+    "pythia_70m": {"n_kv_heads": 4, "head_dim": 8},
+    "stablecode_alpha_3b": {"n_kv_heads": 4, "head_dim": 8, "attention_bias": False, "tied": True},
+    "olmo_1b": {},
+    "qwen3_8b": {},
 }
 
 
@@ -179,6 +269,46 @@ def test_rules_name_every_leaf_once_and_invert_exactly(name):
             assert [a.shape for a in stored] == rule.stored_shapes(shapes)
             for leaf, back in zip(leaves, rule.load(stored), strict=True):
                 np.testing.assert_array_equal(leaf, back)
+
+
+@pytest.mark.parametrize("leaf", ["kernel", "bias"])
+def test_gpt_neox_interleaves_queries_keys_and_values_by_head(leaf):
+    """Row (head * 3 + part) * h + i of the tensor is row i of that head of that part."""
+    config = tiny("pythia_70m", n_kv_heads=4, head_dim=8)
+    name = {"kernel": "weight", "bias": "bias"}[leaf]
+    family = families.family_by_name("gpt_neox")
+    stored = f"gpt_neox.layers.2.attention.query_key_value.{name}"
+    rule = next(r for r in family.rules(config) if r.names == (stored,))
+    assert rule.paths == tuple(f"layers/2/attention/{part}/{leaf}" for part in "qkv")
+    shape = (96, 6) if leaf == "kernel" else (96,)
+    assert rule.stored_shapes(families.expected_shapes(config)) == [shape]
+    tensor = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    for part, found in enumerate(rule.load([tensor])):
+        for head in range(4):
+            for i in range(8):
+                row = tensor[(head * 3 + part) * 8 + i]
+                np.testing.assert_array_equal(found[..., head * 8 + i], row)
+    stored = f"blk.2.attn_qkv.{name}"
+    rule = next(r for r in family.gguf_rules(config) if r.names == (stored,))
+    for part, found in enumerate(rule.load([tensor])):
+        np.testing.assert_array_equal(found.T, tensor[32 * part : 32 * (part + 1)])
+
+
+def test_gpt_neox_has_no_grouped_queries():
+    config = tiny("pythia_70m", head_dim=8)
+    for rules in (families.family_by_name("gpt_neox").rules, gpt_neox.FAMILY.gguf_rules):
+        with pytest.raises(ConfigError, match="n_kv_heads=2, n_heads=4"):
+            rules(config)
+
+
+def test_qwen3_windows_begin_where_config_json_says():
+    config = tiny("qwen3_8b")
+    values = families.family_by_name("qwen3").to_hf(config)
+    values |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 5}
+    listed = families.config_from_hf(values | {"layer_types": None})
+    assert [layer.window for layer in listed.layers] == [None] * 5 + [9] * 2
+    values = families.family_by_name("qwen3").to_hf(listed)
+    assert families.config_from_hf(values) == listed
 
 
 def test_kernels_are_stored_output_first():
@@ -278,6 +408,35 @@ def test_settings_that_change_the_function_are_refused(change):
     values = llama.to_hf(config) | {"rope_parameters": None} | change
     with pytest.raises(ConfigError):
         families.config_from_hf(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_kind": "batch"}, "norm_kind='batch': choose one of"),
+        ({"qkv_clip": 0.0}, "qkv_clip=0.0 must be positive"),
+        ({"head_dim": 4}, "rope.fraction=0.25 rotates 1 of head_dim=4 dimensions"),
+    ],
+)
+def test_configs_that_describe_no_model_are_refused(changes, words):
+    config, _ = families.preset("pythia_70m")
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("name", ["pythia_70m", "olmo_7b_0424", "qwen3_8b"])
+def test_config_dict_round_trip(name):
+    config, _ = families.preset(name)
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_configs_written_before_a_field_was_added_are_read():
+    values = config_to_dict(families.preset("llama2_7b")[0])
+    for key in ("norm_kind", "qkv_clip", "parallel_residual"):
+        del values[key]
+    for layer in values["layers"]:
+        del layer["rope"]["fraction"]
+    assert config_from_dict(values) == families.preset("llama2_7b")[0]
 
 
 def test_layer_types_decide_the_windows():

@@ -147,9 +147,14 @@ def test_large_leaves_are_cut_and_only_known_small_ones_are_whole(committed):
         for group in committed[optimizer]["groups"]:
             for path, entry in group["specs"].items():
                 *_, last = path.split("/")
-                if re.search(r"(kernel|embedding)$", path):
+                bias = re.search(r"/(q|k|v|out|gate|up|down)/bias(/0/v)?$", path)
+                if bias:
+                    # On the axis of its kernel's outputs.
+                    axis = "fsdp" if bias[1] in ("out", "down") else "tensor"
+                    assert f"(None, '{axis}')" in entry, (path, entry)
+                elif re.search(r"(kernel|embedding)$", path):
                     assert "'fsdp'" in entry and "'tensor'" in entry, (path, entry)
-                elif last in ("v_row", "v_col") and "norm/" not in path:
+                elif last in ("v_row", "v_col") and not re.search("norm/|bias/", path):
                     assert ("'fsdp'" in entry) != ("'tensor'" in entry), (path, entry)
                 else:
                     assert "'" not in entry, (path, entry)

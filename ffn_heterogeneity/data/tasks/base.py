@@ -48,7 +48,8 @@ class Task:
 
     Attributes:
       name: what the config calls it.
-      example: `(record, fields) -> Example`; raises `DataError` for a record it cannot read.
+      example: `(record, fields) -> Example`, or with `encode` anything; raises `DataError` for a
+        record it cannot read.
       expand: `(row, training) -> records`, where a row of the file is no, one or several examples;
         None: every row is one. Not in training, it gives every question once.
       reference: `record -> what the metrics compare an answer with`; None: the example's target.
@@ -57,10 +58,12 @@ class Task:
         cut at the end and each example stays whole in one row (prompt and response).
       hub, split: where its data is when no path is given (`name[:config]`).
       metrics: names of the metrics that judge a model's answers.
+      encode: for what is no prompt and target: `(what example returned, packing.Encoder) -> (ids,
+        which of them are in the loss)`; raises `DataError` for what it cannot encode.
     """
 
     name: str
-    example: Callable[[Mapping[str, Any], Fields], Example]
+    example: Callable[[Mapping[str, Any], Fields], Any]
     split_long: bool = False
     hub: str = ""
     split: str = "train"
@@ -68,6 +71,7 @@ class Task:
     expand: Callable[[Mapping[str, Any], bool], Sequence[Mapping[str, Any]]] | None = None
     reference: Callable[[Mapping[str, Any]], Any] | None = None
     members: tuple[Member, ...] = ()
+    encode: Callable[[Any, Any], tuple[Sequence[int], Sequence[bool]]] | None = None
 
 
 def value_of(record: Mapping[str, Any], field: str, kind: type | tuple, expected: str) -> Any:

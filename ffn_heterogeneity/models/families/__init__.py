@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, llama
-from ffn_heterogeneity.models.families.common import Family, Rule
+from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, gpt_neox, llama, olmo, qwen3
+from ffn_heterogeneity.models.families.common import Family
+from ffn_heterogeneity.models.families.rules import Rule
 from ffn_heterogeneity.models.shapes import count_parameters, expected_shapes
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "preset",
 ]
 
-_MODULES = (llama, gemma, gemma2, gemma3)
+_MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, olmo, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()

@@ -1,85 +1,20 @@
-"""What the families share: the `Family` record, name rules, and readers of config fields.
+"""What the families share: the `Family` record, name tables, and readers of config fields.
 
 A family is one module that ends in `FAMILY = Family(...)` and is listed in `families/__init__`.
 For a decoder whose checkpoint holds one tensor per leaf it needs presets, `from_hf`, `to_hf` and
-two name tables; fused tensors (GPT-NeoX's query_key_value) get their own `Rule`s.
+two name tables; `rules.py` makes rules of a table, and of fused tensors (GPT-NeoX's).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.shapes import expected_shapes
-
-Arrays = list[np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Leaves at `paths` of the unstacked tree <-> tensors `names` of a file.
-
-    `load` and `save` are exact inverses: views or permutations of the same bits, never arithmetic.
-    """
-
-    paths: tuple[str, ...]
-    names: tuple[str, ...]
-    load: Callable[[Arrays], Arrays]
-    save: Callable[[Arrays], Arrays]
-
-    def stored_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Shapes the file must hold when the leaves have `shapes`."""
-        empty = np.zeros((), np.int8)
-        return [a.shape for a in self.save([np.broadcast_to(empty, shapes[p]) for p in self.paths])]
-
-
-def _same(arrays: Arrays) -> Arrays:
-    return arrays
-
-
-def _transpose(arrays: Arrays) -> Arrays:
-    return [a.T for a in arrays]
-
-
-def one_to_one(config: ModelConfig, names: Mapping[str, str]) -> list[Rule]:
-    """One rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
-
-    Kernels are transposed ([in, out] here, [out, in] in torch and GGUF); the rest is kept.
-
-    Raises:
-      ConfigError: the config has a leaf that the table does not name.
-    """
-    rules = []
-    for path in expected_shapes(config):
-        match = re.match(r"layers/(\d+)/(.*)", path)
-        key = f"layers/{{i}}/{match[2]}" if match else path
-        if key not in names:
-            raise ConfigError(f"family {config.family!r} has no tensor name for the leaf {path!r}")
-        name = names[key].replace("{i}", match[1] if match else "")
-        turn = _transpose if path.endswith("/kernel") else _same
-        rules.append(Rule((path,), (name,), turn, turn))
-    return rules
-
-
-def name_table(
-    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
-) -> dict[str, str]:
-    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
-
-    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
-    """
-    names = dict(table)
-    for path, name in layers.items():
-        leaf = "scale" if path.endswith("norm") else "kernel"
-        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
-        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
-    return names
-
+from ffn_heterogeneity.models.families.rules import Rule, name_table
 
 _HF_TOP = {
     "embed/embedding": "model.embed_tokens.weight",
@@ -104,12 +39,14 @@ _HF_POST_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffn_norm": "post_feedforward_layernorm",
 }
-HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER)
+_HF_QK_NORMS = {k: v for k, v in _HF_POST_NORMS.items() if k.startswith("attention/")}
+HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_QK_NORMS)
 HF_POST_NORM_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_POST_NORMS)
 GGUF_NAMES = name_table(
     {
         "embed/embedding": "token_embd.weight",
         "final_norm/scale": "output_norm.weight",
+        "final_norm/bias": "output_norm.bias",
         "head/kernel": "output.weight",
     },
     "blk.{i}.",
@@ -191,20 +128,25 @@ def activation_to_hf(name: str) -> str:
     return next(hf for hf, ours in _HF_ACTIVATIONS.items() if ours == name)
 
 
-def rope_from_hf(values: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
-    """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`."""
+def rope_from_hf(
+    values: Mapping[str, Any], theta: float, max_position: int, fraction: float = 1.0
+) -> RopeConfig:
+    """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`.
+
+    `fraction` is given by families that rotate a part of each head, in place of the key.
+    """
     theta = float(values.get("rope_theta") or theta)
     kind = values.get("rope_type") or values.get("type") or "default"
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial rotary embeddings (partial_rotary_factor) are not supported")
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta, fraction=fraction)
     if kind == "linear":
-        return RopeConfig(theta=theta, linear_factor=float(values["factor"]))
+        return RopeConfig(theta, linear_factor=float(values["factor"]), fraction=fraction)
     if kind == "llama3":
         old = int(values.get("original_max_position_embeddings") or max_position)
         scaling = (values["factor"], values["low_freq_factor"], values["high_freq_factor"])
-        return RopeConfig(theta=theta, llama3=(*map(float, scaling), old))
+        return RopeConfig(theta, llama3=(*map(float, scaling), old), fraction=fraction)
     raise ConfigError(f"rope type {kind!r} is not known: default, linear, llama3")
 
 
@@ -284,10 +226,11 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
     }
 
 
-def base_from_gguf(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelConfig` that llama.cpp writes alike for every decoder."""
+def base_from_gguf(meta: Mapping[str, Any], rms: bool = True) -> dict[str, Any]:
+    """Fields of `ModelConfig` that llama.cpp writes alike for every decoder; `rms`: its norms."""
     needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count")
-    missing = [k for k in (*needed, "attention.layer_norm_rms_epsilon") if k not in meta]
+    epsilon = f"attention.layer_norm_{'rms_' if rms else ''}epsilon"
+    missing = [k for k in (*needed, epsilon) if k not in meta]
     if missing:
         raise ConfigError(f"GGUF metadata lacks {', '.join(missing)}")
     heads, d = meta["attention.head_count"], meta["embedding_length"]
@@ -298,7 +241,7 @@ def base_from_gguf(meta: Mapping[str, Any]) -> dict[str, Any]:
         "n_heads": heads,
         "n_kv_heads": meta.get("attention.head_count_kv") or heads,
         "head_dim": head_dim,
-        "norm_eps": short_float(meta["attention.layer_norm_rms_epsilon"]),
+        "norm_eps": short_float(meta[epsilon]),
         "tied": meta["tied"],
         "max_position": meta.get("context_length", 8192),
         "bos_id": meta.get("bos_id"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common
+from ffn_heterogeneity.models.families import common, rules
 
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -100,9 +100,9 @@ FAMILY = common.Family(
     presets=PRESETS,
     from_hf=from_hf,
     to_hf=to_hf,
-    rules=lambda config: common.one_to_one(config, common.HF_NAMES),
+    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
     gguf_architectures=("gemma",),
     from_gguf=from_gguf,
-    gguf_rules=lambda config: common.one_to_one(config, common.GGUF_NAMES),
+    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
     gguf_transform=common.subtract_one,
 )

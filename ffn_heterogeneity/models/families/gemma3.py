@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, gemma
+from ffn_heterogeneity.models.families import common, gemma, rules
 
 _GLOBAL_THETA, _LOCAL_THETA, _EVERY = 1_000_000.0, 10_000.0, 6
 _DEFAULTS = gemma.DEFAULTS | {
@@ -132,9 +132,9 @@ FAMILY = common.Family(
     presets=PRESETS,
     from_hf=from_hf,
     to_hf=to_hf,
-    rules=lambda config: common.one_to_one(config, common.HF_POST_NORM_NAMES),
+    rules=lambda config: rules.one_to_one(config, common.HF_POST_NORM_NAMES),
     gguf_architectures=("gemma3",),
     from_gguf=from_gguf,
-    gguf_rules=lambda config: common.one_to_one(config, common.GGUF_NAMES),
+    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
     gguf_transform=common.subtract_one,
 )

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3, 3.1, 3.2, and the models that share its architecture: SmolLM2, DeepSeek-LLM."""
+"""Llama 1, 2, 3, 3.1, 3.2, and the models that share its architecture (`llama_presets.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common
+from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families.llama_presets import PRESETS
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -19,57 +20,6 @@ _DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-_LLAMA1 = {"vocab_size": 32_000, "norm_eps": 1e-6, "max_position": 2048}
-_LLAMA2 = {"vocab_size": 32_000, "max_position": 4096}
-_IDS3 = {"bos_id": 128_000, "eos_id": 128_001}
-_LLAMA3 = {"vocab_size": 128_256, **_IDS3, "max_position": 8192, "theta": 500_000.0}
-_LLAMA31 = _LLAMA3 | {"max_position": 131_072}
-_LLAMA32 = _LLAMA31 | {"tied": True}
-_SMOLLM2 = {"vocab_size": 49_152, "tied": True, "bos_id": 0, "eos_id": 0, "theta": 100_000.0}
-_DEEPSEEK = {"vocab_size": 102_400, "norm_eps": 1e-6, "bos_id": 100_000, "eos_id": 100_001}
-_DEEPSEEK |= {"max_position": 4096}
-
-
-def _preset(kind, layers, width, d_model, n_heads, n_kv_heads, factor=None) -> ModelConfig:
-    kind = {"tied": False, "theta": 10_000.0} | kind
-    rope = RopeConfig(kind.pop("theta"), llama3=(factor, 1.0, 4.0, 8192) if factor else None)
-    return ModelConfig(
-        family="llama",
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=d_model // n_heads,
-        layers=common.uniform_layers(layers, width, rope),
-        **kind,
-    )
-
-
-_SHAPES = {  # layers, FFN width, d_model, heads, key-value heads, factor of Llama 3.1's scaling
-    "llama1_7b": ("huggyllama/llama-7b", _LLAMA1, 32, 11008, 4096, 32, 32),
-    "llama1_13b": ("huggyllama/llama-13b", _LLAMA1, 40, 13824, 5120, 40, 40),
-    "llama1_30b": ("huggyllama/llama-30b", _LLAMA1, 60, 17920, 6656, 52, 52),
-    "llama1_65b": ("huggyllama/llama-65b", _LLAMA1, 80, 22016, 8192, 64, 64),
-    "llama2_7b": ("meta-llama/Llama-2-7b-hf", _LLAMA2, 32, 11008, 4096, 32, 32),
-    "llama2_13b": ("meta-llama/Llama-2-13b-hf", _LLAMA2, 40, 13824, 5120, 40, 40),
-    "llama2_70b": ("meta-llama/Llama-2-70b-hf", _LLAMA2, 80, 28672, 8192, 64, 8),
-    "llama3_8b": ("meta-llama/Meta-Llama-3-8B", _LLAMA3, 32, 14336, 4096, 32, 8),
-    "llama3_70b": ("meta-llama/Meta-Llama-3-70B", _LLAMA3, 80, 28672, 8192, 64, 8),
-    "llama3_1_8b": ("meta-llama/Llama-3.1-8B", _LLAMA31, 32, 14336, 4096, 32, 8, 8.0),
-    "llama3_1_70b": ("meta-llama/Llama-3.1-70B", _LLAMA31, 80, 28672, 8192, 64, 8, 8.0),
-    "llama3_1_405b": ("meta-llama/Llama-3.1-405B", _LLAMA31, 126, 53248, 16384, 128, 8, 8.0),
-    "llama3_2_1b": ("meta-llama/Llama-3.2-1B", _LLAMA32, 16, 8192, 2048, 32, 8, 32.0),
-    "llama3_2_3b": ("meta-llama/Llama-3.2-3B", _LLAMA32, 28, 8192, 3072, 24, 8, 32.0),
-    "smollm2_135m": ("HuggingFaceTB/SmolLM2-135M", _SMOLLM2, 30, 1536, 576, 9, 3),
-    "smollm2_360m": ("HuggingFaceTB/SmolLM2-360M", _SMOLLM2, 32, 2560, 960, 15, 5),
-    "smollm2_1_7b": (
-        "HuggingFaceTB/SmolLM2-1.7B", _SMOLLM2 | {"theta": 130_000.0}, 24, 8192, 2048, 32, 32,
-    ),
-    "deepseek_llm_7b": ("deepseek-ai/deepseek-llm-7b-base", _DEEPSEEK, 30, 11008, 4096, 32, 32),
-    "deepseek_llm_67b": ("deepseek-ai/deepseek-llm-67b-base", _DEEPSEEK, 95, 22016, 8192, 64, 8),
-}  # fmt: skip
-PRESETS = {name: (_preset(*shape), hub_id) for name, (hub_id, *shape) in _SHAPES.items()}
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -141,9 +91,9 @@ FAMILY = common.Family(
     presets=PRESETS,
     from_hf=from_hf,
     to_hf=to_hf,
-    rules=lambda config: common.one_to_one(config, common.HF_NAMES),
+    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
     gguf_architectures=("llama",),
     from_gguf=from_gguf,
-    gguf_rules=lambda config: common.one_to_one(config, common.GGUF_NAMES),
+    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
     gguf_transform=gguf_transform,
 )

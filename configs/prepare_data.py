@@ -1,0 +1,50 @@
+"""Token shards from text, JSONL, parquet or a hub data set; a tokenizer too, where one is wanted.
+
+Command:   python scripts/prepare_data.py --config.input=<files, directory, glob or hub name> \
+             --config.tokenizer=<model> --config.processes=8 --workdir=runs/corpus
+           python scripts/prepare_data.py --config.input=<...> \
+             --config.train_tokenizer.vocab_size=32000 --workdir=runs/corpus
+Hardware:  CPU cores; disk for 2 bytes a token (4 where the vocabulary is over 65,536).
+Hours:     a process tokenises 0.1 to 0.2 million tokens a second (SmolLM2's tokenizer, a 2.8 GHz
+           core): a billion tokens with 8 processes in about 15 minutes.
+
+The shards do not depend on the number of processes nor on the engine.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            # Files, directories (all files, of one kind), globs, hub names (owner/name[:config]);
+            # several with commas.
+            "input": "",
+            # Of JSONL, parquet and hub data: where the text is. Of hub data: split and revision.
+            "text_field": "text",
+            "split": "train",
+            "data_revision": placeholder(str),
+            # Of text files, what stands between documents: "" (a file is one) | blank_line | line |
+            # the very text ("<|endoftext|>").
+            "separator": "",
+            # Whose tokenizer: a directory, a .gguf file, a hub id or the name of a preset ...
+            "tokenizer": "",
+            "revision": placeholder(str),
+            # ... or one that is trained here first: byte-level BPE on at most max_mb of the input.
+            "train_tokenizer": {"vocab_size": 0, "min_frequency": 2, "max_mb": 1000.0},
+            # A model that is to read the tokens: refused where its vocabulary is too small.
+            "model": "",
+            # Documents end with the tokenizer's eos; a bos is added when they are read.
+            "eos": True,
+            # Longer documents are tokenised in pieces of at most so many characters.
+            "passage_chars": 16_384,
+            # Megabytes of input a shard, about: what is done again after a stop.
+            "shard_mb": 64.0,
+            "processes": 1,
+            # local | datatrove (its local executor; extra `datatrove`).
+            "engine": "local",
+            # Say what would be made, from a sample; write nothing.
+            "dry_run": False,
+        }
+    )

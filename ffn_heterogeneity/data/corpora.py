@@ -1,0 +1,342 @@
+"""A corpus cut into chunks: which bytes or rows belong to a shard is a function of the input alone.
+
+Files are taken in order and cut into pieces of about `chunk_bytes`; small files share a chunk. A
+chunk becomes one shard, whoever makes it, so any number of processes makes the same shards.
+
+    kind      a document is                               a file is cut
+    text      the file; or what `separator` sets apart    at separators only
+    jsonl     field `text_field` of a line                at ends of lines
+    parquet   `text_field` of a row                       between row groups
+    hub       `text_field` of a row                       every HUB_ROWS rows
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, DataError, HubSource, kind_of
+from ffn_heterogeneity.data.tasks.base import text_of
+
+KNOWN = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+SEPARATORS = {"blank_line": b"\n\n", "line": b"\n"}
+HUB_ROWS = 10_000
+_BLOCK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a document is, and how large a chunk.
+
+    Attributes:
+      text_field: of JSONL, parquet and hub records.
+      separator: of text files: "" (a file is a document), "blank_line", "line", or the very text
+        that stands between documents ("<|endoftext|>").
+      chunk_bytes: input bytes of a chunk, about.
+      split, revision: of a hub data set.
+    """
+
+    text_field: str = "text"
+    separator: str = ""
+    chunk_bytes: int = 64 << 20
+    split: str = "train"
+    revision: str | None = None
+
+    @property
+    def breaks(self) -> bytes:
+        """The separator as it stands in a file."""
+        return SEPARATORS.get(self.separator, self.separator.encode())
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a file, or its row groups, or rows of a hub data set."""
+
+    path: str
+    kind: str
+    start: int
+    stop: int
+    size: int  # in bytes of input, about
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The documents of one shard."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+def find_inputs(spec: str | Sequence[str]) -> list[tuple[str, str]]:
+    """(path, kind) of what is to be read, in order.
+
+    Args:
+      spec: files, directories (all their files, which must be of one kind; hidden ones are left
+        out), globs and hub names `name[:config]`; in one string, commas stand between them.
+
+    Raises:
+      DataError: nothing there, an unknown kind, several kinds in a directory, or a file twice.
+    """
+    names = spec.split(",") if isinstance(spec, str) else list(spec)
+    if not names or not all(name.strip() for name in names):
+        raise DataError(
+            f"no input: it is {spec!r}; give files, a directory, a glob or a hub name "
+            "(--config.input=corpus.jsonl)"
+        )
+    found = [item for name in names for item in _expand(name.strip())]
+    paths = [path for path, _ in found]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise DataError(f"{path} is named more than once; name each file once")
+    return found
+
+
+def plan_chunks(inputs: Sequence[tuple[str, str]], layout: Layout) -> list[Chunk]:
+    """Pieces of every input, then chunks of consecutive ones up to `chunk_bytes`.
+
+    Raises:
+      DataError: a file that is empty or cannot be read, a parquet file without the field.
+    """
+    if layout.chunk_bytes < 1:
+        raise DataError(f"chunk_bytes is {layout.chunk_bytes}; it must be 1 or more")
+    chunks: list[Chunk] = []
+    held: list[Piece] = []
+    for path, kind in inputs:
+        for piece in _pieces(path, kind, layout):
+            if held and sum(one.size for one in held) + piece.size > layout.chunk_bytes:
+                chunks.append(Chunk(len(chunks), tuple(held)))
+                held = []
+            held.append(piece)
+    return [*chunks, Chunk(len(chunks), tuple(held))]
+
+
+def read_chunk(chunk: Chunk, layout: Layout) -> Iterator[str]:
+    """The documents of a chunk, in order; empty ones too.
+
+    Raises:
+      DataError: not UTF-8 (the byte), not JSON or without the field (line or row), half a
+        surrogate pair, which no tokenizer takes.
+    """
+    for piece in chunk.pieces:
+        for number, text in enumerate(_READERS[piece.kind](piece, layout)):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{piece.path}, document {number + 1} from byte or row {piece.start}: half a "
+                    f"surrogate pair {error.object[error.start]!r} at character {error.start}; "
+                    "write whole characters"
+                ) from error
+            yield text
+
+
+def fingerprint(path: str, kind: str, layout: Layout) -> dict[str, Any]:
+    """Name, size and SHA-256 of an input; of a hub data set the split and its fingerprint."""
+    if kind == "hub":
+        source = _hub(path, layout.split, layout.revision)
+        return {"path": source.name, "rows": len(source), "fingerprint": source.fingerprint}
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"path": path, "bytes": Path(path).stat().st_size, "sha256": digest}
+
+
+@functools.lru_cache(maxsize=2)  # a worker reads many pieces of one data set
+def _hub(path: str, split: str, revision: str | None) -> HubSource:
+    return HubSource(path, split, revision)
+
+
+def _expand(name: str) -> list[tuple[str, str]]:
+    path = Path(name)
+    if path.is_dir():
+        files = [
+            str(file)
+            for file in sorted(path.rglob("*"))
+            if file.suffix.lower() in KNOWN
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        if not files:
+            raise DataError(f"{name}: a directory without {', '.join(KNOWN)} files")
+        kinds = sorted({kind_of(file) for file in files})
+        if len(kinds) > 1:
+            raise DataError(
+                f"{name}: files of several kinds {kinds}; choose with a glob ({name}/*.jsonl)"
+            )
+        return [(file, kinds[0]) for file in files]
+    if glob.has_magic(name) and not path.exists():
+        files = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
+        if not files:
+            raise DataError(f"{name}: no file is named so")
+        return [(file, kind_of(file)) for file in files]
+    kind = kind_of(name)
+    if kind != "hub" and not path.is_file():
+        raise DataError(f"{name}: no such file")
+    return [(name, kind)]
+
+
+def _pieces(path: str, kind: str, layout: Layout) -> Iterator[Piece]:
+    if kind == "hub":
+        rows = len(_hub(path, layout.split, layout.revision))
+        for start in range(0, rows, HUB_ROWS):
+            # A chunk of its own each: its bytes are not known.
+            yield Piece(path, kind, start, min(start + HUB_ROWS, rows), layout.chunk_bytes)
+        return
+    size = Path(path).stat().st_size
+    if not size:
+        raise DataError(f"{path}: the file is empty")
+    if kind == "parquet":
+        yield from _row_groups(path, layout)
+        return
+    separator = b"\n" if kind == "jsonl" else layout.breaks
+    start = 0
+    while start < size:
+        stop = _next_break(path, start + layout.chunk_bytes, separator, size)
+        yield Piece(path, kind, start, stop, stop - start)
+        start = stop
+
+
+def _next_break(path: str, offset: int, separator: bytes, size: int) -> int:
+    """Behind the first separator that starts at `offset` or later; else the end of the file."""
+    if not separator or offset >= size:
+        return size
+    with open(path, "rb") as file:
+        file.seek(offset)
+        rest = b""
+        while block := file.read(_BLOCK):
+            rest += block
+            if (found := rest.find(separator)) >= 0:
+                return offset + found + len(separator)
+            # What may be the beginning of one stays.
+            keep = min(len(separator) - 1, len(rest))
+            offset += len(rest) - keep
+            rest = rest[len(rest) - keep :]
+    return size
+
+
+def _row_groups(path: str, layout: Layout) -> Iterator[Piece]:
+    file = _open_parquet(path)
+    names = file.schema_arrow.names
+    if layout.text_field not in names:
+        raise DataError(
+            f"{path}: no field {layout.text_field!r}; fields seen: {', '.join(names)}; set "
+            "text_field"
+        )
+    if not file.metadata.num_rows:
+        raise DataError(f"{path}: the file has no rows")
+    for group in range(file.num_row_groups):
+        size = file.metadata.row_group(group).total_byte_size
+        yield Piece(path, "parquet", group, group + 1, max(size, 1))
+
+
+def _open_parquet(path: str) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(f"{path}: not a readable parquet file ({line})") from error
+
+
+def _read_text(piece: Piece, layout: Layout) -> Iterator[str]:
+    text = _decode(piece, _read_bytes(piece), piece.start)
+    if not piece.start:
+        text = text.removeprefix("\ufeff")
+    if not layout.separator:
+        yield text
+        return
+    for part in text.split(layout.breaks.decode()):
+        # A run of blank lines is one separator.
+        yield part.strip("\n") if layout.separator in SEPARATORS else part
+
+
+def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[str]:
+    offset = piece.start
+    for line in _read_bytes(piece).split(b"\n"):
+        text = _decode(piece, line, offset)
+        text = text if offset else text.removeprefix("\ufeff")
+        if text.strip():
+            try:
+                yield _text_of_line(text, layout.text_field)
+            except DataError as error:
+                with open(piece.path, "rb") as file:
+                    number = file.read(offset).count(b"\n") + 1
+                raise DataError(f"{piece.path}, line {number}: {error}") from error
+        offset += len(line) + 1
+
+
+def _text_of_line(line: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        shown = line if len(line) <= 60 else line[:57] + "..."
+        raise DataError(
+            f"not JSON ({error.msg} at column {error.colno}): {shown!r}; each line must be one "
+            "JSON object"
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(f"{type(record).__name__}, but each line must be one JSON object")
+    if field not in record:
+        seen = ", ".join(map(str, record)) or "none"
+        raise DataError(f"no field {field!r}; fields seen: {seen}; set text_field")
+    return text_of(record, field)
+
+
+def _read_parquet(piece: Piece, layout: Layout) -> Iterator[str]:
+    file = _open_parquet(piece.path)
+    before = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+    groups = list(range(piece.start, piece.stop))
+    for batch in file.iter_batches(row_groups=groups, columns=[layout.text_field]):
+        for value in batch.column(0).to_pylist():
+            before += 1
+            yield _field(value, layout.text_field, f"{piece.path}, row {before}")
+
+
+def _read_hub(piece: Piece, layout: Layout) -> Iterator[str]:
+    source = _hub(piece.path, layout.split, layout.revision)
+    for row in range(piece.start, piece.stop):
+        try:
+            yield text_of(source[row], layout.text_field)
+        except DataError as error:
+            raise DataError(f"{source.where(row)}: {error}; set text_field") from error
+
+
+def _field(value: Any, field: str, where: str) -> str:
+    try:
+        return text_of({field: value}, field)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _read_bytes(piece: Piece) -> bytes:
+    with open(piece.path, "rb") as file:
+        file.seek(piece.start)
+        return file.read(piece.stop - piece.start)
+
+
+def _decode(piece: Piece, data: bytes, offset: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{piece.path}: not UTF-8: byte 0x{data[error.start]:02x} at offset "
+            f"{offset + error.start} ({error.reason}); convert the file to UTF-8 first"
+        ) from error
+
+
+_READERS = {
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "hub": _read_hub,
+}

@@ -1,0 +1,188 @@
+"""The same shards by `datatrove`, whose executors run on one machine, on Slurm or on Ray.
+
+`prepare` here is `prepare.prepare` with `LocalPipelineExecutor`. For many machines:
+
+    steps = chunk_steps("corpus/", tokenizer, directory, settings=settings)
+    SlurmPipelineExecutor(steps, tasks=steps[0].tasks, ...).run()
+    finish_directory(directory, steps[0].tasks)                      when all tasks are done
+
+Filters may stand between the two steps. Behind another reader of datatrove, `TokenShards` alone
+makes shards of its own numbering (task and place); `claim_directory` comes before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ffn_heterogeneity.data import corpora, shards
+from ffn_heterogeneity.data.prepare import PLAN, claim, finish, make_plan, release
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tokenise import (
+    PROGRESS,
+    Settings,
+    Tokeniser,
+    note,
+    shard_name,
+    write_shard,
+)
+from ffn_heterogeneity.io.files import read_json
+
+try:
+    from datatrove.data import Document
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.base import PipelineStep
+except ImportError as error:
+    raise ImportError(
+        f"datatrove is not installed ({error}): pip install 'ffn-heterogeneity[datatrove]', or "
+        "leave --config.engine=local"
+    ) from error
+
+
+class ChunkReader(PipelineStep):
+    """Reads the documents of the chunks rank, rank + world_size, ... that are not done yet.
+
+    Attributes:
+      tasks: how many tasks to give the executor: one for every chunk.
+    """
+
+    type, name = "READER", "chunks"
+
+    def __init__(self, chunks: Sequence[corpora.Chunk], layout: corpora.Layout, directory: Path):
+        super().__init__()
+        self.chunks, self.layout, self.directory = chunks, layout, directory
+        self.tasks = len(chunks)
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for chunk in self.chunks[rank::world_size]:
+            if note(self.directory, shard_name(chunk.number)).exists():
+                continue
+            for number, text in enumerate(corpora.read_chunk(chunk, self.layout)):
+                metadata = {"chunk": chunk.number}
+                yield Document(text=text, id=f"{chunk.number}/{number}", metadata=metadata)
+
+
+class TokenShards(PipelineStep):
+    """Writes documents as token shards: those of a `ChunkReader` by their chunk, others by task.
+
+    Args:
+      chunks: how many chunks the reader has; 0 for another reader, whose documents are cut into
+        shards of about `settings.layout.chunk_bytes` characters.
+    """
+
+    type, name = "WRITER", "token shards"
+
+    def __init__(self, tokeniser: Tokeniser, directory: Path, chunks: int = 0):
+        super().__init__()
+        self.tokeniser, self.directory, self.chunks = tokeniser, directory, chunks
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Passes nothing on: it is the last step."""
+        for name, documents in self._groups(data or (), rank):
+            texts = (document.text for document in documents)
+            entry = write_shard(name, texts, self.tokeniser, self.directory)
+            self.stat_update("tokens", value=entry["tokens"])
+        # Chunks of which a filter left nothing.
+        for number in range(rank, self.chunks, world_size):
+            if not note(self.directory, shard_name(number)).exists():
+                write_shard(shard_name(number), (), self.tokeniser, self.directory)
+        yield from ()
+
+    def _groups(self, data: Any, rank: int) -> Iterator[tuple[str, Any]]:
+        if self.chunks:
+            for number, documents in itertools.groupby(data, lambda d: d.metadata["chunk"]):
+                yield shard_name(number), documents
+            return
+        size = 0
+
+        def place(document: Document) -> int:
+            nonlocal size
+            at = size // self.tokeniser.settings.layout.chunk_bytes
+            size += len(document.text)
+            return at
+
+        for part, documents in itertools.groupby(data, place):
+            yield f"shard-{rank:06d}-{part:04d}", documents
+
+
+def chunk_steps(
+    spec: str | Sequence[str],
+    tokenizer: Any,
+    directory: str | Path,
+    *,
+    name: str = "",
+    settings: Settings | None = None,
+) -> tuple[ChunkReader, TokenShards]:
+    """Reader and writer for an executor; claims the directory. See `prepare.prepare`."""
+    directory, settings = Path(directory), settings or Settings()
+    tokeniser = Tokeniser(tokenizer, settings)
+    inputs = corpora.find_inputs(spec)
+    chunks = corpora.plan_chunks(inputs, settings.layout)
+    prints = [corpora.fingerprint(*one, settings.layout) for one in inputs]
+    claim(directory, make_plan(prints, settings, tokenizer, name), tokeniser.dtype)
+    reader = ChunkReader(chunks, settings.layout, directory)
+    return reader, TokenShards(tokeniser, directory, len(chunks))
+
+
+def claim_directory(
+    source: str, tokenizer: Any, directory: str | Path, settings: Settings, *, name: str = ""
+) -> TokenShards:
+    """The writer behind a reader of datatrove's own; `source` is its name for the manifest.
+
+    Raises:
+      DataError: the directory holds other shards.
+    """
+    directory = Path(directory)
+    tokeniser = Tokeniser(tokenizer, settings)
+    claim(directory, make_plan([{"path": source}], settings, tokenizer, name), tokeniser.dtype)
+    return TokenShards(tokeniser, directory)
+
+
+def finish_directory(directory: str | Path, chunks: int = 0) -> dict[str, Any]:
+    """Writes the manifest when all tasks are done; returns it.
+
+    Args:
+      chunks: how many there must be; 0: as many as there are.
+
+    Raises:
+      DataError: some are missing.
+    """
+    directory = Path(directory)
+    if (directory / shards.MANIFEST).exists():
+        return shards.read_manifest(directory)
+    entries = [read_json(path) for path in (directory / PROGRESS).glob("shard-*.json")]
+    if not entries or (chunks and len(entries) != chunks):
+        raise DataError(
+            f"{directory}: {len(entries)} of {chunks or 'the'} shards are there; run the tasks "
+            "that failed again"
+        )
+    return finish(directory, read_json(directory / PROGRESS / PLAN), entries)
+
+
+def prepare(
+    spec: str | Sequence[str],
+    tokenizer: Any,
+    directory: str | Path,
+    *,
+    name: str = "",
+    settings: Settings | None = None,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """As `prepare.prepare`, by datatrove's local executor; logs under `progress/datatrove`."""
+    directory = Path(directory)
+    steps = chunk_steps(spec, tokenizer, directory, name=name, settings=settings)
+    try:
+        if not (directory / shards.MANIFEST).exists():
+            LocalPipelineExecutor(
+                list(steps),
+                tasks=steps[0].tasks,
+                workers=min(processes, steps[0].tasks),
+                logging_dir=str(directory / PROGRESS / "datatrove"),
+                skip_completed=False,  # the notes beside the shards say which are whole
+            ).run()
+        return finish_directory(directory, steps[0].tasks)
+    except DataError:
+        release(directory)
+        raise

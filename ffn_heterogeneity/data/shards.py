@@ -1,0 +1,287 @@
+"""Token shards: the format, its writer, and the reader with its checks.
+
+A directory holds
+
+    manifest.json         what is here, and what it was made from; written last
+    <name>.tokens         ids of all documents of a shard, one after another: little-endian uint16
+                          where every id of the tokenizer fits, else uint32
+    <name>.documents      int64 offsets [documents + 1] of the documents in it: 0 ... tokens
+
+A document is its text's ids and, where the manifest says so, the tokenizer's eos; a bos is added
+when it is read. Both files are memory-mapped: a corpus may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from ffn_heterogeneity.data.packing import encode
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.io.files import atomic_path, read_json
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "token shards", 1
+SUFFIXES = ("tokens", "documents")
+_OFFSETS = np.dtype("<i8")
+_PROBE = "The quick brown fox, 1234 times: naïve\n\tif (x >= 0) { return «日本語»; }  \n"
+# Files held open at once, of all corpora: each memory map keeps one.
+_OPEN_FILES = 256
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of uint16 and uint32 that holds ids below `vocab_size`."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def tokenizer_facts(tokenizer: Any, name: str = "") -> dict[str, Any]:
+    """What a manifest says of a tokenizer.
+
+    The fingerprint is a SHA-256 of the vocabulary with its ids and of the ids of a probe text, so
+    it does not depend on where the tokenizer was read from.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else []
+    seen = json.dumps([vocabulary, encode(tokenizer, _PROBE)])
+    return {
+        "name": name,
+        "fingerprint": hashlib.sha256(seen.encode()).hexdigest(),
+        "vocab_size": vocab_size(tokenizer),
+        "bos_id": tokenizer.bos_token_id,
+        "eos_id": tokenizer.eos_token_id,
+    }
+
+
+def vocab_size(tokenizer: Any) -> int:
+    """One more than the largest id (ids may have holes)."""
+    if hasattr(tokenizer, "get_vocab"):
+        return max(tokenizer.get_vocab().values()) + 1
+    return 0x110000 + 3  # of a tokenizer that cannot say: any character
+
+
+def check_vocabulary(tokenizer: Any, model_size: int, model: str) -> None:
+    """Refuses a tokenizer that has ids the model has no embedding for.
+
+    Raises:
+      DataError: with both sizes.
+    """
+    size = vocab_size(tokenizer)
+    if size > model_size:
+        raise DataError(
+            f"the tokenizer has ids up to {size - 1}, but model {model} has a vocabulary of "
+            f"{model_size}: use the model's own tokenizer, or a model with vocab_size >= {size}"
+        )
+
+
+class ShardWriter:
+    """Writes one shard, document after document; `close` moves both files to their names.
+
+    Nothing comes to lie there where the block ends with an error, and no file of a shard without
+    documents.
+    """
+
+    def __init__(self, directory: Path, name: str, dtype: np.dtype):
+        self._directory, self.name, self._dtype = Path(directory), name, dtype
+        self._stack = contextlib.ExitStack()
+        self._hash, self._offsets = hashlib.sha256(), [0]
+        self._file: Any = None
+
+    def __enter__(self) -> ShardWriter:
+        self._stack.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        if self._file is not None:
+            self._file.close()
+        return self._stack.__exit__(*error)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """One document, not empty."""
+        if self._file is None:
+            path = self._stack.enter_context(atomic_path(_path(self._directory, self.name, 0)))
+            self._file = path.open("wb")
+        data = np.asarray(ids, np.int64).astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._offsets.append(self._offsets[-1] + len(ids))
+
+    def close(self) -> dict[str, Any]:
+        """Moves the files; returns the shard's entry in the manifest."""
+        entry = {"name": self.name, "tokens": self._offsets[-1]}
+        entry["documents"] = len(self._offsets) - 1
+        if self._file is None:
+            return entry
+        offsets = np.asarray(self._offsets, _OFFSETS).tobytes()
+        with atomic_path(_path(self._directory, self.name, 1)) as path:
+            path.write_bytes(offsets)
+        self._file.close()
+        self._stack.close()
+        hashes = (self._hash.hexdigest(), hashlib.sha256(offsets).hexdigest())
+        return entry | {"sha256": dict(zip(SUFFIXES, hashes, strict=True))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One shard of a corpus; its arrays are memory maps."""
+
+    directory: Path
+    name: str
+    tokens_count: int
+    documents_count: int
+    dtype: np.dtype
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[tokens_count] uint16 or uint32."""
+        return _mapped(str(_path(self.directory, self.name, 0)), self.dtype)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """[documents_count + 1] int64."""
+        return _mapped(str(_path(self.directory, self.name, 1)), _OFFSETS)
+
+    def document(self, number: int) -> np.ndarray:
+        """The ids of one document."""
+        start, stop = self.offsets[number : number + 2]
+        return self.tokens[start:stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The shards of a directory, and its manifest."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    shards: tuple[Shard, ...]
+
+
+def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
+    """Opens a directory of shards (or the work directory they lie in, under `tokens`).
+
+    Args:
+      verify: read everything and compare the SHA-256 with the manifest's (about 1 GB/s); sizes are
+        always compared.
+
+    Raises:
+      DataError: no manifest, of another version, without shards; a shard that is missing,
+        truncated, empty or changed: named, with the way out.
+    """
+    directory = Path(path)
+    if not (directory / MANIFEST).is_file() and (directory / "tokens" / MANIFEST).is_file():
+        directory = directory / "tokens"
+    manifest = read_manifest(directory)
+    if not manifest["shards"]:
+        raise DataError(f"{directory}: no shards; prepare the data again")
+    dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+    _mapped.cache_clear()  # the files may have been made anew
+    size = sum(entry["tokens"] for entry in manifest["shards"]) * dtype.itemsize
+    quick = not verify or size < 1e9
+    with tqdm.tqdm(
+        total=size, desc="checking shards", unit="B", unit_scale=True, disable=quick
+    ) as bar:
+        for entry in manifest["shards"]:
+            check_shard(directory, entry, dtype, verify=verify)
+            bar.update(entry["tokens"] * dtype.itemsize)
+    shards = [
+        Shard(directory, entry["name"], entry["tokens"], entry["documents"], dtype)
+        for entry in manifest["shards"]
+    ]
+    return Corpus(directory, manifest, tuple(shards))
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, checked for form.
+
+    Raises:
+      DataError: none there, not JSON, incomplete, or of another version.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        unfinished = " (unfinished: run the same command again)" if _unfinished(directory) else ""
+        raise DataError(
+            f"{directory}: no {MANIFEST}{unfinished}; scripts/prepare_data.py makes token shards"
+        )
+    try:
+        manifest = read_json(path)
+        found = (manifest["format"], manifest["version"])
+        for entry in manifest["shards"]:
+            _ = entry["name"], entry["tokens"], entry["documents"], entry["sha256"]
+        _ = manifest["tokenizer"]["fingerprint"], np.dtype(manifest["dtype"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a manifest of token shards ({error})") from error
+    if found != (FORMAT, VERSION):
+        raise DataError(
+            f"{path}: {found[0]!r} of version {found[1]!r}, this code reads {FORMAT!r} of version "
+            f"{VERSION}; prepare the data again"
+        )
+    return manifest
+
+
+def check_shard(
+    directory: Path, entry: Mapping[str, Any], dtype: np.dtype, *, verify: bool
+) -> None:
+    """Compares a shard's files with its entry.
+
+    Raises:
+      DataError: the file that differs, how, and the way out.
+    """
+    sizes = (entry["tokens"] * dtype.itemsize, (entry["documents"] + 1) * _OFFSETS.itemsize)
+    if not entry["tokens"] or not entry["documents"]:
+        raise _damaged(_path(directory, entry["name"], 0), "the manifest says that it is empty")
+    for i, expected in enumerate(sizes):
+        path = _path(directory, entry["name"], i)
+        if not path.is_file():
+            raise _damaged(path, "no such file")
+        size = path.stat().st_size
+        if size != expected:
+            found = "empty" if not size else f"{size:,} bytes, but the manifest says {expected:,}"
+            raise _damaged(path, found + (" (truncated)" if 0 < size < expected else ""))
+        if verify:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != entry["sha256"][SUFFIXES[i]]:
+                raise _damaged(path, "its SHA-256 is not the manifest's: it was changed")
+
+
+def check_tokenizer(corpus: Corpus, tokenizer: Any) -> None:
+    """Refuses shards made with another tokenizer than the one the model has.
+
+    Raises:
+      DataError: names the shards' tokenizer and both sizes.
+    """
+    theirs, ours = corpus.manifest["tokenizer"], tokenizer_facts(tokenizer)
+    if theirs["fingerprint"] != ours["fingerprint"]:
+        raise DataError(
+            f"{corpus.directory}: made with the tokenizer of {theirs['name'] or 'another model'} "
+            f"({theirs['vocab_size']} ids), which is not this model's ({ours['vocab_size']} ids); "
+            "prepare the data with this model's tokenizer, or take the model that has theirs"
+        )
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(
+        f"{path}: {what}; run scripts/prepare_data.py with the same settings again, which makes "
+        "damaged shards anew, or copy the directory again"
+    )
+
+
+def _unfinished(directory: Path) -> bool:
+    return (directory / "progress").is_dir()
+
+
+def _path(directory: Path, name: str, suffix: int) -> Path:
+    return directory / f"{name}.{SUFFIXES[suffix]}"
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def _mapped(path: str, dtype: np.dtype) -> np.ndarray:
+    # As a plain array: indexing a np.memmap makes an object each time.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

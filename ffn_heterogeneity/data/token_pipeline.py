@@ -1,0 +1,169 @@
+"""Batches from token shards (task "tokens"), with the interface of `pipeline.Pipeline`.
+
+Row numbers -> this epoch's shuffle -> next epoch -> global batch of numbers -> this process's rows
+of it, read from the memory maps in a background thread. A process reads no row but its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.batches import Batch, BatchIterator, finite
+from ffn_heterogeneity.data.packing import Counts, Encoder
+from ffn_heterogeneity.data.shards import Corpus, check_tokenizer, open_corpus
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tasks import get_task
+from ffn_heterogeneity.data.token_rows import Part, TokenRows, split, whole
+
+_log = logging.getLogger(__name__)
+
+
+class TokenPipeline:
+    """Training and validation batches of token shards; made by `pipeline.make_pipeline`.
+
+    The rows are cut once, from the documents in their order; an epoch is a new order of the rows.
+
+    Attributes:
+      rows: the rows of every global batch [batch_size, T] that this process feeds.
+      train, held_out: the rows of T positions; `held_out` is None without validation data.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        rows: np.ndarray,
+    ):
+        if seq_len < 2:
+            raise DataError(f"seq_len is {seq_len}; a row needs at least 2 positions")
+        if config.validation_fraction and config.validation_path:
+            raise DataError(
+                f"validation_fraction is {config.validation_fraction} and validation_path is set "
+                "too: choose one"
+            )
+        if not config.packing:
+            raise DataError("task 'tokens' is always packed: set packing=True")
+        self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
+        self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
+        self.rows, self.task = rows, get_task("tokens")
+        self._encoder = Encoder(tokenizer, config.bos, config.eos)
+        self.train, self.held_out = self._open(tokenizer)
+
+    def train_iterator(self, epochs: int | None = None) -> BatchIterator:
+        """This process's rows of the batches of `epochs` passes over the rows, None for ever.
+
+        With finite `epochs` the last batch is padded.
+        """
+        import grain
+
+        numbers = grain.MapDataset.range(len(self.train))
+        if self.config.shuffle:
+            # As in `Pipeline`: mixed, because grain adds the epoch to the seed.
+            state = np.random.SeedSequence(self.seed).generate_state(1)
+            numbers = numbers.shuffle(seed=int(state[0]))
+        numbers, counts = numbers.repeat(epochs), Counts()
+        batches = self._batches(numbers, self.train, counts)
+        return BatchIterator(iter(batches), self._identity(epochs), counts)
+
+    def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
+        """One pass over the held-out rows, in order, the last batch padded; always the same.
+
+        Raises:
+          DataError: there is no held-out data.
+        """
+        import grain
+
+        if self.held_out is None:
+            raise DataError("no validation data: set validation_fraction or validation_path")
+        numbers = grain.MapDataset.range(len(self.held_out))
+        return finite(self._batches(numbers, self.held_out, Counts()), max_batches)
+
+    def count_epoch(self) -> dict[str, int]:
+        """Of one epoch the global `batches`, and `documents`, `input_tokens`, `loss_tokens`."""
+        return {
+            "batches": -(-len(self.train) // self.batch_size),
+            "documents": self.train.documents,
+            "kept": self.train.documents,
+            "input_tokens": self.train.positions,
+            "loss_tokens": self.train.positions,
+        }
+
+    def _batches(self, numbers: Any, rows: TokenRows, counts: Counts) -> Any:
+        import grain
+
+        def pad(found: Sequence[int]) -> np.ndarray:
+            return np.pad(found, (0, self.batch_size - len(found)), constant_values=-1)
+
+        def read(found: np.ndarray) -> Batch:
+            real = found[found >= 0]
+            tokens = len(real) * self.seq_len
+            if len(rows) - 1 in real:
+                tokens -= len(rows) * self.seq_len - rows.positions
+            counts.input_tokens += tokens
+            counts.loss_tokens += tokens
+            return rows.batch(found[self.rows])
+
+        batches = numbers.batch(self.batch_size, batch_fn=pad)
+        reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        return grain.experimental.ThreadPrefetchIterDataset(
+            batches.to_iter_dataset(reading).map(read), prefetch_buffer_size=self.config.prefetch
+        )
+
+    def _open(self, tokenizer: Any) -> tuple[TokenRows, TokenRows | None]:
+        config = self.config
+        if not isinstance(config.path, str) or not config.path:
+            raise DataError(
+                f"task 'tokens' needs the directory of the shards, path is {config.path!r}"
+            )
+        corpus = self._corpus(config.path, tokenizer)
+        if not config.validation_path:
+            kept, held = split(corpus, config.validation_fraction)
+            self._digest = _digest(corpus, kept)
+            return self._make(kept), self._make(held) if held else None
+        self._digest = _digest(corpus, whole(corpus))
+        other = self._corpus(str(config.validation_path), tokenizer)
+        return self._make(whole(corpus)), self._make(whole(other))
+
+    def _corpus(self, path: str, tokenizer: Any) -> Corpus:
+        corpus = open_corpus(path, verify=self.config.verify)
+        check_tokenizer(corpus, tokenizer)
+        stored = corpus.manifest["policy"]["eos_id"]
+        if stored != self._encoder.eos_id:
+            _log.warning(
+                "%s: documents end with eos %s, as they were prepared; this run's eos is %s",
+                path, stored, self._encoder.eos_id,
+            )  # fmt: skip
+        return corpus
+
+    def _make(self, parts: Sequence[Part]) -> TokenRows:
+        return TokenRows(parts, self._encoder, self.seq_len)
+
+    def _identity(self, epochs: int | None) -> dict[str, Any]:
+        """What must be equal for a state to mean the same place."""
+        return {
+            "task": self.task.name,
+            "records": len(self.train),
+            "data_crc": self._digest,
+            "seed": self.seed,
+            "shuffle": self.config.shuffle,
+            "epochs": epochs,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "bos": [self._encoder.bos, self._encoder.bos_id],
+        }
+
+
+def _digest(corpus: Corpus, parts: Sequence[Part]) -> int:
+    """Of the shards' hashes and of the documents taken from them."""
+    hashes = [entry["sha256"] for entry in corpus.manifest["shards"]]
+    taken = [(part.shard.name, part.first, part.last) for part in parts]
+    return zlib.crc32(json.dumps([hashes, taken]).encode())

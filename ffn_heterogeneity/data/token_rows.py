@@ -1,0 +1,171 @@
+"""Rows of T positions cut from token shards: every row is random access, nothing is tokenised.
+
+The documents of a corpus, one after another, are a stream of inputs x and targets y, and row r is
+its positions rT ... rT + T - 1, so a document goes on in the next row. Of one, t_0 ... t_{n-1}:
+
+    with a bos    x = bos, t_0 ... t_{n-2}    y = t_0 ... t_{n-1}    n positions
+    without       x = t_0 ... t_{n-2}         y = t_1 ... t_{n-1}    n - 1 positions
+
+which is what `packing.Encoder` and `pack` make of running text. With bos "segment" the first input
+of a row that starts inside a document is a bos as well; with "document" it is the token before.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ffn_heterogeneity.data.batches import Batch
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.shards import Corpus, Shard
+from ffn_heterogeneity.data.sources import DataError
+
+
+class Part(NamedTuple):
+    """Documents [first, last) of a shard."""
+
+    shard: Shard
+    first: int
+    last: int
+
+
+def whole(corpus: Corpus) -> list[Part]:
+    """All documents."""
+    return [Part(shard, 0, shard.documents_count) for shard in corpus.shards]
+
+
+def split(corpus: Corpus, fraction: float) -> tuple[list[Part], list[Part]]:
+    """(training, held-out) documents: the last ones of every shard are held out.
+
+    So both parts stay slices, and where the shards are of several sources each gives its share.
+    Of the first d documents of the corpus round(fraction * d) are held out, at every shard's end;
+    at least one and not all.
+
+    Raises:
+      DataError: a fraction outside [0, 1), or a corpus of a single document.
+    """
+    if not 0.0 <= fraction < 1.0:
+        raise DataError(f"validation_fraction is {fraction}; it must be in [0, 1)")
+    if fraction == 0.0:
+        return whole(corpus), []
+    counts = [shard.documents_count for shard in corpus.shards]
+    total = sum(counts)
+    if total < 2:
+        raise DataError(
+            f"{corpus.directory}: {total} document cannot be split into training and validation; "
+            "give validation_path"
+        )
+    ends = np.cumsum(counts)
+    due = np.floor(fraction * ends + 0.5).astype(np.int64)
+    due[-1] = min(max(due[-1], 1), total - 1)
+    kept, held, before = [], [], 0
+    for shard, target in zip(corpus.shards, due.tolist(), strict=True):
+        out = min(max(target - before, 0), shard.documents_count)
+        before += out
+        middle = shard.documents_count - out
+        kept.append(Part(shard, 0, middle))
+        held.append(Part(shard, middle, shard.documents_count))
+    return [p for p in kept if p.first < p.last], [p for p in held if p.first < p.last]
+
+
+class TokenRows:
+    """Random access to the rows of some parts of a corpus.
+
+    Attributes:
+      documents, positions: how many there are.
+
+    Raises:
+      DataError: no position to predict in them.
+    """
+
+    def __init__(self, parts: Sequence[Part], encoder: Encoder, seq_len: int):
+        self._parts, self._bos, self._seq_len = parts, encoder.bos, seq_len
+        self._bos_id = encoder.bos_id
+        self._skipped = int(encoder.bos_id is None)  # a document's first id is an input only
+        starts = [0]
+        for part in parts:
+            tokens = part.shard.offsets[part.last] - part.shard.offsets[part.first]
+            starts.append(starts[-1] + int(tokens) - self._skipped * (part.last - part.first))
+        self._starts = starts
+        self.documents = sum(part.last - part.first for part in parts)
+        self.positions = starts[-1]
+        if not self.positions:
+            raise DataError(
+                f"{self.documents} documents of the token shards leave no token to predict: they "
+                "have one token each; check what they were made from"
+            )
+
+    def __len__(self) -> int:
+        return -(-self.positions // self._seq_len)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """The five arrays [len(numbers), T]; a negative number gives a row of padding.
+
+        The last row of the corpus is padded: segment 0, loss_mask False.
+        """
+        shape = (len(numbers), self._seq_len)
+        batch = {
+            key: np.zeros(shape, np.int32)
+            for key in ("tokens", "targets", "segment_ids", "positions")
+        }
+        batch["loss_mask"] = np.zeros(shape, bool)
+        for row, number in enumerate(numbers):
+            if number >= 0:
+                self._fill({key: value[row] for key, value in batch.items()}, int(number))
+        return batch
+
+    def _fill(self, row: Batch, number: int) -> None:
+        start = number * self._seq_len
+        stop = min(start + self._seq_len, self.positions)
+        at = bisect.bisect_right(self._starts, start) - 1
+        place, segments = start, 0
+        while place < stop:
+            offset, end = self._starts[at], min(stop, self._starts[at + 1])
+            views = {key: value[place - start : end - start] for key, value in row.items()}
+            if place < end:
+                found = self._fill_part(views, self._parts[at], place - offset, end - offset)
+                views["segment_ids"] += segments
+                segments += found
+            place, at = end, at + 1
+        row["loss_mask"][: stop - start] = True
+        if self._bos == "segment":
+            row["tokens"][0] = self._bos_id
+
+    def _fill_part(self, row: Batch, part: Part, start: int, stop: int) -> int:
+        """Positions [start, stop) of a part, segments from 1; returns how many there are."""
+        tokens, offsets, skipped = part.shard.tokens, part.shard.offsets, self._skipped
+        base = int(offsets[part.first])
+
+        def begins(document: int) -> int:
+            return int(offsets[document]) - base - skipped * (document - part.first)
+
+        documents = range(part.first, part.last)
+        first = part.first + bisect.bisect_right(documents, start, key=begins) - 1
+        last = bisect.bisect_left(documents, stop, lo=first + 1 - part.first, key=begins)
+        numbers = np.arange(first, part.first + last)
+        edges = offsets[numbers[0] : numbers[-1] + 1] - base - skipped * (numbers - part.first)
+        begun = edges[0] == start
+        edges[0] = start
+        lengths = np.diff(edges, append=stop)
+        if skipped and not lengths.all():  # documents of one token have no position
+            numbers, edges, lengths = (v[lengths > 0] for v in (numbers, edges, lengths))
+        # Where the targets are; with a bos they lie side by side.
+        low = base + start + skipped * int(numbers[0] + 1 - part.first)
+        high = base + stop + skipped * int(numbers[-1] + 1 - part.first)
+        if high - low == stop - start:
+            row["targets"][:] = tokens[low:high]
+            row["tokens"][1:] = tokens[low : high - 1]
+            if not begun or skipped:
+                row["tokens"][0] = tokens[low - 1]
+        else:
+            found = tokens[low - 1 : high]
+            at = np.arange(stop - start) + np.repeat(numbers - numbers[0], lengths)
+            row["targets"][:], row["tokens"][:] = found[at + 1], found[at]
+        if not skipped:
+            row["tokens"][edges[0 if begun else 1 :] - start] = self._bos_id
+        row["segment_ids"][:] = np.repeat(np.arange(1, len(numbers) + 1), lengths)
+        row["positions"][:] = np.arange(start, stop) - np.repeat(edges, lengths)
+        return len(numbers)

@@ -1,0 +1,326 @@
+"""Questions of chat benchmarks, answered turn by turn, in the benchmarks' own answer files.
+
+MT-bench and Vicuna (FastChat): {"question_id", "answer_id", "model_id", "choices": [{"index": 0,
+"turns": [text, ...]}], "tstamp"}; WizardLM: {"id", "instruction", <model_id>: text}.
+
+Answers are written a batch at a time, the whole file anew, so it is never torn; answered questions
+are not asked again. A draw depends on the seed, the question's batch and its place there, and
+batches are cut from all questions: where a run was stopped changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import time
+import uuid
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.data.packing import CHAT_TEMPLATES, Encoder
+from ffn_heterogeneity.data.sources import DataError, ListSource, read_jsonl
+from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
+from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
+from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import RunOptions
+
+BENCHMARKS = ("mt_bench", "vicuna_bench", "wizardlm_testset")
+QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
+# MT-bench's authors', by category; any other category has the last one.
+TEMPERATURES = {
+    "writing": 0.7, "roleplay": 0.7, "extraction": 0.0, "math": 0.0, "coding": 0.0,
+    "reasoning": 0.0, "stem": 0.1, "humanities": 0.1,
+}  # fmt: skip
+OTHER_TEMPERATURE = 0.7
+# WizardLM's authors set a temperature but do not turn sampling on, so theirs are greedy.
+WIZARDLM_TEMPERATURE = 0.0
+
+
+class Question(NamedTuple):
+    """What is asked, turn by turn; `reference`: good answers to the turns, where there are any."""
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+    reference: tuple[str, ...] = ()
+
+
+class Turn(NamedTuple):
+    """An answer and why it ended: "stop", "eos", "length", or "no room" (nothing was generated)."""
+
+    text: str
+    finish: str
+
+
+def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> dict[str, Any]:
+    """Answers what `configs/chat.py` names and is not answered yet.
+
+    Returns:
+      the file of answers, how many there are, how many turns this call wrote, and how many of these
+      were cut (by `max_new_tokens` or the model's positions), left out for want of room, or empty.
+
+    Raises:
+      ValueError (DataError): a model without a tokenizer, questions or answers that cannot be read.
+    """
+    from tqdm import tqdm
+
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer: chats are text, add its files")
+    questions = read_questions(config.benchmark, config.data_root, config.limit)
+    name = model_id(config)
+    path = workdir / "model_answer" / f"{name}.jsonl"
+    rows = read_rows(path)
+    found = {question_id(row) for row in rows}
+    chat = Chat(config, model)
+    finishes: list[str] = []
+    with tqdm(
+        total=len(questions), initial=len(found), desc=config.benchmark, file=sys.stderr
+    ) as bar:
+        for group in groups(config, questions):
+            missing = [question for question in group if question.id not in found]
+            if not missing:
+                continue
+            # The whole batch, so that the draws do not depend on where a run was stopped.
+            for question, turns in zip(group, chat(group), strict=True):
+                if question in missing:
+                    finishes += [turn.finish for turn in turns]
+                    texts = [turn.text for turn in turns]
+                    rows.append(answer_row(config.benchmark, question, name, texts))
+            write_rows(path, rows)
+            bar.update(len(missing))
+    return {
+        "benchmark": config.benchmark,
+        "model_id": name,
+        "answers": str(path),
+        "answered": len(rows),
+        "chat_template": chat.template,
+        "turns": len(finishes),
+        **{f"turns_{key}": finishes.count(key.replace("_", " ")) for key in ("length", "no_room")},
+    }
+
+
+class Chat:
+    """A model that answers a batch of questions, their turns one after another."""
+
+    def __init__(self, config: ConfigDict, model: Model):
+        self.config, self.positions = config, model.config.max_position
+        self.encoder = Encoder(model.tokenizer, config.bos, chat_template=config.chat_template)
+        own = config.chat_template == "auto" and getattr(model.tokenizer, "chat_template", None)
+        self.template = "tokenizer" if own else config.chat_template.replace("auto", "tulu")
+        end = end_of_turn(self.encoder)
+        self.eos = () if end is None else (end,)
+        self.generator = Generator(
+            model.config, model.params, model.tokenizer,
+            options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+            batch_size=config.batch_size,
+        )  # fmt: skip
+
+    def __call__(self, group: Sequence[Question]) -> list[list[Turn]]:
+        """The answers to every question's turns."""
+        start = [Message("system", self.config.system)] if self.config.system else []
+        talks = [list(start) for _ in group]
+        found: list[list[Turn]] = [[] for _ in group]
+        for turn in range(max(len(question.turns) for question in group)):
+            asked = [i for i, question in enumerate(group) if turn < len(question.turns)]
+            for i in asked:
+                talks[i].append(Message("user", group[i].turns[turn].strip()))
+            answers = self._answers([talks[i] for i in asked], self._sampling(group[0], turn))
+            for i, answer in zip(asked, answers, strict=True):
+                talks[i].append(Message("assistant", answer.text))
+                found[i].append(answer)
+        return found
+
+    def _answers(self, talks: Sequence[Sequence[Message]], sampling: dict) -> list[Turn]:
+        prompts = [prompt_ids(talk, self.encoder) for talk in talks]
+        room = [min(self.config.max_new_tokens, self.positions - len(ids)) for ids in prompts]
+        asked = [i for i, tokens in enumerate(room) if tokens > 0]
+        generated = self.generator(
+            [prompts[i] for i in asked],
+            [Sampling(max_new_tokens=room[i], **sampling) for i in asked],
+            progress=None,
+        )
+        found = [Turn("", "no room")] * len(talks)
+        for i, one in zip(asked, generated, strict=True):
+            found[i] = Turn(one.text.strip(), one.finish)
+        return found
+
+    def _sampling(self, first: Question, turn: int) -> dict[str, Any]:
+        seed = zlib.crc32(f"{self.config.seed}/{first.id}/{turn}".encode())
+        return {
+            "temperature": temperature(self.config, first),
+            "top_p": self.config.top_p,
+            "seed": seed,
+            "eos": self.eos,
+        }
+
+
+def temperature(config: ConfigDict, question: Question) -> float:
+    """The config's, else the benchmark's for the question's category."""
+    if config.get("temperature") is not None:
+        return config.temperature
+    if config.benchmark == "wizardlm_testset":
+        return WIZARDLM_TEMPERATURE
+    return TEMPERATURES.get(question.category, OTHER_TEMPERATURE)
+
+
+def groups(config: ConfigDict, questions: Sequence[Question]) -> list[list[Question]]:
+    """Batches of questions with one temperature, in the file's order."""
+    found = []
+    for value in sorted({temperature(config, question) for question in questions}):
+        same = iter([q for q in questions if temperature(config, q) == value])
+        while batch := list(itertools.islice(same, config.batch_size)):
+            found.append(batch)
+    return found
+
+
+def check_chat(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded; errors as `answer_questions`."""
+    read_questions(config.benchmark, config.data_root, config.limit)
+    if model_id(config) in ("id", "instruction"):
+        raise ValueError(f"model_id={model_id(config)!r} is a field of WizardLM's answers")
+    if config.chat_template not in CHAT_TEMPLATES:
+        raise ValueError(f"chat_template={config.chat_template!r}: choose one of {CHAT_TEMPLATES}")
+    if config.batch_size < 1:
+        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+    # Its checks of numbers are those of generation.
+    Sampling(config.max_new_tokens, config.get("temperature") or 0.0, config.top_p)
+
+
+def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Question]:
+    """The questions of `<data_root>/<benchmark>/`, the first `limit` of them (0: all).
+
+    Raises:
+      ValueError (DataError): an unknown benchmark, no such file, a question that cannot be read
+        (file and line), or an id that comes twice.
+    """
+    if benchmark not in BENCHMARKS:
+        raise ValueError(f"benchmark={benchmark!r}: choose one of {BENCHMARKS}")
+    if limit < 0:
+        raise ValueError(f"limit={limit} must be positive, or 0 for all")
+    source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])
+    read = _wizardlm_question if benchmark == "wizardlm_testset" else _question
+    questions = list(_each(source, read))
+    seen: set = set()
+    for i, question in enumerate(questions):
+        if question.id in seen:
+            raise DataError(f"{source.where(i)}: the id {question.id!r} came before")
+        seen.add(question.id)
+    return questions[: limit or None]
+
+
+def benchmark_file(benchmark: str, data_root: str, names: Sequence[str]) -> str:
+    """The first file of `<data_root>/<benchmark>/` that is there."""
+    folder = epath.Path(data_root or ".") / benchmark
+    if not data_root or not folder.is_dir():
+        raise ValueError(
+            f"data_root={data_root!r} has no folder {benchmark}: give the directory that holds "
+            f"{benchmark}/{names[0]}"
+        )
+    for name in names:
+        if (folder / name).exists():
+            return str(folder / name)
+    raise ValueError(f"{folder} has none of {', '.join(names)}")
+
+
+def read_answers(path: str) -> tuple[str, dict[int | str, list[str]]]:
+    """The model's name and `{question's id: its turns}` of a file of answers, in either form.
+
+    Raises:
+      ValueError (DataError): a row that cannot be read, or answers of several models.
+    """
+    source = read_jsonl([path])
+    found = list(_each(source, _answer))
+    names = sorted({name for name, _, _ in found})
+    if len(names) > 1:
+        raise DataError(f"{path} holds answers of several models: {', '.join(names)}")
+    return names[0], {i: turns for _, i, turns in found}
+
+
+def answer_row(
+    benchmark: str, question: Question, name: str, turns: Sequence[str]
+) -> dict[str, Any]:
+    """A line of the file of answers."""
+    if benchmark == "wizardlm_testset":
+        return {"id": question.id, "instruction": question.turns[0], name: turns[0]}
+    written = json.dumps([benchmark, name, question.id, list(turns)])
+    return {
+        "question_id": question.id,
+        "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, written).hex,
+        "model_id": name,
+        "choices": [{"index": 0, "turns": list(turns)}],
+        "tstamp": time.time(),
+    }
+
+
+def model_id(config: ConfigDict) -> str:
+    """The config's, else the last part of the model's name, fit for a file name."""
+    name = config.model_id or PurePath(config.model).name.removesuffix(".gguf")
+    return re.sub(r"[^\w.-]+", "_", name) or "model"
+
+
+def question_id(row: Mapping[str, Any]) -> Any:
+    return row["question_id"] if "question_id" in row else row.get("id")
+
+
+def write_rows(path: epath.Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """All of a JSONL file, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+
+
+def read_rows(path: epath.Path) -> list[dict[str, Any]]:
+    """What `write_rows` wrote; nothing where there is no such file, or nothing in it."""
+    if not path.exists() or not path.read_text().strip():
+        return []
+    return list(_each(read_jsonl([str(path)]), dict))
+
+
+def _each(source: ListSource, read: Any) -> Iterable[Any]:
+    for i in range(len(source)):
+        try:
+            yield read(source[i])
+        except DataError as error:
+            raise DataError(f"{source.where(i)}: {error}") from error
+
+
+def _question(row: Mapping[str, Any]) -> Question:
+    turns = texts_of(row, "turns")
+    if not turns:
+        raise DataError("field 'turns' is empty")
+    reference = row.get("reference") or ()
+    return Question(
+        value_of(row, "question_id", (int, str), "a number or a name"),
+        str(row.get("category", "")),
+        tuple(turns),
+        tuple(map(str, reference)) if isinstance(reference, list) else (),
+    )
+
+
+def _wizardlm_question(row: Mapping[str, Any]) -> Question:
+    number = value_of(row, "idx", (int, str), "a number or a name")
+    return Question(number, str(row.get("Skill", "")), (text_of(row, "Instruction"),))
+
+
+def _answer(row: Mapping[str, Any]) -> tuple[str, Any, list[str]]:
+    if "question_id" in row:
+        choices = value_of(row, "choices", list, "a list")
+        if not choices or not isinstance(choices[0], Mapping):
+            raise DataError("field 'choices' is empty or holds no object")
+        return text_of(row, "model_id"), row["question_id"], texts_of(choices[0], "turns")
+    names = [key for key in row if key not in ("id", "instruction")]
+    if "id" not in row or len(names) != 1:
+        raise DataError(
+            "neither an answer of FastChat's form (question_id, model_id, choices) nor one of "
+            f"WizardLM's (id, instruction, <model>); fields seen: {', '.join(map(str, row))}"
+        )
+    return names[0], row["id"], [text_of(row, names[0])]

@@ -1,0 +1,171 @@
+"""Calls of an OpenAI-compatible chat endpoint, with time-outs and tries (standard library only)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+# Worth another try: the server is busy, or a gateway before it failed.
+TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+LONGEST_WAIT = 120.0  # seconds, whatever the server asks for
+LONGEST_BODY = 2**22  # bytes
+SHOWN = 2000  # characters of an error's body that are kept
+
+
+class EndpointError(Exception):
+    """No text came: why (one line), and the body of the answer where there was one."""
+
+    def __init__(self, why: str, body: str = "", again: bool = False, wait: float = 0.0):
+        super().__init__(why)
+        self.body, self.again, self.wait = body, again, wait
+
+
+class Endpoint:
+    """A model at `<url>/v1/chat/completions`.
+
+    Args:
+      url: http or https; with or without "/v1" or the whole path.
+      key: sent as bearer token, and taken out of all that comes back; "": none.
+      temperature, max_tokens: None and 0: not sent.
+      timeout: seconds for a whole call.
+      retries: further tries after a time-out, a broken connection, a busy server (`TRY_AGAIN`) or a
+        body that is no chat completion.
+      backoff: seconds before the second try; twice as long before each next one, or as long as the
+        server asks for (Retry-After), never above `LONGEST_WAIT`.
+
+    Raises:
+      ValueError: the address or the key cannot be one.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        key: str = "",
+        temperature: float | None = 0.0,
+        max_tokens: int = 0,
+        timeout: float = 120.0,
+        retries: int = 5,
+        backoff: float = 2.0,
+    ):
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url={url!r} is no address: write http://<host>:<port> or https://..")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("the key holds characters that no key has (is it the right variable?)")
+        path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+        self.url = parts._replace(path=f"{path}/v1/chat/completions", fragment="").geturl()
+        self._key, self._timeout, self._retries, self._backoff = key, timeout, retries, backoff
+        self._body: dict[str, Any] = {"model": model}
+        if temperature is not None:
+            self._body["temperature"] = temperature
+        if max_tokens:
+            self._body["max_tokens"] = max_tokens
+        self._stopped = threading.Event()
+        # A redirect would take the key to another host.
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def ask(self, system: str, user: str) -> str:
+        """The text that answers the two messages.
+
+        Raises:
+          EndpointError: there is none after all tries.
+        """
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        data = json.dumps(self._body | {"messages": messages}).encode()
+        for number in range(self._retries + 1):
+            if self._stopped.is_set():
+                raise EndpointError("not asked: the run was ended")
+            try:
+                return self._redacted(_text_of(self._call(data)))
+            except EndpointError as error:
+                why, body = self._redacted(str(error)), self._redacted(error.body)
+                if not error.again or number == self._retries:
+                    tries = f" ({number + 1} tries)" if number else ""
+                    raise EndpointError(why + tries, body) from None
+                wait = error.wait or self._backoff * 2**number
+            self._stopped.wait(min(wait, LONGEST_WAIT))
+        raise AssertionError("unreachable")
+
+    def stop(self) -> None:
+        """Calls that wait for another try give up."""
+        self._stopped.set()
+
+    def _call(self, data: bytes) -> str:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self.url, data, headers, method="POST")
+        deadline = time.monotonic() + self._timeout
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
+                return _read(response, deadline)
+        except urllib.error.HTTPError as error:
+            body = _body_of(error, deadline)
+            raise EndpointError(
+                f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}", body,
+                again=error.code in TRY_AGAIN, wait=_seconds(error.headers.get("Retry-After")),
+            ) from None  # fmt: skip
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            late = isinstance(reason, TimeoutError)
+            why = f"no answer within {self._timeout:g} s" if late else f"no connection: {reason!r}"
+            raise EndpointError(why, again=True) from None
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._key, "<key>") if self._key else text
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _text_of(body: str) -> str:
+    """The content of the first choice."""
+    try:
+        text = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError) as error:
+        kind = "no JSON" if isinstance(error, ValueError) else "no chat completion"
+        raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN], True) from None
+    if not isinstance(text, str) or not text.strip():
+        raise EndpointError("the answer holds no text", body[:SHOWN], True)
+    return text
+
+
+def _read(response: Any, deadline: float) -> str:
+    """The whole body; a server that sends a byte now and then does not outlast the deadline."""
+    parts, size = [], 0
+    while part := response.read1(65_536):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if size > LONGEST_BODY:
+            raise EndpointError(f"the answer is longer than {LONGEST_BODY} bytes")
+    if missing := getattr(response, "length", None):
+        raise http.client.IncompleteRead(b"", missing)
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _body_of(error: urllib.error.HTTPError, deadline: float) -> str:
+    try:
+        return _read(error, deadline)[:SHOWN]
+    except (OSError, http.client.HTTPException, EndpointError):
+        return ""
+
+
+def _seconds(value: str | None) -> float:
+    """A Retry-After in seconds; 0 for dates and nonsense."""
+    try:
+        seconds = float(value or 0)
+    except ValueError:
+        return 0.0
+    return seconds if 0 < seconds < float("inf") else 0.0

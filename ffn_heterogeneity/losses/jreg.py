@@ -1,0 +1,59 @@
+"""JREG: a penalty on angular displacement that weighs the last layers most (JREG, section 4)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.probes.displacement import displacement_probe, jump_rates
+
+
+def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
+    """w = softmax(alpha * (1, ..., L)), float64 [L]: 0 weighs all layers alike, large the last."""
+    exponents = alpha * (np.arange(n_layers) - (n_layers - 1.0))
+    weights = np.exp(exponents)
+    return weights / weights.sum()
+
+
+def jreg_term(
+    weight: str | float = "jreg_weight",
+    alpha: float = 1.0,
+    final_norm: bool = False,
+    positions: str = "all",
+    name: str = "jreg",
+) -> LossTerm:
+    """L_disp = sum_l w_l Psi_l with w = softmax(alpha * (1..L)); loss = CE + lambda * L_disp.
+
+    Psi is averaged over the real tokens of the whole batch (probes/displacement.py, where the
+    paper's open points are decided), computed inside the layer scan: no stacked hidden states exist
+    and full rematerialisation keeps one scalar a layer. In float32. Metrics: "psi" [L] and, from
+    their averages, the jump rates "zeta_L", "zeta_L-1", "zeta_L-2" (percent).
+
+    Args:
+      weight: lambda, a key of `hyper` or a constant. The paper trains with 1.
+      alpha: sharpness, >= 0; the paper tries 0, 0.1, 0.3, 0.5, 1, 3 and finds 1 best. Part of the
+        compiled program, unlike lambda.
+      final_norm, positions: see `displacement_probe`.
+      name: the term's name.
+
+    Raises:
+      ValueError: alpha is negative or not finite.
+    """
+    if not math.isfinite(alpha) or alpha < 0:
+        raise ValueError(f"jreg.alpha={alpha} must be finite and >= 0")
+    probe = displacement_probe(final_norm, positions)
+
+    def function(params: dict, outputs: dict, batch: dict) -> TermValue:
+        seen = outputs["probes"][probe.name]
+        weights = jnp.asarray(layer_weights(len(seen["sum"]), alpha), seen["sum"].dtype)
+        psi_sums = jax.lax.stop_gradient(seen["sum"])
+        return TermValue(jnp.sum(weights * seen["sum"]), seen["count"][0], {"psi": psi_sums})
+
+    def derived(metrics: dict) -> dict:
+        return jump_rates(metrics["psi"])
+
+    return LossTerm(name, function, weight, probes=(probe,), derived=derived)

@@ -1,0 +1,109 @@
+"""OLMo 1 (1B, 7B, 7B April 2024): Llama's block with norms that have no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, llama, rules
+
+_DEFAULTS = {
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": 50_279,
+}
+# Of every model: config.json does not say it.
+_NORM = {"norm_kind": "layer_without_parameters", "norm_eps": 1e-5}
+
+
+def _layers(widths, rope: RopeConfig) -> tuple[LayerConfig, ...]:
+    return tuple(LayerConfig(width, rope=rope) for width in widths)
+
+
+def _preset(layers, width, d_model, n_heads, tied, max_position=2048, clip=None) -> ModelConfig:
+    return ModelConfig(
+        family="olmo",
+        vocab_size=50_304,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_dim=d_model // n_heads,
+        layers=_layers([width] * layers, RopeConfig()),
+        qkv_clip=clip,
+        tied=tied,
+        max_position=max_position,
+        bos_id=None,
+        eos_id=50_279,
+        pad_id=1,
+        **_NORM,
+    )
+
+
+PRESETS = {
+    "olmo_1b": (_preset(16, 8192, 2048, 16, True), "allenai/OLMo-1B-hf"),
+    "olmo_7b": (_preset(32, 11008, 4096, 32, False), "allenai/OLMo-7B-hf"),
+    "olmo_7b_0424": (_preset(32, 11008, 4096, 32, False, 4096, 8.0), "allenai/OLMo-7B-0424-hf"),
+}
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """config.json of an OlmoForCausalLM."""
+    norm_eps = {"rms_norm_eps": _NORM["norm_eps"]}
+    fields = common.base_from_hf({**values, **norm_eps}, _DEFAULTS) | _NORM
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = values.get("rope_theta") or 10_000.0
+    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    return ModelConfig(
+        family="olmo",
+        layers=_layers([values["intermediate_size"]] * values["num_hidden_layers"], rope),
+        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
+        qkv_clip=values.get("clip_qkv"),
+        **fields,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that transformers 4 and 5 and vLLM read."""
+    values = common.base_to_hf(config, "olmo", "OlmoForCausalLM")
+    del values["rms_norm_eps"]
+    rope = common.rope_to_hf(config.layers[0].rope)
+    return values | {
+        "hidden_act": common.activation_to_hf(config.activation),
+        "clip_qkv": config.qkv_clip,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": common.classic_scaling(rope),
+        "rope_parameters": rope,
+    }
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Metadata of a GGUF file with general.architecture = olmo."""
+    fields = common.base_from_gguf(meta, rms=False)
+    rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
+    clip = meta.get("attention.clamp_kqv") or None
+    return ModelConfig(
+        family="olmo",
+        layers=_layers(common.gguf_widths(meta), rope),
+        norm_kind=_NORM["norm_kind"],
+        qkv_clip=None if clip is None else common.short_float(clip),
+        **fields,
+    )
+
+
+FAMILY = common.Family(
+    name="olmo",
+    model_types=("olmo",),
+    architectures=("OlmoForCausalLM",),
+    presets=PRESETS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
+    gguf_architectures=("olmo",),
+    from_gguf=from_gguf,
+    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
+    # The converter reorders queries and keys as it does Llama's.
+    gguf_transform=llama.gguf_transform,
+)

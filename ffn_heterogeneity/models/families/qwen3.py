@@ -1,0 +1,119 @@
+"""Qwen3, dense (0.6B to 32B): Llama's block with norms over each head of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, rules
+
+_THETA = 1_000_000.0
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32_768,
+    "head_dim": 128,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+}
+
+
+def _preset(layers, width, d_model, n_heads, n_kv_heads, tied) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=151_936,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=128,
+        layers=common.uniform_layers(layers, width, RopeConfig(_THETA)),
+        norm_eps=1e-6,
+        qk_norm=True,
+        tied=tied,
+        max_position=40_960,
+        bos_id=151_643,
+        eos_id=151_645,
+    )
+
+
+PRESETS = {
+    "qwen3_0_6b": (_preset(28, 3072, 1024, 16, 8, True), "Qwen/Qwen3-0.6B"),
+    "qwen3_1_7b": (_preset(28, 6144, 2048, 16, 8, True), "Qwen/Qwen3-1.7B"),
+    "qwen3_4b": (_preset(36, 9728, 2560, 32, 8, True), "Qwen/Qwen3-4B"),
+    "qwen3_8b": (_preset(36, 12288, 4096, 32, 8, False), "Qwen/Qwen3-8B"),
+    "qwen3_14b": (_preset(40, 17408, 5120, 40, 8, False), "Qwen/Qwen3-14B"),
+    "qwen3_32b": (_preset(64, 25600, 5120, 64, 8, False), "Qwen/Qwen3-32B"),
+}
+
+
+def _windows(values: Mapping[str, Any]) -> list[int | None]:
+    """Window per layer; the published models have none."""
+    count = values["num_hidden_layers"]
+    if not values.get("use_sliding_window"):
+        return [None] * count
+    full = min(values["max_window_layers"], count)
+    kinds = ["full_attention"] * full + ["sliding_attention"] * (count - full)
+    return common.windows_from_hf({"layer_types": kinds} | values, every=1)
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a Qwen3ForCausalLM."""
+    fields = common.base_from_hf(values, _DEFAULTS)
+    values = _DEFAULTS | {k: v for k, v in values.items() if v is not None}
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    # transformers' own default; every published config.json names its theta.
+    theta = values.get("rope_theta") or 10_000.0
+    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    return ModelConfig(
+        family="qwen3",
+        layers=tuple(
+            LayerConfig(values["intermediate_size"], window=window, rope=rope)
+            for window in _windows(values)
+        ),
+        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
+        qk_norm=True,
+        **fields,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that transformers 4 and 5 and vLLM read."""
+    rope = common.rope_to_hf(config.layers[0].rope)
+    windows = common.windows_to_hf(config)
+    local = "sliding_attention" in windows["layer_types"]
+    return common.base_to_hf(config, "qwen3", "Qwen3ForCausalLM") | {
+        "hidden_act": common.activation_to_hf(config.activation),
+        **windows,
+        "use_sliding_window": local,
+        "sliding_window": windows["sliding_window"] if local else None,
+        "max_window_layers": config.n_layers,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": common.classic_scaling(rope),
+        "rope_parameters": rope,
+    }
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Metadata of a GGUF file with general.architecture = qwen3."""
+    fields = common.base_from_gguf(meta)
+    kind = meta.get("rope.scaling.type", "none")
+    if kind != "none":
+        raise ConfigError(f"GGUF rope.scaling.type={kind!r} of a qwen3 file is not known: none")
+    rope = RopeConfig(common.short_float(meta.get("rope.freq_base", _THETA)))
+    layers = tuple(LayerConfig(width, rope=rope) for width in common.gguf_widths(meta))
+    return ModelConfig(family="qwen3", layers=layers, qk_norm=True, **fields)
+
+
+FAMILY = common.Family(
+    name="qwen3",
+    model_types=("qwen3",),
+    architectures=("Qwen3ForCausalLM",),
+    presets=PRESETS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
+    gguf_architectures=("qwen3",),
+    from_gguf=from_gguf,
+    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
+)

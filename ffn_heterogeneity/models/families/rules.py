@@ -1,0 +1,131 @@
+"""Rules: which leaves are which tensors of a file, and how the bits are permuted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig
+from ffn_heterogeneity.models.shapes import expected_shapes
+
+Arrays = list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Leaves at `paths` of the unstacked tree <-> tensors `names` of a file.
+
+    `load` and `save` are exact inverses: views or permutations of the same bits, never arithmetic.
+    `shapes`: shapes of the leaves -> those of the tensors, where `save` would copy (None: it does
+    not, and is asked).
+    """
+
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    load: Callable[[Arrays], Arrays]
+    save: Callable[[Arrays], Arrays]
+    shapes: Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]] | None = None
+
+    def stored_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Shapes the file must hold when the leaves have `shapes`."""
+        found = [shapes[path] for path in self.paths]
+        if self.shapes is not None:
+            return self.shapes(found)
+        empty = np.zeros((), np.int8)
+        return [a.shape for a in self.save([np.broadcast_to(empty, shape) for shape in found])]
+
+
+def _same(arrays: Arrays) -> Arrays:
+    return arrays
+
+
+def _transpose(arrays: Arrays) -> Arrays:
+    return [a.T for a in arrays]
+
+
+def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)") -> list[Rule]:
+    """One rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
+
+    Kernels are transposed ([in, out] here, [out, in] in torch and GGUF); the rest is kept.
+    Leaves whose path matches the regex `but` are left to rules of their own.
+
+    Raises:
+      ConfigError: the config has a leaf that the table does not name.
+    """
+    rules = []
+    for path in expected_shapes(config):
+        if re.search(but, path):
+            continue
+        match = re.match(r"layers/(\d+)/(.*)", path)
+        key = f"layers/{{i}}/{match[2]}" if match else path
+        if key not in names:
+            raise ConfigError(f"family {config.family!r} has no tensor name for the leaf {path!r}")
+        name = names[key].replace("{i}", match[1] if match else "")
+        turn = _transpose if path.endswith("/kernel") else _same
+        rules.append(Rule((path,), (name,), turn, turn))
+    return rules
+
+
+def fused(paths: Sequence[str], name: str, groups: int) -> Rule:
+    """Projections of one input that a file holds as one tensor, head by head.
+
+    The leaves are kernels [in, groups * h] or biases [groups * h], all of one shape; the tensor is
+    [groups * P * h, in] or [groups * P * h]: for every group (head), h rows of each of the P paths.
+    One group: the projections stand one after the other.
+    """
+
+    def load(arrays: Arrays) -> Arrays:
+        rows = arrays[0].reshape(groups, len(paths), -1, *arrays[0].shape[1:])
+        return [rows[:, i].reshape(-1, *arrays[0].shape[1:]).T for i in range(len(paths))]
+
+    def save(leaves: Arrays) -> Arrays:
+        fan_in = leaves[0].shape[:-1]
+        rows = [leaf.T.reshape(groups, 1, -1, *fan_in) for leaf in leaves]
+        return [np.concatenate(rows, axis=1).reshape(-1, *fan_in)]
+
+    def shapes(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(sum(shape[-1] for shape in found), *found[0][:-1])]
+
+    return Rule(tuple(paths), (name,), load, save, shapes)
+
+
+def fused_qkv(
+    config: ModelConfig, names: Mapping[str, str], module: str, groups: int
+) -> list[Rule]:
+    """Rules of a file that holds queries, keys and values as one `module` ("{i}" for the layer).
+
+    `names` is the table of all other leaves; `groups` as in `fused`.
+
+    Raises:
+      ConfigError: fewer key-value heads than heads.
+    """
+    if config.n_kv_heads != config.n_heads:
+        raise ConfigError(
+            f"family {config.family!r} has as many key-value heads as heads: "
+            f"n_kv_heads={config.n_kv_heads}, n_heads={config.n_heads}"
+        )
+    rules = one_to_one(config, names, but=r"/attention/[qkv]/")
+    parts = [("kernel", "weight")] + ([("bias", "bias")] if config.attention_bias else [])
+    for i in range(config.n_layers):
+        for leaf, name in parts:
+            paths = [f"layers/{i}/attention/{kind}/{leaf}" for kind in "qkv"]
+            rules.append(fused(paths, f"{module.replace('{i}', str(i))}.{name}", groups))
+    return rules
+
+
+def name_table(
+    table: Mapping[str, str], layer_prefix: str, layers: Mapping[str, str]
+) -> dict[str, str]:
+    """A full table from `{path: name}`, and `{module path: module name}` inside a layer.
+
+    Module entries ("attention/q": "self_attn.q_proj") become ".weight" and ".bias" entries.
+    """
+    names = dict(table)
+    for path, name in layers.items():
+        leaf = "scale" if path.endswith("norm") else "kernel"
+        names[f"layers/{{i}}/{path}/{leaf}"] = f"{layer_prefix}{name}.weight"
+        names[f"layers/{{i}}/{path}/bias"] = f"{layer_prefix}{name}.bias"
+    return names

@@ -1,0 +1,356 @@
+"""Conversations: the assistant's turns are in the loss to the token, and nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import LLAMA, byte_tokenizer, config_of, our_logits, random_params
+
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.pipeline import make_pipeline
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tasks import Fields, get_task
+from ffn_heterogeneity.data.tasks.messages import (
+    Message,
+    encode_conversation,
+    end_of_turn,
+    prompt_ids,
+)
+from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
+from ffn_heterogeneity.models import causal_lm
+
+# Gemma's turns: no role of the system (its text opens the first turn), "model" for the assistant.
+GEMMA = (
+    "{{ bos_token }}{% set ns = namespace(lead='') %}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{% set ns.lead = m['content'] + '\n\n' %}{% else %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + '\n' + ns.lead"
+    " + m['content'] | trim + '<end_of_turn>\n' }}{% set ns.lead = '' %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+TALK = (
+    Message("system", "Be brief."),
+    Message("user", "Name a colour."),
+    Message("assistant", "Red, I say."),
+    Message("user", "Another?"),
+    Message("assistant", "```python\nprint('blue')\n```"),
+)
+
+
+def plain(turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def talk(*contents):
+    roles = ("user", "assistant")
+    return {"messages": plain((roles[i % 2], text) for i, text in enumerate(contents))}
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf):
+    return read_tokenizer(smollm2_gguf)
+
+
+@pytest.fixture(scope="module")
+def gemma3(gemma3_gguf):
+    tokenizer = read_tokenizer(gemma3_gguf)
+    tokenizer.chat_template = GEMMA
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama1():
+    """SentencePiece with a space before every text, and before what follows a special token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "▁abcdefghijklmnopqrstuvwxyz<|>\n:ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    pieces = ["<unk>", "<s>", "</s>", *letters, "▁h", "▁hi", "\n▁"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "h"), ("▁h", "i"), ("\n", "▁")]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.add_special_tokens([AddedToken(t, normalized=False) for t in pieces[:3]])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def shown(tokenizer, ids, scored):
+    """Each stretch of scored tokens as text."""
+    stretches, before = [], False
+    for token, of_turn in zip(ids, scored, strict=True):
+        if of_turn and not before:
+            stretches.append([])
+        if of_turn:
+            stretches[-1].append(token)
+        before = of_turn
+    return [tokenizer.decode(one) for one in stretches]
+
+
+# ---- the mask
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "end"),
+    [
+        ("smollm2", "auto", "<|im_end|>"),
+        ("smollm2", "tulu", "<|im_end|>"),
+        ("gemma3", "tokenizer", "<end_of_turn>"),
+        ("gemma3", "tulu", "<eos>"),
+    ],
+)
+def test_real_tokenizers(request, name, template, end):
+    """The ids are the whole text's, the scored ones the answers with their ends, and no others."""
+    tokenizer = request.getfixturevalue(name)
+    encoder = Encoder(tokenizer, chat_template=template)
+    ids, scored = encode_conversation(TALK, encoder)
+    if template == "tulu":
+        lines = [f"<|{role}|>\n{text}{end if role == 'assistant' else ''}\n" for role, text in TALK]
+        text = tokenizer.bos_token + "".join(lines)
+    else:
+        text = tokenizer.apply_chat_template(plain(TALK), tokenize=False)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert shown(tokenizer, ids, scored) == [TALK[2].content + end, TALK[4].content + end]
+    assert ids.count(tokenizer.bos_token_id) == (5 if name + template == "smollm2auto" else 1)
+    assert end_of_turn(encoder) == tokenizer.convert_tokens_to_ids(end)
+    # What a model is given to answer is where its turn begins.
+    start = scored.index(True)
+    assert prompt_ids(TALK[:2], encoder) == ids[:start]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_real_conversations_meet_the_edges(request, shared_data, name):
+    """Program code and questions of Code-Alpaca: every one can be cut exactly."""
+    tokenizer = request.getfixturevalue(name)
+    encoder, template = Encoder(tokenizer), get_task("messages").encode
+    lines = (shared_data / "tulu_v1" / "code_alpaca_2k.jsonl").read_text().split("\n")[:150]
+    for row in map(json.loads, lines):
+        turns = (Message("user", row["instruction"]), Message("assistant", row["output"].strip()))
+        ids, scored = template(turns, encoder)
+        (answer,) = shown(tokenizer, ids, scored)
+        assert answer == turns[1].content + tokenizer.decode([end_of_turn(encoder)])
+
+
+def test_a_space_before_every_text(llama1):
+    """Llama 1: pieces after a header have none, the text after a special token has one."""
+    encoder = Encoder(llama1)
+    turns = (Message("user", "hi"), Message("assistant", "hi you")) * 2
+    ids, scored = encode_conversation(turns, encoder)
+    text = "<s><|user|>\nhi\n<|assistant|>\nhi you</s>\n<|user|>\nhi\n<|assistant|>\nhi you</s>\n"
+    assert ids == llama1.encode(text, add_special_tokens=False)
+    answer = [llama1.convert_tokens_to_ids(t) for t in ("h", "i", "▁", "y", "o", "u", "</s>")]
+    assert [t for t, s in zip(ids, scored, strict=True) if s] == answer * 2
+
+
+def test_an_edge_inside_a_token_is_an_error(llama1):
+    """A header that ends without a space, and a turn that begins with one: the token is both's."""
+    llama1.chat_template = (
+        "{% for m in messages %}{{ m['role'] + '\n' + (' ' if m['role'] == 'assistant' else '')"
+        " + m['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}assistant\n"
+        "{% endif %}"
+    )
+    try:
+        with pytest.raises(DataError, match="joins the edge of .* chat_template='tulu'"):
+            encode_conversation(
+                [Message("user", "hi"), Message("assistant", "you")], Encoder(llama1)
+            )
+    finally:
+        llama1.chat_template = None
+
+
+def test_bos_is_written_once():
+    tokenizer = byte_tokenizer()
+    turns = (Message("user", "a"), Message("assistant", "b"))
+    plain_ids, _ = encode_conversation(turns, Encoder(tokenizer, "none"))
+    for template in (None, "{{ bos_token }}" + CHATTY, CHATTY):
+        tokenizer.chat_template = template
+        ids, scored = encode_conversation(turns, Encoder(tokenizer))
+        assert ids[0] == 0 and ids[1] != 0 and not scored[0] and len(ids) == len(scored)
+        assert template is not None or ids[1:] == plain_ids
+
+
+CHATTY = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        # The last turn is written otherwise than the ones before it.
+        (CHATTY.replace("m['content']", "(m['content'] if loop.last else '...')"), "message 3"),
+        # The header that invites an answer is not the one of an answer.
+        (CHATTY.replace("'assistant: '", "'assistant: <think>'"), "message 3"),
+        ("{{ raise_exception('Roles are not liked') }}", r"refuses .*\(Roles are not liked\)"),
+        ("{% for m in messages %}{{ m.content.nothing.there }}{% endfor %}", "refuses"),
+    ],
+)
+def test_templates_that_cannot_be_used(template, message):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message):
+        encode_conversation(TALK, Encoder(tokenizer))
+    ids, scored = encode_conversation(TALK, Encoder(tokenizer, chat_template="tulu"))
+    assert shown(tokenizer, ids, scored)[0] == "Red, I say.</s>"
+
+
+def test_no_template_and_no_eos(characters):
+    with pytest.raises(DataError, match="neither a chat template nor an eos token"):
+        encode_conversation(TALK, Encoder(characters()))
+    with pytest.raises(DataError, match="this tokenizer has no chat template"):
+        encode_conversation(TALK, Encoder(byte_tokenizer(), chat_template="tokenizer"))
+    with pytest.raises(DataError, match="chat_template is 'chatml'"):
+        Encoder(byte_tokenizer(), chat_template="chatml")
+
+
+# ---- rows of the file
+
+BAD = {
+    "no field": ({"text": "x"}, "no field 'messages'; fields seen: text"),
+    "no list": ({"messages": "hello"}, "'messages' is str"),
+    "empty list": ({"messages": []}, "no message of the assistant .*no messages at all"),
+    "no object": ({"messages": ["hello"]}, "message 1 is str"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1: no field 'content'"),
+    "null": ({"messages": [{"role": "user", "content": None}]}, "'content' is NoneType"),
+    "role": ({"messages": plain([("human", "x")])}, "message 1: unknown role 'human'; known: sys"),
+    "empty": (talk("x", " \n"), r"message 2 \(assistant\) is empty"),
+    "no answer": (talk("x"), r"no message of the assistant to learn from \(user\)"),
+    "two users": (
+        {"messages": plain([("user", "x"), ("user", "y"), ("assistant", "z")])},
+        "message 2 is of the user, but after .* must alternate",
+    ),
+    "assistant first": ({"messages": plain([("assistant", "x"), ("user", "y")])}, "message 1 is"),
+    "late system": (
+        {"messages": plain([("user", "x"), ("assistant", "y"), ("system", "z")])},
+        "message 3 is of the system",
+    ),
+    "two systems": (
+        {"messages": plain([("system", "x"), ("system", "y"), ("assistant", "z")])},
+        "message 2 is of the system",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named(write, name):
+    record, message = BAD[name]
+    path = write("talk.jsonl", [talk("a", "b"), record])
+    with pytest.raises(DataError, match=f"talk.jsonl, line 2: .*{message}"):
+        pipeline_of(path)
+
+
+def test_bad_rows_can_be_left_out(write, caplog):
+    """All of `BAD`: counted and said, and the good rows are read."""
+    good = [talk("a", "b"), talk("c", "d", "e", "f")]
+    path = write("talk.jsonl", [good[0], *(record for record, _ in BAD.values()), good[1]])
+    pipeline = pipeline_of(path, skip_bad=True)
+    with caplog.at_level(logging.WARNING):
+        batches = pipeline.train_iterator(epochs=1)
+        rows = list(batches)
+    assert (batches.counts.kept, batches.counts.bad) == (2, len(BAD))
+    assert "unreadable, the last one" in caplog.text and "line 2" in caplog.text
+    assert sum(int(row["loss_mask"].sum()) for row in rows) == 3 * 2  # "b", "d", "f" and their eos
+    only_bad = write("bad.jsonl", [record for record, _ in BAD.values()])
+    with pytest.raises(DataError, match=f"{len(BAD)} unreadable"):
+        list(pipeline_of(only_bad, skip_bad=True).train_iterator())
+
+
+def test_text_field_and_the_others(write):
+    path = write("talk.jsonl", [{"turns": talk("a", "b")["messages"]}])
+    batch = next(pipeline_of(path, text_field="turns").train_iterator(epochs=1))
+    assert batch["loss_mask"].sum() == 2
+    with pytest.raises(DataError, match="prompt_field is 'turns'.*leave them empty"):
+        pipeline_of(path, prompt_field="turns")
+    assert get_task("messages").example({"messages": plain(TALK)}, Fields()) == TALK
+
+
+def pipeline_of(path, *, seq_len=96, batch_size=2, **config):
+    config = {"task": "messages", "path": path, "shuffle": False, "prefetch": 0, **config}
+    return make_pipeline(config, byte_tokenizer(), batch_size, seq_len, 0)
+
+
+def test_long_conversations_are_cut_and_counted(write, caplog):
+    """Cut after the last answer's token that fits; a first question that fills a row is dropped."""
+    talks = [talk("q" * 5, "a" * 200), talk("q", "yes", "q" * 100, "no"), talk("q" * 200, "a")]
+    with caplog.at_level(logging.WARNING):
+        batches = pipeline_of(write("talk.jsonl", talks), packing=False).train_iterator(epochs=1)
+        (batch,) = list(batches)
+    counts = batches.counts
+    assert (counts.kept, counts.truncated, counts.no_response) == (2, 2, 1)
+    assert "cut off to fit seq_len = 96" in caplog.text and "fills seq_len = 96" in caplog.text
+    # The first answer is cut by the end of the row, the second conversation after "yes".
+    header = len("<|user|>\nqqqqq\n<|assistant|>\n")
+    order = np.argsort([-row.sum() for row in batch["loss_mask"]])
+    assert batch["loss_mask"][order[0]].tolist() == [i >= header for i in range(96)]
+    assert batch["loss_mask"][order[1]].sum() == len("yes") + 1
+    assert (batch["segment_ids"][order[1]] > 0).sum() == len("<|user|>\nq\n<|assistant|>\nyes") + 1
+
+
+# ---- packed rows
+
+
+def test_nothing_leaks_between_packed_conversations(write):
+    """Other words in the first conversation of a row: not a bit of the second's logits changes."""
+    first = [talk("one", "two", "three", "four"), talk("eno", "owt", "eerht", "ruof")]
+    rows, params = [], random_params(LLAMA)
+    forward = jax.jit(
+        lambda params, batch: causal_lm.logits(
+            LLAMA, params, causal_lm.forward(LLAMA, params, batch)["hidden"]
+        )
+    )
+    for conversation in first:
+        path = write("talk.jsonl", [conversation, talk("five", "six")])
+        batch = next(pipeline_of(path, seq_len=128, batch_size=1).train_iterator(epochs=1))
+        assert set(np.unique(batch["segment_ids"])) - {0} == {1, 2}
+        rows.append((batch, np.asarray(forward(params, batch))))
+    (one, logits), (other, changed) = rows
+    second, before = one["segment_ids"] == 2, one["segment_ids"] == 1
+    assert (one["tokens"] != other["tokens"])[before].any()
+    np.testing.assert_array_equal(one["tokens"][second], other["tokens"][second])
+    np.testing.assert_array_equal(logits[second], changed[second])
+    assert (logits[before] != changed[before]).any()
+    # And they are the logits of the conversation alone.
+    alone = our_logits(LLAMA, params, one["tokens"][second][None])[0]
+    np.testing.assert_allclose(logits[second], alone, atol=2e-5)
+    # The loss is that of the answers: their bytes and an eos each.
+    wanted = [0] * 3 + [len("two") + 1 + len("four") + 1, len("six") + 1]
+    found = [int((one["loss_mask"] & (one["segment_ids"] == i)).sum()) for i in (1, 2)]
+    assert found == wanted[3:]
+    assert one["targets"][one["loss_mask"]].tolist().count(1) == 3
+
+
+def test_the_state_names_the_template(write):
+    """A run cannot go on with its conversations written otherwise."""
+    path = write("talk.jsonl", [talk("a", "b")] * 4)
+    tokenizer = byte_tokenizer()
+    states = []
+    for template in (None, CHATTY):
+        tokenizer.chat_template = template
+        config = {"task": "messages", "path": path, "prefetch": 0}
+        batches = make_pipeline(config, tokenizer, 1, 64, 0).train_iterator()
+        next(batches)
+        if states:
+            with pytest.raises(DataError, match="data_crc"):
+                batches.set_state(states[0])
+        states.append(batches.get_state())
+
+
+# ---- the paper's fine-tuning
+
+
+def test_jreg_sft_is_one_epoch_of_whole_conversations():
+    config = config_of("jreg_sft", "some/model")
+    assert config.model == "some/model" and config.data.task == "messages"
+    assert config.steps == 490_445 // config.batch_size and not config.data.packing
+    assert config.batch_size % config.accumulation == 0
+    assert config.nucl.variant == "none" and config.nucl.alpha == 0.0
+    schedule = (config.optimizer.schedule, config.optimizer.learning_rate)
+    assert schedule == ("linear", 2e-5)

@@ -1,0 +1,480 @@
+"""Corpora to shards: the same for any number of processes, after a stop, and by datatrove."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.data import corpora, prepare_workers
+from ffn_heterogeneity.data.corpora import Layout, find_inputs, plan_chunks, read_chunk
+from ffn_heterogeneity.data.pipeline import make_pipeline
+from ffn_heterogeneity.data.prepare import prepare
+from ffn_heterogeneity.data.shards import open_corpus
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tokenise import Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WORDS = ("the", "of", "and", "whale", "ship", "sea", "naïve", "said", "«日本»\n", "white", "boat")
+
+
+class Slow:
+    """A character is a token; other processes can import it, and are not too fast to be killed."""
+
+    bos_token_id, eos_token_id = 1, 2
+
+    def encode(self, text, add_special_tokens=True):
+        time.sleep(0.005)
+        return [ord(character) + 3 for character in text]
+
+
+def texts(count, seed=0):
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, generator.integers(1, 40))) for _ in range(count)]
+
+
+def contents(directory):
+    """Name -> bytes of every file that lies there for good."""
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
+
+
+def documents_of(directory):
+    return [
+        shard.document(number).tolist()
+        for shard in open_corpus(directory).shards
+        for number in range(shard.documents_count)
+    ]
+
+
+def settings(chunk_bytes=2000, **more):
+    layout = {key: more.pop(key) for key in ("text_field", "separator") if key in more}
+    return Settings(Layout(chunk_bytes=chunk_bytes, **layout), **more)
+
+
+@pytest.fixture
+def corpus(write):
+    """JSONL of 90 documents, some of them empty, in two files."""
+    records = [{"text": text, "id": i} for i, text in enumerate(texts(90))]
+    for i in (0, 17, 89):
+        records[i]["text"] = " \n" if i else ""
+    return [write("a.jsonl", records[:60]), write("b.jsonl", records[60:])]
+
+
+def expected(paths, tokenizer, eos=2):
+    lines = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+    return [
+        tokenizer.encode(line["text"], add_special_tokens=False) + [eos]
+        for line in lines
+        if line["text"].strip()
+    ]
+
+
+def test_one_and_three_processes_write_the_same_bytes(corpus, bpe, tmp_path):
+    one = prepare(corpus, bpe, tmp_path / "one", name="tiny", settings=settings())
+    three = prepare(corpus, bpe, tmp_path / "three", name="tiny", settings=settings(), processes=3)
+    assert one == three and contents(tmp_path / "one") == contents(tmp_path / "three")
+    assert len(one["shards"]) > 4 and one["dtype"] == "uint16"
+    assert not (tmp_path / "three" / "progress").exists()
+    found = documents_of(tmp_path / "one")
+    assert found == expected(corpus, bpe, bpe.eos_token_id)
+    assert one["tokens"] == sum(map(len, found)) and one["documents"] == 87
+    assert one["empty_documents"] == 3 and one["tokenizer"]["name"] == "tiny"
+    assert [entry["path"] for entry in one["inputs"]] == corpus
+    assert [entry["bytes"] for entry in one["inputs"]] == [os.path.getsize(p) for p in corpus]
+
+
+def test_ids_beyond_uint16(corpus, characters, tmp_path):
+    manifest = prepare(corpus, characters(), tmp_path, settings=settings(eos=False))
+    assert manifest["dtype"] == "uint32" and manifest["policy"]["eos_id"] is None
+    assert documents_of(tmp_path) == [ids[:-1] for ids in expected(corpus, characters())]
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {tests!r})
+from ffn_heterogeneity.data.prepare import prepare
+from test_prepare import Slow, settings
+
+if __name__ == "__main__":
+    prepare({paths!r}, Slow(), {out!r}, settings=settings(), processes={processes})
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_and_resumed(corpus, characters, tmp_path, processes):
+    whole = prepare(corpus, characters(), tmp_path / "whole", settings=settings())
+    out = tmp_path / "killed"
+    script = tmp_path / "killed.py"
+    tests = str(Path(__file__).parent)
+    script.write_text(KILLED.format(tests=tests, paths=corpus, out=str(out), processes=processes))
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": path})
+    for _ in range(3000):
+        if len(list(out.glob("progress/shard-*.json"))) >= 3:
+            break
+        assert child.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    done = {path.stem: None for path in out.glob("progress/shard-*.json")}
+    assert 3 <= len(done) < len(whole["shards"])
+    with pytest.raises(DataError, match="unfinished: run the same command again"):
+        open_corpus(out)
+    (out / ".shard-000000.0123abcd.partial.tokens").write_bytes(b"half")
+    before = {name: (out / f"{name}.tokens").stat() for name in done}
+    calls = characters()
+    prepare(corpus, calls, out, settings=settings())
+    for name, stat in before.items():  # not made again
+        again = (out / f"{name}.tokens").stat()
+        assert (again.st_ino, again.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_again_on_a_finished_directory(corpus, characters, tmp_path):
+    manifest = prepare(corpus, characters(), tmp_path, settings=settings())
+    first = contents(tmp_path)
+    tokenizer = characters()
+    before = tokenizer.calls
+    assert prepare(corpus, tokenizer, tmp_path, name="other", settings=settings()) == manifest
+    assert tokenizer.calls - before < 40  # looked at, nothing tokenised
+    # A damaged shard and a missing one are made anew, and those alone.
+    names = [f"{entry['name']}.tokens" for entry in manifest["shards"]]
+    (tmp_path / names[1]).write_bytes(b"\0" * len(first[names[1]]))
+    (tmp_path / names[3].replace("tokens", "documents")).unlink()
+    stat = (tmp_path / names[0]).stat()
+    prepare(corpus, characters(), tmp_path, settings=settings())
+    assert contents(tmp_path) == first
+    assert (tmp_path / names[0]).stat().st_mtime_ns == stat.st_mtime_ns
+    open_corpus(tmp_path)
+
+
+def test_another_corpus_is_not_written_over(corpus, characters, bpe, tmp_path):
+    prepare(corpus, characters(), tmp_path, settings=settings())
+    for args, more, message in (
+        ((corpus, bpe), {}, "fingerprint was"),
+        ((corpus, characters(eos=5)), {}, "eos_id was 2, is 5"),
+        ((corpus, characters()), {"eos": False}, "eos_id was 2, is None"),
+        ((corpus, characters()), {"chunk_bytes": 99}, "chunk_bytes was 2000, is 99"),
+        ((corpus[:1], characters()), {}, "other inputs: .*b.jsonl"),
+        ((corpus[::-1], characters()), {}, "other inputs: another order"),
+    ):
+        with pytest.raises(DataError, match=f"holds other shards .*{message}.*remove this one"):
+            prepare(*args, tmp_path, settings=settings(**more))
+    Path(corpus[1]).write_text('{"text": "changed"}\n')
+    with pytest.raises(DataError, match="other inputs: .*b.jsonl"):
+        prepare(corpus, characters(), tmp_path, settings=settings())
+
+
+def test_what_training_reads_is_what_the_text_task_reads(shared_data, bpe, write, tmp_path):
+    """Real text: the batches are those of task "text", which tokenises as it goes."""
+    whole = (shared_data / "fineweb_edu" / "train.jsonl").read_text().splitlines(keepends=True)
+    path = write("part.jsonl", "".join(whole[:40]))
+    prepare(path, bpe, tmp_path, settings=settings(50_000, passage_chars=1 << 30))
+    for bos in ("segment", "document", "none"):
+        common = {"shuffle": False, "bos": bos}
+        texts, tokens = (
+            make_pipeline({"task": task, "path": where, **common}, bpe, 4, 128, 0)
+            for task, where in (("text", path), ("tokens", str(tmp_path)))
+        )
+        batches = zip(texts.train_iterator(1), tokens.train_iterator(1), strict=True)
+        for number, (first, second) in enumerate(batches):
+            for key in first:
+                np.testing.assert_array_equal(first[key], second[key], f"{bos} {number} {key}")
+        assert number > 50
+
+
+def pieces_of(paths, **layout):
+    layout = Layout(**layout)
+    chunks = plan_chunks(find_inputs(paths), layout)
+    assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+    return chunks, list(itertools.chain(*(read_chunk(chunk, layout) for chunk in chunks)))
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 1000, 10**9])
+def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypatch):
+    monkeypatch.setattr(corpora, "_BLOCK", 5)  # separators across the ends of what is read at once
+    documents = texts(30, seed=3)
+    lines = [{"text": text} for text in documents]
+    chunks, found = pieces_of(write("a.jsonl", lines), chunk_bytes=size)
+    assert found == documents
+    assert len(chunks) == (1 if size == 10**9 else len(chunks)) and (size > 7 or len(chunks) == 30)
+    for separator, name in (("<|endoftext|>", "<|endoftext|>"), ("\n\n", "blank_line")):
+        documents = [text.replace("\n", " ") for text in documents]
+        path = write("a.txt", separator.join(documents))
+        chunks, found = pieces_of(path, chunk_bytes=size, separator=name)
+        assert [text for text in found if text.strip()] == [
+            text.strip("\n") for text in documents if text.strip()
+        ]
+
+
+def test_blank_lines_lines_and_whole_files(write):
+    path = write("a.txt", "\ufeffone\n\n\n\ntwo\nlines\n\n\nthree\n")
+    for separator, expected in (
+        ("blank_line", ["one", "two\nlines", "three"]),
+        ("line", ["one", "two", "lines", "three"]),
+        ("", ["one\n\n\n\ntwo\nlines\n\n\nthree\n"]),
+    ):
+        for size in (1, 6, 100):
+            _, found = pieces_of(path, chunk_bytes=size, separator=separator)
+            assert [text for text in found if text] == expected
+
+
+def test_parquet_by_row_groups_and_small_files_share_a_chunk(write, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    documents = texts(50)
+    table = pyarrow.table({"id": list(range(50)), "body": documents})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=8)
+    chunks, found = pieces_of(str(tmp_path / "a.parquet"), text_field="body", chunk_bytes=1)
+    assert found == documents and len(chunks) == 7
+    for i in range(5):
+        write(f"many/{i}.txt", f"document {i}")
+    write("many/.hidden.txt", "no")
+    write("many/deep/9.txt", "document 9")
+    chunks, found = pieces_of(str(tmp_path / "many"), chunk_bytes=22)
+    assert found == [f"document {i}" for i in (0, 1, 2, 3, 4, 9)]
+    assert [len(chunk.pieces) for chunk in chunks] == [2, 2, 2]
+    _, found = pieces_of(str(tmp_path / "many" / "[0-2].txt"))
+    assert found == ["document 0", "document 1", "document 2"]
+
+
+def test_long_documents_are_tokenised_in_passages(write, characters, tmp_path):
+    text = "\n\n".join(texts(40))
+    prepare(write("a.txt", text), characters(), tmp_path, settings=settings(passage_chars=100))
+    (found,) = documents_of(tmp_path)
+    assert found == characters().encode(text, add_special_tokens=False) + [2]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "a.jsonl",
+            [{"text": "x"}, {"body": "y"}],
+            "a.jsonl, line 2: no field 'text'; fields seen",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": 3}\n', "line 3: field 'text' is int"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: list, but each line must be one JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', "not UTF-8: byte 0xff at offset 24"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "half a surrogate pair"),
+        ("a.jsonl", [{"text": " "}, {"text": ""}], "2 documents, all of them empty"),
+        ("a.txt", b"caf\xe9", "a.txt: not UTF-8: byte 0xe9 at offset 3"),
+        ("a.txt", b"", "a.txt: the file is empty"),
+        ("a.parquet", b"PAR1 no", "not a readable parquet file"),
+        ("a.csv", b"a,b", "cannot tell what kind of data '.csv' is"),
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [5, 10**6])
+def test_bad_input(write, characters, tmp_path, name, content, message, chunk_bytes):
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(write(name, content), characters(), out, settings=settings(chunk_bytes))
+    assert "\n" not in str(caught.value) and not (out / "manifest.json").exists()
+    if list(out.glob("shard-*.tokens")):  # what was whole before stays, for the next time
+        assert (out / "progress" / "plan.json").exists() and not list(out.glob(".*"))
+    else:
+        assert not out.exists()
+
+
+def test_inputs_that_lead_nowhere(write, characters, tmp_path):
+    file = write("a.txt", "x")
+    write("mixed/a.txt", "x")
+    write("mixed/a.jsonl", [{"text": "x"}])
+    write("pictures/a.png", b"x")
+    for spec, message in (
+        ("", "no input"),
+        (f"{file},", "no input"),
+        (f"{file},{file}", "named more than once"),
+        (str(tmp_path / "none.txt"), "none.txt: no such file"),
+        (str(tmp_path / "*.jsonl"), "no file is named so"),
+        (str(tmp_path / "mixed"), "files of several kinds .*choose with a glob"),
+        (str(tmp_path / "pictures"), "a directory without .txt"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_inputs(spec)
+    with pytest.raises(DataError, match="processes is 0"):
+        prepare(file, characters(), tmp_path / "out", processes=0)
+    with pytest.raises(DataError, match="no eos token; set eos=False"):
+        prepare(file, characters(eos=None), tmp_path / "out")
+
+
+def test_a_failing_process_ends_all_with_its_error(corpus, tmp_path):
+    lines = Path(corpus[0]).read_text().splitlines(keepends=True)
+    Path(corpus[0]).write_text("".join(lines[:30] + ['{"txt": ""}\n'] + lines[30:]))
+    with pytest.raises(DataError, match="a.jsonl, line 31: no field 'text'; fields seen: txt"):
+        prepare(corpus, Slow(), tmp_path / "out", settings=settings(), processes=2)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_worker_that_is_told_to_stop_does(corpus, characters, tmp_path):
+    from ffn_heterogeneity.data.tokenise import Tokeniser
+
+    chunks = plan_chunks(find_inputs(corpus), Layout(chunk_bytes=2000))
+    worker = prepare_workers.Worker(Tokeniser(characters(), settings()), tmp_path, [0, 0, 1])
+    with pytest.raises(prepare_workers.Stopped):
+        worker(chunks[0])
+    assert not list(tmp_path.glob("*.tokens"))
+
+
+def test_hub_data_sets(characters, tmp_path, monkeypatch):
+    import datasets
+
+    documents = texts(25)
+    data = datasets.Dataset.from_dict({"text": documents})
+    asked = []
+
+    def load_dataset(name, config, split, revision):
+        asked.append((name, config, split, revision))
+        return data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(corpora, "HUB_ROWS", 10)
+    corpora._hub.cache_clear()
+    layout = Layout(split="validation", revision="v2")
+    manifest = prepare("owner/name:part", characters(), tmp_path, settings=Settings(layout))
+    corpora._hub.cache_clear()
+    assert set(asked) == {("owner/name", "part", "validation", "v2")}
+    assert len(manifest["shards"]) == 3 and len(documents_of(tmp_path)) == 25
+    assert manifest["inputs"][0]["path"] == "owner/name:part[validation]"
+    assert manifest["inputs"][0]["rows"] == 25 and manifest["inputs"][0]["fingerprint"]
+
+
+def configured(workdir, **changes):
+    """`run` of scripts/prepare_data.py with a config."""
+    from etils import epath
+
+    from ffn_heterogeneity import cli
+    from ffn_heterogeneity.train.prepare_data import run
+
+    config = cli.load_config(str(REPOSITORY / "configs" / "prepare_data.py"))
+    cli.set_keys(config, changes.items(), "test", "configs/prepare_data.py")
+    return run(config, epath.Path(workdir))
+
+
+def test_script_trains_a_tokenizer_and_writes_shards(corpus, tmp_path, capsys):
+    changes = {"input": ",".join(corpus), "train_tokenizer.vocab_size": 300, "shard_mb": 0.002}
+    dry = configured(tmp_path / "run", dry_run=True, **changes)
+    assert not (tmp_path / "run").exists()
+    assert "shards: " in capsys.readouterr().out
+    results = configured(tmp_path / "run", **changes)
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    assert results["vocab_size"] == 300 and results["documents"] == 87
+    assert dry["shards"] == results["shards"]
+    assert results["tokens"] <= dry["tokens_at_most_about"]
+    from ffn_heterogeneity.io.load import load_tokenizer
+
+    tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer")
+    assert documents_of(tmp_path / "run") == expected(corpus, tokenizer, tokenizer.eos_token_id)
+
+
+def test_script_refuses(corpus, smollm2_gguf, tmp_path):
+    for changes, message in (
+        ({}, "tokenizer='' and train_tokenizer.vocab_size=0: give one of them"),
+        ({"tokenizer": "x", "train_tokenizer.vocab_size": 300}, "give one of them"),
+        ({"tokenizer": "x", "engine": "spark"}, "engine='spark': choose one of local, datatrove"),
+        ({"tokenizer": "x", "processes": 0}, "processes=0: 1 or more"),
+        ({"tokenizer": "x", "shard_mb": 0.0}, "shard_mb=0.0"),
+        ({"tokenizer": "x"}, "model 'x' is not a directory"),
+        ({"tokenizer": "x", "input": ""}, "no input"),
+        ({"train_tokenizer.vocab_size": 258}, "vocab_size is 258; 3 special tokens and 256 bytes"),
+        (
+            {"tokenizer": str(smollm2_gguf), "model": "gpt2_tiny_absent"},
+            "model 'gpt2_tiny_absent' is not a directory",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            configured(tmp_path / "run", **{"input": corpus[0], **changes})
+    assert not (tmp_path / "run").exists()
+
+
+def test_script_compares_the_vocabulary_with_the_models(
+    corpus, smollm2_gguf, tmp_path, monkeypatch
+):
+    from ffn_heterogeneity.train import prepare_data
+
+    class Small:
+        vocab_size = 49_151
+
+    monkeypatch.setattr(prepare_data, "load_config", lambda model, revision: Small)
+    changes = {"input": corpus[0], "tokenizer": str(smollm2_gguf), "model": "small"}
+    with pytest.raises(DataError, match="ids up to 49151, but model small .*vocabulary of 49151"):
+        configured(tmp_path / "run", **changes)
+    Small.vocab_size = 49_152
+    assert configured(tmp_path / "run", **changes)["vocab_size"] == 49_152
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_datatrove_writes_the_same_bytes(corpus, datatrove, tmp_path, processes):
+    from ffn_heterogeneity.data import prepare_datatrove
+
+    paths, out = corpus, tmp_path / "datatrove"
+    prepare(paths, Slow(), tmp_path / "ours", settings=settings())
+    # Half-way: one shard is there, another is not whole.
+    reader, _ = prepare_datatrove.chunk_steps(paths, Slow(), out, settings=settings())
+    assert reader.tasks == len(reader.chunks) > 4
+    kept = contents(tmp_path / "ours")
+    entries = json.loads(kept["manifest.json"])["shards"]
+    for entry, cut in ((entries[1], None), (entries[2], -2)):
+        for suffix in ("tokens", "documents"):
+            (out / f"{entry['name']}.{suffix}").write_bytes(kept[f"{entry['name']}.{suffix}"][:cut])
+        (out / "progress" / f"{entry['name']}.json").write_text(json.dumps(entry))
+    with pytest.raises(DataError, match=f"2 of {reader.tasks} shards are there"):
+        prepare_datatrove.finish_directory(out, reader.tasks)
+    before = (out / f"{entries[1]['name']}.tokens").stat().st_mtime_ns
+    options = {"settings": settings(), "processes": processes}
+    manifest = prepare_datatrove.prepare(paths, Slow(), out, **options)
+    assert contents(out) == kept and manifest == json.loads(kept["manifest.json"])
+    assert (out / f"{entries[1]['name']}.tokens").stat().st_mtime_ns == before
+    assert prepare_datatrove.prepare(paths, Slow(), out, **options) == manifest
+
+
+def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove, tmp_path):
+    from datatrove.data import Document
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.filters import LambdaFilter
+
+    from ffn_heterogeneity.data import prepare_datatrove
+
+    def run(steps, tasks):
+        logs = str(tmp_path / "logs" / str(len(list(tmp_path.iterdir()))))
+        LocalPipelineExecutor(list(steps), tasks=tasks, workers=1, logging_dir=logs).run()
+
+    out = tmp_path / "filtered"
+    reader, writer = prepare_datatrove.chunk_steps(corpus, Slow(), out, settings=settings())
+    run((reader, LambdaFilter(lambda document: "whale" in document.text), writer), reader.tasks)
+    prepare_datatrove.finish_directory(out, reader.tasks)
+    found = ["".join(chr(i - 3) for i in ids[:-1]) for ids in documents_of(out)]
+    assert 10 < len(found) < 80 and all("whale" in text for text in found)
+    run((reader, LambdaFilter(lambda document: False), writer), 1)
+
+    out, documents = tmp_path / "free", [Document(text, str(i)) for i, text in enumerate(texts(50))]
+    writer = prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500))
+    run((lambda data, rank, size: iter(documents[rank::size]), writer), 3)
+    manifest = prepare_datatrove.finish_directory(out)
+    order = [text for rank in range(3) for text in texts(50)[rank::3]]
+    assert documents_of(out) == [[*Slow().encode(text), 2] for text in order if text.strip()]
+    assert len(manifest["shards"]) > 6 and manifest["inputs"] == [{"path": "my reader"}]
+
+
+def test_without_datatrove_the_way_out_is_named(corpus, tmp_path, monkeypatch):
+    import ffn_heterogeneity.data as package
+
+    monkeypatch.delitem(sys.modules, f"{package.__name__}.prepare_datatrove", raising=False)
+    monkeypatch.delattr(package, "prepare_datatrove", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "datatrove"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "datatrove", None)
+    changes = {"input": corpus[0], "train_tokenizer.vocab_size": 300, "engine": "datatrove"}
+    with pytest.raises(ImportError, match="datatrove is not installed .*pip install .*datatrove"):
+        configured(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,306 @@
+"""Token shards read: rows against a brute-force oracle and the text pipeline; resume; refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.data.batches import take_rows
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.pipeline import make_pipeline
+from ffn_heterogeneity.data.shards import (
+    ShardWriter,
+    check_vocabulary,
+    open_corpus,
+    token_dtype,
+    tokenizer_facts,
+)
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.token_rows import TokenRows, split, whole
+
+KEYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+
+
+def take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def same(first, second):
+    return all(
+        first[key].dtype == second[key].dtype and np.array_equal(first[key], second[key])
+        for key in KEYS
+    )
+
+
+@pytest.fixture
+def make(tmp_path, characters):
+    """`make(shards)`: lists of documents, each a list of ids -> a directory."""
+
+    def _make(shards, name="corpus", dtype="uint16", eos=2):
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        entries = []
+        for number, documents in enumerate(shards):
+            with ShardWriter(directory, f"shard-{number:06d}", np.dtype(dtype)) as writer:
+                for ids in documents:
+                    writer.add(ids)
+                entries.append(writer.close())
+        manifest = {
+            "format": "token shards",
+            "version": 1,
+            "dtype": dtype,
+            "tokenizer": tokenizer_facts(characters(), "characters"),
+            "policy": {"eos_id": eos},
+            "shards": entries,
+        }
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        return directory
+
+    return _make
+
+
+def random_documents(seed, count, longest):
+    generator = np.random.default_rng(seed)
+    return [
+        generator.integers(3, 60_000, generator.integers(1, longest + 1)).tolist()
+        for _ in range(count)
+    ]
+
+
+def oracle(documents, seq_len, bos):
+    """Rows made position by position: [(token, target, segment, position, True), ...] each."""
+    stream = []
+    for number, ids in enumerate(documents):
+        sequence = ids if bos == "none" else [1, *ids]
+        stream += [(x, y, number) for x, y in zip(sequence[:-1], sequence[1:], strict=True)]
+    rows = []
+    for start in range(0, len(stream), seq_len):
+        row, segment, position, before = [], 0, 0, None
+        for x, y, number in stream[start : start + seq_len]:
+            segment, position = (segment + 1, 0) if number != before else (segment, position + 1)
+            x = 1 if bos == "segment" and position == 0 else x
+            row.append((x, y, segment, position, True))
+            before = number
+        rows.append(row + [(0, 0, 0, 0, False)] * (seq_len - len(row)))
+    return np.asarray(rows)
+
+
+@pytest.mark.parametrize("bos", ["segment", "document", "none"])
+@pytest.mark.parametrize("longest, seq_len", [(1, 4), (3, 16), (40, 8), (300, 32), (7, 500)])
+def test_rows_are_the_stream_cut_into_pieces(make, characters, bos, longest, seq_len):
+    shards = [random_documents(seed, count, longest) for seed, count in enumerate((20, 1, 13))]
+    corpus = open_corpus(make(shards))
+    encoder = Encoder(characters(), bos)
+    documents = [ids for shard in shards for ids in shard]
+    expected = oracle(documents, seq_len, bos)
+    if not len(expected):  # documents of one token, and no bos
+        with pytest.raises(DataError, match="leave no token to predict"):
+            TokenRows(whole(corpus), encoder, seq_len)
+        return
+    rows = TokenRows(whole(corpus), encoder, seq_len)
+    assert len(rows) == len(expected) and rows.positions == (expected[..., 2] > 0).sum()
+    order = np.random.default_rng(0).permutation(len(rows))  # any order: random access
+    batch = rows.batch(order)
+    for i, key in enumerate(KEYS[:4]):
+        column = (0, 1, 2, 3)[i]
+        np.testing.assert_array_equal(batch[key], expected[order][..., column])
+    np.testing.assert_array_equal(batch["loss_mask"], expected[order][..., 4] == 1)
+
+
+def test_fraction_holds_out_whole_documents_of_every_shard(make, characters):
+    shards = [random_documents(seed, count, 30) for seed, count in enumerate((10, 1, 20, 9))]
+    corpus = open_corpus(make(shards))
+    kept, held = split(corpus, 0.2)
+    read = [
+        [part.shard.document(d).tolist() for part in parts for d in range(part.first, part.last)]
+        for parts in (kept, held)
+    ]
+    assert len(read[1]) == 8 and len(read[0]) == 32
+    assert read[1] == shards[0][8:] + shards[2][16:] + shards[3][7:]
+    assert sorted(read[0] + read[1]) == sorted(ids for shard in shards for ids in shard)
+    assert split(corpus, 0.0) == (whole(corpus), [])
+    for fraction, count in ((1e-6, 1), (0.9999, 39)):  # at least one, and not all
+        kept, held = split(corpus, fraction)
+        assert sum(part.last - part.first for part in held) == count
+        assert sum(part.last - part.first for part in kept) == 40 - count
+    with pytest.raises(DataError, match="validation_fraction is 1.0"):
+        split(corpus, 1.0)
+    with pytest.raises(DataError, match="1 document cannot be split"):
+        split(open_corpus(make([[[5, 6]]], "one")), 0.5)
+
+
+def test_every_target_once_an_epoch_in_a_new_order(make, characters):
+    shards = [random_documents(seed, 30, 50) for seed in range(3)]
+    config = {"task": "tokens", "path": str(make(shards)), "validation_fraction": 0.1}
+    pipeline = make_pipeline(config, characters(), 4, 16, seed=5)
+    epochs = list(pipeline.train_iterator(epochs=2))
+    targets = np.concatenate([batch["targets"][batch["loss_mask"]] for batch in epochs])
+    kept = [ids for shard in shards for ids in shard[:27]]
+    expected = np.sort(np.concatenate(kept))
+    np.testing.assert_array_equal(np.sort(targets), np.sort(np.tile(expected, 2)))
+    rows = len(pipeline.train)
+    seen = np.concatenate([batch["targets"] for batch in epochs])
+    assert not np.array_equal(seen[:rows], seen[rows : 2 * rows])
+    held = list(pipeline.validation_iterator())
+    targets = np.concatenate([batch["targets"][batch["loss_mask"]] for batch in held])
+    assert targets.tolist() == list(itertools.chain(*[i for s in shards for i in s[27:]]))
+    assert len(take(pipeline.validation_iterator(1), 9)) == 1
+    counted = pipeline.count_epoch()
+    assert counted["batches"] == -(-rows // 4) and counted["loss_tokens"] == len(expected)
+
+
+def test_counts_follow_what_was_read(make, characters):
+    config = {"task": "tokens", "path": str(make([random_documents(1, 30, 50)])), "prefetch": 0}
+    iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator(epochs=1)
+    batches = list(iterator)
+    assert iterator.counts.loss_tokens == sum(int(batch["loss_mask"].sum()) for batch in batches)
+
+
+def test_resumes_to_the_very_next_batch(make, characters):
+    config = {"task": "tokens", "path": str(make([random_documents(s, 40, 60) for s in (1, 2)]))}
+    iterator = make_pipeline(config, characters(), 8, 32, seed=3).train_iterator()
+    states, batches = [], []
+    for _ in range(25):  # several epochs
+        states.append(json.dumps(iterator.get_state()))
+        batches.append(next(iterator))
+    for step in (0, 1, 7, 24):
+        again = make_pipeline(config, characters(), 8, 32, seed=3).train_iterator()
+        again.set_state(json.loads(states[step]))
+        assert all(map(same, take(again, 25 - step), batches[step:]))
+        again.close()
+    # Another process's share, and another order of rows: a place is the same number for both.
+    part = make_pipeline(config, characters(), 8, 32, seed=3, rows=slice(2, 5)).train_iterator()
+    part.set_state(json.loads(states[7]))
+    for found, batch in zip(take(part, 5), batches[7:], strict=False):
+        assert same(found, take_rows(batch, np.arange(2, 5)))
+    part.close()
+    for change, named in (
+        ({"seed": 4}, "seed was 3, is 4"),
+        ({"seq_len": 16}, "seq_len was 32, is 16"),
+        ({"validation_fraction": 0.1}, "data_crc was"),
+        ({"bos": "document"}, "bos was"),
+    ):
+        options = {"seq_len": 32, "seed": 3}
+        options |= {key: change[key] for key in change if key in options}
+        changed = config | {key: change[key] for key in change if key not in options}
+        other = make_pipeline(changed, characters(), 8, **options).train_iterator()
+        with pytest.raises(DataError, match=named):
+            other.set_state(json.loads(states[3]))
+        other.close()
+    iterator.close()
+
+
+def test_a_validation_directory_of_its_own(make, characters):
+    train, other = make([[[5, 6, 7]]], "train"), make([[[8, 9]], [[10]]], "other")
+    config = {"task": "tokens", "path": str(train), "validation_path": str(other)}
+    pipeline = make_pipeline(config, characters(), 2, 4, 0)
+    (batch,) = pipeline.validation_iterator()
+    assert batch["targets"].tolist() == [[8, 9, 10, 0], [0, 0, 0, 0]]
+    assert batch["tokens"].tolist() == [[1, 8, 1, 0], [0, 0, 0, 0]]
+    assert batch["segment_ids"].tolist() == [[1, 1, 2, 0], [0, 0, 0, 0]]
+    with pytest.raises(DataError, match="no validation data"):
+        make_pipeline({"task": "tokens", "path": str(train)}, characters(), 2, 4, 0)\
+            .validation_iterator()  # fmt: skip
+
+
+def test_uint32_holds_what_uint16_cannot(make, characters):
+    assert token_dtype(65_536) == np.uint16 and token_dtype(65_537) == np.uint32
+    directory = make([[[65_536, 4_000_000_000 // 2], [7]]], dtype="uint32")
+    shard = open_corpus(directory).shards[0]
+    assert shard.document(0).tolist() == [65_536, 2_000_000_000]
+    assert (directory / "shard-000000.tokens").stat().st_size == 12
+
+
+def test_a_work_directory_is_as_good_as_its_tokens(make, tmp_path):
+    directory = make([[[5, 6]]])
+    (tmp_path / "run").mkdir()
+    shutil.move(directory, tmp_path / "run" / "tokens")
+    assert open_corpus(tmp_path / "run").directory == tmp_path / "run" / "tokens"
+
+
+def damage(directory, what):
+    tokens, index = directory / "shard-000001.tokens", directory / "shard-000001.documents"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    if what == "truncated":
+        tokens.write_bytes(tokens.read_bytes()[:-2])
+    elif what == "emptied":
+        tokens.write_bytes(b"")
+    elif what == "changed":
+        data = bytearray(tokens.read_bytes())
+        data[3] ^= 1
+        tokens.write_bytes(bytes(data))
+    elif what == "index":
+        index.write_bytes(index.read_bytes() + b"\0")
+    elif what == "missing":
+        index.unlink()
+    elif what == "empty":
+        manifest["shards"][1]["tokens"] = 0
+    elif what == "version":
+        manifest["version"] = 2
+    elif what == "format":
+        manifest = {"weights": []}
+    elif what == "none":
+        manifest["shards"] = []
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("truncated", r"000001.tokens: 8 bytes, but the manifest says 10 \(truncated\); run .*pre"),
+        ("emptied", r"000001.tokens: empty; run .*prepare_data.py with the same settings again"),
+        ("changed", r"000001.tokens: its SHA-256 is not the manifest's"),
+        ("index", r"000001.documents: 25 bytes, but the manifest says 24; run"),
+        ("missing", r"000001.documents: no such file"),
+        ("empty", r"000001.tokens: the manifest says that it is empty"),
+        ("version", r"'token shards' of version 2, this code reads .* version 1"),
+        ("format", r"manifest.json: not a manifest of token shards"),
+        ("none", r"corpus: no shards"),
+    ],
+)
+def test_damaged_directories(make, what, message):
+    directory = make([[[5, 6]], [[7, 8, 9], [10, 11]]])
+    open_corpus(directory)
+    damage(directory, what)
+    with pytest.raises(DataError, match=message) as caught:
+        open_corpus(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_change_is_not_looked_for_when_that_is_asked(make):
+    directory = make([[[5, 6]], [[7, 8, 9], [10, 11]]])
+    damage(directory, "changed")
+    assert open_corpus(directory, verify=False).shards[1].document(1).tolist() == [10, 11]
+
+
+def test_refusals(make, characters, bpe, tmp_path):
+    config = {"task": "tokens", "path": str(make([[[5, 6]]]))}
+    with pytest.raises(DataError, match="made with the tokenizer of characters .*not this model's"):
+        make_pipeline(config, bpe, 2, 4, 0)
+    with pytest.raises(DataError, match="set packing=True"):
+        make_pipeline(config | {"packing": False}, characters(), 2, 4, 0)
+    with pytest.raises(DataError, match="seq_len is 1"):
+        make_pipeline(config, characters(), 2, 1, 0)
+    with pytest.raises(DataError, match="choose one of them|choose one"):
+        both = {"validation_fraction": 0.1, "validation_path": "x"}
+        make_pipeline(config | both, characters(), 2, 4, 0)
+    with pytest.raises(DataError, match="needs the directory of the shards, path is ''"):
+        make_pipeline({"task": "tokens"}, characters(), 2, 4, 0)
+    with pytest.raises(DataError, match="no manifest.json; scripts/prepare_data.py makes"):
+        make_pipeline({"task": "tokens", "path": str(tmp_path)}, characters(), 2, 4, 0)
+    (tmp_path / "progress").mkdir()
+    with pytest.raises(DataError, match="unfinished: run the same command again"):
+        open_corpus(tmp_path)
+    with pytest.raises(DataError, match="ids up to 1999, but model tiny has a vocabulary of 512"):
+        check_vocabulary(bpe, 512, "tiny")
+    check_vocabulary(bpe, 2000, "tiny")
+
+
+def test_another_eos_is_said(make, characters, caplog):
+    config = {"task": "tokens", "path": str(make([[[5, 6]]], eos=None))}
+    make_pipeline(config, characters(), 2, 4, 0)
+    assert "documents end with eos None, as they were prepared; this run's eos is 2" in caplog.text

@@ -1,0 +1,243 @@
+"""Chat benchmarks: what is asked turn by turn, what is written, and going on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, run_script, save_tiny
+
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.evaluate import chat
+from ffn_heterogeneity.evaluate.generate import Generation
+from ffn_heterogeneity.io.load import Model
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+LONG = dataclasses.replace(LLAMA, max_position=512)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(LONG, random_params(LONG), byte_tokenizer(), "tiny")
+
+
+@pytest.fixture
+def data_root(tmp_path):
+    """A few questions of each benchmark's form."""
+    rows = {
+        "mt_bench": [
+            {"question_id": 81 + i, "category": kind, "turns": [f"Ask {i}?", f"And {i}?"]}
+            for i, kind in enumerate(["writing", "math", "stem", "writing", "riddles", "math"])
+        ],
+        "vicuna_bench": [{"question_id": 1, "category": "generic", "turns": ["How?"]}],
+        "wizardlm_testset": [
+            {"idx": 1, "Skill": "Math", "Difficulty": 1, "Instruction": "Add 1."},
+            {"idx": 2, "Skill": "Code", "Difficulty": 2, "Instruction": "Sort it."},
+        ],
+    }
+    for name, found in rows.items():
+        write(tmp_path / "data" / name / "test.jsonl", found)
+    return tmp_path / "data"
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def config_for(data_root, benchmark="mt_bench", **changes):
+    defaults = {"model": "x/tiny.gguf", "max_new_tokens": 6, "batch_size": 2}
+    return config_of(
+        "chat", benchmark=benchmark, data_root=str(data_root), **{**defaults, **changes}
+    )
+
+
+class Recorder:
+    """In place of the generator: answers "answer <n>" and keeps what it was given."""
+
+    def __init__(self, *arguments, **settings):
+        self.calls = []
+
+    def __call__(self, prompts, samplings, *, progress=None):
+        self.calls.append((prompts, samplings))
+        texts = [f" answer {len(self.calls)}.{i}\n" for i in range(len(prompts))]
+        return [Generation(text, [5], "eos") for text in texts]
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    made = Recorder()
+    monkeypatch.setattr(chat, "Generator", lambda *a, **k: made)
+    return made
+
+
+def test_what_the_model_is_given(data_root, model, recorder, tmp_path):
+    """Both turns through the template, each category at its temperature, its own end of turn."""
+    config = config_for(data_root, system="Be kind.")
+    results = chat.answer_questions(config, model, tmp_path / "out")
+    tokenizer, seen = model.tokenizer, {}
+    for prompts, samplings in recorder.calls:
+        for ids, sampling in zip(prompts, samplings, strict=True):
+            seen[tokenizer.decode(ids)] = sampling
+    assert len(seen) == 12
+    first = "<s><|system|>\nBe kind.\n<|user|>\nAsk 0?\n<|assistant|>\n"
+    assert seen[first].temperature == 0.7 and seen[first].max_new_tokens == 6
+    assert seen[first].eos == (tokenizer.eos_token_id,)
+    (second,) = [text for text in seen if "And 0?" in text]
+    found = read(results["answers"])
+    turns = {row["question_id"]: row["choices"][0]["turns"] for row in found}
+    assert second == f"{first}{turns[81][0]}</s>\n<|user|>\nAnd 0?\n<|assistant|>\n"
+    # The answer has no white space around it.
+    assert turns[81][0].startswith("answer ") and turns[81][0] == turns[81][0].strip()
+    by_question = {i: s.temperature for t, s in seen.items() for i in range(6) if f"Ask {i}" in t}
+    assert by_question == {0: 0.7, 1: 0.0, 2: 0.1, 3: 0.7, 4: 0.7, 5: 0.0}
+    # Other batches and other turns have other draws.
+    seeds = [samplings[0].seed for _, samplings in recorder.calls]
+    assert len(set(seeds)) == len(seeds) == len(recorder.calls)
+    assert results["answered"] == 6 and results["turns"] == 12 and results["turns_length"] == 0
+    assert results["chat_template"] == "tulu"
+
+
+def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
+    """FastChat's fields and WizardLM's, and both are read back."""
+    for benchmark in chat.BENCHMARKS:
+        config = config_for(data_root, benchmark, model_id="my model")
+        results = chat.answer_questions(config, model, tmp_path / benchmark)
+        assert results["answers"].endswith("model_answer/my_model.jsonl")
+        row = read(results["answers"])[0]
+        if benchmark == "wizardlm_testset":
+            assert list(row) == ["id", "instruction", "my_model"] and row["id"] == 1
+        else:
+            fields = ["question_id", "answer_id", "model_id", "choices", "tstamp"]
+            assert list(row) == fields and list(row["choices"][0]) == ["index", "turns"]
+        name, answers = chat.read_answers(results["answers"])
+        assert name == "my_model" and len(answers) == results["answered"]
+        assert all(turn.startswith("answer") for turns in answers.values() for turn in turns)
+    # WizardLM's are greedy, Vicuna's other categories at 0.7, and a set temperature is for all.
+    temperatures = [samplings[0].temperature for _, samplings in recorder.calls]
+    assert temperatures[-1] == 0.0 and temperatures[-2] == 0.7
+    question = chat.read_questions("mt_bench", str(data_root))[1]
+    assert chat.temperature(config_for(data_root, temperature=0.3), question) == 0.3
+
+
+def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
+    """Sampled texts, stopped anywhere: those there are kept, those that lack are as in one go."""
+    config = config_for(data_root, temperature=1.0, seed=5)
+    whole = tmp_path / "whole"
+    chat.answer_questions(config, model, whole)
+    (file,) = (whole / "model_answer").iterdir()
+    rows = read(file)
+    texts = {row["question_id"]: row["choices"] for row in rows}
+    assert len(texts) == 6 and len({json.dumps(choice) for choice in texts.values()}) == 6
+    for kept in ([], rows[:1], rows[1:4]):
+        path = write(tmp_path / f"part{len(kept)}" / "model_answer" / "tiny.jsonl", kept)
+        results = chat.answer_questions(config, model, path.parent.parent)
+        assert results["turns"] == 2 * (6 - len(kept))
+        found = read(path)
+        assert found[: len(kept)] == kept
+        assert {row["question_id"]: row["choices"] for row in found} == texts
+    before = file.read_bytes()
+    assert chat.answer_questions(config, model, whole)["turns"] == 0
+    assert file.read_bytes() == before
+
+
+def test_answers_end_where_the_models_positions_do(data_root, model, recorder, tmp_path):
+    """What is left is asked for; a conversation that fills the model gets no more answers."""
+    ids = len("<s>") - 2 + len("<|user|>\nAsk 0?\n<|assistant|>\n")
+    small = model.__class__(
+        dataclasses.replace(LONG, max_position=ids + 4), {}, model.tokenizer, "tiny"
+    )
+    results = chat.answer_questions(config_for(data_root, limit=1), small, tmp_path)
+    (prompts, samplings), (nothing, _) = recorder.calls
+    assert len(prompts[0]) == ids and samplings[0].max_new_tokens == 4
+    assert nothing == []
+    assert results["turns_no_room"] == 1
+    assert read(results["answers"])[0]["choices"][0]["turns"][1] == ""
+
+
+BAD_ROWS = [
+    ("mt_bench", {"category": "math", "turns": ["a"]}, "no field 'question_id'"),
+    ("mt_bench", {"question_id": 1, "turns": []}, "'turns' is empty"),
+    ("mt_bench", {"question_id": 1, "turns": "a"}, "'turns' is str"),
+    ("mt_bench", {"question_id": 1, "turns": [3]}, "'turns' holds int"),
+    ("mt_bench", {"question_id": 7, "turns": ["b"]}, "the id 7 came before"),
+    ("wizardlm_testset", {"idx": 7}, "no field 'Instruction'"),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "row", "message"), BAD_ROWS)
+def test_questions_that_cannot_be_read(tmp_path, benchmark, row, message):
+    good = {"question_id": 7, "idx": 8, "turns": ["a"], "Instruction": "a"}
+    write(tmp_path / benchmark / "question.jsonl", [good, row])
+    with pytest.raises(DataError, match=f"line 2: .*{message}"):
+        chat.check_chat(config_for(tmp_path, benchmark))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmark": "arena"}, "benchmark='arena': choose one of"),
+        ({"data_root": ""}, "data_root='' has no folder mt_bench"),
+        ({"data_root": "/nowhere"}, "has no folder mt_bench: give the directory"),
+        ({"limit": -1}, "limit=-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"chat_template": "x"}, "chat_template='x'"),
+        ({"model_id": "id"}, "model_id='id' is a field"),
+    ],
+)
+def test_settings_that_cannot_be(data_root, changes, message):
+    changes = {"data_root": str(data_root), **changes}
+    with pytest.raises(ValueError, match=message):
+        chat.check_chat(config_of("chat", **{"model": "m", "benchmark": "mt_bench", **changes}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question_id": 1}], "line 1: no field 'choices'"),
+        ([{"question_id": 1, "choices": [], "model_id": "m"}], "'choices' is empty"),
+        ([{"id": 1, "instruction": "a"}], "line 1: neither an answer"),
+        ([{"id": 1, "m": "a"}, {"id": 2, "n": "a"}], "answers of several models: m, n"),
+        ([{"id": 1, "m": None}], "'m' is NoneType"),
+    ],
+)
+def test_answers_that_cannot_be_read(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        chat.read_answers(str(write(tmp_path / "a.jsonl", rows)))
+
+
+def test_the_published_questions(shared_data):
+    """All of them are read; MT-bench's categories are the eight that have a temperature."""
+    counts = {name: chat.read_questions(name, str(shared_data)) for name in chat.BENCHMARKS}
+    assert {name: len(found) for name, found in counts.items()} == {
+        "mt_bench": 80, "vicuna_bench": 80, "wizardlm_testset": 218,
+    }  # fmt: skip
+    assert {q.category for q in counts["mt_bench"]} == set(chat.TEMPERATURES)
+    assert all(len(q.turns) == 2 for q in counts["mt_bench"])
+    name, answers = chat.read_answers(str(shared_data / "mt_bench" / "reference_gpt4.jsonl"))
+    assert name == "gpt-4" and sorted(answers) == list(range(101, 131))
+
+
+def test_the_script(data_root, tmp_path):
+    directory = save_tiny(tmp_path / "model", LONG, random_params(LONG))
+    arguments = [
+        "--config=configs/chat.py", f"--config.model={directory}", "--config.limit=2",
+        f"--config.data_root={data_root}", "--config.max_new_tokens=4",
+        "--config.batch_size=2", f"--workdir={tmp_path / 'out'}",
+    ]  # fmt: skip
+    done = run_script("evaluate", *arguments)
+    assert done.code == 0, done.err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["answered"] == 2 and results["turns"] == 4
+    assert run_script("evaluate", *arguments).code == 0
+    refused = run_script("evaluate", *arguments[:2], "--config.data_root=/nowhere")
+    assert refused.code == 2 and "has no folder mt_bench" in refused.err

@@ -1,0 +1,402 @@
+"""The judge against a server in this process: good ones, and every kind of bad one."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from tiny_models import config_of, run_script
+
+from ffn_heterogeneity.evaluate import endpoint as endpoints
+from ffn_heterogeneity.evaluate import judge, judge_prompts
+from ffn_heterogeneity.evaluate.endpoint import Endpoint, EndpointError
+
+KEY = "sk-secret-0123"
+
+
+class Server:
+    """An endpoint: `behave(call number, request) -> (status, headers, body)`; keeps requests.
+
+    A body is bytes, or an iterable of (seconds to wait, bytes).
+    """
+
+    def __init__(self):
+        self.requests, self.behave, self.free = [], None, threading.Event()
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                data = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with outer._lock:
+                    number = len(outer.requests)
+                    outer.requests.append((self.path, dict(self.headers), data))
+                status, headers, body = outer.behave(number, data)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                for wait, part in body if not isinstance(body, bytes) else [(0, body)]:
+                    if outer.free.wait(wait):
+                        return
+                    self.wfile.write(part)
+                    self.wfile.flush()
+
+            def log_message(self, *_):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.handle_error = lambda *_: None  # a client that hung up is no news
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=[0.02], daemon=True).start()
+
+    def close(self):
+        self.free.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    made = Server()
+    yield made
+    made.close()
+
+
+def chat(text):
+    return 200, {}, json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+def user_text(request):
+    return request["messages"][-1]["content"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three questions, two models' answers and references, as the benchmark has them."""
+
+    def write(name, rows):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    kinds = ["writing", "math", "writing"]
+    write(
+        "data/mt_bench/test.jsonl",
+        [
+            {"question_id": i, "category": kind, "turns": [f"Ask {i}", f"And {i} {{x}}"]}
+            for i, kind in enumerate(kinds)
+        ],
+    )
+
+    def answers(model):
+        return [
+            {
+                "question_id": i, "answer_id": "a", "model_id": model, "tstamp": 1.0,
+                "choices": [{"index": 0, "turns": [f"{model} says {i}", f"{model} adds {i}"]}],
+            }
+            for i in range(3)
+        ]  # fmt: skip
+
+    write("data/mt_bench/reference_gpt4.jsonl", answers("gold"))
+    paths = {name: write(f"{name}.jsonl", answers(name)) for name in ("ours", "theirs")}
+    return {"data_root": str(tmp_path / "data"), **paths}
+
+
+def config_for(server, files, **changes):
+    defaults = {
+        "benchmark": "mt_bench", "data_root": files["data_root"], "answers": files["ours"],
+        "url": server.url, "judge_model": "the/judge", "key_env": "JUDGE_KEY",
+        "backoff": 0.01, "timeout": 5.0, "retries": 2, "workers": 2,
+    }  # fmt: skip
+    return config_of("judge", **{**defaults, **changes})
+
+
+def rows_of(path):
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def nowhere(path, text):
+    """No file under `path` holds the text."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    return files and not any(text.encode() in open(file, "rb").read() for file in files)
+
+
+# ---- ratings
+
+
+def test_ratings(server, files, tmp_path):
+    """Every turn is rated; FastChat's fields; the mean by turn and category; the key is nowhere."""
+    server.behave = lambda n, data: chat(
+        f"Good, as [[1]] of them. Key {KEY}.\nRating: [[{8 if 'And' in user_text(data) else 6}]]"
+    )
+    results = judge.run(config_for(server, files), tmp_path / "out")
+    assert (results["judged"], results["failed"], results["errors"]) == (6, 0, [])
+    scores = np.array([6, 8] * 3)
+    assert results["score"] == pytest.approx(7.0)
+    half = 1.96 * scores.std(ddof=1) / 6**0.5
+    assert results["score_high"] - results["score"] == pytest.approx(half)
+    assert results["by_turn"] == {"1": 6.0, "2": 8.0}
+    assert results["by_category"] == {"writing": 7.0, "math": 7.0}
+    assert results["judgments"].endswith("model_judgment/the_judge_single.jsonl")
+    rows = rows_of(results["judgments"])
+    assert [(row["question_id"], row["turn"]) for row in rows] == [
+        (i, turn) for i in range(3) for turn in (1, 2)
+    ]
+    assert list(rows[0]) == [
+        "question_id", "model", "judge", "user_prompt", "judgment", "score", "turn", "tstamp",
+    ]  # fmt: skip
+    names = {(row["question_id"], row["turn"]): row["judge"] for row in rows}
+    assert names[0, 1] == ["the/judge", "single"] and names[0, 2][1] == "single-multi-turn"
+    assert names[1, 2][1] == "single-reference-multi-turn"
+    # The judge sees the conversation up to the turn, and a reference where there is a right one.
+    prompts = {(row["question_id"], row["turn"]): row["user_prompt"] for row in rows}
+    assert "ours says 0" in prompts[0, 1] and "ours adds 0" not in prompts[0, 1]
+    assert "ours says 0" in prompts[0, 2] and "ours adds 0" in prompts[0, 2]
+    assert "And 0 {x}" in prompts[0, 2] and "gold" not in prompts[0, 2]
+    assert "gold says 1" in prompts[1, 1] and "gold adds 1" not in prompts[1, 1]
+    path, headers, data = server.requests[0]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert data["model"] == "the/judge" and data["temperature"] == 0.0
+    assert data["max_tokens"] == 2048
+    assert nowhere(tmp_path / "out", KEY) and "Key <key>." in rows[0]["judgment"]
+    # All is there: nothing is asked again.
+    again = judge.run(config_for(server, files), tmp_path / "out")
+    assert len(server.requests) == 6 and again["score"] == results["score"]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("[[8]]", 8.0),
+        ("so [[7.5]].", 7.5),
+        ("I thought [[3]], no: [[9]]", 9.0),
+        ("[[ 10/10 ]]", 10.0),
+        ("Rating: [6]", 6.0),
+        ("[[0]]", "outside 1 to 10"),
+        ("[[11]]", "outside 1 to 10"),
+        ("[[nan]] [[-3]] [[8", "no rating"),
+        ("8", "no rating"),
+        ("[[rating]]", "no rating"),
+    ],
+)
+def test_reading_ratings(text, score):
+    if isinstance(score, float):
+        assert judge_prompts.rating(text) == score
+    else:
+        with pytest.raises(ValueError, match=score):
+            judge_prompts.rating(text)
+
+
+def test_reading_verdicts():
+    assert judge_prompts.verdict("not [[A]] but [[ B ]]") == "B"
+    assert judge_prompts.verdict("[[C]]") == "C"
+    for text in ("[[D]]", "A", "[A]", "[[AB]]", ""):
+        with pytest.raises(ValueError, match="no verdict"):
+            judge_prompts.verdict(text)
+
+
+# ---- pairs
+
+
+def test_pairs_are_asked_both_ways(server, files, tmp_path):
+    """A fair judge finds the better model; one that likes the first place finds only ties."""
+
+    def fair(n, data):
+        text = user_text(data)
+        ours_first = text.index("ours says") < text.index("theirs says")
+        if "Ask 2" in text:
+            return chat("[[C]]")
+        better_ours = "Ask 0" in text
+        return chat("[[A]]" if ours_first == better_ours else "[[B]]")
+
+    server.behave = fair
+    pair = {"mode": "pairwise", "baseline": files["theirs"]}
+    results = judge.run(config_for(server, files, **pair), tmp_path / "fair")
+    counts = {key: results[key] for key in ("wins", "losses", "ties", "inconsistent")}
+    assert counts == {"wins": 2, "losses": 2, "ties": 2, "inconsistent": 0}
+    assert results["models"] == ["ours", "theirs"] and len(server.requests) == 12
+    assert results["win_rate"] == 0.5 and results["win_rate_low"] < 0.5 < results["win_rate_high"]
+    row = rows_of(results["judgments"])[0]
+    assert list(row) == [
+        "question_id", "model_1", "model_2", "g1_winner", "g1_user_prompt", "g1_judgment",
+        "g2_winner", "g2_user_prompt", "g2_judgment", "judge", "turn", "tstamp",
+    ]  # fmt: skip
+    assert (row["g1_winner"], row["g2_winner"]) == ("model_1", "model_1")
+    assert results["judgments"].endswith("the_judge_pair.jsonl")
+    server.behave = lambda n, data: chat("Always the first: [[A]]")
+    results = judge.run(config_for(server, files, **pair), tmp_path / "biased")
+    assert (results["ties"], results["inconsistent"], results["win_rate"]) == (6, 6, 0.5)
+    # One of the two calls fails: no row, and both texts are kept.
+    server.behave = lambda n, data: chat("[[A]]" if n % 2 == 0 else "no idea")
+    config = config_for(server, files, **pair, workers=1, limit=1)
+    results = judge.run(config, tmp_path / "half")
+    assert (results["judged"], results["failed"]) == (0, 2) and results["win_rate"] is None
+    failed = rows_of(tmp_path / "half" / "failed.jsonl")[0]
+    assert (failed["g1_winner"], failed["g2_winner"]) == ("model_1", "error")
+    assert failed["g2_judgment"] == "no idea" and "no verdict" in failed["error"]
+
+
+# ---- endpoints that fail
+
+
+def hang(n, data):
+    return 200, {}, [(60, b"{}")]
+
+
+def drip(n, data):
+    return 200, {}, [(0.05, b" ")] * 400
+
+
+FAILURES = {
+    "hangs": (hang, "no answer within 0.4 s"),
+    "drips": (drip, "no answer within 0.4 s"),
+    "500": (lambda n, d: (500, {}, b"broken"), "HTTP 500 .*: broken"),
+    "401": (lambda n, d: (401, {}, f"bad key {KEY}".encode()), "HTTP 401 .*: bad key <key>"),
+    "redirect": (lambda n, d: (302, {"Location": "http://127.0.0.1:1/"}, b""), "HTTP 302"),
+    "no JSON": (lambda n, d: (200, {}, b"<html>hello"), "the answer is no JSON: '<html>hello'"),
+    "not UTF-8": (lambda n, d: (200, {}, b"\xff\xfe"), "no JSON"),
+    "other JSON": (lambda n, d: (200, {}, b'{"error": 1}'), "no chat completion"),
+    "a list": (lambda n, d: (200, {}, b"[]"), "no chat completion"),
+    "null": (lambda n, d: chat(None), "holds no text"),
+    "no text": (lambda n, d: chat("  "), "holds no text"),
+    "nonsense": (lambda n, d: chat("What a nice day."), r"no rating \[\[1\]\]"),
+    "too high": (lambda n, d: chat("[[99]]"), "the rating 99 is outside"),
+    "cut short": (lambda n, d: (200, {"Content-Length": "900"}, b"{"), "no connection"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys):
+    """Counted, written with their reason, said; the next run asks for these alone."""
+    behave, why = FAILURES[name]
+    ask = "And 1"
+    server.behave = lambda n, data: behave(n, data) if ask in user_text(data) else chat("[[4]]")
+    config = config_for(server, files, timeout=0.4, retries=0)
+    results = judge.run(config, tmp_path / "out")
+    assert (results["judged"], results["failed"], results["score"]) == (5, 1, 4.0)
+    (failed,) = rows_of(tmp_path / "out" / "failed.jsonl")
+    assert (failed["question_id"], failed["turn"], failed["score"]) == (1, 2, None)
+    (error,) = results["errors"]
+    assert error == {"question_id": 1, "turn": 2, "error": failed["error"]}
+    assert re.search(why, failed["error"]), failed["error"]
+    said = capsys.readouterr().err
+    assert "1 of 6 judgments failed (question 1, turn 2" in said and "failed.jsonl" in said
+    assert nowhere(tmp_path / "out", KEY) and KEY not in said
+    if name in ("nonsense", "too high"):
+        assert failed["judgment"] in ("What a nice day.", "[[99]]")
+    server.behave, asked = (lambda n, data: chat("[[10]]")), len(server.requests)
+    results = judge.run(config, tmp_path / "out")
+    assert len(server.requests) == asked + 1
+    assert (results["judged"], results["failed"], results["score"]) == (6, 0, 5.0)
+    assert len(rows_of(tmp_path / "out" / "failed.jsonl")) == 1  # nothing is lost
+
+
+def test_busy_servers_are_tried_again(server, monkeypatch):
+    """429 and then well; waits are doubled, or as long as the server says, within a bound."""
+    waits = []
+    made = Endpoint(url=server.url + "/v1/", model="m", backoff=3.0, retries=4)
+    monkeypatch.setattr(made._stopped, "wait", lambda seconds: waits.append(seconds))
+    heads = [{}, {"Retry-After": "7"}, {"Retry-After": "1e9"}, {"Retry-After": "Fri, 1 Jan"}]
+    server.behave = lambda n, d: (429, heads[n], b"slow down") if n < 4 else chat("[[7]]")
+    assert made.ask("s", "u") == "[[7]]"
+    assert waits == [3.0, 7.0, endpoints.LONGEST_WAIT, 24.0]
+    path, headers, data = server.requests[-1]
+    assert path == "/v1/chat/completions" and "Authorization" not in headers
+    assert [m["role"] for m in data["messages"]] == ["system", "user"]
+    assert "max_tokens" not in data
+    # Never well: it says how often it was tried. A refusal is final.
+    server.behave = lambda n, d: (503, {}, b"")
+    with pytest.raises(EndpointError, match=r"HTTP 503 .*\(5 tries\)"):
+        made.ask("s", "u")
+    server.behave, before = (lambda n, d: (400, {}, b"no such model")), len(server.requests)
+    with pytest.raises(EndpointError, match="HTTP 400 .*no such model$"):
+        made.ask("s", "u")
+    assert len(server.requests) == before + 1
+
+
+def test_nobody_there(server, files, tmp_path, capsys):
+    """A dead address ends the run soon, with all questions for the next one."""
+    dead = Server()
+    dead.close()
+    server.url = dead.url
+    config = config_for(server, files, retries=0, give_up_after=3, workers=1)
+    start = time.monotonic()
+    results = judge.run(config, tmp_path / "out")
+    assert time.monotonic() - start < 5
+    assert (results["judged"], results["failed"], results["score"]) == (0, 6, None)
+    said = [error["error"] for error in results["errors"]]
+    assert sum("no connection" in error for error in said) >= 3
+    assert "the rest is not asked" in capsys.readouterr().err
+    alone = judge.run(config_for(server, files, retries=0, give_up_after=0), tmp_path / "all")
+    assert all("no connection" in error["error"] for error in alone["errors"])
+
+
+# ---- settings and files
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "triple"}, "mode='triple'"),
+        ({"mode": "pairwise"}, "pairwise compares with the answers of a baseline"),
+        ({"baseline": "x"}, "single has none"),
+        ({"answers": ""}, "give --config.answers"),
+        ({"answers": "/nowhere.jsonl"}, "nowhere.jsonl: no such file"),
+        ({"judge_model": ""}, "give --config.judge_model"),
+        ({"url": ""}, "url='' is no address"),
+        ({"url": "file:///etc/passwd"}, "is no address"),
+        ({"key_env": "NO_SUCH_VARIABLE"}, "variable NO_SUCH_VARIABLE, which key_env names, is not"),
+        ({"workers": 0}, "workers=0"),
+        ({"timeout": 0.0}, "timeout=0.0"),
+        ({"retries": -1}, "retries=-1"),
+        ({"data_root": "/nowhere"}, "has no folder mt_bench"),
+    ],
+)
+def test_settings_that_cannot_be(server, files, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        judge.run(config_for(server, files, **changes), tmp_path / "out")
+    assert not server.requests
+
+
+def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret\nX-Header: y")
+    with pytest.raises(ValueError, match="characters that no key has") as caught:
+        judge.check(config_for(server, files))
+    assert "secret" not in str(caught.value)
+
+
+def test_answers_that_lack(server, files, tmp_path, capsys):
+    """Questions without an answer are counted; the same model twice is no pair."""
+    with open(files["ours"]) as file:
+        lines = file.readlines()
+    with open(files["ours"], "w") as file:
+        file.writelines(lines[:2])
+    server.behave = lambda n, data: chat("[[5]]")
+    results = judge.run(config_for(server, files), tmp_path / "out")
+    assert (results["judged"], results["unanswered"]) == (4, 1)
+    assert "1 questions have no answer yet" in capsys.readouterr().err
+    twice = {"mode": "pairwise", "baseline": files["ours"]}
+    with pytest.raises(ValueError, match="both of 'ours'"):
+        judge.run(config_for(server, files, **twice), tmp_path / "twice")
+
+
+def test_the_script(server, files, tmp_path):
+    server.behave = lambda n, data: chat("[[9]]")
+    done = run_script(
+        "evaluate", "--config=configs/judge.py", f"--config.answers={files['ours']}",
+        f"--config.data_root={files['data_root']}", f"--config.url={server.url}",
+        "--config.judge_model=j", "--config.key_env=JUDGE_KEY", f"--workdir={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "score 9.00" in done.err and nowhere(tmp_path / "out", KEY)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["score"] == 9.0
