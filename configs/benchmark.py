@@ -1,6 +1,7 @@
 """Benchmarks: ratios inside one run.
 
 Command:   python scripts/benchmark.py nucl | nll | step [--config.peer=transformers] | streaming
+           python scripts/benchmark.py jreg --config.repetitions=24 --config.remat=full
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in the README are from 2 CPU cores.
 Hours:     nucl and nll about a minute, step and streaming a few minutes.
@@ -12,9 +13,10 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # nucl | nll | step | streaming.
+            # nucl | nll | step | jreg | streaming.
             "name": "",
-            # Of step and streaming: a preset (random weights); of step: the batch, the computation.
+            # Of step, jreg, streaming: a preset (random weights); of step and jreg: the batch, the
+            # computation.
             "model": "smollm2_135m",
             "batch": 4,
             "seq_len": 512,

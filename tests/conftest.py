@@ -38,6 +38,7 @@ def _locks(mechanism: str) -> bool:
 REQUIREMENTS = {
     "shared_data": (SHARED.is_dir, f"real data files not found at {SHARED}"),
     "torch": (lambda: _has("torch"), "torch is not installed (extra `parity`)"),
+    "accelerate": (lambda: _has("accelerate"), "accelerate is not installed (extra `parity`)"),
     "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
     "datatrove": (lambda: _has("datatrove"), "datatrove is not installed (extra `datatrove`)"),
     "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
@@ -99,6 +100,14 @@ def torch():
 
     torch.manual_seed(0)
     return torch
+
+
+@pytest.fixture(scope="session")
+def accelerate():
+    """What lm-evaluation-harness's torch model needs beside torch."""
+    import accelerate
+
+    return accelerate
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from ffn_heterogeneity.losses.benchmarks import (
     ratio_interval,
     take_turns,
 )
+from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.models import causal_lm
@@ -48,14 +49,7 @@ def benchmark_step(config: ConfigDict) -> dict:
     """
     if config.peer not in ("", "transformers"):
         raise ValueError(f"peer={config.peer!r}: choose 'transformers' or none")
-    model, _ = preset(config.model)
-    tokens = np.random.default_rng(0).integers(
-        0, model.vocab_size, (config.batch, config.seq_len + 1), dtype=np.int32
-    )
-    params = causal_lm.init(model, jax.random.key(0))
-    options = RunOptions(
-        compute_dtype=jnp.dtype(config.compute_dtype), remat=config.remat, unroll=config.unroll
-    )
+    model, params, tokens, options = _inputs(config)
     cases: dict[str, Callable[[], object]] = {}
     if config.peer:
         # Before our steps, which donate their state.
@@ -66,6 +60,38 @@ def benchmark_step(config: ConfigDict) -> dict:
     pairs = [("train step + NUCL", "train step")]
     if config.peer:
         pairs += [("forward", "peer forward"), ("train step", "peer train step")]
+    return _report(config, times, pairs)
+
+
+def benchmark_jreg(config: ConfigDict) -> dict:
+    """Times the training step with JREG and without, in turn: what the term adds.
+
+    Raises:
+      ValueError: an unknown model.
+    """
+    model, params, tokens, options = _inputs(config)
+    terms = {"train step": (), "train step + JREG": (jreg_term(),)}
+    calls = our_calls(model, params, tokens, options, terms)
+    cases = {name: calls[name] for name in terms}
+    print(f"compiling and warming up: {', '.join(cases)}", file=sys.stderr)
+    times = take_turns(cases, config.repetitions)
+    return _report(config, times, [("train step", "train step + JREG")])
+
+
+def _inputs(config: ConfigDict) -> tuple[ModelConfig, dict, np.ndarray, RunOptions]:
+    """(model, random parameters, random tokens [batch, seq_len + 1], options)."""
+    model, _ = preset(config.model)
+    tokens = np.random.default_rng(0).integers(
+        0, model.vocab_size, (config.batch, config.seq_len + 1), dtype=np.int32
+    )
+    options = RunOptions(
+        compute_dtype=jnp.dtype(config.compute_dtype), remat=config.remat, unroll=config.unroll
+    )
+    return model, causal_lm.init(model, jax.random.key(0)), tokens, options
+
+
+def _report(config: ConfigDict, times: dict, pairs: list[tuple[str, str]]) -> dict:
+    """Prints medians, and how much longer the second of each pair takes than the first."""
     tokens_per_call = config.batch * config.seq_len
     rows = [
         (name, f"{np.median(t):.3f} s", f"{tokens_per_call / np.median(t):,.0f}")
@@ -78,7 +104,7 @@ def benchmark_step(config: ConfigDict) -> dict:
     print()
     print(
         markdown_table(
-            ("speed of ours relative to", "median", "95% interval"),
+            ("ratio of times", "median", "95% interval"),
             [(n, f"{m:.3f}", f"{low:.3f} .. {high:.3f}") for n, (m, low, high) in ratios.items()],
         )
     )
@@ -86,9 +112,16 @@ def benchmark_step(config: ConfigDict) -> dict:
 
 
 def our_calls(
-    model: ModelConfig, params: dict, tokens: np.ndarray, options: RunOptions
+    model: ModelConfig,
+    params: dict,
+    tokens: np.ndarray,
+    options: RunOptions,
+    steps: dict[str, tuple] | None = None,
 ) -> dict[str, Callable[[], object]]:
-    """ "forward", "train step" and "train step + NUCL" of one batch."""
+    """ "forward", and train steps of one batch: name -> terms beside the NLL (default: with NUCL
+    and without)."""
+    if steps is None:
+        steps = {"train step": (), "train step + NUCL": (nucl_term("mstd"),)}
 
     @jax.jit
     def logits(params, tokens):
@@ -107,7 +140,8 @@ def our_calls(
         "targets": tokens[None, :, 1:],
         "loss_mask": np.ones((1, *tokens[:, 1:].shape), bool),
     }
-    hyper = {"learning_rate": jnp.float32(LEARNING_RATE), "alpha": jnp.float32(1.0)}
+    one = jnp.float32(1.0)
+    hyper = {"learning_rate": jnp.float32(LEARNING_RATE), "alpha": one, "jreg_weight": one}
 
     def step_call(terms) -> Callable[[], object]:
         step = make_train_step(forward, terms, optimizer, trainable)
@@ -123,8 +157,7 @@ def our_calls(
     inputs = jnp.asarray(tokens[:, :-1])
     return {
         "forward": lambda: jax.block_until_ready(logits(params, inputs)),
-        "train step": step_call((nll_term(model),)),
-        "train step + NUCL": step_call((nll_term(model), nucl_term("mstd"))),
+        **{name: step_call((nll_term(model), *terms)) for name, terms in steps.items()},
     }
 
 
@@ -161,6 +194,7 @@ BENCHMARKS: dict[str, Callable[[ConfigDict], dict]] = {
     "nucl": lambda config: benchmark_nucl(),
     "nll": lambda config: benchmark_nll(),
     "step": benchmark_step,
+    "jreg": benchmark_jreg,
     "streaming": lambda config: benchmark_streaming(
         preset(config.model)[0], config.repetitions, directory=config.directory or None
     ),

@@ -38,8 +38,7 @@ def tiny(lm_eval):
 
 
 @pytest.fixture(scope="module")
-def torch_lm(torch, lm_eval, tmp_path_factory):
-    pytest.importorskip("accelerate")
+def torch_lm(torch, lm_eval, accelerate, tmp_path_factory):
     return hf_model(torch, save_tiny(tmp_path_factory.mktemp("tiny"), SMALL))
 
 

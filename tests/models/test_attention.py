@@ -157,16 +157,21 @@ def test_queries_and_keys_may_differ_in_number():
     np.testing.assert_allclose(part, full[:, 17:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_causality_by_gradient(window):
+def test_causality_by_gradient(window, packed):
     """d hidden[t] / d embedding[s] is 0 exactly where t does not see s, through both layers."""
     config = dataclasses.replace(CONFIG, layers=(LayerConfig(24, window=window),) * 2)
     params = causal_lm.init(config, jax.random.key(0))
-    length = 9
+    length, batch = 9, {"tokens": jnp.arange(9)[None]}
+    document = np.repeat([1, 2], [4, 5]) if packed else np.ones(9, np.int32)
+    if packed:
+        batch["segment_ids"] = jnp.asarray(document)[None]
+        batch["positions"] = jnp.concatenate([jnp.arange(4), jnp.arange(5)])[None]
 
     def hidden(table):
         tree = {**params, "embed": {"embedding": table}}
-        return compute(config, tree, {"tokens": jnp.arange(length)[None]})["hidden"]
+        return compute(config, tree, batch)["hidden"]
 
     jacobian = jax.jacobian(lambda table: hidden(table)[0].sum(-1))(params["embed"]["embedding"])
     reaches = np.abs(jacobian[:, :length]).sum(-1) > 0
@@ -174,7 +179,8 @@ def test_causality_by_gradient(window):
     far = length if window is None else 2 * (window - 1)
     for t in range(length):
         for s in range(length):
-            assert reaches[t, s] == (0 <= t - s <= far), (t, s)
+            seen = 0 <= t - s <= far and document[t] == document[s]
+            assert reaches[t, s] == seen, (t, s)
 
 
 def test_packed_documents_do_not_see_each_other():
