@@ -21,6 +21,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"
 MODELS = Path(os.environ.get("FFN_MODELS", REPOSITORY / ".cache" / "models"))
 
+# Files of a minute and more.
+LONG = ("test_meshes.py", "test_processes.py", "test_jreg.py", "test_run.py", "test_kills.py")
+
 # fixture -> (whether it can be had here, what to do about it)
 LEFT_OUT: dict[str, list[str]] = {}
 
@@ -65,9 +68,11 @@ def pytest_collection_modifyitems(config, items):
             LEFT_OUT.setdefault(reasons[0], []).append(item.nodeid)
         else:
             kept.append(item)
+    # Workers take whole files in this order: the longest first, or one works alone at the end.
+    kept.sort(key=lambda item: item.path.name not in LONG)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+    items[:] = kept
 
 
 def pytest_sessionfinish(session):

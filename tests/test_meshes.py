@@ -113,7 +113,7 @@ def test_meshes_train_as_one_device(some_meshes):
 def test_meshes_generate_as_one_device(some_meshes):
     """The same tokens from every mesh; (1, 2, 4) has more tensor shards than key heads."""
     for temperature, found in some_meshes["generation"].items():
-        assert len(found) == 5 and len(found["None"]) == 5
+        assert len(found) == 3 and len(found["None"]) == 5
         assert all(tokens == found["None"] for tokens in found.values()), (temperature, found)
     drawn, greedy = (some_meshes["generation"][t]["None"] for t in ("1.0", "0.0"))
     assert drawn != greedy

@@ -137,7 +137,12 @@ def test_every_point_of_every_sweep_is_a_config(name, sweep):
     assert kind in sweep_run.KINDS
     values = [json.dumps(sweep_run.apply(config, one).to_dict(), sort_keys=True) for one in points]
     assert len(set(values)) == len(values), "two points are the same run"
-    count = {"alpha": 10, "targets": 5, "criteria": 12, "pairs": 30, "halves": 6}.get(sweep)
+    count = {
+        ("nucl_finetune", "alpha"): 10, ("nucl_finetune", "targets"): 5,
+        ("prune_table", "criteria"): 12, ("prune_table", "pairs"): 30, ("prune_table", "halves"): 6,
+        ("jreg_pretrain", "alpha"): 7, ("jreg_pretrain", "lambda"): 5,
+        ("jreg_pretrain", "steps"): 4,
+    }.get((name, sweep))  # fmt: skip
     assert count is None or len(points) == count
 
 

@@ -25,7 +25,8 @@ from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state
 from ffn_heterogeneity.train.step import make_eval_step, make_train_step
 
-GEMMA = tiny_of("gemma2", layers=5)
+GEMMA = tiny_of("gemma2", layers=3)
+SMALL = dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])
 STATES = Probe("states", lambda seen, batch, _: (seen.block_input, seen.block_output))
 quickly = pytest.mark.usefixtures("compiled_quickly")
 
@@ -47,8 +48,10 @@ def last_tokens(segments: np.ndarray) -> np.ndarray:
 
 
 @quickly
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma2"])
-@pytest.mark.parametrize(("final_norm", "positions"), [(False, "all"), (True, "last")])
+@pytest.mark.parametrize(
+    ("config", "final_norm", "positions"), [(LLAMA, False, "all"), (GEMMA, True, "last")],
+    ids=["llama", "gemma2"],
+)  # fmt: skip
 def test_value_is_the_formula(config, final_norm, positions):
     """Two documents and padding in a row; zeta from the averages, in a step of two micro-batches
     of unequal counts."""
@@ -73,17 +76,17 @@ def test_value_is_the_formula(config, final_norm, positions):
     )
     assert found["jreg"] == pytest.approx(oracle.penalty(psi, 0.5), rel=1e-5)
     np.testing.assert_allclose(found["jreg/psi"], psi, rtol=2e-5)
-    for back, name in enumerate(("zeta_L", "zeta_L-1", "zeta_L-2")):
+    for back, name in enumerate(("zeta_L", "zeta_L-1")):
         expected = oracle.jump_rate(psi, len(psi) - back)
         assert float(found[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
-    assert config is LLAMA or found["jreg/zeta_L-2"] > 0.1, "there is something to measure"
+    assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
     # Validation says the same of the same rows, in batches.
     evaluate = make_evaluator(
         make_eval_step(forward, (term,)), None,
         lambda: ({k: v[i] for k, v in halves.items()} for i in range(2)), terms=(term,),
     )  # fmt: skip
     again = evaluate(params)
-    for name in ("jreg", "jreg/zeta_L", "jreg/zeta_L-2"):
+    for name in ("jreg", "jreg/zeta_L", "jreg/zeta_L-1"):
         assert float(again[f"validation/{name}"]) == pytest.approx(float(found[name]), rel=1e-4)
 
 
@@ -117,7 +120,7 @@ def test_in_the_scan_as_from_stacked_states(final_norm):
     config, batch = GEMMA, batch_of(GEMMA.vocab_size)
     params = random_params(config)
     counted = jnp.asarray(batch["segment_ids"] > 0)
-    weights = jnp.asarray(layer_weights(5, 1.0))
+    weights = jnp.asarray(layer_weights(3, 1.0))
     term = jreg_term(1.0, final_norm=final_norm)
 
     def inside(params):
@@ -145,25 +148,36 @@ def test_in_the_scan_as_from_stacked_states(final_norm):
 
 @quickly
 def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
-    config, params = GEMMA, random_params(GEMMA)
+    config, params = SMALL, random_params(SMALL)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
-    batch = {name: leaf[None] for name, leaf in batch_of(config.vocab_size).items()}
+    batch = batch_of(config.vocab_size)
+    terms = (nll_term(config), jreg_term(), nucl_term("mstd", weight="alpha"))
+    weights = (1.0, 0.7, 0.3)
 
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(config, params, batch, probes=probes)
 
-    def slopes(*terms):
-        """SGD's step at rate 1 is minus the gradient."""
-        step = make_train_step(forward, terms, optimizer, trainable)
-        hyper = {"learning_rate": 1.0, "jreg_weight": 0.7, "alpha": 0.3}
-        hyper = {name: jnp.float32(value) for name, value in hyper.items()}
-        state, _ = step(create_state(params, optimizer, trainable), batch, hyper)
-        moved = flatten(jax.device_get(state.params))
-        return {path: leaf - moved[path] for path, leaf in flatten(params).items()}
+    def value(params, term, weight):
+        seen = (params,)
+        if term.on == "outputs":
+            seen += forward(params, batch, probes=term.probes, dropout=None), batch
+        found = term.function(*seen)
+        return weight * found.total / found.denominator
 
-    terms = (nll_term(config), jreg_term(), nucl_term("mstd", weight="alpha"))
-    together, apart = slopes(*terms), [slopes(term) for term in terms]
+    @jax.jit
+    def one_by_one(params):
+        return [jax.grad(value)(params, *each) for each in zip(terms, weights, strict=True)]
+
+    # SGD's step at rate 1 is minus the gradient.
+    step = make_train_step(forward, terms, optimizer, trainable)
+    hyper = {"learning_rate": 1.0, "jreg_weight": 0.7, "alpha": 0.3}
+    hyper = {name: jnp.float32(number) for name, number in hyper.items()}
+    batches = {name: leaf[None] for name, leaf in batch.items()}
+    state, _ = step(create_state(params, optimizer, trainable), batches, hyper)
+    moved = flatten(jax.device_get(state.params))
+    together = {path: leaf - moved[path] for path, leaf in flatten(params).items()}
+    apart = [flatten(slopes) for slopes in one_by_one(params)]
     for path, leaf in together.items():
         total = sum(each[path] for each in apart)
         assert np.linalg.norm(leaf - total) <= 2e-6 * max(np.linalg.norm(total), 1), path
@@ -222,8 +236,8 @@ def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: i
 def test_nothing_is_computed_again_for_it():
     """Under full rematerialisation: operations and bytes 1.02 x. Without the link the last product
     of every block is computed twice, 1.05 x. Unrolled: what a loop does is counted once only."""
-    size = {"rows": 4, "length": 512, "vocab": 4096, "unroll": True}
-    costs = [compiled_step(2, on, **size).cost_analysis() for on in (False, True)]
+    size = {"rows": 4, "length": 512, "vocab": 1024, "unroll": True}
+    costs = [compiled_step(1, on, **size).cost_analysis() for on in (False, True)]
     for name in ("flops", "bytes accessed"):
         assert costs[1][name] <= 1.02 * costs[0][name], (name, [cost[name] for cost in costs])
 
@@ -239,7 +253,7 @@ def test_it_takes_no_memory():
 
 @quickly
 def test_a_small_model_turns_less_at_the_end_when_it_is_trained_on():
-    config = dataclasses.replace(LLAMA, vocab_size=32)
+    config = dataclasses.replace(SMALL, vocab_size=32)
     params = random_params(config)
     batch = {name: leaf[None] for name, leaf in batch_of(32).items()}
     trainable = dict.fromkeys(flatten(params), True)

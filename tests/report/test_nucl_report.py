@@ -320,7 +320,7 @@ def test_from_the_command_line(criteria, alphas, tmp_path):
     done = run_script("report", "--paper=nucl", *criteria, *alphas, f"--out={out}")
     assert done.code == 0, done.err
     assert done.out == (out / "nucl.md").read_text() and "nucl.md" in done.err
-    assert "--paper" in run_script("report", "--paper=jreg", *criteria).error
+    assert "--paper" in run_script("report", "--paper=other", *criteria).error
     assert "no run given" in run_script("report", "--paper=nucl", f"--out={tmp_path / 'x'}").error
     error = run_script("report", "--paper=nucl", "nowhere", f"--out={tmp_path / 'x'}").error
     assert "'nowhere' is no run" in error and not (tmp_path / "x").exists()

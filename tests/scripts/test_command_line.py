@@ -15,7 +15,9 @@ from ffn_heterogeneity.models.stack import unstack
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
-WITH_CONFIG = ["analyze", "benchmark", "compress", "evaluate", "sweep", "train"]
+WITH_CONFIG = [
+    "analyze", "benchmark", "compress", "evaluate", "prepare_data", "sweep", "train",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
