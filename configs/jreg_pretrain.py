@@ -5,7 +5,7 @@ Command:   python scripts/train.py --config=configs/jreg_pretrain.py:170m \
              --workdir=runs/pretrain
            on what scripts/prepare_data.py made of a corpus (configs/prepare_data.py, its second
            command). The argument is the size, 170m (134m is the same) | 1b | 3_4b | local. Sweeps:
-           python scripts/sweep.py --config=... --sweep=alpha | lambda | steps | seeds --workdir=...
+           python scripts/sweep.py --config=... --sweep=alpha | lambda | steps | seeds | nucl ...
 Hardware:  paper: not stated. Weights, gradients and two moments in float32 need 16 bytes a
            parameter over all devices (134M: 2.2 GB, 928M: 15 GB, 3.59B: 58 GB). local: 2 CPU cores.
 Hours:     paper: not stated. 105 billion tokens (512 x 1,024 a step, 200,000 steps): at 40% of an
@@ -110,6 +110,11 @@ SWEEPS = {
     "lambda": chain(BASELINE, {"jreg.weight": (0.1, 0.3, 1.0, 3.0)}),
     # Appendix D: a tenth of the steps, each with its own schedule.
     "steps": product({"jreg.weight": (0.0, 1.0), "steps": (20_000, 200_000)}),
+    # NUCL in pre-training, what its paper names as a limitation (one compilation for all).
+    "nucl": product(
+        point("nucl", {"jreg.weight": 0.0, "nucl.variant": "mstd"}),
+        {"nucl.alpha": (0.0, 1.0, 10.0, 100.0)},
+    ),
     # Baseline and three sharpnesses over two seeds, for a small machine.
     "seeds": product(chain(BASELINE, {"jreg.alpha": (0.0, 1.0, 3.0)}), {"seed": (0, 1)}),
 }
