@@ -12,6 +12,7 @@ chunk becomes one shard, whoever makes it, so any number of processes makes the 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import glob
@@ -94,9 +95,8 @@ def find_inputs(spec: str | Sequence[str]) -> list[tuple[str, str]]:
             "(--config.input=corpus.jsonl)"
         )
     found = [item for name in names for item in _expand(name.strip())]
-    paths = [path for path, _ in found]
-    for path in paths:
-        if paths.count(path) > 1:
+    for path, count in collections.Counter(path for path, _ in found).items():
+        if count > 1:
             raise DataError(f"{path} is named more than once; name each file once")
     return found
 
@@ -111,12 +111,14 @@ def plan_chunks(inputs: Sequence[tuple[str, str]], layout: Layout) -> list[Chunk
         raise DataError(f"chunk_bytes is {layout.chunk_bytes}; it must be 1 or more")
     chunks: list[Chunk] = []
     held: list[Piece] = []
+    size = 0  # of what is held
     for path, kind in inputs:
         for piece in _pieces(path, kind, layout):
-            if held and sum(one.size for one in held) + piece.size > layout.chunk_bytes:
+            if held and size + piece.size > layout.chunk_bytes:
                 chunks.append(Chunk(len(chunks), tuple(held)))
-                held = []
+                held, size = [], 0
             held.append(piece)
+            size += piece.size
     return [*chunks, Chunk(len(chunks), tuple(held))]
 
 
@@ -255,6 +257,11 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[str]:
     if not layout.separator:
         yield text
         return
+    if layout.separator in SEPARATORS and "\r\n" in text:
+        raise DataError(
+            f"{piece.path}: its lines end in CRLF, so separator={layout.separator!r} would not be "
+            "found: write it with LF line ends first"
+        )
     for part in text.split(layout.breaks.decode()):
         # A run of blank lines is one separator.
         yield part.strip("\n") if layout.separator in SEPARATORS else part

@@ -54,11 +54,12 @@ def prepare(
     tokeniser = Tokeniser(tokenizer, settings)
     inputs = corpora.find_inputs(spec)
     chunks = corpora.plan_chunks(inputs, settings.layout)
+    claimed = False
     try:
         with open_pool(tokeniser, directory, processes) as pool:
             hashing = [pool.submit(corpora.fingerprint, *one, settings.layout) for one in inputs]
             plan = make_plan([one.result() for one in hashing], settings, tokenizer, name)
-            done = claim(directory, plan, tokeniser.dtype)
+            done, claimed = claim(directory, plan, tokeniser.dtype), True
             todo = [chunk for chunk in chunks if shard_name(chunk.number) not in done]
             if not todo and (directory / shards.MANIFEST).exists():
                 return shards.read_manifest(directory)
@@ -66,7 +67,8 @@ def prepare(
         done |= {entry["name"]: entry for entry in entries}
         return finish(directory, plan, [done[shard_name(chunk.number)] for chunk in chunks])
     except DataError:
-        release(directory)
+        if claimed:  # what is refused may be another run's
+            release(directory)
         raise
 
 

@@ -107,7 +107,10 @@ def write_shard(
             full = [text for text in batch if text.strip()]
             empty += len(batch) - len(full)
             for ids in tokeniser.encode(full, bounded):
-                writer.add(ids)
+                if len(ids):
+                    writer.add(ids)
+                else:  # nothing that the tokenizer keeps
+                    empty += 1
         entry = writer.close() | {"empty": empty}
     write_json(note(directory, name), entry)
     report(left, 0)

@@ -106,11 +106,12 @@ class Endpoint:
         deadline = time.monotonic() + self._timeout
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
-                return _read(response, deadline)
+                return self._redacted(_read(response, deadline))
         except urllib.error.HTTPError as error:
-            body = _body_of(error, deadline)
+            # Redacted before anything is cut: half a key would not be found any more.
+            body = self._redacted(_body_of(error, deadline))
             raise EndpointError(
-                f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}", body,
+                f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}", body[:SHOWN],
                 again=error.code in TRY_AGAIN, wait=_seconds(error.headers.get("Retry-After")),
             ) from None  # fmt: skip
         except (OSError, http.client.HTTPException) as error:
@@ -132,7 +133,7 @@ def _text_of(body: str) -> str:
     """The content of the first choice."""
     try:
         text = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         kind = "no JSON" if isinstance(error, ValueError) else "no chat completion"
         raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN], True) from None
     if not isinstance(text, str) or not text.strip():
@@ -157,7 +158,7 @@ def _read(response: Any, deadline: float) -> str:
 
 def _body_of(error: urllib.error.HTTPError, deadline: float) -> str:
     try:
-        return _read(error, deadline)[:SHOWN]
+        return _read(error, deadline)
     except (OSError, http.client.HTTPException, EndpointError):
         return ""
 

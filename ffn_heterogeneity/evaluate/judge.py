@@ -40,6 +40,8 @@ MODES = ("single", "pairwise")
 # Categories whose answers are right or wrong: MT-bench's authors show the judge a reference.
 REFERENCE_CATEGORIES = ("math", "reasoning", "coding")
 REFERENCE_FILES = ("reference_gpt4.jsonl", "reference_answer/gpt-4.jsonl")
+# Pairs are judged twice, with their places changed.
+GAMES = {"g1": (0, 1), "g2": (1, 0)}
 FORMS = {"single": "single", "pairwise": "pair"}
 
 
@@ -67,7 +69,9 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     judge = Judge(config, models)
     form = FORMS[config.mode]
     path = workdir / "model_judgment" / f"{judge.file_name}_{form}.jsonl"
-    rows = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
+    old = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
+    # A judgment of other answers is none of these.
+    rows = {job.key: old[job.key] for job in jobs if judge.is_of(old.get(job.key, {}), job)}
     failures, tried = read_rows(workdir / "failed.jsonl"), {}
 
     def keep(job: Job, row: dict[str, Any]) -> bool:
@@ -180,8 +184,25 @@ class Judge:
     def __call__(self, job: Job) -> dict[str, Any]:
         return self._single(job) if self.single else self._pair(job)
 
+    def is_of(self, row: Mapping[str, Any], job: Job) -> bool:
+        """Whether a row judges just this: the same models, and the same answers in its prompts."""
+        if self.single:
+            asked = {"model": self.models[0], "user_prompt": self._single_prompt(job)[1]}
+        else:
+            asked = {"model_1": self.models[0], "model_2": self.models[1]}
+            for game, order in GAMES.items():
+                asked[f"{game}_user_prompt"] = self._pair_prompt(job, order)[1]
+        return all(row.get(key) == value for key, value in asked.items())
+
+    def _single_prompt(self, job: Job) -> tuple[str, str]:
+        return judge_prompts.single(job.question.turns, job.answers[0], job.reference)
+
+    def _pair_prompt(self, job: Job, order: tuple[int, int]) -> tuple[str, str]:
+        pair = [job.answers[i] for i in order]
+        return judge_prompts.pair(job.question.turns, *pair, job.reference)
+
     def _single(self, job: Job) -> dict[str, Any]:
-        name, prompt = judge_prompts.single(job.question.turns, job.answers[0], job.reference)
+        name, prompt = self._single_prompt(job)
         score, judgment, error = self._ask(prompt, judge_prompts.rating)
         row = {
             "question_id": job.question.id, "model": self.models[0], "judge": [self.name, name],
@@ -191,9 +212,8 @@ class Judge:
 
     def _pair(self, job: Job) -> dict[str, Any]:
         games, errors, name = {}, [], ""
-        for game, order in (("g1", (0, 1)), ("g2", (1, 0))):
-            pair = [job.answers[i] for i in order]
-            name, prompt = judge_prompts.pair(job.question.turns, *pair, job.reference)
+        for game, order in GAMES.items():
+            name, prompt = self._pair_prompt(job, order)
             letter, judgment, error = self._ask(prompt, judge_prompts.verdict)
             winners = {"A": f"model_{order[0] + 1}", "B": f"model_{order[1] + 1}", "C": "tie"}
             games[f"{game}_winner"] = winners.get(letter, "error")

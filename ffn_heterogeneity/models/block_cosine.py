@@ -4,15 +4,16 @@ Under full rematerialisation a layer keeps its input alone, and the backward pas
 again, but never the last product of the block: nobody asks for the block's output. A loss on
 cos(h_{l-1}, h_l) would (its gradient holds h_l): 5% more operations, for a vector that lies in
 memory anyway, as the next layer's input. So the backward pass hands it down: every layer carries a
-`link` of zeros, shaped like the residual stream, that means nothing on the way forward; on the way
-back its "cotangent" is the next layer's input, which is this layer's output.
+`link`, shaped like the residual stream, that means nothing on the way forward; on the way back its
+"cotangent" is the next layer's input, which is this layer's output.
 
     h_{l-1}, link = lend(h_{l-1}, link)         back: link gets h_{l-1}, for the layer below
     h_l           = block(h_{l-1})
     cos, link     = linked_cosine(h_{l-1}, h_l, link)          back: link holds h_l
     ... and after the last layer:  h_L, seen = end_link(h_L, link, seen)
 
-Nothing but these functions may touch the link. First derivatives only.
+Nothing but these functions may touch the link, and it starts as something that is batched and laid
+out like the residual stream. Reverse mode only.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ def forward(
         extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
     if dropout is not None:
         extra["dropout_key"] = jax.random.split(dropout[0], config.n_layers)
-    link = hold(jnp.zeros_like(x), options.activations) if with_cosine else None
+    # Laid out, and under vmap batched, as x is; what it holds means nothing on the way forward.
+    link = jax.lax.stop_gradient(x) if with_cosine else None
     (x, link), seen = run_stack(
         config, params["stack"], (x, link), run_layer,
         per_layer=extra, remat=options.remat, unroll=options.unroll,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.data.shards import check_vocabulary
 from ffn_heterogeneity.io.load import Model, load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
@@ -75,11 +76,7 @@ def starting_model(config: ConfigDict, load: Callable[..., Model] = load_model) 
             "or hub id> (scripts/prepare_data.py trains one)"
         )
     tokenizer = load_tokenizer(config.tokenizer)
-    if len(tokenizer) > shape.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {config.tokenizer} has {len(tokenizer)} tokens, more than "
-            f"shape.vocab_size={shape.vocab_size}: give the model at least as many"
-        )
+    check_vocabulary(tokenizer, shape.vocab_size, f"of shape.vocab_size={shape.vocab_size}")
     shape = _with_special_tokens(shape, tokenizer)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = causal_lm.init(shape, jax.random.key(config.seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +184,38 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
         assert np.linalg.norm(leaf - total) <= 2e-6 * max(np.linalg.norm(total), 1), path
         if "ffn/down" in path:
             assert all(np.any(each[path]) for each in apart)
+
+
+@quickly
+def test_gradients_through_vmap():
+    """grad of vmap, over rows and over parameters: the link must be batched as the states are."""
+    term, plain = jreg_term(1.0), Probe("plain", _plain_cosine)
+    batch = {name: leaf[:, None] for name, leaf in batch_of(SMALL.vocab_size).items()}
+    trees = [random_params(SMALL, seed=seed) for seed in range(3)]
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    def value(probe, params, batch):
+        outputs = causal_lm.forward(SMALL, params, batch, probes=(probe,))
+        found = outputs["probes"][probe.name]
+        return jnp.sum(found["sum"]) / found["count"][0]
+
+    def slopes(probe, axes, params):
+        def total(params):
+            one = functools.partial(value, probe)
+            return jax.vmap(one, axes)(params, batch).sum()
+
+        return flatten(jax.jit(jax.grad(total))(params))
+
+    for axes, tree in (((None, 0), trees[0]), ((0, 0), params)):
+        ours, theirs = (slopes(probe, axes, tree) for probe in (term.probes[0], plain))
+        for path, leaf in ours.items():
+            np.testing.assert_allclose(leaf, theirs[path], rtol=1e-4, atol=1e-7)
+
+
+def _plain_cosine(seen, batch, _):
+    psi = (1 - cosine(seen.block_input, seen.block_output)) / 2
+    counted = batch["segment_ids"] > 0
+    return {"sum": jnp.sum(jnp.where(counted, psi, 0)), "count": jnp.sum(counted, dtype=psi.dtype)}
 
 
 @quickly
