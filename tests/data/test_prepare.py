@@ -227,6 +227,15 @@ def test_blank_lines_lines_and_whole_files(write):
             assert [text for text in found if text] == expected
 
 
+def test_line_ends_that_hide_the_separator(write):
+    path = write("crlf.txt", "one\r\n\r\ntwo\r\n")
+    for separator in ("blank_line", "line"):
+        layout = corpora.Layout(separator=separator)
+        chunks = corpora.plan_chunks(corpora.find_inputs(path), layout)
+        with pytest.raises(DataError, match="its lines end in CRLF"):
+            [text for chunk in chunks for text in corpora.read_chunk(chunk, layout)]
+
+
 def test_parquet_by_row_groups_and_small_files_share_a_chunk(write, tmp_path):
     import pyarrow
     import pyarrow.parquet

@@ -368,6 +368,27 @@ def test_settings_that_cannot_be(server, files, tmp_path, changes, message):
     assert not server.requests
 
 
+@pytest.mark.parametrize("status", [200, 400])
+def test_half_a_key_is_not_kept(server, files, tmp_path, status):
+    """A body that echoes the key just where it is cut for the report."""
+    for before in (90, 190, 1990):
+        body = ("x" * before + KEY + "y" * 50).encode()
+        server.behave = lambda n, data, body=body: (status, {}, body)
+        out = tmp_path / f"{status}_{before}"
+        judge.run(config_for(server, files, retries=0, limit=1), out)
+        assert nowhere(out, KEY[:8])
+
+
+def test_other_answers_are_judged_anew(server, files, tmp_path):
+    server.behave = lambda n, data: chat(f"[[{9 if 'ours' in user_text(data) else 2}]]")
+    config = config_for(server, files)
+    assert judge.run(config, tmp_path / "out")["score"] == 9
+    os.replace(files["theirs"], files["ours"])
+    again = judge.run(config, tmp_path / "out")
+    assert (again["models"], again["score"], again["judged"]) == (["theirs"], 2, 6)
+    assert all(row["model"] == "theirs" for row in rows_of(again["judgments"]))
+
+
 def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret\nX-Header: y")
     with pytest.raises(ValueError, match="characters that no key has") as caught:
