@@ -17,6 +17,7 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.losses.benchmarks import (
     benchmark_nll,
     benchmark_nucl,
+    paired_interval,
     ratio_interval,
     take_turns,
 )
@@ -75,7 +76,10 @@ def benchmark_jreg(config: ConfigDict) -> dict:
     cases = {name: calls[name] for name in terms}
     print(f"compiling and warming up: {', '.join(cases)}", file=sys.stderr)
     times = take_turns(cases, config.repetitions)
-    return _report(config, times, [("train step", "train step + JREG")])
+    results = _report(config, times, [("train step", "train step + JREG")])
+    paired = paired_interval(times["train step + JREG"], times["train step"])
+    print("median of the rounds' ratios: {:.3f} ({:.3f} .. {:.3f})".format(*paired))
+    return results | {"paired": paired}
 
 
 def _inputs(config: ConfigDict) -> tuple[ModelConfig, dict, np.ndarray, RunOptions]:

@@ -15,6 +15,15 @@ from ffn_heterogeneity.losses.nucl import nucl
 PROMISED = (26, 2304, 576)
 
 
+def test_paired_ratios_take_out_what_both_share():
+    rng = np.random.default_rng(0)
+    speed = rng.uniform(1, 3, 30)
+    median, low, high = benchmarks.paired_interval(1.02 * speed, speed)
+    assert median == pytest.approx(1.02) and high - low < 1e-9
+    loose = benchmarks.ratio_interval(1.02 * speed, rng.permutation(speed))
+    assert loose[2] - loose[1] > 0.1
+
+
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_nucl_adds_under_10_megabytes_to_a_donated_update(axis):
     update = benchmarks._update(lambda w: nucl(w, "mstd", axis=axis))
