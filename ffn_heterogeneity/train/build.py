@@ -205,13 +205,11 @@ def monitors(config: ConfigDict, devices: int = 1) -> tuple[LossTerm, ...]:
     Figures 2 and 3 plot ("validation/entropy/ent/..."). And where the config knows JREG but does
     not train with it, its jump rates ("validation/jreg/zeta_L"): the baseline of that paper.
     """
-    nucl, found = config.nucl, []
-    found.append(
-        nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
-    )
+    nucl = config.nucl
+    entropy = nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
     if added_weights(config).get("jreg") == 0:
-        found.append(_added_term(config, "jreg", 0.0))
-    return tuple(found)
+        return entropy, _added_term(config, "jreg", 0.0)
+    return (entropy,)
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:

@@ -12,9 +12,9 @@ import pytest
 from tiny_models import batch_of, random_params, tiny_of
 
 from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.block import Block
-from ffn_heterogeneity.models.config import RopeConfig
+from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -32,6 +32,12 @@ def norm_oracle(x, kind, eps, scale=1.0, bias=0.0):
     if kind != "rms":
         x = x - x.mean(-1, keepdims=True)
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale + bias
+
+
+def test_what_a_gpt_neox_config_cannot_say_is_refused():
+    config = dataclasses.replace(NEOX, ffn_bias=False)
+    with pytest.raises(ConfigError, match="ffn_bias=False cannot be written"):
+        families.family_by_name("gpt_neox").to_hf(config)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

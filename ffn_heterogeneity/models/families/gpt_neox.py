@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common, rules
 
 _DEFAULTS = {
@@ -75,7 +75,13 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json that transformers 4 and 5 and vLLM read."""
+    """config.json that transformers 4 and 5 and vLLM read.
+
+    Raises:
+      ConfigError: an FFN without biases, which their config cannot say.
+    """
+    if not config.ffn_bias:
+        raise ConfigError("gpt_neox with ffn_bias=False cannot be written: its FFN has biases")
     values = common.base_to_hf(config, "gpt_neox", "GPTNeoXForCausalLM")
     for key in ("num_key_value_heads", "head_dim", "rms_norm_eps"):
         del values[key]
