@@ -75,11 +75,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """config.json that transformers 4 and 5 and vLLM read.
-
-    Raises:
-      ConfigError: an FFN without biases, which their config cannot say.
-    """
+    """config.json transformers 4 and 5 and vLLM read; ConfigError without biases in the FFN."""
     if not config.ffn_bias:
         raise ConfigError("gpt_neox with ffn_bias=False cannot be written: its FFN has biases")
     values = common.base_to_hf(config, "gpt_neox", "GPTNeoXForCausalLM")
