@@ -77,6 +77,9 @@ def test_files_and_functions_stay_short():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and code_lines(node) > 55:
                 long.append(f"{path.name}: {node.name} has {code_lines(node)} lines of code")
+    for path in Path(__file__).parent.rglob("*.py"):
+        if path.read_text().count("\n") > 430:
+            long.append(f"{path.name} is a long file of tests")
     assert not long, long
 
 

@@ -48,6 +48,7 @@ class Tokeniser:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer, "none", settings.eos)
         if settings.eos and self.encoder.eos_id is None:
             raise DataError("this tokenizer has no eos token; set eos=False")
+        self.end = [] if self.encoder.eos_id is None else [self.encoder.eos_id]
         self.dtype = shards.token_dtype(shards.vocab_size(tokenizer))
 
     def encode(self, texts: Sequence[str], report: Report = _nothing) -> list[list[int]]:
@@ -57,9 +58,9 @@ class Tokeniser:
         found = self._batch(short)
         report(sum(map(len, short)), sum(map(len, found)))
         ids = iter(found)
-        eos = [] if self.encoder.eos_id is None else [self.encoder.eos_id]
         return [
-            next(ids) + eos if len(text) <= limit else self._long(text, report) for text in texts
+            next(ids) + self.end if len(text) <= limit else self._long(text, report)
+            for text in texts
         ]
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
@@ -107,9 +108,9 @@ def write_shard(
             full = [text for text in batch if text.strip()]
             empty += len(batch) - len(full)
             for ids in tokeniser.encode(full, bounded):
-                if len(ids):
+                if len(ids) > len(tokeniser.end):
                     writer.add(ids)
-                else:  # nothing that the tokenizer keeps
+                else:  # the tokenizer keeps nothing of it
                     empty += 1
         entry = writer.close() | {"empty": empty}
     write_json(note(directory, name), entry)

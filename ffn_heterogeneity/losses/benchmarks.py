@@ -8,6 +8,7 @@ bootstrap interval over rounds.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +27,11 @@ MEGABYTE = 1e6
 
 def take_turns(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
     """Seconds of each program in each round, after one warm-up round."""
+    from tqdm import tqdm
+
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(rounds + 1):
+    # Shown between rounds, so never within what is measured; only on a terminal.
+    for turn in tqdm(range(rounds + 1), desc="rounds", disable=None, file=sys.stderr):
         for name, program in programs.items():
             start = time.perf_counter()
             jax.block_until_ready(program())

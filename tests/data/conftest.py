@@ -1,10 +1,11 @@
-"""Tokenizers for the data tests: a trained byte-level BPE, and one id per character."""
+"""Tokenizers for the data tests: a trained byte-level BPE, and one id per character; a corpus."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from prepare_tools import texts
 
 
 class Characters:
@@ -57,3 +58,12 @@ def write(tmp_path):
         return str(path)
 
     return _write
+
+
+@pytest.fixture
+def corpus(write):
+    """JSONL of 90 documents, some of them empty, in two files."""
+    records = [{"text": text, "id": i} for i, text in enumerate(texts(90))]
+    for i in (0, 17, 89):
+        records[i]["text"] = " \n" if i else ""
+    return [write("a.jsonl", records[:60]), write("b.jsonl", records[60:])]

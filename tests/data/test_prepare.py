@@ -1,9 +1,8 @@
-"""Corpora to shards: the same for any number of processes, after a stop, and by datatrove."""
+"""Corpora to shards: the same for any number of processes and after a stop; refusals."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -13,68 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prepare_tools import Slow, contents, documents_of, expected, settings, texts
 
 from ffn_heterogeneity.data import corpora, prepare_workers
 from ffn_heterogeneity.data.corpora import Layout, find_inputs, plan_chunks, read_chunk
 from ffn_heterogeneity.data.pipeline import make_pipeline
-from ffn_heterogeneity.data.prepare import prepare
+from ffn_heterogeneity.data.prepare import claim, prepare
 from ffn_heterogeneity.data.shards import open_corpus
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tokenise import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WORDS = ("the", "of", "and", "whale", "ship", "sea", "naïve", "said", "«日本»\n", "white", "boat")
-
-
-class Slow:
-    """A character is a token; other processes can import it, and are not too fast to be killed."""
-
-    bos_token_id, eos_token_id = 1, 2
-
-    def encode(self, text, add_special_tokens=True):
-        time.sleep(0.005)
-        return [ord(character) + 3 for character in text]
-
-
-def texts(count, seed=0):
-    generator = np.random.default_rng(seed)
-    return [" ".join(generator.choice(WORDS, generator.integers(1, 40))) for _ in range(count)]
-
-
-def contents(directory):
-    """Name -> bytes of every file that lies there for good."""
-    return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
-
-
-def documents_of(directory):
-    return [
-        shard.document(number).tolist()
-        for shard in open_corpus(directory).shards
-        for number in range(shard.documents_count)
-    ]
-
-
-def settings(chunk_bytes=2000, **more):
-    layout = {key: more.pop(key) for key in ("text_field", "separator") if key in more}
-    return Settings(Layout(chunk_bytes=chunk_bytes, **layout), **more)
-
-
-@pytest.fixture
-def corpus(write):
-    """JSONL of 90 documents, some of them empty, in two files."""
-    records = [{"text": text, "id": i} for i, text in enumerate(texts(90))]
-    for i in (0, 17, 89):
-        records[i]["text"] = " \n" if i else ""
-    return [write("a.jsonl", records[:60]), write("b.jsonl", records[60:])]
-
-
-def expected(paths, tokenizer, eos=2):
-    lines = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
-    return [
-        tokenizer.encode(line["text"], add_special_tokens=False) + [eos]
-        for line in lines
-        if line["text"].strip()
-    ]
 
 
 def test_one_and_three_processes_write_the_same_bytes(corpus, bpe, tmp_path):
@@ -101,7 +49,7 @@ KILLED = """
 import sys
 sys.path.insert(0, {tests!r})
 from ffn_heterogeneity.data.prepare import prepare
-from test_prepare import Slow, settings
+from prepare_tools import Slow, settings
 
 if __name__ == "__main__":
     prepare({paths!r}, Slow(), {out!r}, settings=settings(), processes={processes})
@@ -173,6 +121,35 @@ def test_another_corpus_is_not_written_over(corpus, characters, bpe, tmp_path):
         prepare(corpus, characters(), tmp_path, settings=settings())
 
 
+def test_a_refused_plan_leaves_a_stopped_runs_progress(corpus, characters, tmp_path):
+    """Stopped before its first shard: only the plan is there, and it is not ours to remove."""
+    entry = prepare(corpus, characters(), tmp_path / "whole", settings=settings())
+    plan = {key: entry[key] for key in ("tokenizer", "policy", "settings", "inputs")}
+    out = tmp_path / "stopped"
+    claim(out, plan, np.dtype(entry["dtype"]))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert [path.name for path in before] == ["plan.json"]
+    with pytest.raises(DataError, match="holds other shards .*chunk_bytes"):
+        prepare(corpus, characters(), out, settings=settings(chunk_bytes=99))
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    prepare(corpus, characters(), out, settings=settings())
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_documents_the_tokenizer_drops_are_empty_ones(write, tmp_path):
+    class Dropping(Slow):
+        def encode(self, text, add_special_tokens=True):
+            return [] if "drop" in text else super().encode(text, add_special_tokens)
+
+    path = write("a.jsonl", [{"text": text} for text in ("whale", "drop me", "sea", "drop")])
+    manifest = prepare([path], Dropping(), tmp_path, settings=settings())
+    assert (manifest["documents"], manifest["empty_documents"]) == (2, 2)
+    assert len(documents_of(tmp_path)) == 2
+    with pytest.raises(DataError, match="2 documents, all of them empty"):
+        only = write("b.jsonl", [{"text": "drop"}, {"text": "drop it"}])
+        prepare([only], Dropping(), tmp_path / "nothing", settings=settings())
+
+
 def test_what_training_reads_is_what_the_text_task_reads(shared_data, bpe, write, tmp_path):
     """Real text: the batches are those of task "text", which tokenises as it goes."""
     whole = (shared_data / "fineweb_edu" / "train.jsonl").read_text().splitlines(keepends=True)
@@ -217,14 +194,14 @@ def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypat
 
 def test_blank_lines_lines_and_whole_files(write):
     path = write("a.txt", "\ufeffone\n\n\n\ntwo\nlines\n\n\nthree\n")
-    for separator, expected in (
+    for separator, pieces in (
         ("blank_line", ["one", "two\nlines", "three"]),
         ("line", ["one", "two", "lines", "three"]),
         ("", ["one\n\n\n\ntwo\nlines\n\n\nthree\n"]),
     ):
         for size in (1, 6, 100):
             _, found = pieces_of(path, chunk_bytes=size, separator=separator)
-            assert [text for text in found if text] == expected
+            assert [text for text in found if text] == pieces
 
 
 def test_line_ends_that_hide_the_separator(write):
@@ -356,134 +333,3 @@ def test_hub_data_sets(characters, tmp_path, monkeypatch):
     assert len(manifest["shards"]) == 3 and len(documents_of(tmp_path)) == 25
     assert manifest["inputs"][0]["path"] == "owner/name:part[validation]"
     assert manifest["inputs"][0]["rows"] == 25 and manifest["inputs"][0]["fingerprint"]
-
-
-def configured(workdir, **changes):
-    """`run` of scripts/prepare_data.py with a config."""
-    from etils import epath
-
-    from ffn_heterogeneity import cli
-    from ffn_heterogeneity.train.prepare_data import run
-
-    config = cli.load_config(str(REPOSITORY / "configs" / "prepare_data.py"))
-    cli.set_keys(config, changes.items(), "test", "configs/prepare_data.py")
-    return run(config, epath.Path(workdir))
-
-
-def test_script_trains_a_tokenizer_and_writes_shards(corpus, tmp_path, capsys):
-    changes = {"input": ",".join(corpus), "train_tokenizer.vocab_size": 300, "shard_mb": 0.002}
-    dry = configured(tmp_path / "run", dry_run=True, **changes)
-    assert not (tmp_path / "run").exists()
-    assert "shards: " in capsys.readouterr().out
-    results = configured(tmp_path / "run", **changes)
-    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
-    assert results["vocab_size"] == 300 and results["documents"] == 87
-    assert dry["shards"] == results["shards"]
-    assert results["tokens"] <= dry["tokens_at_most_about"]
-    from ffn_heterogeneity.io.load import load_tokenizer
-
-    tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer")
-    assert documents_of(tmp_path / "run") == expected(corpus, tokenizer, tokenizer.eos_token_id)
-
-
-def test_script_refuses(corpus, smollm2_gguf, tmp_path):
-    for changes, message in (
-        ({}, "tokenizer='' and train_tokenizer.vocab_size=0: give one of them"),
-        ({"tokenizer": "x", "train_tokenizer.vocab_size": 300}, "give one of them"),
-        ({"tokenizer": "x", "engine": "spark"}, "engine='spark': choose one of local, datatrove"),
-        ({"tokenizer": "x", "processes": 0}, "processes=0: 1 or more"),
-        ({"tokenizer": "x", "shard_mb": 0.0}, "shard_mb=0.0"),
-        ({"tokenizer": "x"}, "model 'x' is not a directory"),
-        ({"tokenizer": "x", "input": ""}, "no input"),
-        ({"train_tokenizer.vocab_size": 258}, "vocab_size is 258; 3 special tokens and 256 bytes"),
-        (
-            {"tokenizer": str(smollm2_gguf), "model": "gpt2_tiny_absent"},
-            "model 'gpt2_tiny_absent' is not a directory",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            configured(tmp_path / "run", **{"input": corpus[0], **changes})
-    assert not (tmp_path / "run").exists()
-
-
-def test_script_compares_the_vocabulary_with_the_models(
-    corpus, smollm2_gguf, tmp_path, monkeypatch
-):
-    from ffn_heterogeneity.train import prepare_data
-
-    class Small:
-        vocab_size = 49_151
-
-    monkeypatch.setattr(prepare_data, "load_config", lambda model, revision: Small)
-    changes = {"input": corpus[0], "tokenizer": str(smollm2_gguf), "model": "small"}
-    with pytest.raises(DataError, match="ids up to 49151, but model small .*vocabulary of 49151"):
-        configured(tmp_path / "run", **changes)
-    Small.vocab_size = 49_152
-    assert configured(tmp_path / "run", **changes)["vocab_size"] == 49_152
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_datatrove_writes_the_same_bytes(corpus, datatrove, tmp_path, processes):
-    from ffn_heterogeneity.data import prepare_datatrove
-
-    paths, out = corpus, tmp_path / "datatrove"
-    prepare(paths, Slow(), tmp_path / "ours", settings=settings())
-    # Half-way: one shard is there, another is not whole.
-    reader, _ = prepare_datatrove.chunk_steps(paths, Slow(), out, settings=settings())
-    assert reader.tasks == len(reader.chunks) > 4
-    kept = contents(tmp_path / "ours")
-    entries = json.loads(kept["manifest.json"])["shards"]
-    for entry, cut in ((entries[1], None), (entries[2], -2)):
-        for suffix in ("tokens", "documents"):
-            (out / f"{entry['name']}.{suffix}").write_bytes(kept[f"{entry['name']}.{suffix}"][:cut])
-        (out / "progress" / f"{entry['name']}.json").write_text(json.dumps(entry))
-    with pytest.raises(DataError, match=f"2 of {reader.tasks} shards are there"):
-        prepare_datatrove.finish_directory(out, reader.tasks)
-    before = (out / f"{entries[1]['name']}.tokens").stat().st_mtime_ns
-    options = {"settings": settings(), "processes": processes}
-    manifest = prepare_datatrove.prepare(paths, Slow(), out, **options)
-    assert contents(out) == kept and manifest == json.loads(kept["manifest.json"])
-    assert (out / f"{entries[1]['name']}.tokens").stat().st_mtime_ns == before
-    assert prepare_datatrove.prepare(paths, Slow(), out, **options) == manifest
-
-
-def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove, tmp_path):
-    from datatrove.data import Document
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.filters import LambdaFilter
-
-    from ffn_heterogeneity.data import prepare_datatrove
-
-    def run(steps, tasks):
-        logs = str(tmp_path / "logs" / str(len(list(tmp_path.iterdir()))))
-        LocalPipelineExecutor(list(steps), tasks=tasks, workers=1, logging_dir=logs).run()
-
-    out = tmp_path / "filtered"
-    reader, writer = prepare_datatrove.chunk_steps(corpus, Slow(), out, settings=settings())
-    run((reader, LambdaFilter(lambda document: "whale" in document.text), writer), reader.tasks)
-    prepare_datatrove.finish_directory(out, reader.tasks)
-    found = ["".join(chr(i - 3) for i in ids[:-1]) for ids in documents_of(out)]
-    assert 10 < len(found) < 80 and all("whale" in text for text in found)
-    run((reader, LambdaFilter(lambda document: False), writer), 1)
-
-    out, documents = tmp_path / "free", [Document(text, str(i)) for i, text in enumerate(texts(50))]
-    writer = prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500))
-    run((lambda data, rank, size: iter(documents[rank::size]), writer), 3)
-    manifest = prepare_datatrove.finish_directory(out)
-    order = [text for rank in range(3) for text in texts(50)[rank::3]]
-    assert documents_of(out) == [[*Slow().encode(text), 2] for text in order if text.strip()]
-    assert len(manifest["shards"]) > 6 and manifest["inputs"] == [{"path": "my reader"}]
-
-
-def test_without_datatrove_the_way_out_is_named(corpus, tmp_path, monkeypatch):
-    import ffn_heterogeneity.data as package
-
-    monkeypatch.delitem(sys.modules, f"{package.__name__}.prepare_datatrove", raising=False)
-    monkeypatch.delattr(package, "prepare_datatrove", raising=False)
-    for name in [name for name in sys.modules if name.split(".")[0] == "datatrove"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "datatrove", None)
-    changes = {"input": corpus[0], "train_tokenizer.vocab_size": 300, "engine": "datatrove"}
-    with pytest.raises(ImportError, match="datatrove is not installed .*pip install .*datatrove"):
-        configured(tmp_path / "run", **changes)
-    assert not (tmp_path / "run").exists()

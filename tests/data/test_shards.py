@@ -153,9 +153,12 @@ def test_every_target_once_an_epoch_in_a_new_order(make, characters):
     assert counted["batches"] == -(-rows // 4) and counted["loss_tokens"] == len(expected)
 
 
-def test_counts_follow_what_was_read(make, characters):
-    config = {"task": "tokens", "path": str(make([random_documents(1, 30, 50)])), "prefetch": 0}
-    iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator(epochs=1)
+@pytest.mark.parametrize(("documents", "epochs"), [(30, 1), (1, 7)])
+def test_counts_follow_what_was_read(make, characters, documents, epochs):
+    """Also where a batch holds the last, padded row several times."""
+    shards = [random_documents(1, documents, 50)]
+    config = {"task": "tokens", "path": str(make(shards)), "prefetch": 0}
+    iterator = make_pipeline(config, characters(), 4, 16, 0).train_iterator(epochs=epochs)
     batches = list(iterator)
     assert iterator.counts.loss_tokens == sum(int(batch["loss_mask"].sum()) for batch in batches)
 

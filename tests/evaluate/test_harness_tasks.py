@@ -1,19 +1,18 @@
-"""The task pack: the harness's own requests from local files, offline, with clear refusals."""
+"""The task pack: the harness's own requests and judgments, from local files."""
 
 from __future__ import annotations
 
 import ast
-import json
-import logging
-import socket
 from pathlib import Path
 
 import pytest
+from task_tools import requests_of, rows_of, write
 
-from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack, task_names
 from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+
+pytestmark = pytest.mark.usefixtures("no_network")
 
 STOCK = {
     "arc_challenge": "arc/arc_challenge.yaml", "arc_easy": "arc/arc_easy.yaml",
@@ -26,26 +25,6 @@ STOCK = {
     "social_iqa": "siqa/siqa.yaml", "swag": "swag/swag.yaml", "triviaqa": "triviaqa/default.yaml",
     "wic": "super_glue/wic/default.yaml", "winogrande": "winogrande/default.yaml",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("the network was asked for")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-def rows_of(path, count=None):
-    # Not splitlines(): JSON strings may hold U+2028 as it is.
-    lines = Path(path).read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines if line][:count]
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
 # ---- the hub's form of the shared rows, made here and not by the package
@@ -151,12 +130,6 @@ def stock_mbpp_shots(path):
         if isinstance(node, ast.FunctionDef) and node.name == "list_fewshot_samples"
     ]
     return ast.literal_eval(function.body[0].value)
-
-
-def requests_of(task, limit=8):
-    task.set_fewshot_seed(1234)
-    task.build_all_requests(limit=limit, rank=0, world_size=1)
-    return [(one.request_type, *one.args) for one in task.instances]
 
 
 # RACE and LAMBADA have a test split alone: the stock tasks draw examples from it, the question
@@ -271,263 +244,3 @@ def test_race_articles_with_several_problems():
     read = ROWS["race"]({"article": "Text.", "problems": str(problems)})
     assert read["text"] == "Article: Text.\n\nHe is a man\nQuestion: Why?\nAnswer: x\nWho?"
     assert read["choices"] == ["1", "2", "3", "4"] and read["label"] == 3
-
-
-# ---- whole runs
-
-
-@pytest.fixture
-def dummy(lm_eval):
-    from lm_eval.models.dummy import DummyLM
-
-    return DummyLM()
-
-
-def run(lm_eval, model, pack, limit=None):
-    # torch, where it is installed, would be imported to seed it and to list the environment.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-        return lm_eval.simple_evaluate(
-            model=model, **pack._asdict(), limit=limit, bootstrap_iters=0, torch_random_seed=None
-        )
-
-
-def test_a_run_offline(lm_eval, shared_data, dummy):
-    names = ["gsm8k", "nq_open", "winogrande", "lambada_openai", "mmlu_virology", "cb"]
-    pack = make_task_pack(str(shared_data), names)
-    found = run(lm_eval, dummy, pack, limit=3)
-    results = found["results"]
-    assert results["gsm8k"]["exact_match,strict-match"] == 0.0
-    assert {"acc,none", "f1,none"} <= set(results["cb"])
-    [sample, *_] = found["samples"]["mmlu_virology"]
-    prompt = sample["arguments"][0][0]
-    assert prompt.startswith("The following are multiple choice questions (with answers) about vir")
-    assert prompt.count("Answer:") == 6
-    assert sample["doc"]["subject"] == "virology"
-    assert found["samples"]["gsm8k"][0]["arguments"][0][0].count("Question:") == 6
-
-
-def write_subjects(root, group, first):
-    """MMLU files with the answers `first` in the group's first subject, one "C" in each other."""
-    question = {"question": "q", "A": "1", "B": "2", "C": "3", "D": "4"}
-    test, dev = [], []
-    for number, name in enumerate(tables().groups[group].members):
-        subject = {"subject": name.removeprefix("mmlu_")} | question
-        dev += [subject | {"answer": "B"}] * 2
-        test += [subject | {"answer": answer} for answer in (["C"] if number else first)]
-    write(root / "mmlu" / "test.jsonl", test)
-    write(root / "mmlu" / "dev.jsonl", dev)
-
-
-def test_group_accuracy_weights_questions_not_subjects(lm_eval, tmp_path):
-    from lm_eval.api.model import LM
-
-    class First(LM):
-        def loglikelihood(self, requests):
-            return [(0.0 if one.args[1] == " A" else -1.0, False) for one in requests]
-
-        def loglikelihood_rolling(self, requests):
-            raise NotImplementedError
-
-        def generate_until(self, requests):
-            raise NotImplementedError
-
-    # The first subject: ten questions, all "A"; the others: one each, none "A".
-    write_subjects(tmp_path, "mmlu_social_sciences", ["A"] * 10)
-    pack = make_task_pack(str(tmp_path), "mmlu_social_sciences", num_fewshot={"mmlu": 1})
-    results = run(lm_eval, First(), pack)["results"]
-    assert results["mmlu_social_sciences"]["acc,none"] == pytest.approx(10 / 21)
-    assert results["mmlu_sociology"]["acc,none"] == 0.0
-
-
-def test_mbpp_runs_programs_only_when_allowed(lm_eval, shared_data, monkeypatch):
-    import types
-
-    import ffn_heterogeneity.evaluate as package
-
-    calls = []
-
-    def judge(completions, tests, setups, *, allow, progress):
-        calls.append((completions, tests, setups, allow))
-        return types.SimpleNamespace(passed=int("max" in completions[0]))
-
-    stand_in = types.SimpleNamespace(pass_at_1=judge)
-    monkeypatch.setattr(package, "code_metrics", stand_in, raising=False)
-    with pytest.raises(DataError, match="mbpp runs programs written by the model; set allow_code"):
-        make_task_pack(str(shared_data), ["piqa", "mbpp"])
-    pack = make_task_pack(str(shared_data), "mbpp", allow_code=True)
-    task, rows = pack.tasks[0], rows_of(shared_data / "mbpp" / "test.jsonl")
-    assert task.process_results(task.eval_docs[0], ["max"]) == {"pass_at_1": 1.0}
-    assert task.process_results(task.eval_docs[1], ["min"]) == {"pass_at_1": 0.0}
-    assert calls[1] == (["min"], [rows[1]["test_list"]], [rows[1]["test_setup_code"]], True)
-    assert task.UNSAFE_CODE and pack.confirm_run_unsafe_code
-
-
-# ---- few-shot examples
-
-
-def test_without_a_training_file_the_question_is_never_its_own_example(lm_eval, tmp_path, caplog):
-    rows = [{"question": f"number {i}", "answer": [f"word {i}"]} for i in range(6)]
-    write(tmp_path / "nq_open" / "validation.jsonl", rows)
-    with caplog.at_level(logging.WARNING):
-        [task] = make_task_pack(str(tmp_path), "nq_open").tasks
-    assert "nq_open: few-shot examples come from the evaluation file, without" in caplog.text
-    assert task.config.metadata["fewshot_file"] == str(tmp_path / "nq_open" / "validation.jsonl")
-    for i, (_, prompt, _) in enumerate(requests_of(task, limit=6)):
-        assert prompt.count("Q: ") == 6 and f"A: word {i}\n" not in prompt
-        assert prompt.endswith(f"Q: number {i}?\nA:")
-    with pytest.raises(DataError, match="no such file: .*nq_open/train.jsonl$"):
-        make_task_pack(str(tmp_path), "nq_open", fewshot_from="train")
-    with pytest.raises(DataError, match="6 examples asked for, but beside the question only 5"):
-        make_task_pack(str(tmp_path), "nq_open", num_fewshot=6)
-
-
-def test_a_training_file_of_another_form(lm_eval, shared_data, caplog):
-    with caplog.at_level(logging.WARNING):
-        [task] = make_task_pack(str(shared_data), "hellaswag").tasks
-    assert "hellaswag: few-shot examples come from the evaluation file" in caplog.text
-    _, prompt, _ = requests_of(task, limit=1)[0]
-    assert prompt.count("\n\n") == 10
-    with pytest.raises(DataError, match=r"hellaswag/train.jsonl, line 1: no field 'ctx_a'"):
-        make_task_pack(str(shared_data), "hellaswag", fewshot_from="train")
-
-
-def test_a_broken_training_file_is_not_passed_over(lm_eval, tmp_path):
-    rows = [{"question": f"number {i}", "answer": ["w"]} for i in range(9)]
-    write(tmp_path / "nq_open" / "validation.jsonl", rows)
-    train = tmp_path / "nq_open" / "train.jsonl"
-    for content, message in (
-        (b"", "the file is empty"),
-        (b'{"question": "\xff"}', "not UTF-8"),
-        (json.dumps(rows[0]).encode() + b'\n{"question": "q"}', "line 2: no field 'answer'"),
-        (json.dumps(rows[0]).encode(), "5 examples asked for, but only 1 rows"),
-    ):
-        train.write_bytes(content)
-        with pytest.raises(DataError, match=f"train.jsonl.*{message}"):
-            make_task_pack(str(tmp_path), "nq_open")
-
-
-def test_fewshot_from_evaluation(lm_eval, shared_data):
-    [task] = make_task_pack(str(shared_data), "gsm8k", fewshot_from="evaluation").tasks
-    assert task.config.metadata["fewshot_file"].endswith("gsm8k/test.jsonl")
-    training = {row["question"] for row in rows_of(shared_data / "gsm8k" / "train.jsonl")}
-    _, prompt, _ = requests_of(task, limit=1)[0]
-    shown = [part.split("\nAnswer:")[0] for part in prompt.split("Question: ")[1:]]
-    assert len(set(shown)) == 6 and not set(shown) & training
-
-
-def test_numbers_of_examples(lm_eval, shared_data, tmp_path):
-    def shots(pack):
-        return [task.config.num_fewshot for task in pack.tasks]
-
-    root, names = str(shared_data), ["piqa", "nq_open", "cb"]
-    assert shots(make_task_pack(root, names)) == [0, 5, 0]
-    assert shots(make_task_pack(root, names, num_fewshot=2)) == [2, 2, 2]
-    assert shots(make_task_pack(root, names, num_fewshot={"nq_open": 8})) == [0, 8, 0]
-    write_subjects(tmp_path, "mmlu_other", ["A"])
-    shots_of = {"mmlu_virology": 1, "mmlu": 2}
-    [group] = make_task_pack(str(tmp_path), "mmlu_other", num_fewshot=shots_of).tasks
-    by_name = {task.task_name: task.config.num_fewshot for task in group.get_all_tasks()}
-    assert by_name.pop("mmlu_virology") == 1 and set(by_name.values()) == {2}
-
-
-# ---- refusals
-
-ROW = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (None, r"no such file: .*piqa/validation\.jsonl$"),
-        (b"", r"validation\.jsonl: the file is empty"),
-        (b"\n\n", "no JSON objects"),
-        (b'{"goal": "\xff"}', "not UTF-8: byte 0xff at offset 10"),
-        (b'{"goal": ', "line 1: not JSON"),
-        ([ROW, {"goal": "g", "sol1": "a", "label": 0}], "line 2: no field 'sol2'; fields seen"),
-        ([ROW, ROW | {"sol1": 3}], r"line 2: field 'sol1' is int \(3\), expected text"),
-        ([ROW | {"label": -1}], "line 1: field 'label' is -1, which is no answer"),
-        ([ROW | {"label": ""}], "line 1: field 'label' is '', which is no answer"),
-    ],
-)
-def test_bad_files(lm_eval, tmp_path, content, message):
-    path = tmp_path / "piqa" / "validation.jsonl"
-    path.parent.mkdir()
-    if isinstance(content, list):
-        write(path, content)
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        make_task_pack(str(tmp_path), "piqa")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"names": "pica"}, "unknown task 'pica'; did you mean piqa"),
-        ({"names": "qqq"}, r"unknown task 'qqq'; known: arc_challenge, .*mmlu_<subject or group>"),
-        ({"names": []}, "no tasks asked for"),
-        ({"names": "mmlu_virolgy"}, "did you mean mmlu_virology"),
-        ({"names": ["mmlu", "mmlu_virology"]}, "mmlu_virology is asked for twice"),
-        ({"num_fewshot": -1}, "num_fewshot of piqa is -1"),
-        ({"num_fewshot": {"gsm8k": 1}}, "a setting for gsm8k, which is not among piqa"),
-        ({"num_fewshot": {"piqqa": 1}}, "unknown task 'piqqa'"),
-        ({"fewshot_from": "dev"}, "fewshot_from is 'dev'; it must be auto or train or evaluation"),
-        ({"files": {"piqa": "piqa/none.jsonl"}}, "piqa/none.jsonl: no such file"),
-        ({"files": {"boolq": "x"}}, "a setting for boolq"),
-        ({"data_root": "/nowhere"}, "/nowhere: no such directory"),
-    ],
-)
-def test_bad_settings(lm_eval, shared_data, settings, message):
-    settings = {"data_root": str(shared_data), "names": "piqa", **settings}
-    with pytest.raises(DataError, match=message) as caught:
-        make_task_pack(settings.pop("data_root"), settings.pop("names"), **settings)
-    assert "\n" not in str(caught.value)
-
-
-def test_another_file_of_a_task(lm_eval, shared_data):
-    files = {"arc_challenge": "arc_challenge/test_llm_adapters.jsonl"}
-    [task] = make_task_pack(str(shared_data), "arc_challenge", files=files).tasks
-    assert len(task.eval_docs) == 1172
-    assert task.config.metadata["evaluation_file"].endswith("test_llm_adapters.jsonl")
-
-
-BAD_ROWS = [
-    ("mmlu", {"subject": "s", "question": "q", "choices": ["a"], "answer": 0}, "1 choices"),
-    ("mmlu", {"subject": "s", "question": "q", "A": "1", "B": "2", "C": "3"}, "no field 'D'"),
-    ("arc", {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"},
-     "'B', which is none of A"),
-    ("arc", {"instruction": "What?", "answer": "answer1"}, "is not a question with its answers"),
-    ("winogrande", {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}, "no '_'"),
-    ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "no answer"),
-    ("triviaqa", {"context": "Q", "answer": "a", "aliases": []}, "not of the form"),
-    ("triviaqa", {"question": "q", "answer": {"aliases": []}}, "'aliases' is empty"),
-    ("nq_open", {"question": "q", "answer": []}, "'answer' is empty"),
-    ("race", {"article": "a", "problems": "[oops"}, "is no list"),
-    ("race", {"article": "a", "problems": []}, "one or more problems"),
-    ("lambada", {"text": "word"}, "no last word to predict"),
-    ("copa", {"question": "why", "premise": "p"}, "expected cause or effect"),
-    ("siqa", {"context": "c", "question": "q", "answerA": "a", "answerB": "b", "answerC": "c",
-              "label": 0}, "'label' is 0, which is no answer"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, row, message", BAD_ROWS)
-def test_bad_rows(name, row, message):
-    with pytest.raises(DataError, match=message):
-        ROWS[name](row)
-
-
-def test_middle_school_is_no_part_of_race(lm_eval, shared_data, tmp_path):
-    [task] = make_task_pack(str(shared_data), "race").tasks
-    assert len(task.eval_docs) == 500
-    row = {"example_id": "middle1.txt", "article": "a", "question": "q", "answer": "A"}
-    write(tmp_path / "race" / "validation.jsonl", [row])
-    with pytest.raises(DataError, match="race/validation.jsonl: no question in it for this task"):
-        make_task_pack(str(tmp_path), "race")
-
-
-def test_the_task_files_are_installed_with_the_package():
-    settings = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert '"ffn_heterogeneity.evaluate.harness_tasks" = ["*.yaml"]' in settings

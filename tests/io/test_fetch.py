@@ -114,7 +114,7 @@ def test_fetch_script_finds_what_is_there(tmp_path):
 
 
 def test_convert_script(tmp_path):
-    from test_safetensors import random_params, tiny_config
+    from checkpoint_tools import random_params, tiny_config
 
     from ffn_heterogeneity.io.export import save_pretrained
 

@@ -291,7 +291,7 @@ def test_special_tokens_chat_template_and_eos():
 
 
 def test_save_and_load_again(tmp_path):
-    from test_safetensors import random_params, tiny_config
+    from checkpoint_tools import random_params, tiny_config
 
     from ffn_heterogeneity.io.export import save_pretrained
     from ffn_heterogeneity.io.load import load_model

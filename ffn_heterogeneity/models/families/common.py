@@ -174,12 +174,18 @@ def classic_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: value for key, value in parameters.items() if key != "rope_theta"}
 
 
-def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ModelConfig` that every decoder spells alike; `defaults` are the class defaults
-    of transformers, because the hub's config.json files leave those out. A null is as if left out,
-    but for special tokens: there it says that the model has none."""
+def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json over the class defaults of transformers, because the hub's files leave those out.
+
+    A null is as if left out, but for special tokens: there it says that the model has none.
+    """
     said = {k: v for k, v in values.items() if v is not None or k.endswith("_token_id")}
-    values = {**defaults, **said}
+    return {**defaults, **said}
+
+
+def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ModelConfig` that every decoder spells alike, as `with_defaults` reads them."""
+    values = with_defaults(values, defaults)
     needed = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
     missing = [k for k in (*needed, "intermediate_size") if k not in values]
     if missing:

@@ -59,7 +59,7 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GPTNeoXForCausalLM."""
-    values = _DEFAULTS | {k: v for k, v in values.items() if v is not None}
+    values = common.with_defaults(values, _DEFAULTS)
     own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
     fields = common.base_from_hf(values | own, {})
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})

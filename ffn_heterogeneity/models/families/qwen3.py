@@ -60,7 +60,7 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Qwen3ForCausalLM."""
     fields = common.base_from_hf(values, _DEFAULTS)
-    values = _DEFAULTS | {k: v for k, v in values.items() if v is not None}
+    values = common.with_defaults(values, _DEFAULTS)
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     # transformers' own default; every published config.json names its theta.
     theta = values.get("rope_theta") or 10_000.0

@@ -1,0 +1,231 @@
+"""How families name, cut and reorder tensors, and what they refuse."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.models import families
+from ffn_heterogeneity.models.config import ConfigError, config_from_dict, config_to_dict
+from ffn_heterogeneity.models.families import common, gpt_neox, llama
+
+
+def tiny(name, **changes):
+    """The preset's config with few small layers."""
+    config, _ = families.preset(name)
+    layers = tuple(dataclasses.replace(layer, ffn_width=10) for layer in config.layers[:7])
+    sizes = {"vocab_size": 11, "d_model": 6, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
+    return dataclasses.replace(config, layers=layers, **sizes | changes)
+
+
+TINY = {
+    "llama3_8b": {},
+    "llama3_2_1b": {"attention_bias": True, "attention_out_bias": True, "ffn_bias": True},
+    "gemma_2b": {},
+    "gemma2_2b": {},
+    "gemma3_1b": {},
+    "pythia_70m": {"n_kv_heads": 4, "head_dim": 8},
+    "stablecode_alpha_3b": {"n_kv_heads": 4, "head_dim": 8, "attention_bias": False, "tied": True},
+    "olmo_1b": {},
+    "qwen3_8b": {},
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_rules_name_every_leaf_once_and_invert_exactly(name):
+    config = tiny(name, **TINY[name])
+    family = families.family_by_name(config.family)
+    shapes = families.expected_shapes(config)
+    for rules in (family.rules(config), family.gguf_rules(config)):
+        assert sorted(p for rule in rules for p in rule.paths) == sorted(shapes)
+        names = [n for rule in rules for n in rule.names]
+        assert len(set(names)) == len(names)
+        rng = np.random.default_rng(0)
+        for rule in rules:
+            leaves = [rng.normal(size=shapes[p]).astype(np.float32) for p in rule.paths]
+            stored = rule.save(leaves)
+            assert [a.shape for a in stored] == rule.stored_shapes(shapes)
+            for leaf, back in zip(leaves, rule.load(stored), strict=True):
+                np.testing.assert_array_equal(leaf, back)
+
+
+@pytest.mark.parametrize("leaf", ["kernel", "bias"])
+def test_gpt_neox_interleaves_queries_keys_and_values_by_head(leaf):
+    """Row (head * 3 + part) * h + i of the tensor is row i of that head of that part."""
+    config = tiny("pythia_70m", n_kv_heads=4, head_dim=8)
+    name = {"kernel": "weight", "bias": "bias"}[leaf]
+    family = families.family_by_name("gpt_neox")
+    stored = f"gpt_neox.layers.2.attention.query_key_value.{name}"
+    rule = next(r for r in family.rules(config) if r.names == (stored,))
+    assert rule.paths == tuple(f"layers/2/attention/{part}/{leaf}" for part in "qkv")
+    shape = (96, 6) if leaf == "kernel" else (96,)
+    assert rule.stored_shapes(families.expected_shapes(config)) == [shape]
+    tensor = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    for part, found in enumerate(rule.load([tensor])):
+        for head in range(4):
+            for i in range(8):
+                row = tensor[(head * 3 + part) * 8 + i]
+                np.testing.assert_array_equal(found[..., head * 8 + i], row)
+    stored = f"blk.2.attn_qkv.{name}"
+    rule = next(r for r in family.gguf_rules(config) if r.names == (stored,))
+    for part, found in enumerate(rule.load([tensor])):
+        np.testing.assert_array_equal(found.T, tensor[32 * part : 32 * (part + 1)])
+
+
+def test_gpt_neox_has_no_grouped_queries():
+    config = tiny("pythia_70m", head_dim=8)
+    for rules in (families.family_by_name("gpt_neox").rules, gpt_neox.FAMILY.gguf_rules):
+        with pytest.raises(ConfigError, match="n_kv_heads=2, n_heads=4"):
+            rules(config)
+
+
+def test_qwen3_windows_begin_where_config_json_says():
+    config = tiny("qwen3_8b")
+    values = families.family_by_name("qwen3").to_hf(config)
+    values |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 5}
+    listed = families.config_from_hf(values | {"layer_types": None})
+    assert [layer.window for layer in listed.layers] == [None] * 5 + [9] * 2
+    values = families.family_by_name("qwen3").to_hf(listed)
+    assert families.config_from_hf(values) == listed
+
+
+def test_kernels_are_stored_output_first():
+    rules = families.family_by_name("llama").rules(tiny("llama3_8b"))
+    down = next(r for r in rules if r.names == ("model.layers.3.mlp.down_proj.weight",))
+    assert down.paths == ("layers/3/ffn/down/kernel",)
+    assert down.stored_shapes({down.paths[0]: (10, 6)}) == [(6, 10)]
+
+
+@pytest.mark.parametrize("kind", ["q", "k"])
+def test_llama_gguf_reordering_is_undone(kind):
+    config = tiny("llama3_8b")
+    heads = {"q": config.n_heads, "k": config.n_kv_heads}[kind]
+    weight = np.arange(heads * config.head_dim * config.d_model, dtype=np.float32)
+    weight = weight.reshape(heads * config.head_dim, config.d_model)  # torch's [out, in]
+    # llama.cpp's converter: rows of a head go from halves to interleaved pairs.
+    written = weight.reshape(heads, 2, config.head_dim // 2, config.d_model)
+    written = written.swapaxes(1, 2).reshape(weight.shape)
+    assert not np.array_equal(written, weight)
+    found = llama.gguf_transform(config, f"layers/0/attention/{kind}/kernel", written.T)
+    np.testing.assert_array_equal(found, weight.T)
+
+
+def test_gemma_gguf_norms_lose_their_one_and_kernels_do_not():
+    config, scale = tiny("gemma2_2b"), np.float32([1.5, 0.25])
+    np.testing.assert_array_equal(
+        common.subtract_one(config, "layers/0/ffn_norm/scale", scale), np.float32([0.5, -0.75])
+    )
+    kernel = np.ones((2, 2), np.float32)
+    assert common.subtract_one(config, "layers/0/ffn/up/kernel", kernel) is kernel
+
+
+GGUF_META = {
+    "embedding_length": 6,
+    "feed_forward_length": 10,
+    "block_count": 2,
+    "attention.head_count": 3,
+    "attention.layer_norm_rms_epsilon": float(np.float32(1e-5)),
+    "rope.freq_base": 500_000.0,
+    "rope.dimension_count": 64,
+    "vocab_size": 11,
+    "tied": True,
+}
+
+
+def test_llama31_scaling_is_recovered_from_gguf_factors():
+    factor, low, high, old = 32.0, 1.0, 4.0, 8192
+    factors = []
+    for i in range(32):
+        wavelength = 2 * math.pi * 500_000.0 ** (2 * i / 64)
+        if wavelength < old / high:
+            factors.append(1.0)
+        elif wavelength > old / low:
+            factors.append(factor)
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    factors = np.array(factors, np.float32)
+    config = llama.from_gguf(GGUF_META | {"rope_freqs": factors})
+    assert config.layers[0].rope.llama3 == (factor, low, high, old)
+    assert config.norm_eps == 1e-5
+    with pytest.raises(ConfigError, match="rope_freqs"):
+        llama.from_gguf(GGUF_META | {"rope_freqs": factors * np.linspace(1, 2, 32)})
+
+
+def test_gguf_widths_may_differ_per_layer():
+    config = llama.from_gguf(GGUF_META | {"feed_forward_length": [10, 4]})
+    assert config.ffn_widths == (10, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "known"),
+    [
+        (families.family_by_name, "mamba", "gemma2"),
+        (families.preset, "gemma2_3b", "gemma2_27b"),
+        (families.family_from_gguf, "mamba", "gemma3"),
+        (families.config_from_hf, {"model_type": "mamba"}, "gemma3_text"),
+        (families.config_from_hf, {"model_type": "llama", "quantization_config": {"a": 1}}, "GGUF"),
+        (families.config_from_hf, {"model_type": "llama", "vocab_size": 3}, "hidden_size"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(call, value, known):
+    with pytest.raises(ConfigError, match=known):
+        call(value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        {"hidden_act": "mish"},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_settings_that_change_the_function_are_refused(change):
+    config, _ = families.preset("llama3_8b")
+    values = llama.to_hf(config) | {"rope_parameters": None} | change
+    with pytest.raises(ConfigError):
+        families.config_from_hf(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_kind": "batch"}, "norm_kind='batch': choose one of"),
+        ({"qkv_clip": 0.0}, "qkv_clip=0.0 must be positive"),
+        ({"head_dim": 4}, "rope.fraction=0.25 rotates 1 of head_dim=4 dimensions"),
+    ],
+)
+def test_configs_that_describe_no_model_are_refused(changes, words):
+    config, _ = families.preset("pythia_70m")
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("name", ["pythia_70m", "olmo_7b_0424", "qwen3_8b"])
+def test_config_dict_round_trip(name):
+    config, _ = families.preset(name)
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_configs_written_before_a_field_was_added_are_read():
+    values = config_to_dict(families.preset("llama2_7b")[0])
+    for key in ("norm_kind", "qkv_clip", "parallel_residual"):
+        del values[key]
+    for layer in values["layers"]:
+        del layer["rope"]["fraction"]
+    assert config_from_dict(values) == families.preset("llama2_7b")[0]
+
+
+def test_layer_types_decide_the_windows():
+    config = tiny("gemma3_1b")
+    values = families.family_by_name("gemma3").to_hf(config)
+    values["layer_types"] = ["full_attention"] * 2 + ["sliding_attention"] * 5
+    found = families.config_from_hf(values)
+    assert [layer.window for layer in found.layers] == [None] * 2 + [512] * 5
+    assert [layer.rope.theta for layer in found.layers] == [1e6] * 2 + [1e4] * 5
+    values["layer_types"][0] = "chunked_attention"
+    with pytest.raises(ConfigError, match="layer_types"):
+        families.config_from_hf(values)
