@@ -31,6 +31,7 @@ from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.surgery.benchmark import benchmark_streaming
+from ffn_heterogeneity.surgery.benchmark_similarity import benchmark_similarity
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
@@ -202,6 +203,7 @@ BENCHMARKS: dict[str, Callable[[ConfigDict], dict]] = {
     "streaming": lambda config: benchmark_streaming(
         preset(config.model)[0], config.repetitions, directory=config.directory or None
     ),
+    "similarity": lambda config: benchmark_similarity(preset(config.model)[0], config.repetitions),
 }
 
 
