@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import numpy as np
 
 from ffn_heterogeneity.data import corpora
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.files import atomic_path, read_json, write_json
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SPECIAL = (BOS, EOS, PAD)  # ids 0, 1, 2
 # One token for every byte and the special ones.
 SMALLEST = 256 + len(SPECIAL)
+# Beside a trained tokenizer: what it is a function of.
+MADE_OF = "made_of.json"
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 
 def sample_texts(
     chunks: Sequence[corpora.Chunk], layout: corpora.Layout, max_bytes: int
 ) -> Iterator[str]:
-    """The documents of evenly spread chunks, at most about `max_bytes` of them."""
+    """The documents of evenly spread chunks, `max_bytes` of UTF-8 at most: the last one is cut."""
     total = sum(chunk.size for chunk in chunks)
     count = min(max(1, round(len(chunks) * max_bytes / total)), len(chunks))
     left = max_bytes
@@ -98,11 +101,54 @@ def sample_texts(
         for text in corpora.read_chunk(chunks[number], layout):
             if left <= 0:
                 return
-            left -= len(text)
+            # A character has a byte at least: no more of a long document is looked at.
+            encoded = text[:left].encode()
+            left -= len(encoded)
+            yield text if left > 0 else encoded[: len(encoded) + left].decode(errors="ignore")
+
+
+class Hashed:
+    """Passes texts on; `digest()` is that of those which passed."""
+
+    def __init__(self, texts: Iterable[str]):
+        self._texts, self._hash = texts, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            encoded = text.encode()
+            # With its length: two texts are not their concatenation.
+            self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
             yield text
 
+    def digest(self) -> str:
+        return self._hash.hexdigest()
 
-def save_tokenizer(tokenizer: Any, directory: str | Path) -> None:
-    """Writes a directory that `transformers.AutoTokenizer` loads; whole or not at all."""
+
+def save_tokenizer(
+    tokenizer: Any, directory: str | Path, made_of: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a directory that `transformers.AutoTokenizer` loads; whole or not at all.
+
+    Args:
+      made_of: kept in `made_of.json`, for `differs`.
+    """
     with atomic_path(directory) as temporary:
         tokenizer.save_pretrained(os.fspath(temporary))
+        if made_of is not None:
+            write_json(Path(temporary) / MADE_OF, dict(made_of))
+
+
+def differs(directory: str | Path, made_of: Mapping[str, Any]) -> list[str]:
+    """The facts in which the tokenizer in `directory` is of something else.
+
+    Raises:
+      DataError: nothing says what it is of.
+    """
+    path = Path(directory) / MADE_OF
+    if not path.is_file():
+        raise DataError(
+            f"{directory} holds a tokenizer that was not trained by this command: use it by "
+            f"--config.tokenizer={directory} without training, or use another --workdir"
+        )
+    kept = read_json(path)
+    return [key for key, value in made_of.items() if kept.get(key) != value]

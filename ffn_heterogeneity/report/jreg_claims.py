@@ -20,7 +20,7 @@ from ffn_heterogeneity.report.jreg_conditions import (
 )
 from ffn_heterogeneity.report.jreg_models import READINGS, Measured, whole
 from ffn_heterogeneity.report.paper_table import NOT_RUN, UNKNOWN, Table, middle, number, spread
-from ffn_heterogeneity.report.runs import Run
+from ffn_heterogeneity.report.runs import Run, written_models
 
 ABOUT_ZERO = 0.5  # percent: the paper gives no bound
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not known"
@@ -64,7 +64,7 @@ def _absent(name: str) -> Row:
 
 def _published(runs: Sequence[Run], models: Sequence[Measured]) -> list[Row]:
     """Of each reading, all models but those that the given runs wrote."""
-    ours = {os.path.join(os.path.realpath(run.path), "model") for run in trained(runs)}
+    ours = {place for run in trained(runs) for place in written_models(run)}
     others = [one for one in whole(models)
               if os.path.realpath(str(one.run.config.get("model", ""))) not in ours]  # fmt: skip
     low, high = paper.PUBLISHED

@@ -12,7 +12,6 @@ from etils import epath
 
 from ffn_heterogeneity.report import paper_jreg as paper
 from ffn_heterogeneity.report.compare import mean_curve
-from ffn_heterogeneity.report.jreg_models import name_of
 from ffn_heterogeneity.report.paper_table import middle, spread
 from ffn_heterogeneity.report.runs import Run, number_of, union
 from ffn_heterogeneity.report.writer import read_metrics
@@ -23,8 +22,9 @@ ENTROPY = "validation/entropy/ent/ffn_out/mean"
 PSI = "validation/jreg/psi"
 # Config keys that must be equal for losses and rates to stand beside one another.
 SETUP = (
-    "model", "tokenizer", "batch_size", "seq_len", "dropout", "compute_dtype", "nll_reduction",
-    "eval.max_batches", "jreg.final_norm", "jreg.positions", "freeze", "train_only",
+    "model", "revision", "tokenizer", "batch_size", "seq_len", "dropout", "compute_dtype",
+    "nll_reduction", "eval.max_batches", "jreg.final_norm", "jreg.positions", "freeze",
+    "train_only",
 )  # fmt: skip
 SETUP_GROUPS = ("shape.", "data.", "optimizer.")
 
@@ -67,6 +67,13 @@ class Condition:
     def loss(self) -> str:
         """ "baseline", "weight 1, alpha 0.5"."""
         return f"weight {self.weight:g}, alpha {self.alpha:g}" if self.weight else "baseline"
+
+    @property
+    def published(self) -> bool:
+        """Whether it saw as many tokens as the paper's runs, in steps of the same size."""
+        config = self.members[0].run.config
+        batch = (config.get("batch_size"), config.get("seq_len"))
+        return (self.steps, *batch) == (paper.STEPS, *paper.BATCH)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -207,6 +214,6 @@ def _group_names(runs: Sequence[Run]) -> dict[tuple, str]:
 
 def _size(run: Run) -> str:
     if run.config.get("model"):
-        return name_of(run)
+        return run.model
     layers, width, ffn = (run.config.get(f"shape.{k}") for k in ("layers", "d_model", "ffn_width"))
     return f"{layers}x{width}/{ffn}"

@@ -33,16 +33,6 @@ class Measured(NamedTuple):
     tokens: int | None
 
 
-def name_of(run: Run) -> str:
-    """A short name of the run's model: "smollm2-135m"; of a run's own, that run's name."""
-    parts = [part for part in str(run.config.get("model", "")).split("/") if part]
-    if len(parts) > 1 and parts[-1] in ("model", "checkpoints"):
-        parts = parts[:-1]
-    revision = run.config.get("revision")
-    name = parts[-1].removesuffix(".gguf") if parts else "model"
-    return f"{name} {revision}" if revision else name
-
-
 def measured(runs: Sequence[Run]) -> list[Measured]:
     """What the finished displacement analyses found, checkpoints by step.
 
@@ -91,7 +81,7 @@ def _measured(run: Run, path: epath.Path, values: dict) -> Measured:
             raise ValueError(f"{path} holds no displacements under {name}.psi: is it damaged?")
     step = values.get("step", 0)
     return Measured(
-        name_of(run), run, str(values.get("checkpoint", "")), step, readings, values.get("tokens")
+        run.model, run, str(values.get("checkpoint", "")), step, readings, values.get("tokens")
     )
 
 

@@ -117,8 +117,8 @@ def _table(
 
 
 def paper_cell(condition: Condition) -> str:
-    """The jump rates that the paper has for this row; of its own steps and weight alone."""
-    if (condition.weight, condition.steps) != (paper.WEIGHT, paper.STEPS):
+    """The jump rates that the paper has for this row; of its own steps, batch and weight alone."""
+    if condition.weight != paper.WEIGHT or not condition.published:
         return UNKNOWN
     return _known(paper.SIZES.get(condition.size, ""), condition.alpha)
 
@@ -134,7 +134,7 @@ def missing(done: Sequence[Condition]) -> list[tuple[str, ...]]:
     rows = []
     for size, name in paper.SIZES.items():
         label = f"{size} ({name})"
-        mine = [c for c in done if (c.size, c.steps) == (size, paper.STEPS)]
+        mine = [c for c in done if c.size == size and c.published]
         if not any(c.weight == 0 for c in mine):
             rows.append((label, "baseline", "0", UNKNOWN, UNKNOWN))
         jreg = {c.alpha for c in mine if c.weight == paper.WEIGHT}

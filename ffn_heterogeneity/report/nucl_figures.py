@@ -9,7 +9,7 @@ from etils import epath
 from ffn_heterogeneity.report.compare import mean_curve, save
 from ffn_heterogeneity.report.figures import COLOURS
 from ffn_heterogeneity.report.nucl_training import FIGURES, alpha_of, with_curves
-from ffn_heterogeneity.report.paper_table import Table, model_name
+from ffn_heterogeneity.report.paper_table import Table
 from ffn_heterogeneity.report.runs import Run, union
 
 WORDS = {"figure_2": "outgoing entropy a neuron (nats)", "figure_3": "validation NLL"}
@@ -32,12 +32,10 @@ def draw_all(runs: Sequence[Run], tables: Sequence[Table], output: epath.Path) -
 
 def lines(runs: Sequence[Run], metric: str, says: str):
     """A panel for each model and variant, a line for each alpha; bands over seeds."""
-    panels = union([(model_name(run), str(run.config["nucl.variant"]))] for run in runs)
+    panels = union([(run.model, str(run.config["nucl.variant"]))] for run in runs)
     figure, axes = _subplots(len(panels), 4.6, 3.4)
     for axis, (model, variant) in zip(axes, panels, strict=True):
-        mine = [
-            run for run in runs if (model_name(run), run.config["nucl.variant"]) == (model, variant)
-        ]
+        mine = [run for run in runs if (run.model, run.config["nucl.variant"]) == (model, variant)]
         for i, run in enumerate(mine):
             steps, values = mean_curve(run, metric)
             marker = "o" if len(steps) <= 50 else ""

@@ -12,20 +12,21 @@ from ffn_heterogeneity.report.paper_table import (
     UNKNOWN,
     Table,
     middle,
-    model_name,
     number,
     spread,
 )
 from ffn_heterogeneity.report.runs import Run, Spread, union
 
-# Row -> (what it says, the config keys that make a run it). The first that fits is the run's.
+# Of a row, unless it says otherwise.
+PLAIN = {"reverse": False, "compensation": "none"}
+# Row -> (what it says, the config keys that make a run it).
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "unpruned": ("unpruned", {"criterion": "none"}),
-    "entropy": ("highest entropy (NUCL)", {"criterion": "entropy", "reverse": False}),
-    "gini": ("highest gini", {"criterion": "gini", "reverse": False}),
-    "mstd": ("highest mstd", {"criterion": "mstd", "reverse": False}),
+    "entropy": ("highest entropy (NUCL)", {"criterion": "entropy"}),
+    "gini": ("highest gini", {"criterion": "gini"}),
+    "mstd": ("highest mstd", {"criterion": "mstd"}),
     "random": ("random", {"criterion": "random"}),
-    "magnitude": ("smallest magnitude", {"criterion": "magnitude", "reverse": False}),
+    "magnitude": ("smallest magnitude", {"criterion": "magnitude"}),
     "srinivas_babu": (
         "Srinivas & Babu 2015: merged into the nearest",
         {"criterion": "similarity", "compensation": "sum"},
@@ -61,7 +62,7 @@ SOLUTION = {
 # Config keys that must be equal for numbers to stand beside one another.
 OF_REMOVAL = ("ratio", "count", "budget")
 COMPARABLE = (
-    *OF_REMOVAL, "text", "token_ids", "window", "max_windows", "bos", "compute_dtype", "revision",
+    *OF_REMOVAL, "text", "token_ids", "window", "max_windows", "bos", "compute_dtype",
 )  # fmt: skip
 INDICES = (
     'The paper counts layers from 1. In Gemma-2 layer 0 is local; its "even layers" (after global '
@@ -84,11 +85,10 @@ def pairs(runs: Sequence[Run]) -> list[Table]:
 
 def row_of(run: Run) -> str | None:
     """The row of Table 4 that a run is, whatever its layers; None: none of them."""
-    for row, (_, wanted) in ROWS.items():
-        defaults = {"reverse": False, "compensation": "none"}
-        if all(run.config.get(key, defaults.get(key)) == value for key, value in wanted.items()):
-            return row
-    return None
+    mine = {key: run.config.get(key, PLAIN.get(key)) for key in ("criterion", *PLAIN)}
+    if mine["criterion"] == "none":  # nothing goes, whatever would make up for it
+        return "unpruned"
+    return next((row for row, (_, keys) in ROWS.items() if {**PLAIN, **keys} == mine), None)
 
 
 def pair_of(run: Run) -> int | None:
@@ -114,8 +114,8 @@ def task_values(run: Run) -> dict[str, Any]:
 
 def _by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
     mine = [run for run in runs if "criterion" in run.config and "perplexity" in run.values]
-    names = union([model_name(run)] for run in mine)
-    return {name: [run for run in mine if model_name(run) == name] for name in names} or {"": []}
+    names = union([run.model] for run in mine)
+    return {name: [run for run in mine if run.model == name] for name in names} or {"": []}
 
 
 def _criteria(model: str, runs: Sequence[Run]) -> Table:
@@ -124,6 +124,7 @@ def _criteria(model: str, runs: Sequence[Run]) -> Table:
         row = row_of(run)
         if row and (run.config["layers"] == "all" or row == "unpruned"):
             found[row].append(run)
+    others = [run.label for run in runs if row_of(run) is None and run.config["layers"] == "all"]
     printed = {row: paper.TABLE_4.get(row, {}) for row in ROWS}
     known = {row: ", ".join(f"{k} {v}" for k, v in cell.items()) for row, cell in printed.items()}
     labels = {row: (says, known[row] or UNKNOWN) for row, (says, _) in ROWS.items()}
@@ -135,6 +136,8 @@ def _criteria(model: str, runs: Sequence[Run]) -> Table:
     if runs:
         notes.insert(0, _ordering({row: _perplexity(mine) for row, mine in found.items()}))
         notes += [f"{ROWS[row][0]}: {text}" for row in ROWS if (text := _solution(found[row]))]
+    if others:
+        notes.append(f"In no row, other criteria or compensations: {', '.join(others)}.")
     header = ("removed by", "paper (Gemma-2 2B, %)")
     return _table(
         "table_4", model, header, [(labels[row], found[row]) for row in ROWS], runs, notes

@@ -15,7 +15,6 @@ from ffn_heterogeneity.report.paper_table import (
     UNKNOWN,
     Table,
     middle,
-    model_name,
     number,
 )
 from ffn_heterogeneity.report.runs import Run, union
@@ -189,7 +188,7 @@ def _curves(key: str, metric: str, runs: Sequence[Run]) -> Table:
         steps, values = mean_curve(run, metric)
         used.append(run.path)
         for step, value in zip(steps, values.mean(0), strict=True):
-            rows.append((model_name(run), run.config["nucl.variant"], alpha_of(run), step, value))
+            rows.append((run.model, run.config["nucl.variant"], alpha_of(run), step, value))
     exact, shown = tuple(rows), _ends(rows)
     header = ("model", "variant", "alpha", "step", metric)
     notes = (
@@ -219,14 +218,12 @@ def with_curves(runs: Sequence[Run], metric: str) -> list[Run]:
         run for run in trained(runs)
         if plain_targets(run) and any(metric in curve for curve in run.curves)
     ]  # fmt: skip
-    return sorted(
-        mine, key=lambda run: (model_name(run), run.config["nucl.variant"], alpha_of(run))
-    )
+    return sorted(mine, key=lambda run: (run.model, run.config["nucl.variant"], alpha_of(run)))
 
 
 def _group(run: Run) -> tuple[str, str]:
     """(model, data)."""
-    name = model_name(run)
+    name = run.model
     return paper.GEMMA.get(name, name), task_of(run)
 
 

@@ -33,6 +33,7 @@ SIZES = {
     "30x3072/8192": "3.4B",
 }
 STEPS = 200_000
+BATCH = (512, 1024)  # rows of so many tokens a step
 WEIGHT = 1.0
 ALPHAS = (0.0, 0.1, 0.3, 0.5, 1.0, 3.0)
 BEST_ALPHA = 1.0

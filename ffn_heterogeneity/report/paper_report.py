@@ -13,7 +13,7 @@ from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path, read_json
 from ffn_heterogeneity.report.paper_table import NOT_RUN, Table
-from ffn_heterogeneity.report.runs import Run, read_runs
+from ffn_heterogeneity.report.runs import Run, read_runs, union, written_models
 from ffn_heterogeneity.report.tables import markdown_table
 
 OUR_READING = " (our reading of its number)"
@@ -61,22 +61,40 @@ def gather(paths: Sequence[str]) -> Given:
 
 
 def with_tasks(runs: Sequence[Run]) -> list[Run]:
-    """Task accuracies of a model that another of the runs wrote are given to that run as well."""
+    """Task accuracies of a model that another of the runs wrote are given to that run as well.
+
+    Of a run over seeds: their mean, from the lowest to the highest end of their intervals.
+    """
     found = []
     for run in runs:
-        extra = {}
+        models: dict[str, dict[str, Any]] = {}
         for other in users_of(run, runs):
-            extra |= {k: v for k, v in other.values.items() if k.startswith("tasks.")}
+            mine = models.setdefault(os.path.realpath(other.config["model"]), {})
+            mine |= {k: v for k, v in other.values.items() if k.startswith("tasks.")}
+        extra = _over_models(list(models.values()))
         found.append(dataclasses.replace(run, values={**run.values, **extra}) if extra else run)
+    return found
+
+
+def _over_models(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for key in union(models):
+        values = [model[key] for model in models if key in model]
+        if len(values) == 1 or any(isinstance(value, str) for value in values):
+            found[key] = values[0]
+        elif key.endswith(("_low", "_high")):
+            found[key] = (min if key.endswith("_low") else max)(values)
+        else:
+            found[key] = values[0] if len(set(values)) == 1 else sum(values) / len(values)
     return found
 
 
 def users_of(run: Run, runs: Sequence[Run]) -> list[Run]:
     """The runs that were given the model which `run` wrote."""
-    mine = os.path.join(os.path.realpath(run.path), "model")
+    mine = written_models(run)
     return [
         other for other in runs
-        if other is not run and os.path.realpath(str(other.config.get("model", ""))) == mine
+        if other is not run and os.path.realpath(str(other.config.get("model", ""))) in mine
     ]  # fmt: skip
 
 

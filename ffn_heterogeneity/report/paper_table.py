@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from ffn_heterogeneity.report.runs import Run, Spread
+from ffn_heterogeneity.report.runs import Spread
 
 NOT_RUN = "not run"
 UNKNOWN = "-"
@@ -59,9 +58,3 @@ def spread(values: Sequence[float]) -> Any:
     if len(set(values)) == 1:
         return values[0]
     return Spread(sum(values) / len(values), min(values), max(values), len(values))
-
-
-def model_name(run: Run) -> str:
-    """A short name of the run's model: the last part of a path or hub id, without ".gguf"."""
-    name = os.path.basename(str(run.config.get("model", "")).rstrip("/"))
-    return name.removesuffix(".gguf") or "model"

@@ -40,6 +40,7 @@ class Run:
       curves: one per seed (one without seeds): metric -> step -> value, NaN where not finite.
       state: "finished", "3 seeds", or how far it is.
       notes: what a reader has to know.
+      model: a short name of the config's model that no other model of these runs has.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Run:
     curves: list[dict[str, dict[int, float]]]
     state: str
     notes: list[str]
+    model: str = "model"
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -63,7 +65,11 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     for i, place in enumerate(places):
         if (j := places.index(place)) < i:
             raise ValueError(f"{paths[i]!r} and {paths[j]!r} are the same run: name each once")
-    return [read_run(p, label) for p, label in zip(paths, _labels(places), strict=True)]
+    runs = [read_run(p, label) for p, label in zip(paths, _labels(places), strict=True)]
+    return [
+        dataclasses.replace(run, model=name)
+        for run, name in zip(runs, _model_names(runs), strict=True)
+    ]
 
 
 def read_run(path: str, label: str) -> Run:
@@ -100,6 +106,37 @@ def read_run(path: str, label: str) -> Run:
         lists = list(dict.fromkeys(name.split(".")[0] for name in lists))
         notes += [f"lists in results.json, in no table: {', '.join(lists)}."] if lists else []
     return Run(path, label, config, values, curves, state, notes + _not_finite(curves))
+
+
+def written_models(run: Run) -> list[str]:
+    """Where the models lie that the run wrote, if it did: its own, and those of its seeds."""
+    seeds = run.config.get("seeds") or ()
+    folders = [run.path, *(os.path.join(run.path, f"seed_{seed}") for seed in seeds)]
+    return [os.path.join(os.path.realpath(folder), "model") for folder in folders]
+
+
+def _model_names(runs: Sequence[Run]) -> list[str]:
+    """ "smollm2-135m" of a path or hub id, a run's name for that run's own; the whole path where
+    two models would have one name."""
+    keys = [(_normal(str(r.config.get("model") or "")), r.config.get("revision")) for r in runs]
+    short = {key: _short(key[0]) for key in keys}
+    names = {}
+    for (path, revision), name in short.items():
+        others = {other for (other, _), found in short.items() if found == name}
+        name = name if len(others) == 1 else path
+        names[path, revision] = f"{name} {revision}" if revision else name
+    return [names[key] for key in keys]
+
+
+def _normal(path: str) -> str:
+    return os.path.normpath(path) if path and "://" not in path else path.rstrip("/")
+
+
+def _short(path: str) -> str:
+    parts = [part for part in path.split("/") if part]
+    if len(parts) > 1 and parts[-1] in ("model", "checkpoints"):
+        parts = parts[:-1]
+    return parts[-1].removesuffix(".gguf") if parts else "model"
 
 
 def _labels(places: Sequence[str]) -> list[str]:

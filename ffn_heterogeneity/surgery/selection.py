@@ -30,10 +30,8 @@ def layer_subset(spec: str | Sequence[int], n_layers: int) -> tuple[int, ...]:
     }
     if isinstance(spec, str):
         text = spec.strip()
-        if text in names:
-            return tuple(names[text])
         try:
-            chosen = _parse_layers(text)
+            chosen = list(names[text]) if text in names else _parse_layers(text)
         except ValueError:
             raise ValueError(
                 f"layers={spec!r} is not understood: use {', '.join(names)}, pair:5, 0,3,7 or 4-9"
@@ -49,7 +47,7 @@ def layer_subset(spec: str | Sequence[int], n_layers: int) -> tuple[int, ...]:
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"layers={spec!r} names a layer twice")
     if not chosen:
-        raise ValueError(f"layers={spec!r} names no layer")
+        raise ValueError(f"layers={spec!r} names no layer of the model's {n_layers}")
     return tuple(sorted(chosen))
 
 
@@ -116,11 +114,12 @@ def select_global(
             f"a global budget of {budget} of {total} neurons would empty a layer: at most "
             f"{total - len(layers)} can go"
         )
-    flat = np.concatenate([scores[layer] for layer in layers])
-    owner = np.concatenate([np.full(len(scores[layer]), layer) for layer in layers])
-    index = np.concatenate([np.arange(len(scores[layer])) for layer in layers])
-    for layer in layers:
-        last = np.argsort(-scores[layer], kind="stable")[-1]
-        flat[(owner == layer) & (index == last)] = -np.inf
+    # Of each layer all but the one it would lose last (scores of -inf are no sign of that).
+    orders = [np.sort(np.argsort(-scores[layer], kind="stable")[:-1]) for layer in layers]
+    flat = np.concatenate(
+        [scores[layer][order] for layer, order in zip(layers, orders, strict=True)]
+    )
+    owner = np.repeat(layers, [len(order) for order in orders])
+    index = np.concatenate(orders)
     chosen = np.argsort(-flat, kind="stable")[:budget]
     return {layer: np.sort(index[chosen[owner[chosen] == layer]]) for layer in layers}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,8 @@ from ffn_heterogeneity.data.prepare import prepare
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tokenise import Settings, Tokeniser
 from ffn_heterogeneity.data.tokenizer_training import (
+    Hashed,
+    differs,
     sample_texts,
     save_tokenizer,
     train_tokenizer,
@@ -112,21 +117,38 @@ def settings_of(config: ConfigDict) -> Settings:
 def find_tokenizer(
     config: ConfigDict, workdir: epath.Path, chunks: list[corpora.Chunk], settings: Settings
 ) -> tuple[Any, str]:
-    """(the tokenizer, its name): loaded; or trained, once, and written to `<workdir>/tokenizer`."""
+    """(the tokenizer, its name): loaded; or trained, once, and written to `<workdir>/tokenizer`.
+
+    Raises:
+      DataError: the one there was trained on other texts, and shards were made with it.
+    """
     if is_bucket(workdir):
         raise DataError(f"{workdir}: shards are memory-mapped; write them to a local disk")
     if config.tokenizer:
         return load_tokenizer(config.tokenizer, revision=config.revision), config.tokenizer
     directory, training = Path(workdir) / "tokenizer", config.train_tokenizer
-    if not (directory / "tokenizer.json").is_file():
-        print(f"training a tokenizer of {training.vocab_size:,} ...", file=sys.stderr)
-        texts = sample_texts(chunks, settings.layout, int(training.max_mb * 1e6))
-        tokenizer = train_tokenizer(texts, training.vocab_size, training.min_frequency)
-        if config.dry_run:
-            return tokenizer, str(directory)
-        remove_leftovers(directory)
-        save_tokenizer(tokenizer, directory)
-        print(f"tokenizer: {directory}", file=sys.stderr)
+    sample = functools.partial(sample_texts, chunks, settings.layout, int(training.max_mb * 1e6))
+    facts = {"vocab_size": training.vocab_size, "min_frequency": training.min_frequency}
+    if (directory / "tokenizer.json").is_file():
+        texts = Hashed(sample())
+        collections.deque(texts, maxlen=0)  # read for their digest alone
+        changed = differs(directory, facts | {"texts_sha256": texts.digest()})
+        if not changed:
+            return load_tokenizer(directory), str(directory)
+        if (Path(workdir) / "tokens").exists():
+            raise DataError(
+                f"{directory} was trained on something else ({', '.join(changed)} changed), and "
+                f"{workdir}/tokens made with it: use another --workdir, or remove both directories"
+            )
+    print(f"training a tokenizer of {training.vocab_size:,} ...", file=sys.stderr)
+    texts = Hashed(sample())
+    tokenizer = train_tokenizer(texts, training.vocab_size, training.min_frequency)
+    if config.dry_run:
+        return tokenizer, str(directory)
+    remove_leftovers(directory)
+    shutil.rmtree(directory, ignore_errors=True)  # of texts that have changed since
+    save_tokenizer(tokenizer, directory, facts | {"texts_sha256": texts.digest()})
+    print(f"tokenizer: {directory}", file=sys.stderr)
     return load_tokenizer(directory), str(directory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -41,6 +42,26 @@ def test_script_trains_a_tokenizer_and_writes_shards(corpus, tmp_path, capsys):
 
     tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer")
     assert documents_of(tmp_path / "run") == expected(corpus, tokenizer, tokenizer.eos_token_id)
+
+
+def test_a_tokenizer_of_other_texts_is_not_taken(write, tmp_path):
+    path, run_in = write("a.txt", "abcabcabc " * 300), tmp_path / "run"
+    changes = {"input": path, "train_tokenizer.vocab_size": 300, "shard_mb": 0.002}
+    configured(run_in, **changes)
+    made = (run_in / "tokenizer" / "tokenizer.json").read_bytes()
+    (run_in / "results.json").unlink()
+    configured(run_in, **changes)
+    write("a.txt", "xyzzyxyzzy " * 300)
+    with pytest.raises(DataError, match="tokenizer was trained on .*texts_sha256 changed.*tokens"):
+        configured(run_in, **changes)
+    assert (run_in / "tokenizer" / "tokenizer.json").read_bytes() == made
+    # Without shards nothing was made with it: it is trained anew, as in a fresh directory.
+    shutil.rmtree(run_in / "tokens")
+    again, fresh = configured(run_in, **changes), configured(tmp_path / "fresh", **changes)
+    assert again["tokens"] == fresh["tokens"]
+    (run_in / "tokenizer" / "made_of.json").unlink()
+    with pytest.raises(DataError, match="a tokenizer that was not trained by this command"):
+        configured(run_in, **changes)
 
 
 def test_script_refuses(corpus, smollm2_gguf, tmp_path):

@@ -112,3 +112,13 @@ def test_the_sample_is_spread_over_the_corpus(write):
     numbers = [int(text[-4:]) for text in sample_texts(chunks, layout, 1500)]
     assert len(numbers) < 60 and numbers[0] == 0 and max(numbers) > 180
     assert 0 < len(list(sample_texts(chunks, layout, 30))) <= 2
+
+
+def test_the_sample_is_no_larger_than_asked(write):
+    """One long document, with characters of three bytes."""
+    path = write("long.txt", "日本" * 500_000)
+    layout = Layout(separator="")
+    chunks = plan_chunks(find_inputs(path), layout)
+    for limit in (1000, 1001, 10**7):
+        (text,) = sample_texts(chunks, layout, limit)
+        assert min(limit, 3 * 10**6) - 3 < len(text.encode()) <= limit

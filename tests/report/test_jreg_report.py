@@ -141,16 +141,19 @@ def test_the_papers_number_stands_beside_its_own_setting_alone(tmp_path):
     shape = {"layers": 12, "d_model": 768, "ffn_width": 2048}
     paths = [
         pretrain(tmp_path / "long", 1.0, {200_000: (0.0, 3.0)}, alpha=3.0, steps=200_000,
+                 shape=shape, batch_size=512, seq_len=1024),
+        pretrain(tmp_path / "small", 1.0, {200_000: (0.0, 3.0)}, alpha=3.0, steps=200_000,
                  shape=shape),
         pretrain(tmp_path / "short", 1.0, {20: (0.0, 3.0)}, alpha=3.0, shape=shape),
     ]  # fmt: skip
     jreg.write_paper(paths, tmp_path / "out")
     rows = [r for r in table(tmp_path / "out", "table_3") if r["alpha"] == "3"]
-    assert [(r["steps"], r["paper"], r["zeta_L"]) for r in rows] == [
-        ("20", "-", "0.0"), ("200000", "text: no jump, zeta_L-2 1.55", "0.0")]  # fmt: skip
+    assert sorted((int(r["steps"]), r["paper"], r["zeta_L"]) for r in rows) == [
+        (20, "-", "0.0"), (200_000, "-", "0.0"), (200_000, "text: no jump, zeta_L-2 1.55", "0.0")
+    ]  # fmt: skip
     jreg.write_paper(paths[1:], tmp_path / "out")
     rows = [r for r in table(tmp_path / "out", "table_3") if r["alpha"] == "3"]
-    assert [r["zeta_L"] for r in rows] == ["0.0", "not run"], "fewer steps are not the paper's run"
+    assert [r["zeta_L"] for r in rows] == ["0.0", "0.0", "not run"], "neither is the paper's run"
 
 
 def test_no_number_of_the_paper_is_made_up(seeds, tmp_path):
@@ -249,6 +252,18 @@ def test_seeds_within_one_run(tmp_path):
     assert float(rows[1]["above baseline"]) == -0.25, "against seed 4, not the mean"
     psi = [float(row["Psi"]) for row in table(tmp_path / "out", "figure_2")]
     np.testing.assert_allclose(psi, [0.3, 0.2, 0.3, 0.4, 0.4, 0.2, 0.3, 0.4])
+    # Its models are ours, not published ones, and their accuracies are the run's.
+    mine = [analysed(tmp_path / f"own{seed}", f"{folder}/seed_{seed}/model") for seed in (3, 4)]
+    for seed, acc in ((3, 0.25), (4, 0.5)):
+        (tmp_path / f"score{seed}").mkdir()
+        config = {"model": f"{folder}/seed_{seed}/model", "evaluation": "tasks", "tasks": ["piqa"]}
+        (tmp_path / f"score{seed}" / "config.json").write_text(json.dumps(config))
+        found = {"tasks": {"piqa": SCORE | {"acc": acc, "acc_low": acc - 0.1}}}
+        (tmp_path / f"score{seed}" / "results.json").write_text(json.dumps(found))
+    scores = [str(tmp_path / f"score{seed}") for seed in (3, 4)]
+    text = jreg.write_paper([str(folder), other, *mine, *scores], tmp_path / "out")
+    assert claim(tmp_path / "out", "between 7") == ("not run", "not run")
+    assert "0.375 [0.15, 0.5] n=8" in text
 
 
 def test_table_1_and_figure_1(tmp_path):

@@ -134,6 +134,39 @@ def test_several_models_have_their_own_tables(criteria, tmp_path):
     assert (tmp_path / "out" / "table_4_Other-1B.csv").exists()
 
 
+def test_models_of_one_name_do_not_mix(tmp_path):
+    """Every model that a run writes lies in a directory called "model"."""
+    names = ("runs/a/model", "runs/b/model", "x/a/model", "./x/a/model/")
+    runs = [removal(tmp_path / str(i), 10.0 * (i + 1), model=name) for i, name in enumerate(names)]
+    runs.append(removal(tmp_path / "r", 99.0, model="runs/b/model", revision="step5"))
+    nucl.write_paper(runs, tmp_path / "out")
+    found = {}
+    for path in (tmp_path / "out").glob("table_4_*.csv"):
+        with path.open() as file:
+            found[path.stem] = {row[0]: row[2] for row in csv.reader(file)}[
+                "highest entropy (NUCL)"
+            ]
+    assert found == {"table_4_runs-a-model": "10.0", "table_4_b": "20.0",
+                     "table_4_x-a-model": "35.0", "table_4_b-step5": "99.0"}  # fmt: skip
+
+
+def test_a_compensation_is_a_row_of_its_own_or_none(criteria, tmp_path):
+    more = [
+        removal(tmp_path / "more" / name, 7.0, **settings)
+        for name, settings in {
+            "solved": {"criterion": "magnitude", "compensation": "least_squares"},
+            "ridged": {"compensation": "ridge"},
+            "turned": {"criterion": "similarity", "compensation": "sum", "reverse": True},
+        }.items()
+    ]
+    text = nucl.write_paper([*criteria, *more], tmp_path / "out")
+    rows = rows_of(text, "Table 4")
+    assert rows["smallest magnitude"][1] == "12,346" and rows["highest entropy (NUCL)"][1] == "45"
+    assert rows["Srinivas & Babu 2015: merged into the nearest"][1] == "2,000"
+    note = "In no row, other criteria or compensations: solved, ridged, turned."
+    assert note in notes_of(text, "Table 4")
+
+
 def test_runs_that_cannot_be_compared_are_named(criteria, tmp_path):
     other = removal(tmp_path / "x", 7.0, criterion="gini", window=128, ratio=0.5)
     text = notes_of(nucl.write_paper([*criteria, other], tmp_path / "out"), "Table 4")

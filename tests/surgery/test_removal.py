@@ -175,6 +175,9 @@ def test_layer_subsets():
     assert layer_subset("odd", 5) == (1, 3)
     assert layer_subset("1-3,0", 5) == (0, 1, 2, 3)
     assert layer_subset("pair:3", 5) == (3, 4)
+    for spec in ("bottom", "odd"):
+        with pytest.raises(ValueError, match=f"layers='{spec}' names no layer of the model's 1"):
+            layer_subset(spec, 1)
 
 
 def test_a_global_budget_never_empties_a_layer():
@@ -182,6 +185,10 @@ def test_a_global_budget_never_empties_a_layer():
     removed = select_global(scores, count=9)
     assert [len(removed[i]) for i in range(3)] == [3, 3, 3]
     assert removed[1].tolist() == [1, 2, 3]
+    # Dead rows score -inf under reverse: the one that stays is not to be confused with them.
+    dead = {0: np.array([-np.inf, 5.0]), 1: np.array([-np.inf, -np.inf, 1.0])}
+    removed = select_global(dead, count=3)
+    assert {layer: found.tolist() for layer, found in removed.items()} == {0: [1], 1: [0, 2]}
 
 
 def test_unknown_adapter_leaves_are_refused():
