@@ -177,8 +177,8 @@ def _check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any])
     for key in ("tokenizer", "policy", "settings"):
         before, now = old.get(key, {}), new[key]
         # The same tokenizer may be read from elsewhere.
-        keys = [k for k in now if k != "name" and before.get(k) != now[k]]
-        different += [f"{k} was {before.get(k)!r:.70}, is {now[k]!r:.70}" for k in keys]
+        keys = [k for k in {**before, **now} if k != "name" and before.get(k) != now.get(k)]
+        different += [f"{k} was {before.get(k)!r:.70}, is {now.get(k)!r:.70}" for k in keys]
     before, now = ({one["path"]: one for one in plan["inputs"]} for plan in (old, new))
     changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
     if changed or list(before) != list(now):

@@ -6,8 +6,9 @@
     SlurmPipelineExecutor(steps, tasks=steps[0].tasks, ...).run()
     finish_directory(directory, steps[0].tasks)                      when all tasks are done
 
-Filters may stand between the two steps. Behind another reader of datatrove, `TokenShards` alone
-makes shards of its own numbering (task and place); `claim_directory` comes before it.
+Filters may stand between the two steps; `between` says which, so that others do not go on with
+their shards. Behind another reader of datatrove, `TokenShards` alone makes shards of its own
+numbering (task and place); `claim_directory` comes before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ffn_heterogeneity.data.tokenise import (
     shard_name,
     write_shard,
 )
-from ffn_heterogeneity.io.files import read_json
+from ffn_heterogeneity.io.files import read_json, write_json
 
 try:
     from datatrove.data import Document
@@ -70,16 +71,25 @@ class TokenShards(PipelineStep):
     Args:
       chunks: how many chunks the reader has; 0 for another reader, whose documents are cut into
         shards of about `settings.layout.chunk_bytes` characters.
+      tasks: behind another reader, how many tasks there are.
     """
 
     type, name = "WRITER", "token shards"
 
-    def __init__(self, tokeniser: Tokeniser, directory: Path, chunks: int = 0):
+    def __init__(self, tokeniser: Tokeniser, directory: Path, chunks: int = 0, tasks: int = 0):
         super().__init__()
-        self.tokeniser, self.directory, self.chunks = tokeniser, directory, chunks
+        self.tokeniser, self.directory = tokeniser, directory
+        self.chunks, self.tasks = chunks, tasks
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Passes nothing on: it is the last step."""
+        """Passes nothing on: it is the last step.
+
+        Raises:
+          DataError: behind another reader, not as many tasks as were claimed: the shards of the
+            others would hold the same documents again.
+        """
+        if not self.chunks:
+            self._begin(rank, world_size)
         for name, documents in self._groups(data or (), rank):
             texts = (document.text for document in documents)
             entry = write_shard(name, texts, self.tokeniser, self.directory)
@@ -88,7 +98,22 @@ class TokenShards(PipelineStep):
         for number in range(rank, self.chunks, world_size):
             if not note(self.directory, shard_name(number)).exists():
                 write_shard(shard_name(number), (), self.tokeniser, self.directory)
+        if not self.chunks:
+            write_json(_done(self.directory, rank), {"tasks": self.tasks})
         yield from ()
+
+    def _begin(self, rank: int, world_size: int) -> None:
+        """The task makes all of its shards: those of its run before are not part of it."""
+        if world_size != self.tasks:
+            raise DataError(
+                f"{self.directory} was claimed for {self.tasks} tasks, the executor has "
+                f"{world_size}: claim another directory for them"
+            )
+        _done(self.directory, rank).unlink(missing_ok=True)
+        for left in _notes(self.directory, f"{rank:06d}-*"):
+            left.unlink()
+            for shard in self.directory.glob(f"{left.stem}.*"):
+                shard.unlink()
 
     def _groups(self, data: Any, rank: int) -> Iterator[tuple[str, Any]]:
         if self.chunks:
@@ -114,37 +139,59 @@ def chunk_steps(
     *,
     name: str = "",
     settings: Settings | None = None,
+    between: str = "",
 ) -> tuple[ChunkReader, TokenShards]:
-    """Reader and writer for an executor; claims the directory. See `prepare.prepare`."""
+    """Reader and writer for an executor; claims the directory. See `prepare.prepare`.
+
+    Args:
+      between: what stands between the two, in a few words for the manifest.
+
+    Raises:
+      DataError: the directory holds shards of other inputs, settings or steps between.
+    """
     directory, settings = Path(directory), settings or Settings()
     tokeniser = Tokeniser(tokenizer, settings)
     inputs = corpora.find_inputs(spec)
     chunks = corpora.plan_chunks(inputs, settings.layout)
     prints = [corpora.fingerprint(*one, settings.layout) for one in inputs]
-    claim(directory, make_plan(prints, settings, tokenizer, name), tokeniser.dtype)
+    plan = make_plan(prints, settings, tokenizer, name)
+    if between:
+        plan["settings"]["between"] = between
+    claim(directory, plan, tokeniser.dtype)
     reader = ChunkReader(chunks, settings.layout, directory)
     return reader, TokenShards(tokeniser, directory, len(chunks))
 
 
 def claim_directory(
-    source: str, tokenizer: Any, directory: str | Path, settings: Settings, *, name: str = ""
+    source: str,
+    tokenizer: Any,
+    directory: str | Path,
+    settings: Settings,
+    *,
+    tasks: int,
+    name: str = "",
 ) -> TokenShards:
-    """The writer behind a reader of datatrove's own; `source` is its name for the manifest.
+    """The writer behind a reader of datatrove's own.
+
+    Args:
+      source: what is read and how it is filtered, in a few words for the manifest.
+      tasks: of the executor; shards are named after them.
 
     Raises:
-      DataError: the directory holds other shards.
+      DataError: the directory holds other shards, or those of another number of tasks.
     """
     directory = Path(directory)
     tokeniser = Tokeniser(tokenizer, settings)
-    claim(directory, make_plan([{"path": source}], settings, tokenizer, name), tokeniser.dtype)
-    return TokenShards(tokeniser, directory)
+    inputs = [{"path": source, "tasks": tasks}]
+    claim(directory, make_plan(inputs, settings, tokenizer, name), tokeniser.dtype)
+    return TokenShards(tokeniser, directory, tasks=tasks)
 
 
 def finish_directory(directory: str | Path, chunks: int = 0) -> dict[str, Any]:
     """Writes the manifest when all tasks are done; returns it.
 
     Args:
-      chunks: how many there must be; 0: as many as there are.
+      chunks: how many there must be; 0: behind another reader, those of all its tasks.
 
     Raises:
       DataError: some are missing.
@@ -152,13 +199,28 @@ def finish_directory(directory: str | Path, chunks: int = 0) -> dict[str, Any]:
     directory = Path(directory)
     if (directory / shards.MANIFEST).exists():
         return shards.read_manifest(directory)
-    entries = [read_json(path) for path in (directory / PROGRESS).glob("shard-*.json")]
-    if not entries or (chunks and len(entries) != chunks):
+    entries = [read_json(path) for path in _notes(directory, "*")]
+    if not (directory / PROGRESS / PLAN).exists() or (chunks and len(entries) != chunks):
         raise DataError(
             f"{directory}: {len(entries)} of {chunks or 'the'} shards are there; run the tasks "
             "that failed again"
         )
-    return finish(directory, read_json(directory / PROGRESS / PLAN), entries)
+    plan = read_json(directory / PROGRESS / PLAN)
+    tasks = 0 if chunks else plan["inputs"][0].get("tasks", 0)
+    if open_ := [rank for rank in range(tasks) if not _done(directory, rank).exists()]:
+        raise DataError(
+            f"{directory}: {len(open_)} of {tasks} tasks are not done (the first: {open_[0]}); run "
+            "them again"
+        )
+    return finish(directory, plan, entries)
+
+
+def _notes(directory: Path, numbers: str) -> list[Path]:
+    return sorted((directory / PROGRESS).glob(f"shard-{numbers}.json"))
+
+
+def _done(directory: Path, rank: int) -> Path:
+    return directory / PROGRESS / f"task-{rank:06d}.json"
 
 
 def prepare(

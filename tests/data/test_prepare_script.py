@@ -137,20 +137,39 @@ def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove
         LocalPipelineExecutor(list(steps), tasks=tasks, workers=1, logging_dir=logs).run()
 
     out = tmp_path / "filtered"
-    reader, writer = prepare_datatrove.chunk_steps(corpus, Slow(), out, settings=settings())
+    options = {"settings": settings(), "between": "whales only"}
+    reader, writer = prepare_datatrove.chunk_steps(corpus, Slow(), out, **options)
     run((reader, LambdaFilter(lambda document: "whale" in document.text), writer), reader.tasks)
     prepare_datatrove.finish_directory(out, reader.tasks)
     found = ["".join(chr(i - 3) for i in ids[:-1]) for ids in documents_of(out)]
     assert 10 < len(found) < 80 and all("whale" in text for text in found)
     run((reader, LambdaFilter(lambda document: False), writer), 1)
+    for between in ("", "nothing"):
+        with pytest.raises(DataError, match="between was 'whales only', is"):
+            options["between"] = between
+            prepare_datatrove.chunk_steps(corpus, Slow(), out, **options)
 
     out, documents = tmp_path / "free", [Document(text, str(i)) for i, text in enumerate(texts(50))]
-    writer = prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500))
-    run((lambda data, rank, size: iter(documents[rank::size]), writer), 3)
+    writer = prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500), tasks=3)
+
+    def read(data, rank, size):
+        return iter(documents[rank::size])
+
+    # Half of a run, and one that leaves more shards than the next: neither is counted twice.
+    list(writer.run(iter(documents * 3), 0, 3))
+    list(writer.run(read(None, 1, 3), 1, 3))
+    with pytest.raises(DataError, match=r"1 of 3 tasks are not done \(the first: 2\)"):
+        prepare_datatrove.finish_directory(out)
+    with pytest.raises(DataError, match="claimed for 3 tasks, the executor has 2"):
+        list(writer.run(read(None, 0, 2), 0, 2))
+    with pytest.raises(DataError, match="holds other shards .*other inputs: my reader"):
+        prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500), tasks=2)
+    run((read, writer), 3)
     manifest = prepare_datatrove.finish_directory(out)
     order = [text for rank in range(3) for text in texts(50)[rank::3]]
     assert documents_of(out) == [[*Slow().encode(text), 2] for text in order if text.strip()]
-    assert len(manifest["shards"]) > 6 and manifest["inputs"] == [{"path": "my reader"}]
+    assert len(manifest["shards"]) > 6 and manifest["inputs"][0]["path"] == "my reader"
+    assert len(list(out.glob("*.tokens"))) == len(manifest["shards"])
 
 
 def test_without_datatrove_the_way_out_is_named(corpus, tmp_path, monkeypatch):
