@@ -6,7 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from ffn_heterogeneity.io.files import read_json, write_json
 
 # Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")
@@ -23,8 +26,8 @@ def run_jobs(
 ) -> dict[str, str]:
     """Runs `function(*arguments)` for every job, each in a process of its own, and waits.
 
-    Jobs of a cluster go on where this process is ended; started again, the sweep skips what they
-    have finished by then. A job killed half-way goes on from its checkpoint in the next sweep.
+    Jobs go on where this process is killed; started again, it waits for those that still run and
+    submits the others. A job killed half-way goes on from its checkpoint in the next sweep.
 
     Args:
       function: returns what went wrong in one line, or None.
@@ -57,7 +60,8 @@ def run_jobs(
         executor.update_parameters(**{"timeout_min": TIMEOUT, "name": "sweep"} | values)
     except (NameError, TypeError) as error:
         raise ValueError(f"--submitit={options!r}: {error}") from None
-    return _wait(executor, function, dict(jobs), parallel or len(jobs))
+    earlier = {name: job for name in jobs if (job := _running(Path(folder), name))}
+    return _wait(executor, function, dict(jobs), parallel or len(jobs), earlier)
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -75,25 +79,65 @@ def parse_options(text: str) -> dict[str, Any]:
     return found
 
 
-def _wait(executor, function, waiting: dict[str, tuple], parallel: int) -> dict[str, str]:
-    """Keeps `parallel` jobs running until none is left."""
+def _wait(
+    executor, function, waiting: dict[str, tuple], parallel: int, running: dict[str, Any]
+) -> dict[str, str]:
+    """Keeps `parallel` jobs running until none is left.
+
+    Args:
+      running: jobs of an earlier start.
+    """
     from tqdm import tqdm
 
-    running, failed = {}, {}
-    with tqdm(total=len(waiting), unit="job", desc="sweep", disable=None, file=sys.stderr) as bar:
+    failed, folder = {}, Path(executor.folder)
+    total = len(waiting)
+    for name, job in running.items():
+        del waiting[name]
+        tqdm.write(f"{name}: job {job.job_id} still runs", file=sys.stderr)
+    with tqdm(total=total, unit="job", desc="sweep", disable=None, file=sys.stderr) as bar:
         while waiting or running:
             while waiting and len(running) < parallel:
                 name = next(iter(waiting))
-                running[name] = executor.submit(function, *waiting.pop(name))
-                tqdm.write(f"{name}: job {running[name].job_id}", file=sys.stderr)
-            for name in [name for name, job in running.items() if job.done()]:
+                running[name] = job = executor.submit(function, *waiting.pop(name))
+                write_json(_note(folder, name), {"cluster": executor.cluster, "id": job.job_id})
+                tqdm.write(f"{name}: job {job.job_id}", file=sys.stderr)
+            for name in [name for name, job in running.items() if _ended(job)]:
                 if error := _outcome(running.pop(name)):
                     failed[name] = error
+                _note(folder, name).unlink(missing_ok=True)
                 tqdm.write(f"{name}: {failed.get(name, 'finished')}", file=sys.stderr)
                 bar.update()
             if running:
                 time.sleep(WAIT)
     return failed
+
+
+def _note(folder: Path, name: str) -> Path:
+    return folder / f"{name}.job.json"
+
+
+def _running(folder: Path, name: str) -> Any:
+    """The job of an earlier start, if it has not ended."""
+    import submitit
+
+    if not _note(folder, name).exists():
+        return None
+    note = read_json(_note(folder, name))
+    kinds = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
+    if note["cluster"] not in kinds:
+        return None
+    job = kinds[note["cluster"]](folder=folder, job_id=note["id"])
+    return None if _ended(job) else job
+
+
+def _ended(job) -> bool:
+    if not job.done():
+        return False
+    # Of a local job that another process started submitit knows nothing; its id is a process's.
+    command = Path(f"/proc/{job.job_id}/cmdline")
+    if getattr(job, "_process", job) is not None or not command.exists():
+        return True
+    return b"submitit" not in command.read_bytes()
 
 
 def _outcome(job) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.files import is_bucket, read_json, write_json
+from ffn_heterogeneity.io.fingerprint import fingerprint
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
@@ -21,7 +22,9 @@ WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model", "tokens")
 # What `prepare_workdir` writes.
-CLAIM = ("config.json", "command.txt", "versions.json")
+CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
+# Last parts of config keys that name what a run reads.
+INPUTS = ("model", "tokenizer", "text", "token_ids", "path", "validation_path", "data_root")
 _ABSENT = "<absent>"
 
 
@@ -45,7 +48,8 @@ def prepare_workdir(
 ) -> Workdir:
     """Claims `workdir` for the run that `config` describes; every script calls it first.
 
-    Writes `config.json`, `command.txt` (one line per different command) and `versions.json`.
+    Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
+    `command.txt` (one line per different command) and `versions.json`.
 
     Args:
       workdir: local path or bucket (`gs://...`).
@@ -53,8 +57,8 @@ def prepare_workdir(
       resume: whether a directory that already holds this run may be continued.
 
     Raises:
-      WorkdirError: it holds another run (the differing keys are named), or this one and `resume`
-        is False, or outputs without a config.
+      WorkdirError: it holds another run (the differing keys are named), one of files that have
+        changed since, or this one and `resume` is False, or outputs without a config.
     """
     if not os.fspath(workdir):
         raise WorkdirError("no work directory given: add --workdir=<directory>")
@@ -74,6 +78,7 @@ def prepare_workdir(
                 f"work directory {path} holds another run ({shown}{more}). "
                 "Use another --workdir, remove that directory, or repeat its config"
             )
+        _check_inputs(path, config)
         if not resume:
             raise WorkdirError(
                 f"work directory {path} already holds this run and resuming is off: use another "
@@ -87,6 +92,7 @@ def prepare_workdir(
                 "another run's: use another --workdir"
             )
         path.mkdir(parents=True, exist_ok=True)
+        write_json(path / "inputs.json", inputs_of(config))
         write_json(path / "config.json", _jsonable(config))
     _record_start(path)
     return Workdir(path, resumed)
@@ -122,6 +128,38 @@ def what_is_computed(config: Mapping[str, Any]) -> dict[str, Any]:
     """`flatten_config` without the keys that say where: two runs with the same are the same."""
     flat = flatten_config(config)
     return {k: v for k, v in flat.items() if not set(k.split(".")) & set(WHERE_NOT_WHAT)}
+
+
+def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Config key -> fingerprint of the local file or directory that it names.
+
+    Not of a directory of checkpoints: it grows while its run goes on.
+    """
+    found = {}
+    for key, value in flatten_config(config).items():
+        if key.split(".")[-1] not in INPUTS or not isinstance(value, str) or not value:
+            continue
+        # Where prepare_data.py worked, the shards alone: it keeps its commands there as well.
+        value = f"{value}/tokens" if os.path.isdir(f"{value}/tokens") else value
+        if os.path.isfile(value) or (os.path.isdir(value) and not _series(value)):
+            found[key] = fingerprint(value)
+    return found
+
+
+def _series(directory: str) -> bool:
+    return any(entry.name.isdigit() and entry.is_dir() for entry in os.scandir(directory))
+
+
+def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
+    if not (path / "inputs.json").exists():
+        return
+    old, new, flat = read_json(path / "inputs.json"), inputs_of(config), flatten_config(config)
+    changed = [f"{key}={flat[key]}" for key in new if old.get(key, new[key]) != new[key]]
+    if changed:
+        raise WorkdirError(
+            f"work directory {path} holds a run of other inputs: {', '.join(changed)} changed "
+            "since it began. Use another --workdir, remove it, or put the old files back"
+        )
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

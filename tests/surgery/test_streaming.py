@@ -263,7 +263,7 @@ def test_killed_half_way_and_again(tmp_path, model):
     hidden = [path for path in workdir.iterdir() if path.name.startswith(".")]
     assert len(hidden) == 1 and list(hidden[0].glob("*.safetensors")), "it was at work"
     assert {path.name for path in workdir.iterdir()} - {hidden[0].name} == {
-        "config.json", "command.txt", "versions.json",
+        "config.json", "inputs.json", "command.txt", "versions.json",
     }  # fmt: skip
     assert run_script("compress", *flags).code == 0
     assert not [path for path in workdir.iterdir() if path.name.startswith(".")]

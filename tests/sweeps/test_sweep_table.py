@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +189,27 @@ def test_jobs_of_the_local_executor(tmp_path):
         sweep_jobs.run_jobs(dict.get, jobs, tmp_path / "jobs", "cluster=local,tiem=3")
     with pytest.raises(ValueError, match="parallel='many'"):
         sweep_jobs.run_jobs(dict.get, jobs, tmp_path / "jobs", "cluster=local,parallel=many")
+
+
+def test_jobs_that_still_run_are_waited_for(tmp_path):
+    """The launcher is killed; started again, it submits nothing twice."""
+    script = f"echo ran >> {tmp_path}/log; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
+    jobs = {"one": (["sh", "-c", script],)}
+    program = (
+        "import subprocess, sys; from ffn_heterogeneity.sweep_jobs import run_jobs; "
+        f"run_jobs(subprocess.check_call, {jobs!r}, {str(tmp_path / 'jobs')!r}, 'cluster=local')"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as launcher:
+        while not (tmp_path / "log").exists():
+            assert launcher.poll() is None, "it failed"
+            time.sleep(0.05)
+        launcher.kill()
+    threading.Timer(1.0, (tmp_path / "go").touch).start()
+    arguments = (subprocess.check_call, jobs, tmp_path / "jobs", "cluster=local")
+    assert not sweep_jobs.run_jobs(*arguments) and (tmp_path / "go").exists()
+    assert (tmp_path / "log").read_text() == "ran\n"
+    assert not sweep_jobs.run_jobs(*arguments), "and now that it has ended, anew"
+    assert (tmp_path / "log").read_text() == "ran\nran\n"
 
 
 @pytest.mark.slow

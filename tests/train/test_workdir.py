@@ -35,6 +35,43 @@ def test_another_config_is_refused_with_its_keys(tmp_path):
     assert "optimizer.name" not in message
 
 
+@pytest.mark.parametrize("key", ["text", "model", "data.path"])
+def test_inputs_that_changed_are_refused(tmp_path, key):
+    """The path is the same, what lies there is not."""
+    source = tmp_path / "source"
+    if key == "text":
+        file = source
+        file.write_text("one two three")
+    else:
+        (source / "sub").mkdir(parents=True)
+        file = source / "sub" / "weights.bin"
+        file.write_bytes(bytes(300_000))
+        (source / ".cache").write_text("1")
+    config = {"steps": 1, "data": {}}
+    group = config["data"] if key == "data.path" else config
+    group[key.split(".")[-1]] = str(source)
+    prepare_workdir(tmp_path / "run", config)
+    if file != source:
+        (source / ".cache").write_text("hidden files are not part of it")
+    prepare_workdir(tmp_path / "run", config)
+    before, whole = file.read_bytes(), bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    for changed in (bytes(whole), before + b"\0"):
+        file.write_bytes(changed)
+        with pytest.raises(WorkdirError, match=f"other inputs: {key}=.*source changed since"):
+            prepare_workdir(tmp_path / "run", config)
+    file.write_bytes(before)
+    prepare_workdir(tmp_path / "run", config)
+
+
+def test_a_series_of_checkpoints_may_grow(tmp_path):
+    config = {"model": str(tmp_path / "checkpoints")}
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    prepare_workdir(tmp_path / "run", config)
+    (tmp_path / "checkpoints" / "20").mkdir()
+    assert prepare_workdir(tmp_path / "run", config).resumed
+
+
 def test_resuming_can_be_refused(tmp_path):
     prepare_workdir(tmp_path, CONFIG)
     with pytest.raises(WorkdirError, match="resuming is off"):
