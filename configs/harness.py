@@ -2,6 +2,8 @@
 
 Command:   python scripts/evaluate.py --config=configs/harness.py --config.model=<any> \
              --config.tasks="('piqa', 'gsm8k', 'mmlu')" --config.data_root=<directory>
+           What a name gave stands in <workdir>/tasks/<name>.json as soon as it is done; the same
+           command with --workdir goes on where it stopped.
 Hardware:  one CPU or accelerator.
 Hours:     SmolLM2-135M, 100 questions of PIQA on 2 cores: half a minute; all of MMLU with 5 shots
            is for an accelerator.
@@ -19,7 +21,7 @@ def get_config() -> ConfigDict:
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),
-            # Names of tasks and groups: those of the harness, or with data_root of the pack here:
+            # Names of tasks, groups and tags of the harness, or with data_root of the pack here:
             # arc_challenge arc_easy boolq cb copa gsm8k hellaswag lambada_openai mbpp mmlu nq_open
             # piqa race sciq sglue_rte social_iqa swag triviaqa wic winogrande.
             "tasks": ("piqa",),
@@ -30,13 +32,13 @@ def get_config() -> ConfigDict:
             "fewshot_seed": 1234,
             # auto: from the training file where it is there; train | evaluation.
             "fewshot_from": "auto",
-            # The first so many questions of each task or group; 0: all.
+            # The first so many questions of each task or group, or all there are; 0: all.
             "limit": 0,
             # bos before every text: auto (the tokenizer's rule) | always | never.
             "add_bos": "auto",
             # Questions as the tokenizer's chat template writes them.
             "chat_template": False,
-            # Longest input; 0: the model's positions.
+            # Longest input, of generation with what is generated; 0: the model's positions.
             "max_length": 0,
             # MBPP runs programs that the model wrote, in a sandbox.
             "allow_code_execution": False,

@@ -82,7 +82,7 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     rows = read_rows(path)
     found = {question_id(row) for row in rows}
     chat = Chat(config, model)
-    finishes: list[str] = []
+    written: list[Turn] = []
     with tqdm(
         total=len(questions), initial=len(found), desc=config.benchmark, file=sys.stderr
     ) as bar:
@@ -93,7 +93,7 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
             # The whole batch, so that the draws do not depend on where a run was stopped.
             for question, turns in zip(group, chat(group), strict=True):
                 if question in missing:
-                    finishes += [turn.finish for turn in turns]
+                    written += turns
                     texts = [turn.text for turn in turns]
                     rows.append(answer_row(config.benchmark, question, name, texts))
             write_rows(path, rows)
@@ -104,8 +104,22 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
         "answers": str(path),
         "answered": len(rows),
         "chat_template": chat.template,
-        "turns": len(finishes),
-        **{f"turns_{key}": finishes.count(key.replace("_", " ")) for key in ("length", "no_room")},
+        **turn_counts(written),
+    }
+
+
+def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
+    """How many turns, and how many of them went wrong in which way.
+
+    One that had no room is not counted among the empty ones.
+    """
+    finishes = [turn.finish for turn in turns]
+    empty = [turn for turn in turns if not turn.text and turn.finish != "no room"]
+    return {
+        "turns": len(turns),
+        "turns_length": finishes.count("length"),
+        "turns_no_room": finishes.count("no room"),
+        "turns_empty": len(empty),
     }
 
 
@@ -117,8 +131,9 @@ class Chat:
         self.encoder = Encoder(model.tokenizer, config.bos, chat_template=config.chat_template)
         own = config.chat_template == "auto" and getattr(model.tokenizer, "chat_template", None)
         self.template = "tokenizer" if own else config.chat_template.replace("auto", "tulu")
-        end = end_of_turn(self.encoder)
-        self.eos = () if end is None else (end,)
+        # The template's end of a turn, and the tokenizer's eos, which the config may not name.
+        ends = (end_of_turn(self.encoder), model.tokenizer.eos_token_id)
+        self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.generator = Generator(
             model.config, model.params, model.tokenizer,
             options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
@@ -273,9 +288,10 @@ def question_id(row: Mapping[str, Any]) -> Any:
 
 
 def write_rows(path: epath.Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """All of a JSONL file, whole or not at all."""
+    """All of a JSONL file, whole or not at all; halves of surrogate pairs become "?"."""
+    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     with atomic_path(path) as temporary:
-        temporary.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+        temporary.write_bytes(text.encode("utf-8", "replace"))
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.inputs import check_inputs, check_rows, input_rows
+from ffn_heterogeneity.evaluate.parts import read_part, write_part
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.config import ModelConfig
@@ -98,6 +99,8 @@ def describe(psi: dict[str, np.ndarray]) -> dict[str, Any]:
 def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     """The analysis "displacement"; of every checkpoint where the model is a directory of them.
 
+    The row of each checkpoint is kept in `<workdir>/series` as soon as it is there.
+
     Raises:
       ValueError: as `check_inputs`, `load_model` and `displacements`.
     """
@@ -114,8 +117,12 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     ]
     rows = []
     for name, source in series:
-        model = load_model(source["spec"], revision=source.get("revision"))
-        rows.append({"checkpoint": name, "step": _step(name), **_of_model(config, model)})
+        row = read_part(workdir / "series", name)
+        if row is None:
+            model = load_model(source["spec"], revision=source.get("revision"))
+            row = {"checkpoint": name, "step": _step(name), **_of_model(config, model)}
+            write_part(workdir / "series", name, row)
+        rows.append(row)
     _curve(rows, workdir / "displacement.png")
     return {"checkpoints": rows}
 
@@ -127,7 +134,9 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
         model.config, model.params, rows,
         batch_size=config.batch_size, positions=config.positions, options=options,
     )  # fmt: skip
-    found = describe(psi) | {"tokens": int(rows.size), "windows": len(rows)}
+    # Every window is one document.
+    tokens = len(rows) if config.positions == "last" else int(rows.size)
+    found = describe(psi) | {"tokens": tokens, "windows": len(rows)}
     for name in READINGS:
         values = [f"{rate} {found[name][rate]:.2f}%" for rate in RATES if rate in found[name]]
         print(f"{model.source}, {name}: {', '.join(values)}", file=sys.stderr)

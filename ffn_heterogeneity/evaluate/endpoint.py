@@ -138,7 +138,8 @@ def _text_of(body: str) -> str:
         raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN], True) from None
     if not isinstance(text, str) or not text.strip():
         raise EndpointError("the answer holds no text", body[:SHOWN], True)
-    return text
+    # Half of a surrogate pair ("\ud83d" in JSON) is no character: no file could hold it.
+    return text.encode("utf-8", "replace").decode()
 
 
 def _read(response: Any, deadline: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,14 +28,15 @@ class HarnessLM(TemplateLM):
 
     Tokens are made as the harness's own `hf` model makes them: the tokenizer's rule says whether a
     bos is put first, a text that already begins with one gets no second, trailing spaces of a
-    context belong to its continuation, and an empty context is the bos (or eos) alone.
+    context belong to its continuation, and a context without tokens is the bos (or eos) alone.
+    One exception: a prompt too long to be continued keeps its bos.
 
     Args:
       model: from `io.load.load_model`; with a tokenizer.
       options: how to compute.
       batch_size: rows of a batch of generation.
       batch_tokens: tokens of a batch of scoring.
-      max_length: longest input; None: the model's positions.
+      max_length: longest input, of generation with what is generated; None: the model's positions.
       add_bos: None: as the tokenizer does; or True, False.
       mesh: see `Generator`.
 
@@ -65,15 +67,21 @@ class HarnessLM(TemplateLM):
         )  # fmt: skip
 
     @property
-    def eot_token_id(self) -> int:
-        eos = self.config.eos_id
-        eos = self.tokenizer.eos_token_id if eos is None else eos
-        return eos[0] if isinstance(eos, tuple) else eos
+    def eot_token_id(self) -> int | None:
+        """The config's (first) eos, else the tokenizer's; None: neither has one."""
+        own = self.config.eos_id if isinstance(self.config.eos_id, tuple) else (self.config.eos_id,)
+        return next((i for i in (*own, self.tokenizer.eos_token_id) if i is not None), None)
 
     @property
     def prefix_token_id(self) -> int:
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
+        """What stands for a context without tokens."""
+        for found in (self.tokenizer.bos_token_id, self.eot_token_id):
+            if found is not None:
+                return found
+        raise ValueError(
+            "a text without a context needs a token before it, and the tokenizer has neither bos "
+            "nor eos: name one in its tokenizer_config.json (bos_token), or leave the task out"
+        )
 
     @property
     def tokenizer_name(self) -> str:
@@ -99,6 +107,35 @@ class HarnessLM(TemplateLM):
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log p of a continuation after its context, whether greedy decoding writes it) of each.
+
+        Raises:
+          ValueError: a continuation without tokens, or a context without and no token for it.
+        """
+        from tqdm import tqdm
+
+        off = True if disable_tqdm else None
+        bar = tqdm(requests, desc="encode", disable=off, file=sys.stderr)
+        pairs = [(request.args, *self._encode_pair(*request.args)) for request in bar]
+        return self._loglikelihood_tokens(pairs, disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context:
+            before, ids = super()._encode_pair(context, continuation)
+        else:
+            before, ids = [], self.tok_encode(continuation, add_special_tokens=False)
+        if not before:
+            # Also of white space alone, which belongs to the continuation.
+            before = [self.prefix_token_id]
+            ids = ids[1:] if ids[:1] == before else ids
+        if not ids:
+            raise ValueError(
+                f"the answer {continuation!r:.60} after {context[-60:]!r} adds no token to it, so "
+                "it has no probability: mend this row of the task's file, or leave it out"
+            )
+        return before, ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple], disable_tqdm: bool = False, **_: Any
@@ -147,10 +184,14 @@ class HarnessLM(TemplateLM):
         """Continuations up to a stop string, eos or the request's limit.
 
         Raises:
-          ValueError: a request that asks for what is not offered (beams, top-k ...).
+          ValueError: a request that asks for what is not offered (beams, top-k ...), or for more
+            tokens than `max_length` has room for.
         """
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
         samplings = [self._sampling(dict(request.args[1])) for request in requests]
+        prompts = [
+            self._prompt(request.args[0], sampling.max_new_tokens)
+            for request, sampling in zip(requests, samplings, strict=True)
+        ]
         found = self.generator(
             prompts, samplings, truncate=True, progress=None if disable_tqdm else "generate"
         )
@@ -158,10 +199,41 @@ class HarnessLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, one.text)
         return [one.text for one in found]
 
+    def _prompt(self, text: str, new: int) -> list[int]:
+        """Ids of a text without the oldest that leave no room for `new` tokens; bos stays."""
+        ids = self.tok_encode(text) or [self.prefix_token_id]
+        room = self.max_length - new
+        if room < 1:
+            raise ValueError(
+                f"max_length={self.max_length} has no room for a prompt and the {new} new tokens "
+                "of the task: raise --config.max_length, or use a model of more positions"
+            )
+        if len(ids) <= room:
+            return ids
+        if ids[0] == self.tokenizer.bos_token_id and room > 1:
+            return [ids[0], *ids[len(ids) - room + 1 :]]
+        return ids[len(ids) - room :]
+
+    def _ends(self, until: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """(stop strings, ids that end a text) of `until` and the model's and tokenizer's eos.
+
+        A special token is not in the decoded text, where it would be looked for in vain.
+        """
+        decode, stop, eos = self.tokenizer.decode, [], [self.tokenizer.eos_token_id]
+        if self.eot_token_id is not None:
+            until = [*until, decode([self.eot_token_id], skip_special_tokens=False)]
+        for text in filter(None, until):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            shown = decode(ids, skip_special_tokens=True)
+            if len(ids) == 1 and shown != decode(ids, skip_special_tokens=False):
+                eos.append(ids[0])
+            else:
+                stop.append(text)
+        return tuple(dict.fromkeys(stop)), tuple(dict.fromkeys(i for i in eos if i is not None))
+
     def _sampling(self, wanted: dict) -> Sampling:
         until = wanted.pop("until", None) or []
-        until = [until] if isinstance(until, str) else list(until)
-        until.append(self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
+        stop, eos = self._ends([until] if isinstance(until, str) else until)
         sample = wanted.pop("do_sample", None)
         temperature = wanted.pop("temperature", 0.0) or 0.0
         tokens = [wanted.pop(key, None) for key in ("max_gen_toks", "max_new_tokens")]
@@ -175,5 +247,6 @@ class HarnessLM(TemplateLM):
             max_new_tokens=next((n for n in tokens if n), MAX_NEW_TOKENS),
             temperature=0.0 if sample is False else float(temperature),
             top_p=float(top_p),
-            stop=tuple(dict.fromkeys(text for text in until if text)),
+            stop=stop,
+            eos=eos,
         )

@@ -175,12 +175,17 @@ def pass_at_1(
 
 
 def perplexity(predictions: Sequence[float], references: Sequence[int]) -> Scores:
-    """exp(sum of negative log-likelihoods / sum of tokens); one of each per document, in nats."""
+    """exp(sum of negative log-likelihoods / sum of tokens); one of each per document, in nats.
+
+    Infinite where a float cannot hold it (a model broken by an attack).
+    """
     _check(predictions, references)
     tokens = sum(references)
     if tokens <= 0:
         raise ValueError(f"perplexity over {tokens} tokens; at least one document must have some")
-    return {"perplexity": math.exp(math.fsum(predictions) / tokens)}
+    nll = math.fsum(predictions) / tokens
+    # Not `nll < 700`: a NaN must stay one.
+    return {"perplexity": math.inf if nll > 700 else math.exp(nll)}
 
 
 METRICS: dict[str, Metric] = {

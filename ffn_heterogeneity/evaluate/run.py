@@ -32,13 +32,15 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     model = load_model(config.model, revision=config.revision)
     if config.get("evaluation") == "tasks":
         samples = workdir / "samples" if config.save_samples else None
-        results = {"model": config.model, "tasks": evaluate_tasks(config, model, samples)}
+        found = evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")
+        results = {"model": config.model, "tasks": found}
         print(task_table(results["tasks"]), file=sys.stderr)
     elif config.get("evaluation") == "chat":
         results = {"model": config.model} | answer_questions(config, model, workdir)
         print(
             f"{results['answered']} answers; turns of this run: {results['turns']}, cut by the "
-            f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}",
+            f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
+            f"empty {results['turns_empty']}",
             file=sys.stderr,
         )
     else:

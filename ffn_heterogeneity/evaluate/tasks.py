@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack, task_names
+from ffn_heterogeneity.evaluate import sandbox
+from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.evaluate.parts import read_part, write_part
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
@@ -21,42 +24,48 @@ from ffn_heterogeneity.models.causal_lm import RunOptions
 SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
 
 
+class Job(NamedTuple):
+    """What one name of `config.tasks` stands for.
+
+    Attributes:
+      roots: {name: the harness's task or group}; one, or the tasks of a tag.
+      leaves: {root's name: {task's name: task}}.
+    """
+
+    roots: dict[str, Any]
+    leaves: dict[str, dict[str, Any]]
+
+
 def evaluate_tasks(
-    config: ConfigDict, model: Model, samples_dir: epath.Path | None = None
+    config: ConfigDict,
+    model: Model,
+    samples_dir: epath.Path | None = None,
+    done_dir: epath.Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Metrics of `config.tasks`, as configs/harness.py explains its keys.
+
+    The names are evaluated one after another; what each gave is written before the next begins.
 
     Args:
       samples_dir: where every question is written with the model's answers, one JSONL file a task;
         None: nowhere.
+      done_dir: where the metrics of each name are kept; names that are there already are read and
+        not evaluated. None: nowhere.
 
     Returns:
       {task or group: {"n": questions, "shots": examples before each, metric: value, and for shares
-      metric + "_low", "_high": Wilson's 95% interval}}.
+      metric + "_low", "_high": Wilson's 95% interval}}. A tag is its tasks; a group that the
+      harness has no mean for is followed by its tasks.
 
     Raises:
       ValueError, DataError: an unknown task (with the nearest names), or data that cannot be read.
       ImportError: the harness is not installed.
     """
-    import lm_eval
-
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
-    names = [str(name) for name in config.tasks]
-    shots = config.get("num_fewshot")
-    limits: dict[str, Any] = {"limit": config.limit or None}
-    if config.data_root:
-        run = names
-        if config.limit:
-            counts = limited(names, config.limit)
-            run, limits = list(counts), {"samples": {k: list(range(n)) for k, n in counts.items()}}
-        pack = make_task_pack(
-            config.data_root, run, num_fewshot=shots,
-            fewshot_from=config.fewshot_from, allow_code=config.allow_code_execution,
-        )._asdict()  # fmt: skip
-    else:
-        pack = {"tasks": names, "num_fewshot": shots}
-        pack["confirm_run_unsafe_code"] = config.allow_code_execution
+    found = {str(name): read_part(done_dir, str(name)) for name in config.tasks}
+    # All are loaded before the first is evaluated: a missing file is no surprise after hours.
+    manager, jobs = _load(config, [name for name, rows in found.items() if rows is None])
     lm = HarnessLM(
         model,
         options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
@@ -65,17 +74,11 @@ def evaluate_tasks(
         max_length=config.max_length or None,
         add_bos={"auto": None, "always": True, "never": False}[config.add_bos],
     )
-    found = lm_eval.simple_evaluate(
-        lm, **pack, **limits,
-        bootstrap_iters=0, log_samples=samples_dir is not None,
-        fewshot_random_seed=config.fewshot_seed, apply_chat_template=config.chat_template,
-    )  # fmt: skip
-    if samples_dir is not None:
-        for task, rows in found["samples"].items():
-            lines = (json.dumps(row, default=str, ensure_ascii=False) for row in rows)
-            with atomic_path(samples_dir / f"{task}.jsonl") as path:
-                path.write_text("".join(f"{line}\n" for line in lines))
-    return _summary(found, names)
+    for name in list(jobs):
+        # Its requests and answers go with it.
+        found[name] = _evaluate(config, lm, manager, jobs.pop(name), samples_dir)
+        write_part(done_dir, name, found[name])
+    return {task: row for rows in found.values() for task, row in rows.items()}
 
 
 def check_tasks(config: ConfigDict) -> None:
@@ -95,59 +98,165 @@ def check_tasks(config: ConfigDict) -> None:
             tables().check(str(name))
         if not epath.Path(config.data_root).is_dir():
             raise ValueError(f"data_root={config.data_root!r}: no such directory")
-        codes = [
-            leaf for name in config.tasks for leaf in leaf_tasks(str(name))
-            if tables().tasks[leaf]["local"].get("runs_code")
-        ]  # fmt: skip
-        if codes and not config.allow_code_execution:
-            raise ValueError(
-                f"{codes[0]} runs programs that the model wrote: allow it with "
-                "--config.allow_code_execution=true (they run in a sandbox), or leave it out"
-            )
+        _check_code(config)
 
 
-def limited(names: list[str], limit: int) -> dict[str, int]:
-    """{task: how many of its questions, the first ones}: `limit` of each name.
+def _check_code(config: ConfigDict) -> None:
+    codes = [
+        leaf for name in config.tasks for leaf in leaf_tasks(str(name))
+        if tables().tasks[leaf]["local"].get("runs_code")
+    ]  # fmt: skip
+    if not codes:
+        return
+    if not config.allow_code_execution:
+        raise ValueError(
+            f"{codes[0]} runs programs that the model wrote: allow it with "
+            "--config.allow_code_execution=true (they run in a sandbox), or leave it out"
+        )
+    # Tried now: it would be missed only after everything has been generated.
+    mechanism = sandbox.available()
+    if mechanism.name == "none":
+        raise ValueError(
+            f"{codes[0]} runs programs that the model wrote, and nothing here can lock them in "
+            f"({mechanism.reason}): {sandbox.WAY_OUT}, or leave the task out"
+        )
 
-    A group's are spread over its tasks, one more for each of the first where it does not come out
-    even; tasks that get none are not run.
+
+def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, Job]]:
+    """The harness's task manager, and what each name stands for."""
+    if not names:
+        return None, {}
+    specs: list[Any] = names
+    if config.data_root:
+        pack = make_task_pack(
+            config.data_root, names, num_fewshot=config.get("num_fewshot"),
+            fewshot_from=config.fewshot_from, allow_code=config.allow_code_execution,
+        )  # fmt: skip
+        manager, specs = pack.task_manager, pack.tasks
+    else:
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager()
+    jobs = {name: _job(manager.load([spec])) for name, spec in zip(names, specs, strict=True)}
+    if not config.data_root:
+        _refuse_foreign_code(jobs)
+    return manager, jobs
+
+
+def _refuse_foreign_code(jobs: Mapping[str, Job]) -> None:
+    """The harness's own code tasks run what the model wrote in this very process."""
+    for job in jobs.values():
+        for leaves in job.leaves.values():
+            for name, task in leaves.items():
+                if getattr(task, "UNSAFE_CODE", False):
+                    raise ValueError(
+                        f"{name} runs programs that the model wrote, and as the harness's own task "
+                        "it would run them without a sandbox: only tasks with data_root are locked "
+                        "in (mbpp); leave it out"
+                    )
+
+
+def _job(loaded: Mapping[str, Any]) -> Job:
+    tasks, groups = loaded["tasks"], loaded.get("groups", {})
+    inner = {child for group in groups.values() for child in group.child_names}
+    roots = {name: one for name, one in {**groups, **tasks}.items() if name not in inner}
+    leaves = {
+        name: {task.task_name: task for task in one.get_all_tasks()}
+        if name in groups
+        else {name: one}
+        for name, one in roots.items()
+    }
+    return Job(roots, leaves)
+
+
+def _evaluate(
+    config: ConfigDict, lm: Any, manager: Any, job: Job, samples_dir: epath.Path | None
+) -> dict[str, dict[str, Any]]:
+    """The rows of one name; its samples are written."""
+    import lm_eval
+
+    tasks, limits = list(job.roots.values()), {}
+    if config.limit:
+        counts: dict[str, int] = {}
+        for leaves in job.leaves.values():
+            sizes = {name: len(task.eval_docs) for name, task in leaves.items()}
+            counts |= limited(sizes, config.limit)
+        every = {name: task for leaves in job.leaves.values() for name, task in leaves.items()}
+        tasks = [every[name] for name in counts]
+        limits = {"samples": {name: list(range(n)) for name, n in counts.items()}}
+    found = lm_eval.simple_evaluate(
+        lm, tasks=tasks, task_manager=manager, **limits,
+        # The tasks of a pack have theirs already.
+        num_fewshot=None if config.data_root else config.get("num_fewshot"),
+        confirm_run_unsafe_code=config.allow_code_execution,
+        bootstrap_iters=0, log_samples=samples_dir is not None,
+        fewshot_random_seed=config.fewshot_seed, apply_chat_template=config.chat_template,
+    )  # fmt: skip
+    if samples_dir is not None:
+        for task, rows in found["samples"].items():
+            lines = (json.dumps(row, default=str, ensure_ascii=False) for row in rows)
+            text = "".join(f"{line}\n" for line in lines)
+            with atomic_path(samples_dir / f"{task}.jsonl") as path:
+                path.write_bytes(text.encode("utf-8", "replace"))
+    return _summary(found, job)
+
+
+def limited(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
+    """{task: how many of its questions, the first ones}: `limit` of them all, or all there are.
+
+    They are spread evenly, one more for each of the first tasks where it does not come out even;
+    what a task does not have the others give. Tasks that get none are left out.
     """
-    chosen: dict[str, int] = {}
-    for name in names:
-        leaves = leaf_tasks(name)
-        for i, leaf in enumerate(leaves):
-            share = limit // len(leaves) + (i < limit % len(leaves))
-            if share:
-                chosen[leaf] = share
-    return chosen
+    shares = dict.fromkeys(sizes, 0)
+    left = min(limit, sum(sizes.values()))
+    while left:
+        free = [name for name in sizes if shares[name] < sizes[name]]
+        each, more = divmod(left, len(free))
+        for i, name in enumerate(free):
+            given = min(each + (i < more), sizes[name] - shares[name])
+            shares[name] += given
+            left -= given
+    return {name: share for name, share in shares.items() if share}
 
 
 def leaf_tasks(name: str) -> list[str]:
-    """The tasks of a group; a task is its own."""
+    """The tasks of a group of the pack; a task is its own."""
     group = tables().groups.get(name)
     return [leaf for one in group.members for leaf in leaf_tasks(one)] if group else [name]
 
 
-def _summary(found: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
-    counts = {task: n["effective"] for task, n in found["n-samples"].items()}
-    summary = {}
-    for name in names:
-        leaves = leaf_tasks(name) if name in task_names() else [name]
-        leaves = [leaf for leaf in leaves if leaf in counts] or [name]
-        sizes = [counts.get(leaf, 0) for leaf in leaves]
-        groups = found.get("groups", {})
-        # A group that was cut short is no group of the harness: its mean over questions.
-        whole = groups.get(name) or found["results"].get(name)
-        rows = [_metrics(row) for row in ([whole] if whole else map(found["results"].get, leaves))]
-        weights = np.asarray(sizes if len(rows) == len(sizes) else [1.0], np.float64)
-        row: dict[str, Any] = {"n": sum(sizes), "shots": found["n-shot"].get(leaves[0])}
-        for label in rows[0]:
-            row[label] = value = float(np.average([one[label] for one in rows], weights=weights))
-            if label.startswith(SHARES) and row["n"]:
-                low, high = wilson_interval(min(value, 1.0) * row["n"], row["n"])
-                row[f"{label}_low"], row[f"{label}_high"] = low, high
-        summary[name] = row
-    return summary
+def _summary(found: Mapping[str, Any], job: Job) -> dict[str, dict[str, Any]]:
+    """A row for every root; and for every task that no root's row is of."""
+    summary, told = {}, set()
+    for name, tasks in job.leaves.items():
+        leaves = [leaf for leaf in tasks if leaf in found["n-samples"]]
+        if leaves:
+            summary[name] = _row(found, name, leaves)
+        # A mean that the harness itself does not take may mix unlike tasks.
+        if getattr(job.roots[name], "has_aggregation", True):
+            told |= {*leaves}
+    rest = [task for task in found["n-samples"] if task not in told and task not in summary]
+    return summary | {task: _row(found, task, [task]) for task in rest}
+
+
+def _row(found: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str, Any]:
+    """The harness's own numbers of `name`, else the means of its tasks over their questions."""
+    sizes = [found["n-samples"][leaf]["effective"] for leaf in leaves]
+    row: dict[str, Any] = {"n": sum(sizes), "shots": found["n-shot"].get(leaves[0])}
+    # A group that was cut short is no group of the harness.
+    own = _metrics(found["results"].get(name, {}))
+    each = [own] if own else [_metrics(found["results"].get(leaf, {})) for leaf in leaves]
+    weights = [row["n"]] if own else sizes
+    for label in dict.fromkeys(label for one in each for label in one):
+        values = [one[label] for one in each if label in one]
+        shares = [n for one, n in zip(each, weights, strict=True) if label in one]
+        # Tasks that count no questions weigh the same.
+        value = float(np.average(values, weights=shares if sum(shares) else None))
+        row[label] = value
+        if label.startswith(SHARES) and row["n"] and 0 <= value <= 1 + 1e-6:
+            low, high = wilson_interval(min(value, 1.0) * row["n"], row["n"])
+            row[f"{label}_low"], row[f"{label}_high"] = low, high
+    return row
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
@@ -155,6 +264,6 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for key, value in values.items():
         metric, _, filtered = key.partition(",")
-        if isinstance(value, (int, float)) and filtered and not metric.endswith("_stderr"):
+        if isinstance(value, numbers.Real) and filtered and not metric.endswith("_stderr"):
             found[metric if filtered == "none" else f"{metric}_{filtered}"] = float(value)
     return found

@@ -6,10 +6,12 @@ import dataclasses
 import json
 
 import pytest
+from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, run_script, save_tiny
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate import chat
+from ffn_heterogeneity.evaluate.endpoint import _text_of
 from ffn_heterogeneity.evaluate.generate import Generation
 from ffn_heterogeneity.io.load import Model
 
@@ -159,6 +161,34 @@ def test_answers_end_where_the_models_positions_do(data_root, model, recorder, t
     assert nothing == []
     assert results["turns_no_room"] == 1
     assert read(results["answers"])[0]["choices"][0]["turns"][1] == ""
+
+
+def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
+    """Its template ends a turn with another token, and the config names no eos."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
+    config = config_for(tmp_path, bos="none")
+    made = chat.Chat(config, Model(model.config, model.params, tokenizer, "tiny"))
+    (bang,) = tokenizer.encode("!", add_special_tokens=False)
+    assert made.template == "tokenizer" and made.eos == (bang, tokenizer.eos_token_id)
+
+
+def test_turns_that_went_wrong_are_counted():
+    finishes = ["eos", "length", "no room", "eos"]
+    turns = [chat.Turn(text, end) for text, end in zip(["a", "b", "", ""], finishes, strict=True)]
+    assert chat.turn_counts(turns) == {
+        "turns": 4, "turns_length": 1, "turns_no_room": 1, "turns_empty": 1,
+    }  # fmt: skip
+
+
+def test_half_a_surrogate_pair_is_no_end_of_a_run(tmp_path):
+    """JSON can hold one, a file cannot: in an answer of a judge, and in a row."""
+    body = json.dumps({"choices": [{"message": {"content": "good \ud83d [[8]] \U0001f600"}}]})
+    assert "\\ud83d [[8]]" in body
+    assert _text_of(body) == "good ? [[8]] \U0001f600"
+    path = epath.Path(tmp_path) / "rows.jsonl"
+    chat.write_rows(path, [{"id": 1, "m": "a\ud83db\U0001f600"}, {"id": 2, "m": "ü"}])
+    assert [row["m"] for row in chat.read_rows(path)] == ["a?b\U0001f600", "ü"]
 
 
 BAD_ROWS = [

@@ -115,7 +115,32 @@ def test_checkpoints_of_a_run_give_a_curve(tmp_path):
     assert (tmp_path / "out" / "displacement.png").exists()
     # The last token of each window alone.
     config.positions = "last"
-    assert run(config, tmp_path / "last")["before_final_norm"] != alone["before_final_norm"]
+    last = run(config, tmp_path / "last")
+    assert last["before_final_norm"] != alone["before_final_norm"]
+    assert (alone["tokens"], last["tokens"]) == (42, 2), "those that are averaged"
+
+
+@quickly
+def test_a_stopped_series_goes_on(tmp_path):
+    """What was done is read again; its checkpoint need not be there any more."""
+    np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
+    for step in (3, 20):
+        save_pretrained(
+            LLAMA, random_params(LLAMA, seed=step), tmp_path / "run" / f"step_{step}"
+        )  # fmt: skip
+    config = config_of("analyze", "displacement", model=str(tmp_path / "run"),
+                       token_ids=str(tmp_path / "ids.npy"))  # fmt: skip
+    weights = tmp_path / "run" / "step_20" / "model.safetensors"
+    hidden = weights.rename(tmp_path / "away")
+    with pytest.raises(ValueError, match="step_20"):
+        run(config, tmp_path / "out")
+    assert not (tmp_path / "out" / "results.json").exists()
+    hidden.rename(weights)
+    (tmp_path / "run" / "step_3" / "model.safetensors").unlink()
+    found = run(config, tmp_path / "out")["checkpoints"]
+    assert [row["step"] for row in found] == [3, 20]
+    config.model = str(weights.parent)
+    assert run(config, tmp_path / "alone")["after_final_norm"] == found[1]["after_final_norm"]
 
 
 @quickly

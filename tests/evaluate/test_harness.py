@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, TEXT, byte_tokenizer, config_of, random_params, run_script, save_tiny
 
-from ffn_heterogeneity.evaluate.tasks import limited
+from ffn_heterogeneity.evaluate.generate import Sampling
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_file import open_gguf
 from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
@@ -29,12 +29,17 @@ def instance(*arguments):
     return Instance("loglikelihood", {}, tuple(arguments), 0)
 
 
-@pytest.fixture(scope="module")
-def tiny(lm_eval):
+def lm_of(tokenizer=None, max_length=None, **changes):
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
-    model = Model(SMALL, random_params(SMALL), byte_tokenizer(), "tiny")
-    return HarnessLM(model, batch_size=4, batch_tokens=128)
+    config = dataclasses.replace(SMALL, **changes)
+    model = Model(config, random_params(SMALL), tokenizer or byte_tokenizer(), "tiny")
+    return HarnessLM(model, batch_size=4, batch_tokens=128, max_length=max_length)
+
+
+@pytest.fixture(scope="module")
+def tiny(lm_eval):
+    return lm_of()
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,76 @@ def test_generations_are_those_of_the_torch_model(tiny, torch_lm):
     assert tiny.generate_until(requests) == torch_lm.generate_until(requests)
 
 
+def test_long_prompts_lose_what_the_torch_model_loses(tiny, torch_lm):
+    """By the model's positions, and by a `max_length` below them; a bos stays."""
+    wanted = {"until": ["\n\n\n"], "max_gen_toks": 20}
+    requests = [instance(TEXT[i : i + 200], wanted) for i in range(0, 120, 10)]
+    assert tiny.generate_until(requests) == torch_lm.generate_until(requests)
+    short = lm_of(max_length=50)
+    torch_lm._max_length, before = 50, torch_lm._max_length
+    try:
+        assert short.generate_until(requests) == torch_lm.generate_until(requests)
+    finally:
+        torch_lm._max_length = before
+    assert short.generate_until(requests) != tiny.generate_until(requests)
+    ids = [0, *short.tok_encode(TEXT[:200])]
+    assert short._prompt(f"<s>{TEXT[:200]}", 20) == [0, *ids[-29:]]
+    assert short._prompt(f"<s>{TEXT[:200]}", 49) == ids[-1:]
+    with pytest.raises(ValueError, match="max_length=50 has no room for a prompt and the 50 new"):
+        short.generate_until([instance("a", {"max_gen_toks": 50})])
+
+
+def test_special_tokens_end_a_text(lm_eval):
+    """They are not in the text: a stop string, the tokenizer's eos, and both with neither."""
+    request = instance("The cat", {"until": ["never-there"], "max_gen_toks": 40})
+    whole = lm_of(eos_id=None).generator([byte_tokenizer().encode("The cat")], Sampling(40))[0]
+    place = next(i for i in range(2, 40) if whole.tokens[i] not in whole.tokens[:i])
+    name = byte_tokenizer().convert_ids_to_tokens(whole.tokens[place])
+    wanted = byte_tokenizer().decode(whole.tokens[:place])
+    stopped, ended = byte_tokenizer(), byte_tokenizer()
+    stopped.add_special_tokens({"additional_special_tokens": [name]})
+    lm = lm_of(stopped, eos_id=None)
+    assert lm.generate_until([instance("The cat", {"until": [name], "max_gen_toks": 40})]) == [
+        wanted
+    ]
+    assert len(lm.generate_until([request])[0]) > len(wanted)
+    ended.eos_token = name
+    assert lm_of(ended, eos_id=(257,)).generate_until([request]) == [wanted]
+    # A token that is no special one is looked for in the text.
+    stop, eos = lm_of()._ends(["a", "ab", "</s>", "</s>b"])
+    assert stop == ("a", "ab", "</s>b") and eos == (1,)
+
+
+def test_without_any_eos(lm_eval):
+    bare = byte_tokenizer()
+    bare.eos_token = bare.bos_token = None
+    lm = lm_of(bare, eos_id=None, bos_id=None)
+    assert lm.eot_token_id is None
+    request = instance("The cat", {"until": ["never-there"], "max_gen_toks": 9})
+    assert len(lm.generate_until([request])[0].encode()) >= 9
+    assert lm.loglikelihood([instance("a", "b")])[0][0] < 0
+    for call in (
+        lambda: lm.loglikelihood([instance("", "b")]),
+        lambda: lm.loglikelihood_rolling([instance("b")]),
+        lambda: lm.generate_until([instance("", {"max_gen_toks": 9})]),
+    ):
+        with pytest.raises(ValueError, match="neither bos nor eos: name one"):
+            call()
+
+
+def test_contexts_without_tokens(tiny):
+    """White space alone goes to the continuation; the bos stands for the context."""
+    pairs = [("  ", "b"), ("", "  b"), ("<s>", "  b"), ("\n", " b")]
+    found = tiny.loglikelihood([instance(*pair) for pair in pairs])
+    assert found[0] == found[1] == found[2] != found[3]
+    wanted = {"until": ["\n\n\n"], "max_gen_toks": 9}
+    empty, bos = (tiny.generate_until([instance(text, wanted)]) for text in ("", "<s>"))
+    assert empty == bos
+    for pair in [("", ""), ("a question", "")]:
+        with pytest.raises(ValueError, match=f"answer '' after '{pair[0]}' adds no token"):
+            tiny.loglikelihood([instance("a", "b"), instance(*pair)])
+
+
 def test_a_bos_stands_first_once(tiny, gemma3_gguf):
     assert tiny.tok_encode("ab") == tiny.tokenizer.encode("ab")
     gemma = read_tokenizer(open_gguf(gemma3_gguf))
@@ -115,9 +190,6 @@ def test_the_script_writes_scores_intervals_and_samples(tmp_path, lm_eval, share
     assert done.code == 0, done.err
     tasks = json.loads((tmp_path / "run" / "results.json").read_text())["tasks"]
     assert set(tasks) == {"piqa", "mmlu"} and tasks["piqa"]["n"] == tasks["mmlu"]["n"] == 3
-    assert limited(["piqa", "mmlu"], 100)["piqa"] == 100
-    shares = limited(["mmlu"], 100)
-    assert len(shares) == 57 and sum(shares.values()) == 100 and set(shares.values()) == {1, 2}
     row = tasks["piqa"]
     assert row["acc_low"] <= row["acc"] <= row["acc_high"] and row["shots"] == 0
     samples = (tmp_path / "run" / "samples" / "piqa.jsonl").read_text().splitlines()

@@ -177,6 +177,8 @@ def test_perplexity():
     assert metrics.perplexity([3.0, 1.0], [2, 2]) == {"perplexity": pytest.approx(math.e)}
     with pytest.raises(ValueError, match="over 0 tokens"):
         metrics.perplexity([1.0], [0])
+    assert metrics.perplexity([5000.0], [2]) == {"perplexity": math.inf}
+    assert math.isnan(metrics.perplexity([math.nan], [2])["perplexity"])
 
 
 def test_pass_at_1_hands_programs_over_only_when_allowed(monkeypatch):

@@ -1,0 +1,187 @@
+"""Whole evaluations by the harness: stock groups and tags, limits, going on where one stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import yaml
+from etils import epath
+from task_tools import rows_of, write
+from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
+
+from ffn_heterogeneity.evaluate import sandbox, tasks
+from ffn_heterogeneity.evaluate.run import check_config, run
+from ffn_heterogeneity.evaluate.tasks import evaluate_tasks, limited
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.config import LayerConfig
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "no_network", "lm_eval")
+SMALL = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=384)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(SMALL, random_params(SMALL), byte_tokenizer(), "tiny")
+
+
+def questions(count):
+    return [
+        {"goal": f"Goal {i}?", "sol1": f"do {i}", "sol2": f"leave {i} be", "label": i % 2}
+        for i in range(count)
+    ]
+
+
+def task_file(folder, name, count, metrics=("acc",), **settings):
+    """A stock task over a file of questions."""
+    data = folder / f"{name}.jsonl"
+    write(data, questions(count))
+    settings |= {
+        "task": name, "dataset_path": "json", "validation_split": "validation",
+        "dataset_kwargs": {
+            "data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache"),
+        },
+        "output_type": "multiple_choice", "doc_to_text": "{{goal}}", "doc_to_target": "label",
+        "doc_to_choice": "{{[sol1, sol2]}}",
+        "metric_list": [
+            {"metric": one, "aggregation": "mean", "higher_is_better": True} for one in metrics
+        ],
+    }  # fmt: skip
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.fixture
+def stock(tmp_path, monkeypatch):
+    """Tasks "few" (2 questions) and "many" (5), tag "both"; groups with and without a mean."""
+    import lm_eval.tasks
+
+    task_file(tmp_path, "few", 2, tag=["both"])
+    task_file(tmp_path, "many", 5, ("acc", "acc_norm"), tag=["both"])
+    groups = {
+        "plain": {},
+        "mean": {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]},
+    }
+    for name, settings in groups.items():
+        group = {"group": name, "task": ["few", "many"], **settings}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(group))
+    # The harness's own tasks need the network.
+    manager = functools.partial(
+        lm_eval.tasks.TaskManager, include_path=str(tmp_path), include_defaults=False
+    )
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
+
+
+def test_stock_groups_and_tags(stock, model):
+    """A group's row is over all questions, or the harness's own; of a tag every task has one."""
+    config = config_of("harness", model="x", tasks=("plain",))
+    found = evaluate_tasks(config, model)
+    assert list(found) == ["plain", "few", "many"]
+    few, many, plain = found["few"], found["many"], found["plain"]
+    assert (few["n"], many["n"], plain["n"], plain["shots"]) == (2, 5, 7, 0)
+    assert plain["acc"] == pytest.approx((2 * few["acc"] + 5 * many["acc"]) / 7)
+    # Of a metric that only one of them has, that one's.
+    assert "acc_norm" not in few and plain["acc_norm"] == many["acc_norm"]
+    assert plain["acc_low"] < plain["acc"] < plain["acc_high"]
+    config.tasks = ("both", "mean")
+    found = evaluate_tasks(config, model)
+    assert list(found) == ["few", "many", "mean"]
+    assert (found["few"], found["many"]) == (few, many)
+    assert found["mean"]["acc"] == pytest.approx((few["acc"] + many["acc"]) / 2)
+    assert found["mean"]["n"] == 7 and "acc_norm" not in found["mean"]
+
+
+def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
+    """The harness would run the model's programs in this process, without a sandbox."""
+    task_file(tmp_path, "coding", 2, unsafe_code=True)
+    config = config_of("harness", model="x", tasks=("few", "coding"), allow_code_execution=True)
+    with pytest.raises(ValueError, match="coding runs programs .* without a sandbox"):
+        evaluate_tasks(config, model)
+
+
+def test_limits_are_cut_to_what_there_is(stock, model, tmp_path):
+    config = config_of("harness", model="x", tasks=("plain",), limit=6)
+    assert {name: row["n"] for name, row in evaluate_tasks(config, model).items()} == {
+        "plain": 6, "few": 2, "many": 4,
+    }  # fmt: skip
+    config.tasks, config.limit = ("both", "mean"), 3
+    found = evaluate_tasks(config, model, epath.Path(tmp_path / "samples"))
+    assert {name: row["n"] for name, row in found.items()} == {"few": 2, "many": 3, "mean": 3}
+    assert len(rows_of(tmp_path / "samples" / "few.jsonl")) in (1, 2)
+    write(tmp_path / "data" / "piqa" / "validation.jsonl", questions(4))
+    config = config_of("harness", model="x", data_root=str(tmp_path / "data"), limit=100)
+    assert evaluate_tasks(config, model)["piqa"]["n"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "shares"),
+    [
+        ((5, 5, 5), 7, (3, 2, 2)),
+        ((5, 5, 5), 2, (1, 1, 0)),
+        ((1, 9, 2), 9, (1, 6, 2)),
+        ((1, 0, 2), 9, (1, 0, 2)),
+        ((0, 0), 3, (0, 0)),
+    ],
+)
+def test_shares_of_a_limit(sizes, limit, shares):
+    found = limited({f"t{i}": size for i, size in enumerate(sizes)}, limit)
+    assert found == {f"t{i}": share for i, share in enumerate(shares) if share}
+
+
+def test_no_result_is_lost():
+    """Tasks that count no questions, or that the harness names otherwise, have their row."""
+    found = {
+        "results": {"a": {"acc,none": 0.2}, "b": {"acc,none": 0.4}, "x": {"f1,none": float("nan")}},
+        "n-samples": {"a": {"effective": 0}, "b": {"effective": 0}, "x": {"effective": 3}},
+        "n-shot": {"a": 1},
+    }
+    rows = tasks._summary(found, tasks.Job({"g": None}, {"g": {"a": None, "b": None, "c": None}}))
+    assert rows["g"] == {"n": 0, "shots": 1, "acc": pytest.approx(0.3)}
+    assert list(rows) == ["g", "x"] and rows["x"]["n"] == 3
+
+
+def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch):
+    """The task that was done is not asked again, and the numbers are those of one go."""
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    config = config_of(
+        "harness", model="x", tasks=("piqa", "gsm8k"), data_root=str(shared_data), limit=2,
+        num_fewshot=0,
+    )  # fmt: skip
+    monkeypatch.setattr("ffn_heterogeneity.evaluate.run.load_model", lambda *_, **__: model)
+    whole = run(config, epath.Path(tmp_path / "whole"))
+    assert list(whole["tasks"]) == ["piqa", "gsm8k"]
+    out = tmp_path / "out"
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(HarnessLM, "generate_until", stop)
+        run(config, epath.Path(out))
+    assert [path.name for path in (out / "tasks").iterdir()] == ["piqa.json"]
+    assert len(rows_of(out / "samples" / "piqa.jsonl")) == 2
+    assert not (out / "results.json").exists()
+    monkeypatch.setattr(HarnessLM, "loglikelihood", stop)
+    assert run(config, epath.Path(out)) == whole
+    assert json.loads((out / "results.json").read_text())["tasks"] == whole["tasks"]
+    assert len(rows_of(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
+    # Another name that would be the same file's is not taken for it.
+    (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, epath.Path(out))
+
+
+def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):
+    config = config_of(
+        "harness", model="x", tasks=("mbpp",), data_root=str(tmp_path), allow_code_execution=True
+    )
+    monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
+    sandbox.failure.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="mbpp runs programs .*lock them in.*install bubblewr"):
+            check_config(config)
+        config.tasks = ("piqa",)
+        check_config(config)
+    finally:
+        sandbox.failure.cache_clear()
