@@ -256,7 +256,9 @@ def wilson_interval(correct: float, total: int, confidence: float = 0.95) -> tup
     centre = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
-    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
+    # At the ends centre and half are equal but for their rounding.
+    low = (centre - half) / scale if correct else 0.0
+    return max(low, 0.0), min((centre + half) / scale, 1.0) if correct < total else 1.0
 
 
 def bootstrap_interval(

@@ -238,6 +238,9 @@ def test_wilson_solves_its_equation(correct, total):
 def test_wilson_known_case():
     # Newcombe (1998), table I: 81 of 263.
     assert metrics.wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    for total in range(1, 100):
+        assert metrics.wilson_interval(0, total)[0] == 0.0
+        assert metrics.wilson_interval(total, total)[1] == 1.0
 
 
 @pytest.mark.parametrize("bad", [(3, 2), (-1, 4), (0, 0)])
