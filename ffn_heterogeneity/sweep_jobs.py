@@ -89,8 +89,7 @@ def _wait(
     """
     from tqdm import tqdm
 
-    failed, folder = {}, Path(executor.folder)
-    total = len(waiting)
+    failed, folder, total = {}, Path(executor.folder), len(waiting)
     for name, job in running.items():
         del waiting[name]
         tqdm.write(f"{name}: job {job.job_id} still runs", file=sys.stderr)

@@ -47,10 +47,11 @@ def edit(directory, change):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def refused(directory, *words, **options):
+def refused(path, *words, read=read_pretrained, **options):
+    """`read` refuses `path` in one line that names it and has the words."""
     with pytest.raises(CheckpointError) as caught:
-        read_pretrained(directory, **options)
+        read(path, **options)
     message = str(caught.value)
     assert "\n" not in message
-    for word in (str(directory), *words):
+    for word in (str(path), *words):
         assert word in message, message
