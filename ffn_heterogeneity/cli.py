@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 
 from ffn_heterogeneity.memory import keep_freed_memory
 from ffn_heterogeneity.train import distributed
-from ffn_heterogeneity.train.workdir import prepare_workdir, release_workdir
+from ffn_heterogeneity.train.workdir import working_in
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
@@ -37,6 +37,7 @@ def launch(
     default_config: str,
     positional: str | None = None,
     processes: bool = False,
+    alone: bool = True,
 ) -> None:
     """Parses --config, --config.<key>=<value> and --workdir, claims the directory, calls `run`.
 
@@ -48,6 +49,7 @@ def launch(
       default_config: config file, relative to the repository's root, with its argument if any.
       positional: the config key that an argument without dashes stands for.
       processes: `run` can be one of several processes: adds the flag --distributed.
+      alone: as in `working_in`.
     """
     workdir_flag = flags.DEFINE_string(
         "workdir", None, f"Directory for all outputs; default: runs/{name}-<date>-<time>."
@@ -81,16 +83,10 @@ def launch(
         path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         if not workdir_flag.value:
             sys.argv.append(f"--workdir={path}")  # the command that goes on names it
-        claimed = distributed.on_main(lambda: prepare_workdir(path, config.to_dict()))
-        if distributed.is_main():
-            print(f"work directory: {path}", file=sys.stderr)
-        try:
+        with working_in(path, config.to_dict(), alone=alone):
+            if distributed.is_main():
+                print(f"work directory: {path}", file=sys.stderr)
             run(config, epath.Path(path))
-        except USER_ERRORS:
-            # So that the mended command may use the same directory.
-            if claimed and not claimed.resumed:
-                release_workdir(path)
-            raise
 
     def name_given(value: str) -> None:
         holder.value[positional] = value

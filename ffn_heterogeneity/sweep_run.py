@@ -24,7 +24,7 @@ from ffn_heterogeneity.train.workdir import (
     WorkdirError,
     flatten_config,
     prepare_workdir,
-    release_workdir,
+    working_in,
 )
 
 LAUNCHERS = ("local", "submitit")
@@ -262,14 +262,9 @@ def run_here(kind: str, todo: Sequence[Task], shared: Shared) -> dict[str, str]:
 
 
 def run_one(kind: str, config: ConfigDict, directory: epath.Path, shared: Shared) -> None:
-    """Claims the directory and runs; a run that failed before it wrote anything gives it back."""
-    claimed = prepare_workdir(directory, config.to_dict())
-    try:
+    """Claims the directory and runs."""
+    with working_in(directory, config.to_dict()):
         KINDS[kind].run(config, directory, shared)
-    except Exception:
-        if not claimed.resumed:
-            release_workdir(directory)
-        raise
 
 
 def run_alone(

@@ -39,4 +39,5 @@ def main(config, workdir) -> None:
 
 
 if __name__ == "__main__":
-    cli.launch(main, "sweep", CONFIG)
+    # Each point has a directory of its own: several may run at once, from several commands.
+    cli.launch(main, "sweep", CONFIG, alone=False)

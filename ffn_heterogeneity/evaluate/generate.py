@@ -40,7 +40,8 @@ class Sampling:
       top_p: draw among the likeliest tokens only, as few as reach this probability together.
       seed: of the draws. Row i's draws depend on (seed, i, number of the token) alone, not on the
         batch it is in.
-      stop: strings that end a text; the first of them and all after it are cut off.
+      stop: strings that end a text (they may hold special tokens); the first of them and all
+        after it are cut off.
       eos: token ids that end a text, besides the model's own.
     """
 
@@ -250,6 +251,9 @@ class _Watch:
         # Those that may end the row inside a chunk without a look at its text.
         self.shared_eos = {e for e in own if e is not None}
         self.tokenizer, self.sampling = tokenizer, sampling
+        self.special = tokenizer.all_special_tokens if sampling.stop else []
+        # These are never in the text as it is shown.
+        self.hidden = [stop for stop in sampling.stop if any(name in stop for name in self.special)]
         self.tokens: list[int] = []
         self.text, self.finish = "", ""
 
@@ -267,10 +271,17 @@ class _Watch:
         if self.tokenizer is None:
             return
         self.text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        found = [self.text.find(stop) for stop in self.sampling.stop]
-        found = [place for place in found if place >= 0]
+        found = [self.text.partition(stop)[0] for stop in self.sampling.stop if stop in self.text]
+        if self.hidden:
+            whole = self.tokenizer.decode(self.tokens, skip_special_tokens=False)
+            found += [self._shown(whole.partition(s)[0]) for s in self.hidden if s in whole]
         if found:
-            self.text, self.finish = self.text[: min(found)], "stop"
+            self.text, self.finish = min(found, key=len), "stop"
+
+    def _shown(self, text: str) -> str:
+        for name in self.special:
+            text = text.replace(name, "")
+        return text
 
     def result(self) -> Generation:
         return Generation(self.text, self.tokens, self.finish)

@@ -6,13 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -58,7 +57,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     results |= evaluation.score(config, equal)
     if config.tasks:
         samples = workdir / "samples" if config.save_samples else None
-        results["tasks"] = evaluate_tasks(config, equal, samples)
+        results["tasks"] = evaluate_tasks(config, equal, samples, done_dir=workdir / "tasks")
     results["seconds"] = time.time() - start
     write_json(workdir / "results.json", results)
     print(
@@ -128,8 +127,8 @@ def _fill(ffn: dict, width: int) -> dict:
     for path, leaf in flatten(ffn).items():
         axis = NEURON_AXIS[path]
         if axis is not None:
-            pads = [(0, 0)] * leaf.ndim
-            pads[axis] = (0, width - leaf.shape[axis])
-            leaf = np.pad(leaf, pads)
+            shape = list(leaf.shape)
+            shape[axis] = width
+            leaf = pad(leaf, tuple(shape))
         filled[path] = leaf
     return unflatten(filled)

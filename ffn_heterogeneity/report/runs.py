@@ -17,6 +17,8 @@ from ffn_heterogeneity.report.writer import read_metrics
 
 NOT_FINITE = ("nan", "inf", "-inf")  # as metrics.jsonl and results.json hold them
 CURVES = ("history", "seeds")  # shown otherwise
+# Config keys (their last parts) that name data: what counts is what is in it.
+DATA = ("text", "token_ids", "path", "validation_path", "data_root")
 
 
 class Spread(NamedTuple):
@@ -35,7 +37,7 @@ class Run:
     Attributes:
       path: as it was given.
       label: the shortest end of the path that no other run has.
-      config: dotted key -> value.
+      config: dotted key -> value; the same data under two paths has the first run's.
       values: "final validation/nll" -> number, text or `Spread`.
       curves: one per seed (one without seeds): metric -> step -> value, NaN where not finite.
       state: "finished", "3 seeds", or how far it is.
@@ -66,6 +68,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         if (j := places.index(place)) < i:
             raise ValueError(f"{paths[i]!r} and {paths[j]!r} are the same run: name each once")
     runs = [read_run(p, label) for p, label in zip(paths, _labels(places), strict=True)]
+    _spell_alike(runs)
     return [
         dataclasses.replace(run, model=name)
         for run, name in zip(runs, _model_names(runs), strict=True)
@@ -106,6 +109,16 @@ def read_run(path: str, label: str) -> Run:
         lists = list(dict.fromkeys(name.split(".")[0] for name in lists))
         notes += [f"lists in results.json, in no table: {', '.join(lists)}."] if lists else []
     return Run(path, label, config, values, curves, state, notes + _not_finite(curves))
+
+
+def _spell_alike(runs: Sequence[Run]) -> None:
+    """Data that the runs found to be the same (`inputs.json`) gets one name, the first one's."""
+    first: dict[tuple[str, str], Any] = {}
+    for run in runs:
+        path = epath.Path(run.path) / "inputs.json"
+        for key, mark in (_read_object(path) if path.exists() else {}).items():
+            if key.split(".")[-1] in DATA and key in run.config:
+                run.config[key] = first.setdefault((key, str(mark)), run.config[key])
 
 
 def written_models(run: Run) -> list[str]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import importlib.metadata
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
 from ffn_heterogeneity.io.files import is_bucket, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
+from ffn_heterogeneity.train.distributed import on_main
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
@@ -43,10 +47,68 @@ class Workdir:
         return self.path / name
 
 
+@contextlib.contextmanager
+def working_in(
+    workdir: str | os.PathLike, config: Mapping[str, Any], *, alone: bool = True
+) -> Iterator[None]:
+    """Claims `workdir` (`prepare_workdir`) for what runs inside; every script does it first.
+
+    A run that fails before it wrote anything gives the directory back, so that the mended command
+    may use it. Of several processes that are one run, the main one does all this.
+
+    Args:
+      alone: refuse a directory in which another process of this machine works now (two would write
+        over each other); False: for a directory whose runs each have one of their own.
+
+    Raises:
+      WorkdirError: as `prepare_workdir`, and where another process works there.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def claim() -> Workdir:
+            if alone:
+                stack.enter_context(_locked(workdir))
+            return prepare_workdir(workdir, config)
+
+        claimed = on_main(claim)
+        try:
+            yield
+        except Exception:
+            if claimed and not claimed.resumed:
+                release_workdir(workdir)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(workdir: str | os.PathLike) -> Iterator[None]:
+    """The kernel's lock on a local directory, gone with the process however it ends."""
+    path = epath.Path(workdir)
+    if not os.fspath(workdir) or is_bucket(path):
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkdirError(
+                f"another process is at work in {path}: wait for it, stop it, or use another "
+                "--workdir"
+            ) from None
+        except OSError as error:
+            # Some network file systems have no locks: there nobody is kept out.
+            if error.errno not in (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        yield
+    finally:
+        os.close(handle)
+
+
 def prepare_workdir(
     workdir: str | os.PathLike, config: Mapping[str, Any], *, resume: bool = True
 ) -> Workdir:
-    """Claims `workdir` for the run that `config` describes; every script calls it first.
+    """Claims `workdir` for the run that `config` describes.
 
     Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
     `command.txt` (one line per different command) and `versions.json`.

@@ -136,6 +136,18 @@ def test_stop_strings_and_eos_end_a_text(generator):
     assert found[0].tokens == whole[0].tokens[: len(found[0].tokens)]
     for one, full in zip(found[1:], whole[1:], strict=True):
         assert one == full or (one.finish == "stop" and full.text.startswith(one.text))
+    # It may begin or end with a special token, which is in no text that is shown.
+    tokens, tokenizer = whole[0].tokens, byte_tokenizer()
+    place = next(
+        i for i, token in enumerate(tokens)
+        if i and token not in tokens[:i] and tokenizer.decode(tokens[i + 1]).isascii()
+    )  # fmt: skip
+    name = tokenizer.convert_ids_to_tokens(tokens[place])
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    made = Generator(BYTES, generator.params, tokenizer, batch_size=1)
+    mixed = Sampling(max_new_tokens=CHUNK + 8, stop=(name + tokenizer.decode(tokens[place + 1]),))
+    (found,) = made(PROMPTS[:1], mixed, progress=None)
+    assert found.finish == "stop" and found.text == tokenizer.decode(tokens[:place])
     # A stop string that never comes costs nothing but its search.
     never = Sampling(max_new_tokens=CHUNK + 8, stop=("never-there",))
     assert generator(PROMPTS, never, progress=None) == whole

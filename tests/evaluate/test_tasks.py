@@ -12,7 +12,7 @@ from etils import epath
 from task_tools import rows_of, write
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 
-from ffn_heterogeneity.evaluate import sandbox, tasks
+from ffn_heterogeneity.evaluate import pruned, sandbox, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks, limited
 from ffn_heterogeneity.io.load import Model
@@ -170,6 +170,30 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
     (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
     with pytest.raises(KeyboardInterrupt):
         run(config, epath.Path(out))
+
+
+def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypatch):
+    """A point of a removal sweep keeps its tasks one by one as well."""
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "text.txt").write_text("Some words that are read. " * 20)
+    config = config_of(
+        "prune_table", model="x", criterion="entropy", text=str(tmp_path / "text.txt"), window=16,
+        max_windows=1, tasks=("piqa", "gsm8k"), data_root=str(shared_data), limit=2, num_fewshot=0,
+    )  # fmt: skip
+
+    def row():
+        return pruned.run(config, epath.Path(tmp_path / "out"), lambda *_, **__: model)
+
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(HarnessLM, "generate_until", stop)
+        row()
+    assert not (tmp_path / "out" / "results.json").exists()
+    monkeypatch.setattr(HarnessLM, "loglikelihood", stop)
+    assert list(row()["tasks"]) == ["piqa", "gsm8k"]
 
 
 def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):

@@ -175,6 +175,22 @@ def test_runs_that_cannot_be_compared_are_named(criteria, tmp_path):
     assert "differ in criterion" not in text and "differ in seed" not in text
 
 
+def test_one_text_under_two_paths_is_one_text(tmp_path):
+    """What counts is what was in the file when the run began."""
+    paths = [
+        removal(tmp_path / name, 7.0, text=text, data_root=text)
+        for name, text in (("x", "wiki.txt"), ("y", "../wiki.txt"), ("z", "other.txt"))
+    ]
+    for path, text in zip(paths, ("1", "1", "2"), strict=True):
+        inputs = {"text": text, "model": "m", "gone": "0"}
+        (tmp_path / path / "inputs.json").write_text(json.dumps(inputs))
+    x, y, z = (run.config for run in read_runs(paths))
+    assert (x["text"], y["text"], z["text"]) == ("wiki.txt", "wiki.txt", "other.txt")
+    assert y["data_root"] == "../wiki.txt" and "gone" not in y
+    text = notes_of(nucl.write_paper(paths[:2], tmp_path / "out"), "Table 4")
+    assert "differ in text" not in text
+
+
 def test_how_large_a_compensation_became(criteria, tmp_path):
     path = tmp_path / "runs" / "byrne" / "results.json"
     found = json.loads(path.read_text())

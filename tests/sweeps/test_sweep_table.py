@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -71,6 +73,24 @@ def test_every_pair_is_one_load_and_one_program(pairs):
     assert not list(workdir.rglob("*.safetensors")) and "removed" not in found["unpruned"]
 
 
+def test_a_point_at_which_another_process_works_is_left_to_it(files, tmp_path):
+    """Two sweeps in one directory: the other points run, this one is named."""
+    point = tmp_path / "layers_0_1"
+    point.mkdir()
+    handle = os.open(point, os.O_RDONLY)
+    only = ("--only=layers_0_1", "--only=unpruned")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        done = run_script("sweep", *table_flags(files, "pairs", tmp_path), *only)
+    finally:
+        os.close(handle)
+    assert done.code == 2
+    assert f"layers_0_1: another process is at work in {point}" in done.err
+    assert list(results_in(tmp_path)) == ["unpruned"] and not list(point.iterdir())
+    done = run_script("sweep", *table_flags(files, "pairs", tmp_path), *only)
+    assert done.code == 0 and list(results_in(tmp_path)) == ["layers_0_1", "unpruned"]
+
+
 def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
     before = window_nll._cache_size()
     done = run_script("sweep", *table_flags(files, "criteria", tmp_path))
@@ -127,7 +147,7 @@ def test_the_smaller_model_is_written_where_it_is_asked_for(files, tmp_path):
 def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
     seen = []
 
-    def evaluate_tasks(config, model, samples_dir):
+    def evaluate_tasks(config, model, samples_dir, done_dir):
         seen.append((tuple(config.tasks), model.config.ffn_widths, samples_dir))
         tokens = np.arange(2, 9)[None]
         return {"piqa": {"first": float(our_logits(model.config, model.params, tokens)[0, 0, 0])}}

@@ -1,10 +1,17 @@
 """A work directory belongs to one config."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from ffn_heterogeneity.train.workdir import WorkdirError, flatten_config, prepare_workdir
+from ffn_heterogeneity.train.workdir import (
+    WorkdirError,
+    flatten_config,
+    prepare_workdir,
+    working_in,
+)
 
 CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
 
@@ -20,6 +27,39 @@ def test_a_new_directory_is_claimed_and_resumed(tmp_path, monkeypatch):
     assert again.resumed
     assert "'--config.name=two words'" in (again / "command.txt").read_text()
     assert len((again / "command.txt").read_text().splitlines()) == 2
+
+
+def test_two_processes_do_not_work_in_one_directory(tmp_path):
+    program = (
+        "import sys, json\n"
+        "from ffn_heterogeneity.train.workdir import working_in\n"
+        "with working_in(sys.argv[1], json.loads(sys.argv[2])):\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run"), json.dumps(CONFIG)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == b"ready\n"
+        refused = pytest.raises(WorkdirError, match="another process is at work in .*/run: wait")
+        with refused, working_in(tmp_path / "run", CONFIG):
+            pass
+        with working_in(tmp_path / "run", CONFIG, alone=False):
+            pass
+        other.kill()  # the lock goes with the process, however it ends
+        other.wait()
+    with working_in(tmp_path / "run", CONFIG):
+        pass
+
+
+def test_a_run_that_failed_at_once_gives_its_directory_back(tmp_path):
+    with pytest.raises(KeyError), working_in(tmp_path / "run", CONFIG):
+        raise KeyError("something")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(KeyError), working_in(tmp_path / "run", CONFIG):
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        raise KeyError("something")
+    assert (tmp_path / "run" / "config.json").exists()
 
 
 def test_another_config_is_refused_with_its_keys(tmp_path):
