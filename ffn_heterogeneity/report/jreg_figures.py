@@ -20,7 +20,8 @@ from ffn_heterogeneity.report.jreg_conditions import (
 from ffn_heterogeneity.report.jreg_models import READINGS, Measured, series, whole
 from ffn_heterogeneity.report.runs import Run, union
 
-PANELS = {RATES["zeta_L"]: "jump rate zeta_L (%)", NLL: "validation NLL"}
+JUMPS = {RATES[name]: f"jump rate {name} (%)" for name in RATES}
+PANELS = JUMPS | {NLL: "validation NLL"}
 DEPTH = "depth, layer / layers"
 
 
@@ -83,7 +84,7 @@ def runs_by_depth(begun: Sequence[Condition]):
 
 
 def by_step(begun: Sequence[Condition], models: Sequence[Measured]):
-    """A row for each group (zeta_L, loss): means of seeds and, thin, each; one of checkpoints."""
+    """A row for each group (jumps, loss): means of seeds and, thin, each; one of checkpoints."""
     begun = [c for c in begun if any(mean_over_seeds(c, metric)[0] for metric in PANELS)]
     groups, points = union([c.group] for c in begun), series(models)
     if not groups and not points:
@@ -95,22 +96,30 @@ def by_step(begun: Sequence[Condition], models: Sequence[Measured]):
             for i, c in enumerate(mine):
                 _step_lines(axis, c, metric, i)
             axis.set(xlabel="step", ylabel=says, title=_safe(group))
+            if metric in JUMPS:
+                axis.set_ylim(bottom=0)
             if axis.lines:
                 axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
     if points:
-        axis, *rest = grid[-1]
+        _checkpoint_lines(grid[-1], points)
+    return figure
+
+
+def _checkpoint_lines(axes, points: dict[str, list[Measured]]) -> None:
+    """A series of checkpoints has jump rates before and after the final norm, and no loss."""
+    for axis, (rate, metric) in zip(axes, RATES.items(), strict=False):
         for i, (name, its) in enumerate(points.items()):
             for (key, says), style in zip(READINGS.items(), STYLES, strict=False):
-                there = [one for one in its if "zeta_L" in one.readings[key]]
+                there = [one for one in its if rate in one.readings[key]]
                 axis.plot([one.step for one in there],
-                          [one.readings[key]["zeta_L"] for one in there],
+                          [one.readings[key][rate] for one in there],
                           style, color=COLOURS[i % len(COLOURS)], marker="o", markersize=3,
                           label=f"{_safe(name)}, {says} the final norm")  # fmt: skip
-        axis.set(xlabel="step", ylabel=PANELS[RATES["zeta_L"]], title="checkpoints")
+        axis.set(xlabel="step", ylabel=JUMPS[metric], title="checkpoints")
+        axis.set_ylim(bottom=0)
         axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
-        for unused in rest:
-            unused.set_visible(False)
-    return figure
+    for unused in axes[len(RATES) :]:
+        unused.set_visible(False)
 
 
 def _step_lines(axis, condition: Condition, metric: str, i: int) -> None:

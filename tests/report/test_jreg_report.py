@@ -342,11 +342,14 @@ def test_figure_4_and_table_7(seeds, tmp_path):
     assert ("4x8/24, weight 1, alpha 1, 20 steps", "10") not in shown
     assert shown["pythia, after the final norm", "2,000"] == "40"
     conditions = jreg_conditions.conditions(read_runs([*seeds, running]), unfinished=True)
-    zeta, nll = jreg_figures.by_step(conditions, []).axes
+    zeta, *others, nll = jreg_figures.by_step(conditions, []).axes
     np.testing.assert_allclose(zeta.lines[0].get_xydata(), [[0, 0], [10, 7], [20, 13]])
     labels = [x.get_label() for x in nll.lines if x.get_label()[0] != "_"]
     assert labels[0] == "baseline, 20 steps (mean of 2 seeds)" and len(labels) == 4
     assert len(zeta.lines) == 4 + 2 + 2, "each of two seeds has a thin line too"
+    assert [axis.get_ylabel() for axis in others] == [
+        "jump rate zeta_L-1 (%)", "jump rate zeta_L-2 (%)"
+    ]  # fmt: skip
 
 
 def test_a_long_curve_is_shortened_in_table_7(tmp_path):
