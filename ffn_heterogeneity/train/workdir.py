@@ -81,13 +81,18 @@ def working_in(
 
 @contextlib.contextmanager
 def _locked(workdir: str | os.PathLike) -> Iterator[None]:
-    """The kernel's lock on a local directory, gone with the process however it ends."""
+    """The kernel's lock on a local directory, gone with this process however it ends.
+
+    A process that this one forked and that outlives it does not keep the lock.
+    """
     path = epath.Path(workdir)
     if not os.fspath(workdir) or is_bucket(path):
         yield
         return
     path.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDONLY)
+    held = [handle]
+    os.register_at_fork(after_in_child=lambda: held and os.close(held.pop()))
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +107,8 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
                 raise
         yield
     finally:
-        os.close(handle)
+        if held:
+            os.close(held.pop())
 
 
 def prepare_workdir(

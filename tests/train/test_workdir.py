@@ -1,6 +1,8 @@
 """A work directory belongs to one config."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -31,16 +33,18 @@ def test_a_new_directory_is_claimed_and_resumed(tmp_path, monkeypatch):
 
 def test_two_processes_do_not_work_in_one_directory(tmp_path):
     program = (
-        "import sys, json\n"
+        "import json, os, sys, time\n"
         "from ffn_heterogeneity.train.workdir import working_in\n"
         "with working_in(sys.argv[1], json.loads(sys.argv[2])):\n"
-        "    print('ready', flush=True)\n"
+        "    if not (child := os.fork()):\n"
+        "        time.sleep(600)\n"
+        "    print(child, flush=True)\n"
         "    sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "run"), json.dumps(CONFIG)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as other:
-        assert other.stdout.readline() == b"ready\n"
+        child = int(other.stdout.readline())
         refused = pytest.raises(WorkdirError, match="another process is at work in .*/run: wait")
         with refused, working_in(tmp_path / "run", CONFIG):
             pass
@@ -48,8 +52,11 @@ def test_two_processes_do_not_work_in_one_directory(tmp_path):
             pass
         other.kill()  # the lock goes with the process, however it ends
         other.wait()
-    with working_in(tmp_path / "run", CONFIG):
-        pass
+    try:
+        with working_in(tmp_path / "run", CONFIG):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_run_that_failed_at_once_gives_its_directory_back(tmp_path):
