@@ -17,8 +17,8 @@ from ffn_heterogeneity.report.writer import read_metrics
 
 NOT_FINITE = ("nan", "inf", "-inf")  # as metrics.jsonl and results.json hold them
 CURVES = ("history", "seeds")  # shown otherwise
-# Config keys (their last parts) that name data: what counts is what is in it.
-DATA = ("text", "token_ids", "path", "validation_path", "data_root")
+# Keys of inputs.json (their last parts) that name no data: two runs may write the same model.
+NO_DATA = ("model", "tokenizer")
 
 
 class Spread(NamedTuple):
@@ -117,7 +117,7 @@ def _spell_alike(runs: Sequence[Run]) -> None:
     for run in runs:
         path = epath.Path(run.path) / "inputs.json"
         for key, mark in (_read_object(path) if path.exists() else {}).items():
-            if key.split(".")[-1] in DATA and key in run.config:
+            if key.split(".")[-1] not in NO_DATA and key in run.config:
                 run.config[key] = first.setdefault((key, str(mark)), run.config[key])
 
 

@@ -51,7 +51,7 @@ class Workdir:
 def working_in(
     workdir: str | os.PathLike, config: Mapping[str, Any], *, alone: bool = True
 ) -> Iterator[None]:
-    """Claims `workdir` (`prepare_workdir`) for what runs inside; every script does it first.
+    """Claims `workdir` (`prepare_workdir`) for what runs inside: a script, or a point of a sweep.
 
     A run that fails before it wrote anything gives the directory back, so that the mended command
     may use it. Of several processes that are one run, the main one does all this.
