@@ -384,7 +384,7 @@ def nucleus(logits_bv: jax.Array, top_p: jax.Array) -> jax.Array:
 
 def _sharded(config: ModelConfig, options: RunOptions, mesh: Mesh) -> RunOptions:
     heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
-    cache = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"), None, heads, None))
+    cache = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), heads))
     return dataclasses.replace(options, cache=cache, **partition.run_shardings(mesh))
 
 

@@ -90,17 +90,38 @@ def plain_attention(
     Returns:
       (output [B, T, N, H] in q's dtype, probabilities [B, K, N/K, T, S] in float32).
     """
+    k_bkhs, v_bksh = k_bskh.transpose(0, 2, 3, 1), v_bskh.transpose(0, 2, 1, 3)
+    return cached_attention(q_btnh, k_bkhs, v_bksh, mask_bts, scale=scale, softcap=softcap)
+
+
+def cached_attention(
+    q_btnh: jax.Array,
+    k_bkhs: jax.Array,
+    v_bksh: jax.Array,
+    mask_bts: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`plain_attention` on keys and values as a cache holds them (models/decoding.py).
+
+    The queries of one key head are the rows of one matrix product, and stand first in it: turned
+    round, or as more than one axis, XLA:CPU has no fast kernel for it.
+    """
     b, t, n, h = q_btnh.shape
-    kv_heads = k_bskh.shape[2]
-    grouped = (q_btnh * jnp.asarray(scale, q_btnh.dtype)).reshape(b, t, kv_heads, n // kv_heads, h)
+    kv_heads, places = k_bkhs.shape[1], k_bkhs.shape[3]
+    scaled = q_btnh * jnp.asarray(scale, q_btnh.dtype)
+    q_bkgth = scaled.reshape(b, t, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
     wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k_bskh, preferred_element_type=wide)
+    logits = jnp.einsum("bkqh,bkhs->bkqs", _rows(q_bkgth), k_bkhs, preferred_element_type=wide)
+    logits = logits.reshape(*q_bkgth.shape[:4], places)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask_bts[:, None, None], logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v_bskh.dtype), v_bskh)
-    return out.reshape(b, t, n, h), weights
+    out = jnp.einsum("bkqs,bksh->bkqh", _rows(weights.astype(v_bksh.dtype)), v_bksh)
+    out_bkgth = out.reshape(q_bkgth.shape)
+    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h), weights
 
 
 def blocked_attention(
@@ -230,14 +251,14 @@ _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 def attend(
     kernel: str, q_btnh, k_bskh, v_bskh, mask_bts, config: ModelConfig, window: int | None
 ) -> jax.Array:
-    """Attention output [B, T, N, H] by the chosen kernel ("xla", "plain" or "cudnn")."""
+    """Attention output [B, T, N, H] of T queries on T keys by "xla", "plain" or "cudnn"."""
     if kernel == "cudnn":
         return jax.nn.dot_product_attention(
             q_btnh, k_bskh, v_bskh, mask=mask_bts[:, None], scale=config.scale,
             implementation="cudnn",
         )  # fmt: skip
     numbers = {"scale": config.scale, "softcap": config.attention_softcap}
-    if kernel == "plain" or q_btnh.shape[1] != k_bskh.shape[1]:
+    if kernel == "plain":
         return plain_attention(q_btnh, k_bskh, v_bskh, mask_bts, **numbers)[0]
     return blocked_attention(q_btnh, k_bskh, v_bskh, mask_bts, window=window, **numbers)
 
@@ -248,7 +269,7 @@ class Attention(nn.Module):
     Attributes:
       config, layer: shapes.
       kernel: "xla", "plain" or "cudnn" (already chosen).
-      with_weights: return the probabilities too (forces the plain kernel).
+      with_weights: return the probabilities too (forces the plain form).
     """
 
     config: ModelConfig
@@ -258,7 +279,9 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_btd, rotary, mask_bts, cache=None):
-        """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights or None, cache).
+        """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
+
+        weights [B, K, N/K, T, S]: None where they are never whole (blocked and fused kernels).
 
         `cache`: a `decoding.LayerCache`, which comes back with the new keys and values; None: S = T
         keys, those of x.
@@ -280,16 +303,16 @@ class Attention(nn.Module):
             k_btkh = Norm(config, name="k_norm")(k_btkh)
         q_btnh, k_btkh = apply_rotary(q_btnh, rotary), apply_rotary(k_btkh, rotary)
         if cache is not None:
-            cache, k_btkh, v_btkh = cache.extend(k_btkh, v_btkh)
+            cache = cache.extend(k_btkh, v_btkh)
+        numbers = {"scale": config.scale, "softcap": config.attention_softcap}
         weights = None
-        if self.with_weights:
-            y_btnh, weights = plain_attention(
-                q_btnh, k_btkh, v_btkh, mask_bts,
-                scale=config.scale, softcap=config.attention_softcap,
-            )  # fmt: skip
+        if cache is not None and not cache.fresh:
+            kept = cache.read(q_btnh.dtype)
+            y_btnh, weights = cached_attention(q_btnh, *kept, mask_bts, **numbers)
+        elif self.with_weights:
+            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask_bts, **numbers)
         else:
-            y_btnh = attend(
-                self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, self.layer.window
-            )
+            window = self.layer.window
+            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, window)
         out = Linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

@@ -34,7 +34,7 @@ class RunOptions:
         another machine's devices.)
       activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
         embedding [V, D] that tokens are looked up in; None leaves them to XLA.
-      cache: on a mesh, sharding of the keys and values of generation, [r, B, S, K, H].
+      cache: on a mesh, sharding of a layer's keys and values in generation, [B, K, ...].
     """
 
     compute_dtype: Any = jnp.float32

@@ -2,9 +2,12 @@
 
 A batch of prompts of unequal length is padded on the left, so that every row writes the same column
 and one update serves them all: row b holds its tokens in columns pads[b], pads[b] + 1, ..., and
-its positions count from there. A layer's keys and values are `[r, B, S, K, H]` for a slot of r
-repeats. Layers that see everything have a place for every column; layers with a window w keep the
-last w only: column c lies at place c mod S.
+its positions count from there. A layer's keys are `[B, K, H, S]` and its values `[B, K, S, H]`: the
+two products of a token read them as they lie, where columns before heads would have a CPU turn the
+whole cache round for every token. A slot of r > 1 repeats stacks theirs on a leading axis; a slot
+of one has none, since XLA:CPU writes and copies twice what is reshaped after it is written. Layers
+that see everything have a place for every column; layers with a window w keep the last w only:
+column c lies at place c mod S.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ class LayerCache:
     """Where one layer finds its keys and values, and where it puts the new ones.
 
     Attributes:
-      leaves: {"keys", "values"}: [r, B, S, K, H] of all repeats of the layer's slot.
-      repeat: which of them, a traced integer.
+      leaves: {"keys": [B, K, H, S], "values": [B, K, S, H]}, [r, ...] where the layer's slot has
+        r > 1 repeats.
+      repeat: which of them, a traced integer; ignored where there is one.
       column: of the first new token, a traced integer.
       fresh: nothing was written before: the new tokens see only each other.
     """
@@ -39,42 +43,60 @@ class LayerCache:
     column: jax.Array
     fresh: bool
 
-    def extend(self, k_btkh, v_btkh) -> tuple[LayerCache, jax.Array, jax.Array]:
-        """(the cache with the new keys and values, the keys and the values to attend to)."""
-        leaves = {
-            name: self._written(self.leaves[name], new)
-            for name, new in (("keys", k_btkh), ("values", v_btkh))
-        }
-        cache = dataclasses.replace(self, leaves=leaves)
-        if self.fresh:
-            return cache, k_btkh, v_btkh
-        # A slice of the carry: each token reads what it attends to and copies nothing else.
-        k, v = (leaf[self.repeat].astype(k_btkh.dtype) for leaf in leaves.values())
-        return cache, k, v
+    def extend(self, k_btkh: jax.Array, v_btkh: jax.Array) -> LayerCache:
+        """The cache with the keys and values of new tokens."""
+        keys = self._written("keys", k_btkh.transpose(0, 2, 3, 1), axis=3)
+        values = self._written("values", v_btkh.transpose(0, 2, 1, 3), axis=2)
+        return dataclasses.replace(self, leaves={"keys": keys, "values": values})
 
-    def _written(self, leaf: jax.Array, new: jax.Array) -> jax.Array:
-        places, count = leaf.shape[2], new.shape[1]
+    def read(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """(keys [B, K, H, S], values [B, K, S, H]) of the layer.
+
+        A slice of the carry: each token reads what it attends to and copies nothing else.
+        """
+        leaves = (self.leaves["keys"], self.leaves["values"])
+        return tuple((x if x.ndim == 4 else x[self.repeat]).astype(dtype) for x in leaves)
+
+    def _written(self, name: str, new: jax.Array, axis: int) -> jax.Array:
+        """The leaf with `new`, of one layer, in the places of its columns on that layer's `axis`."""
+        leaf = self.leaves[name]
+        new = new.astype(leaf.dtype)
+        places, count = leaf.shape[axis - 4], new.shape[axis]
         if count > places:
             # The last ones only; column c of `new` goes to place c mod S.
-            new, count = jnp.roll(new[:, -places:], count % places, axis=1), places
-        start = self.column % places
-        return jax.lax.dynamic_update_slice(
-            leaf, new[None].astype(leaf.dtype), (self.repeat, 0, start, 0, 0)
-        )
+            last = jax.lax.slice_in_dim(new, count - places, count, axis=axis)
+            new = jnp.roll(last, count % places, axis=axis)
+        start = [0, 0, 0, 0]
+        start[axis] = self.column % places
+        if leaf.ndim == 5:
+            new, start = new[None], [self.repeat, *start]
+        return jax.lax.dynamic_update_slice(leaf, new, start)
 
 
 def make_cache(
     config: ModelConfig, stack: dict, rows: int, length: int, options: RunOptions = RunOptions()
 ) -> dict:
-    """An empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}."""
+    """An empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}.
+
+    Leaves as in `LayerCache`.
+    """
     cache: dict = {}
     for i, segment in enumerate(check_stack(config, stack)):
         cache[f"segment_{i}"] = {}
         for slot in range(segment.slots):
             places = _places(config.layers[segment.layer(slot)], length)
-            shape = (segment.repeats, rows, places, config.n_kv_heads, config.head_dim)
-            zeros = hold(jnp.zeros(shape, options.compute_dtype), options.cache)
-            cache[f"segment_{i}"][f"slot_{slot}"] = {"keys": zeros, "values": zeros}
+            heads = (rows, config.n_kv_heads)
+            shapes = {
+                "keys": (*heads, config.head_dim, places),
+                "values": (*heads, places, config.head_dim),
+            }
+            leaves = {
+                name: hold(jnp.zeros(shape, options.compute_dtype), options.cache)
+                for name, shape in shapes.items()
+            }
+            if segment.repeats > 1:
+                leaves = jax.tree.map(lambda x: jnp.stack([x] * segment.repeats), leaves)
+            cache[f"segment_{i}"][f"slot_{slot}"] = leaves
     return cache
 
 
@@ -84,7 +106,8 @@ def _places(layer: LayerConfig, length: int) -> int:
 
 def cache_length(cache: dict) -> int:
     """Columns that the widest layer of the cache has places for."""
-    return max(leaf.shape[2] for leaf in jax.tree.leaves(cache))
+    slots = [slot for segment in cache.values() for slot in segment.values()]
+    return max(slot["values"].shape[-2] for slot in slots)
 
 
 def forward_cached(
