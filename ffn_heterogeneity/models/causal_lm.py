@@ -44,7 +44,7 @@ class RunOptions:
     platform: str | None = None
     activations: jax.sharding.Sharding | None = None
     table: jax.sharding.Sharding | None = None
-    cache: jax.sharding.Sharding | None = None
+    cache: jax.sharding.NamedSharding | None = None
 
 
 # Compiled whole: operation by operation it takes ten times as long.

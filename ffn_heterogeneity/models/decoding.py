@@ -17,6 +17,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.models.attention import attention_mask, choose_kernel
 from ffn_heterogeneity.models.block import Block
@@ -58,7 +59,7 @@ class LayerCache:
         return tuple((x if x.ndim == 4 else x[self.repeat]).astype(dtype) for x in leaves)
 
     def _written(self, name: str, new: jax.Array, axis: int) -> jax.Array:
-        """The leaf with `new`, of one layer, in the places of its columns on that layer's `axis`."""
+        """The leaf with one layer's `new` in the places of its columns, on that layer's `axis`."""
         leaf = self.leaves[name]
         new = new.astype(leaf.dtype)
         places, count = leaf.shape[axis - 4], new.shape[axis]
@@ -82,21 +83,22 @@ def make_cache(
     """
     cache: dict = {}
     for i, segment in enumerate(check_stack(config, stack)):
+        heads, sharding = (rows, config.n_kv_heads), options.cache
+        if segment.repeats > 1:
+            heads = (segment.repeats, *heads)
+            if sharding is not None:
+                sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
         cache[f"segment_{i}"] = {}
         for slot in range(segment.slots):
             places = _places(config.layers[segment.layer(slot)], length)
-            heads = (rows, config.n_kv_heads)
             shapes = {
                 "keys": (*heads, config.head_dim, places),
                 "values": (*heads, places, config.head_dim),
             }
-            leaves = {
-                name: hold(jnp.zeros(shape, options.compute_dtype), options.cache)
+            cache[f"segment_{i}"][f"slot_{slot}"] = {
+                name: hold(jnp.zeros(shape, options.compute_dtype), sharding)
                 for name, shape in shapes.items()
             }
-            if segment.repeats > 1:
-                leaves = jax.tree.map(lambda x: jnp.stack([x] * segment.repeats), leaves)
-            cache[f"segment_{i}"][f"slot_{slot}"] = leaves
     return cache
 
 

@@ -13,7 +13,7 @@ from tiny_models import LLAMA, our_logits, random_params, tiny_of
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import LayerConfig
-from ffn_heterogeneity.models.decoding import cache_length, forward_cached, make_cache
+from ffn_heterogeneity.models.decoding import cache_length, forward_cached, layers_apart, make_cache
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -110,10 +110,12 @@ def test_several_tokens_on_top_of_a_full_cache_and_not_of_a_window():
         forward_cached(gemma, params, tokens[:, 5:], pads, cache, 5)
 
 
-def test_the_cache_is_updated_in_place():
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_cache_is_updated_in_place(apart):
     """A donated cache of 8 MB is not copied: the step's temporaries are far smaller."""
     config = dataclasses.replace(LLAMA, n_kv_heads=4, head_dim=16, n_heads=4)
-    params = causal_lm.abstract_params(config)
+    params = random_params(config) if apart else causal_lm.abstract_params(config)
+    params = layers_apart(params) if apart else params
     rows, length = 4, 2048
     cache = jax.eval_shape(lambda: make_cache(config, params["stack"], rows, length))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
