@@ -212,13 +212,19 @@ def test_a_baseline_without_a_jump_makes_the_claim_empty(tmp_path, first):
     assert claim(tmp_path / "out", "about 0")[1] == verdict
 
 
-def test_setups_that_differ_do_not_mix(seeds, tmp_path):
-    changed = pretrain(
-        tmp_path / "x", 0.0, {20: (99.0, 9.0)}, seed=2, optimizer={"learning_rate": 2e-3}
-    )
+@pytest.mark.parametrize(
+    "settings, key, here, there",
+    [
+        ({"optimizer": {"learning_rate": 2e-3}}, "optimizer.learning_rate", "0.001", "0.002"),
+        ({"revision": "step64"}, "revision", "unset", '"step64"'),
+        ({"eval": {"max_batches": 8}}, "eval.max_batches", "unset", "8"),
+    ],
+)
+def test_setups_that_differ_do_not_mix(seeds, tmp_path, settings, key, here, there):
+    changed = pretrain(tmp_path / "x", 0.0, {20: (99.0, 9.0)}, seed=2, **settings)
     jreg.write_paper([*seeds, changed], tmp_path / "out")
     rows = table(tmp_path / "out", "table_2")
-    names = [f"4x8/24, optimizer.learning_rate {rate}" for rate in (0.001, 0.002)]
+    names = [f"4x8/24, {key} {value}" for value in (here, there)]
     assert [r["run on"] for r in rows[:4]] == [names[0]] * 3 + names[1:]
     assert float(rows[0]["validation NLL"]) == pytest.approx(4.1)
 
