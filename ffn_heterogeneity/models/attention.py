@@ -105,23 +105,19 @@ def cached_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """`plain_attention` on keys and values as a cache holds them (models/decoding.py).
 
-    The queries of one key head are the rows of one matrix product, and stand first in it: turned
-    round, or as more than one axis, XLA:CPU has no fast kernel for it.
+    The queries of one key head are the rows of one matrix product and stand first in it: XLA:CPU
+    has no fast kernel for it turned round, which is what einsum makes of "btkgh,bkhs->bkgts".
     """
-    b, t, n, h = q_btnh.shape
-    kv_heads, places = k_bkhs.shape[1], k_bkhs.shape[3]
-    scaled = q_btnh * jnp.asarray(scale, q_btnh.dtype)
-    q_bkgth = scaled.reshape(b, t, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
+    q_bkgth = _by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bkhs.shape[1])
     wide = jnp.promote_types(q_btnh.dtype, jnp.float32)
     logits = jnp.einsum("bkqh,bkhs->bkqs", _rows(q_bkgth), k_bkhs, preferred_element_type=wide)
-    logits = logits.reshape(*q_bkgth.shape[:4], places)
+    logits = logits.reshape(*q_bkgth.shape[:4], k_bkhs.shape[3])
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask_bts[:, None, None], logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1)
     out = jnp.einsum("bkqs,bksh->bkqh", _rows(weights.astype(v_bksh.dtype)), v_bksh)
-    out_bkgth = out.reshape(q_bkgth.shape)
-    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h), weights
+    return _by_query_head(out.reshape(q_bkgth.shape)), weights
 
 
 def blocked_attention(
@@ -151,19 +147,28 @@ def blocked_attention(
     Returns:
       output [B, T, N, H] in q's dtype.
     """
-    b, t, n, h = q_btnh.shape
-    kv_heads = k_bskh.shape[2]
     # Heads before time: each (batch, kv head) is one matrix product.
-    grouped = (q_btnh * jnp.asarray(scale, q_btnh.dtype)).reshape(b, t, kv_heads, n // kv_heads, h)
     out_bkgth = _blocked(
-        grouped.transpose(0, 2, 3, 1, 4),
+        _by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2]),
         k_bskh.transpose(0, 2, 1, 3),
         v_bskh.transpose(0, 2, 1, 3),
         mask_bts,
         softcap,
         window,
     )
-    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
+    return _by_query_head(out_bkgth)
+
+
+def _by_key_head(q_btnh: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, N, H] -> [B, K, N/K, T, H]."""
+    b, t, n, h = q_btnh.shape
+    return q_btnh.reshape(b, t, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
+
+
+def _by_query_head(x_bkgth: jax.Array) -> jax.Array:
+    """[B, K, G, T, H] -> [B, T, K G, H]: `_by_key_head` undone."""
+    b, k, g, t, h = x_bkgth.shape
+    return x_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
 
 
 def _blocks(t: int, window: int | None) -> list[tuple[slice, slice]]:

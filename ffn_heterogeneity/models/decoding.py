@@ -5,7 +5,7 @@ and one update serves them all: row b holds its tokens in columns pads[b], pads[
 its positions count from there. A layer's keys are `[B, K, H, S]` and its values `[B, K, S, H]`: the
 two products of a token read them as they lie, where columns before heads would have a CPU turn the
 whole cache round for every token. A slot of r > 1 repeats stacks theirs on a leading axis; a slot
-of one has none, since XLA:CPU writes and copies twice what is reshaped after it is written. Layers
+of one has none, since XLA:CPU writes twice, and copies, what is reshaped once written. Layers
 that see everything have a place for every column; layers with a window w keep the last w only:
 column c lies at place c mod S.
 """

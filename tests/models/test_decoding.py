@@ -114,8 +114,7 @@ def test_several_tokens_on_top_of_a_full_cache_and_not_of_a_window():
 def test_the_cache_is_updated_in_place(apart):
     """A donated cache of 8 MB is not copied: the step's temporaries are far smaller."""
     config = dataclasses.replace(LLAMA, n_kv_heads=4, head_dim=16, n_heads=4)
-    params = random_params(config) if apart else causal_lm.abstract_params(config)
-    params = layers_apart(params) if apart else params
+    params = layers_apart(random_params(config)) if apart else causal_lm.abstract_params(config)
     rows, length = 4, 2048
     cache = jax.eval_shape(lambda: make_cache(config, params["stack"], rows, length))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
