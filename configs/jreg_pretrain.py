@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.sweep import chain, point, product
+from ffn_heterogeneity.launch.sweep import chain, point, product
 
 # size: layers, width, FFN width, heads, learning rate
 SIZES = {

@@ -18,7 +18,7 @@ Paper:     batch 16, learning rate 1e-6, 100 steps of linear warm-up, dropout 0.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from ffn_heterogeneity.sweep import chain, point, product
+from ffn_heterogeneity.launch.sweep import chain, point, product
 
 DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue")
 TARGETS = ("ffn_out", "ffn_in_linear", "ffn_in_gated", "attention_out")

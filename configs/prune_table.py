@@ -22,7 +22,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.load import load_config
-from ffn_heterogeneity.sweep import chain, point, product
+from ffn_heterogeneity.launch.sweep import chain, point, product
 
 KIND = "removal"
 

@@ -7,8 +7,8 @@ Writes <workdir>/results.json (`layers`: a list of entropy, gini and mstd, each 
 layer's neurons) and <workdir>/connectivity.png.
 """
 
-from ffn_heterogeneity import cli
 from ffn_heterogeneity.evaluate.analyze import run
+from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":
     cli.launch(run, "analyze", "configs/analyze.py:connectivity")

@@ -14,8 +14,8 @@ Example:
 Writes <workdir>/results.json.
 """
 
-from ffn_heterogeneity import cli
-from ffn_heterogeneity.train.benchmark import run
+from ffn_heterogeneity.bench.run import run
+from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":
     cli.launch(run, "benchmark", "configs/benchmark.py", positional="name")

@@ -11,7 +11,7 @@ Writes <workdir>/model/ (a directory that transformers loads where it can expres
 compensation, what it took in each layer. With streaming the model is never in memory.
 """
 
-from ffn_heterogeneity import cli
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.surgery.compress import run
 
 if __name__ == "__main__":

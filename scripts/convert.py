@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from absl import flags
 
-from ffn_heterogeneity import cli
 from ffn_heterogeneity.io.export import EXPORTS, save_pretrained
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.families import count_parameters
 
 _MODEL = flags.DEFINE_string("model", None, "Directory, .gguf, preset or hub id.", required=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from absl import flags
 
-from ffn_heterogeneity import cli, demo
+from ffn_heterogeneity.launch import cli, demo
 
 WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Directory for all outputs.")
 MODELS = flags.DEFINE_string("models", ".cache/models", "Where the model is fetched to.")

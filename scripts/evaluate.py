@@ -7,8 +7,8 @@ Example:
 Writes <workdir>/results.json with `perplexity`, `nll` (nats a token) and `tokens`.
 """
 
-from ffn_heterogeneity import cli
 from ffn_heterogeneity.evaluate.run import run
+from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":
     cli.launch(run, "evaluate", "configs/perplexity.py")

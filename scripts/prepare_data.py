@@ -15,8 +15,8 @@ Writes <workdir>/tokens/ (shards and manifest.json), <workdir>/tokenizer/ where 
 <workdir>/results.json. The same command goes on where it was stopped.
 """
 
-from ffn_heterogeneity import cli
-from ffn_heterogeneity.train.prepare_data import run
+from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch.prepare_data import run
 
 if __name__ == "__main__":
     cli.launch(run, "prepare_data", "configs/prepare_data.py")

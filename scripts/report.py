@@ -21,7 +21,7 @@ import time
 
 from absl import flags
 
-from ffn_heterogeneity import cli
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.report import jreg, nucl
 from ffn_heterogeneity.report.compare import write_report
 

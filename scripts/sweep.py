@@ -16,7 +16,7 @@ import sys
 
 from absl import flags
 
-from ffn_heterogeneity import cli, sweep_run
+from ffn_heterogeneity.launch import cli, sweep_run
 
 CONFIG = "configs/nucl_finetune.py"
 SWEEP = flags.DEFINE_string("sweep", "", "Its name in the config file's SWEEPS.")

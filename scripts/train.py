@@ -13,8 +13,8 @@ metrics.jsonl, TensorBoard events and checkpoints. The same command continues a 
 configs/prune_recover.py shows a run of stages (prune, recover, score).
 """
 
-from ffn_heterogeneity import cli
-from ffn_heterogeneity.experiment import run
+from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch.experiment import run
 
 if __name__ == "__main__":
     cli.launch(run, "train", "configs/nucl_finetune.py", processes=True)

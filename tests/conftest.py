@@ -33,7 +33,7 @@ def _has(package: str) -> bool:
 
 
 def _locks(mechanism: str) -> bool:
-    from ffn_heterogeneity.evaluate.sandbox import failure
+    from ffn_heterogeneity.evaluate.sandbox.programs import failure
 
     return failure(mechanism) is None
 
@@ -134,7 +134,7 @@ def libtpu() -> None:
 
 @pytest.fixture(scope="session")
 def namespaces() -> str:
-    """A mechanism of evaluate/sandbox.py."""
+    """A mechanism of evaluate/sandbox/programs.py."""
     return "namespaces"
 
 

@@ -21,8 +21,9 @@ from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import distributed, partition
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings

@@ -23,7 +23,8 @@ from tiny_models import REPOSITORY, batch_of, config_of, random_params, run_scri
 import ffn_heterogeneity.losses
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
-from ffn_heterogeneity.cli import leaf_names
+from ffn_heterogeneity.io.workdir import flatten_config
+from ffn_heterogeneity.launch.cli import leaf_names
 from ffn_heterogeneity.losses.diversity import diversity_term
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
@@ -32,12 +33,11 @@ from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
 from ffn_heterogeneity.surgery.removal import mask_neurons, remove_neurons
-from ffn_heterogeneity.train import partition
-from ffn_heterogeneity.train.workdir import flatten_config
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -17,8 +17,9 @@ from tiny_models import REPOSITORY, batch_of, tiny_of
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import distributed, partition
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step

@@ -327,7 +327,7 @@ def make_pipeline(
       seed: of the shuffle, unless the config has its own; the same in every process.
       accumulation: A, the micro-batches that the caller cuts a batch into, [A, rows / A, T]. It
         decides which rows a process takes, never what a global batch holds.
-      rows: the rows of the global batch that this process feeds (`train.placement.local_rows`
+      rows: the rows of the global batch that this process feeds (`parallel.placement.local_rows`
         says which a mesh asks for); None: all of them.
 
     Cost: every process tokenises and packs everything, so each must keep up with the whole run, not

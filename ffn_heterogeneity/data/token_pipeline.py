@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.data.batches import Batch, BatchIterator, finite
+from ffn_heterogeneity.data.corpus.shards import Corpus, check_tokenizer, open_corpus
 from ffn_heterogeneity.data.packing import Counts, Encoder
-from ffn_heterogeneity.data.shards import Corpus, check_tokenizer, open_corpus
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.token_rows import Part, TokenRows, split, whole

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ffn_heterogeneity.data.batches import Batch
+from ffn_heterogeneity.data.corpus.shards import Corpus, Shard
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.shards import Corpus, Shard
 from ffn_heterogeneity.data.sources import DataError
 
 

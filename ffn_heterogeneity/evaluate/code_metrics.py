@@ -10,7 +10,7 @@ from typing import Any
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.data.tasks.mbpp import END, prompt_of
-from ffn_heterogeneity.evaluate.sandbox import Limits, Outcome, run_many
+from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, run_many
 
 SHOTS = (2, 3, 4)  # task ids of the three examples, in this order
 

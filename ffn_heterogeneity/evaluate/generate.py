@@ -23,8 +23,8 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make_cache
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import path_str
-from ffn_heterogeneity.train import partition
 
 CHUNK = 16
 MIN_BUCKET = 16

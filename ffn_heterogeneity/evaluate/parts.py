@@ -1,7 +1,7 @@
 """Parts of a long evaluation, each kept as soon as it is done, so that a stopped run goes on.
 
 A part is known by its name alone: the work directory says that all settings are the same
-(`train.workdir.prepare_workdir`).
+(`io.workdir.prepare_workdir`).
 """
 
 from __future__ import annotations

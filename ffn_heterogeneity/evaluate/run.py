@@ -8,8 +8,8 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate import judge
-from ffn_heterogeneity.evaluate.chat import answer_questions, check_chat
+from ffn_heterogeneity.evaluate.chat import judge
+from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.inputs import DTYPES, check_inputs, input_rows
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks

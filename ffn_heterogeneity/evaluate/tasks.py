@@ -11,11 +11,11 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate import sandbox
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.evaluate.parts import read_part, write_part
+from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions

@@ -33,7 +33,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 CHUNK_BYTES = 2**30
 CHUNK_BYTES_CPU = 2**27
 LAYOUTS = ("vd", "dv")
-# How a mesh cuts the kernel; as train.partition has it.
+# How a mesh cuts the kernel; as parallel.partition has it.
 KERNEL_SPECS = {"vd": PartitionSpec("tensor", "fsdp"), "dv": PartitionSpec("fsdp", "tensor")}
 
 

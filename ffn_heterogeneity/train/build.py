@@ -17,19 +17,19 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.io.workdir import flatten_config
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import LossTerm
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import partition
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
-from ffn_heterogeneity.train.workdir import flatten_config
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")

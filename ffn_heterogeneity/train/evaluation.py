@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.train.placement import place_batch
+from ffn_heterogeneity.parallel.placement import place_batch
 
 
 def make_evaluator(

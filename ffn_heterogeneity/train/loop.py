@@ -15,12 +15,12 @@ from etils import epath
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.workdir import resume_command
+from ffn_heterogeneity.parallel.placement import place_batch, place_scalars
 from ffn_heterogeneity.report.writer import MetricsWriter
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
-from ffn_heterogeneity.train.placement import place_batch, place_scalars
 from ffn_heterogeneity.train.profiler import Profiler
 from ffn_heterogeneity.train.state import TrainState
-from ffn_heterogeneity.train.workdir import resume_command
 
 
 class TrainingDiverged(ValueError):

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import partition
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")

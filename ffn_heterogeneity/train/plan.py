@@ -24,12 +24,13 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
-from ffn_heterogeneity.train import hlo, partition
+from ffn_heterogeneity.train import hlo
 from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
-from ffn_heterogeneity.train.placement import rows_of_micro_batch
 from ffn_heterogeneity.train.source import model_shape
 
 # Batch leaves as `data.pipeline` gives them.

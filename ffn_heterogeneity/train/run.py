@@ -20,12 +20,15 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel.placement import local_rows, to_host
+from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import read_metrics
-from ffn_heterogeneity.train import partition
 from ffn_heterogeneity.train.build import (
     Built,
     build,
@@ -33,15 +36,12 @@ from ffn_heterogeneity.train.build import (
     hyper_function,
     loop_config,
 )
-from ffn_heterogeneity.train.distributed import on_main, say
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
-from ffn_heterogeneity.train.placement import local_rows, to_host
 from ffn_heterogeneity.train.plan import dry_run
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
-from ffn_heterogeneity.train.workdir import prepare_workdir
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.data.shards import check_vocabulary
+from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.io.load import Model, load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig

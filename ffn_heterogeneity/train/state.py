@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, path_str, unflatten
-from ffn_heterogeneity.train import partition
 
 
 @jax.tree_util.register_dataclass

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ffn_heterogeneity.data.corpora import Layout
-from ffn_heterogeneity.data.shards import open_corpus
-from ffn_heterogeneity.data.tokenise import Settings
+from ffn_heterogeneity.data.corpus.corpora import Layout
+from ffn_heterogeneity.data.corpus.shards import open_corpus
+from ffn_heterogeneity.data.corpus.tokenise import Settings
 
 WORDS = ("the", "of", "and", "whale", "ship", "sea", "naïve", "said", "«日本»\n", "white", "boat")
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from prepare_tools import Slow, contents, documents_of, expected, settings, texts
 
-from ffn_heterogeneity.data import corpora, prepare_workers
-from ffn_heterogeneity.data.corpora import Layout, find_inputs, plan_chunks, read_chunk
+from ffn_heterogeneity.data.corpus import corpora, prepare_workers
+from ffn_heterogeneity.data.corpus.corpora import Layout, find_inputs, plan_chunks, read_chunk
+from ffn_heterogeneity.data.corpus.prepare import claim, prepare
+from ffn_heterogeneity.data.corpus.shards import open_corpus
+from ffn_heterogeneity.data.corpus.tokenise import Settings
 from ffn_heterogeneity.data.pipeline import make_pipeline
-from ffn_heterogeneity.data.prepare import claim, prepare
-from ffn_heterogeneity.data.shards import open_corpus
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tokenise import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_ids_beyond_uint16(corpus, characters, tmp_path):
 KILLED = """
 import sys
 sys.path.insert(0, {tests!r})
-from ffn_heterogeneity.data.prepare import prepare
+from ffn_heterogeneity.data.corpus.prepare import prepare
 from prepare_tools import Slow, settings
 
 if __name__ == "__main__":
@@ -303,7 +303,7 @@ def test_a_failing_process_ends_all_with_its_error(corpus, tmp_path):
 
 
 def test_a_worker_that_is_told_to_stop_does(corpus, characters, tmp_path):
-    from ffn_heterogeneity.data.tokenise import Tokeniser
+    from ffn_heterogeneity.data.corpus.tokenise import Tokeniser
 
     chunks = plan_chunks(find_inputs(corpus), Layout(chunk_bytes=2000))
     worker = prepare_workers.Worker(Tokeniser(characters(), settings()), tmp_path, [0, 0, 1])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prepare_tools import Slow, contents, documents_of, expected, settings, texts
 
-from ffn_heterogeneity.data.prepare import prepare
+from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.sources import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -20,8 +20,8 @@ def configured(workdir, **changes):
     """`run` of scripts/prepare_data.py with a config."""
     from etils import epath
 
-    from ffn_heterogeneity import cli
-    from ffn_heterogeneity.train.prepare_data import run
+    from ffn_heterogeneity.launch import cli
+    from ffn_heterogeneity.launch.prepare_data import run
 
     config = cli.load_config(str(REPOSITORY / "configs" / "prepare_data.py"))
     cli.set_keys(config, changes.items(), "test", "configs/prepare_data.py")
@@ -87,7 +87,7 @@ def test_script_refuses(corpus, smollm2_gguf, tmp_path):
 def test_script_compares_the_vocabulary_with_the_models(
     corpus, smollm2_gguf, tmp_path, monkeypatch
 ):
-    from ffn_heterogeneity.train import prepare_data
+    from ffn_heterogeneity.launch import prepare_data
 
     class Small:
         vocab_size = 49_151
@@ -102,7 +102,7 @@ def test_script_compares_the_vocabulary_with_the_models(
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_datatrove_writes_the_same_bytes(corpus, datatrove, tmp_path, processes):
-    from ffn_heterogeneity.data import prepare_datatrove
+    from ffn_heterogeneity.data.corpus import prepare_datatrove
 
     paths, out = corpus, tmp_path / "datatrove"
     prepare(paths, Slow(), tmp_path / "ours", settings=settings())
@@ -130,7 +130,7 @@ def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.filters import LambdaFilter
 
-    from ffn_heterogeneity.data import prepare_datatrove
+    from ffn_heterogeneity.data.corpus import prepare_datatrove
 
     def run(steps, tasks):
         logs = str(tmp_path / "logs" / str(len(list(tmp_path.iterdir()))))

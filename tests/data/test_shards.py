@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from ffn_heterogeneity.data.batches import take_rows
-from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.pipeline import make_pipeline
-from ffn_heterogeneity.data.shards import (
+from ffn_heterogeneity.data.corpus.shards import (
     ShardWriter,
     check_vocabulary,
     open_corpus,
     token_dtype,
     tokenizer_facts,
 )
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.token_rows import TokenRows, split, whole
 

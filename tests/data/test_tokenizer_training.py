@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from ffn_heterogeneity.data.corpora import Layout, find_inputs, plan_chunks
-from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.shards import tokenizer_facts
-from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks import Example
-from ffn_heterogeneity.data.tokenizer_training import (
+from ffn_heterogeneity.data.corpus.corpora import Layout, find_inputs, plan_chunks
+from ffn_heterogeneity.data.corpus.shards import tokenizer_facts
+from ffn_heterogeneity.data.corpus.tokenizer_training import (
     sample_texts,
     save_tokenizer,
     train_tokenizer,
 )
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tasks import Example
 
 ODD = "naïve «日本» \U0001f433\tif (x >= 0) {\r\n\n  return;}  \u200b\x00 <unk> e\u0301"
 
@@ -63,7 +63,7 @@ def test_merges_follow_from_the_counts():
 def test_same_texts_same_tokenizer_whatever_the_threads(lines, trained, tmp_path):
     program = """
 import sys
-from ffn_heterogeneity.data.tokenizer_training import save_tokenizer, train_tokenizer
+from ffn_heterogeneity.data.corpus.tokenizer_training import save_tokenizer, train_tokenizer
 lines = open(sys.argv[1]).read().split("\\n\\n")
 save_tokenizer(train_tokenizer(lines, 600), sys.argv[2])
 assert not {"torch", "jax"} & set(sys.modules)

@@ -9,7 +9,7 @@ import pytest
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate import code_metrics
 from ffn_heterogeneity.evaluate.code_metrics import extract, few_shot_prompt, pass_at_1, shots
-from ffn_heterogeneity.evaluate.sandbox import Limits, SandboxError
+from ffn_heterogeneity.evaluate.sandbox.programs import Limits, SandboxError
 
 
 def records(folder, split: str) -> list[dict]:

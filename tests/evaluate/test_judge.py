@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tiny_models import config_of, run_script
 
-from ffn_heterogeneity.evaluate import endpoint as endpoints
-from ffn_heterogeneity.evaluate import judge, judge_prompts
-from ffn_heterogeneity.evaluate.endpoint import Endpoint, EndpointError
+from ffn_heterogeneity.evaluate.chat import endpoint as endpoints
+from ffn_heterogeneity.evaluate.chat import judge, judge_prompts
+from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 
 KEY = "sk-secret-0123"
 

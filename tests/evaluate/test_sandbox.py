@@ -21,8 +21,15 @@ from pathlib import Path
 import pytest
 from hostile_programs import DAEMON, HOSTILE, PRIVILEGES
 
-from ffn_heterogeneity.evaluate import sandbox, sandbox_run
-from ffn_heterogeneity.evaluate.sandbox import Limits, Outcome, SandboxError, run_code, run_many
+from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
+from ffn_heterogeneity.evaluate.sandbox import run as sandbox_run
+from ffn_heterogeneity.evaluate.sandbox.programs import (
+    Limits,
+    Outcome,
+    SandboxError,
+    run_code,
+    run_many,
+)
 
 PACKAGE = Path(sandbox.__file__).parent.parent
 LIMITS = Limits(
@@ -163,7 +170,7 @@ def test_nothing_stays_of_bwrap(bwrap):
 
 def check_dies_with_parent(mechanism: str):
     tag = f"sbp{os.getpid()}{mechanism[0]}"
-    code = "from ffn_heterogeneity.evaluate.sandbox import *; import sys; "
+    code = "from ffn_heterogeneity.evaluate.sandbox.programs import *; import sys; "
     code += "run_code(sys.argv[1], allow=True, mechanism=sys.argv[2])"
     program = DAEMON.format(tag=tag) + "time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code, program, mechanism], cwd=PACKAGE.parent)
@@ -264,7 +271,7 @@ sys.path.append(sys.argv[1])
 import sandbox_kernel
 sandbox_kernel.prctl(38, 1)
 sandbox_kernel.install_filter()
-from ffn_heterogeneity.evaluate.sandbox import *
+from ffn_heterogeneity.evaluate.sandbox.programs import *
 print(available())
 run_code("print('it ran')", allow=True)
 """
@@ -272,11 +279,11 @@ run_code("print('it ran')", allow=True)
 
 def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
     """As in most containers: unshare is not permitted."""
-    command = [sys.executable, "-c", FORBIDDEN, str(PACKAGE / "evaluate")]
+    command = [sys.executable, "-c", FORBIDDEN, str(PACKAGE / "evaluate" / "sandbox")]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.stdout.startswith("Mechanism(name='none'") and "it ran" not in done.stdout
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ffn_heterogeneity.evaluate.sandbox_run.SandboxError: ")
+    assert last.startswith("ffn_heterogeneity.evaluate.sandbox.run.SandboxError: ")
     assert "namespaces: [Errno 1] unshare: Operation not permitted" in last
     assert "install bubblewrap" in last
 
@@ -329,7 +336,7 @@ def filtered(code: bytes, architecture: int, number: int, first: int = 0) -> int
 
 @pytest.mark.parametrize("name", ["x86_64", "aarch64"])
 def test_filter_of_system_calls(monkeypatch, name):
-    monkeypatch.syspath_prepend(str(PACKAGE / "evaluate"))
+    monkeypatch.syspath_prepend(str(PACKAGE / "evaluate" / "sandbox"))
     kernel = importlib.import_module("sandbox_kernel")
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=name))
     column, architecture = kernel.MACHINES[name]
@@ -369,7 +376,7 @@ os.execv(os.path.realpath(sys.executable), [sys.executable, "-c", *sys.argv[2:]]
 NOBODY = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
-from ffn_heterogeneity.evaluate.sandbox import *
+from ffn_heterogeneity.evaluate.sandbox.programs import *
 assert os.getresuid() == (65534,) * 3
 limits = Limits(**json.loads(sys.argv[3]))
 for program in json.loads(sys.argv[4]):
@@ -384,14 +391,13 @@ def stage():
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         package = Path(name) / "ffn_heterogeneity"
-        (package / "evaluate").mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "evaluate" / "__init__.py").touch()
-        for path in (PACKAGE / "evaluate").glob("sandbox*.py"):
-            shutil.copyfile(path, package / "evaluate" / path.name)
-        shutil.copyfile(
-            PACKAGE / "evaluate" / "sandbox_kernel.py", Path(name) / "sandbox_kernel.py"
-        )
+        inside = package / "evaluate" / "sandbox"
+        inside.mkdir(parents=True)
+        for folder in (package, package / "evaluate", inside):
+            (folder / "__init__.py").touch()
+        for path in (PACKAGE / "evaluate" / "sandbox").glob("*.py"):
+            shutil.copyfile(path, inside / path.name)
+        shutil.copyfile(inside / "sandbox_kernel.py", Path(name) / "sandbox_kernel.py")
         yield name
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, batch_of, config_of, random_params, tiny_of
 
-from ffn_heterogeneity.losses import benchmarks
+from ffn_heterogeneity.bench import losses as benchmarks
 from ffn_heterogeneity.losses.diversity import diversity_term, similarity
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import partition
 from ffn_heterogeneity.train.build import build, check_config, hyper_function, static_key
 from ffn_heterogeneity.train.state import create_state
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ffn_heterogeneity.bench.losses import nll_temporary_bytes
 from ffn_heterogeneity.losses import nll
-from ffn_heterogeneity.losses.benchmarks import nll_temporary_bytes
 from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 

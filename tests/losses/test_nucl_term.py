@@ -10,7 +10,7 @@ import nucl_oracle as oracle
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.losses import benchmarks
+from ffn_heterogeneity.bench import losses as benchmarks
 from ffn_heterogeneity.losses.nucl import (
     TARGETS,
     VARIANTS,

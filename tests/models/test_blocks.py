@@ -18,9 +18,9 @@ from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.removal import choose_neurons, mask_neurons, remove_neurons
-from ffn_heterogeneity.train import partition
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)

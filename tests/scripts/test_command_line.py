@@ -111,7 +111,7 @@ def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
 
 
 def test_the_benchmarks_name_is_an_argument(monkeypatch, tmp_path):
-    from ffn_heterogeneity.train import benchmark
+    from ffn_heterogeneity.bench import run as benchmark
 
     monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config: config.to_dict()})
     for i in (0, 1, 3):

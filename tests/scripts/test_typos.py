@@ -11,7 +11,7 @@ import sys
 import pytest
 from tiny_models import REPOSITORY, config_of
 
-from ffn_heterogeneity.cli import UsageError, check_keys, leaf_names
+from ffn_heterogeneity.launch.cli import UsageError, check_keys, leaf_names
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
 COUNT = 200

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ffn_heterogeneity.bench.similarity import benchmark_similarity
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.surgery import neighbours, similarity
-from ffn_heterogeneity.surgery.benchmark_similarity import benchmark_similarity
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups
 from ffn_heterogeneity.surgery.weights import incoming
 

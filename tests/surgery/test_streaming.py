@@ -25,13 +25,14 @@ from tiny_models import (
     tiny_of,
 )
 
+from ffn_heterogeneity.bench import streaming as benchmark
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.surgery import benchmark, compress
+from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.streaming import compress_directory

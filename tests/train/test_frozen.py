@@ -18,9 +18,9 @@ from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.parallel.partition import trainable_mask
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
-from ffn_heterogeneity.train.partition import trainable_mask
 from ffn_heterogeneity.train.state import abstract_state, create_state
 from ffn_heterogeneity.train.step import make_train_step
 

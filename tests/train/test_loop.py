@@ -14,12 +14,17 @@ from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.parallel.partition import (
+    batch_sharding,
+    make_mesh,
+    replicated,
+    trainable_mask,
+)
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from ffn_heterogeneity.train.partition import batch_sharding, make_mesh, replicated, trainable_mask
 from ffn_heterogeneity.train.state import create_state, state_shardings
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
 

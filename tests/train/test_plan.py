@@ -16,7 +16,8 @@ from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
-from ffn_heterogeneity.train import hardware, hlo, partition, plan, run
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.train import hardware, hlo, plan, run
 from ffn_heterogeneity.train.build import build
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -8,18 +8,18 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.cli import leaf_names
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.workdir import WorkdirError
+from ffn_heterogeneity.launch.cli import leaf_names
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.parallel.partition import RuleError
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import run as training
-from ffn_heterogeneity.train.partition import RuleError
-from ffn_heterogeneity.train.workdir import WorkdirError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"

@@ -17,15 +17,15 @@ from train_toy import (
 )
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train.evaluation import make_evaluator
-from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
-from ffn_heterogeneity.train.partition import (
+from ffn_heterogeneity.parallel.partition import (
     batch_sharding,
     make_mesh,
     replicated,
     trainable_mask,
 )
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import (
     abstract_state,
     create_state,

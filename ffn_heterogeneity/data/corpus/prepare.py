@@ -1,0 +1,229 @@
+"""A corpus tokenised into shards by several processes: the same bytes for any number of them.
+
+Each chunk of the input (`corpora.plan_chunks`) becomes the shard of its number. A shard that is
+whole leaves `progress/<name>.json` behind; a run that was stopped goes on with the others, and the
+manifest, which makes the directory readable, comes last and takes the place of those files. The
+same command on a finished directory checks it and makes damaged shards anew.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from ffn_heterogeneity.data.corpus import corpora, shards
+from ffn_heterogeneity.data.corpus.prepare_workers import Pool, open_pool
+from ffn_heterogeneity.data.corpus.tokenise import PROGRESS, Settings, Tokeniser, note, shard_name
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.io.files import read_json, write_json
+
+PLAN = "plan.json"
+
+
+def prepare(
+    spec: str | Sequence[str],
+    tokenizer: Any,
+    directory: str | Path,
+    *,
+    name: str = "",
+    settings: Settings | None = None,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """Tokenises a corpus into `directory`; returns the manifest.
+
+    Args:
+      spec: see `corpora.find_inputs`.
+      tokenizer: `transformers`-like; other processes get a pickled copy.
+      name: of the tokenizer, for the manifest.
+      processes: how many at once; the result does not depend on it.
+
+    Raises:
+      DataError: anything wrong with input or settings, or the directory holds another corpus.
+    """
+    directory, settings = Path(directory), settings or Settings()
+    if processes < 1:
+        raise DataError(f"processes is {processes}; it must be 1 or more")
+    tokeniser = Tokeniser(tokenizer, settings)
+    inputs = corpora.find_inputs(spec)
+    chunks = corpora.plan_chunks(inputs, settings.layout)
+    claimed = False
+    try:
+        with open_pool(tokeniser, directory, processes) as pool:
+            hashing = [pool.submit(corpora.fingerprint, *one, settings.layout) for one in inputs]
+            plan = make_plan([one.result() for one in hashing], settings, tokenizer, name)
+            done, claimed = claim(directory, plan, tokeniser.dtype), True
+            todo = [chunk for chunk in chunks if shard_name(chunk.number) not in done]
+            if not todo and (directory / shards.MANIFEST).exists():
+                return shards.read_manifest(directory)
+            entries = _run(pool, todo, chunks) if todo else []
+        done |= {entry["name"]: entry for entry in entries}
+        return finish(directory, plan, [done[shard_name(chunk.number)] for chunk in chunks])
+    except DataError:
+        if claimed:  # what is refused may be another run's
+            release(directory)
+        raise
+
+
+def make_plan(
+    inputs: Sequence[Mapping[str, Any]], settings: Settings, tokenizer: Any, name: str
+) -> dict[str, Any]:
+    """What the shards are a function of; two plans that are equal make equal shards.
+
+    Args:
+      inputs: the fingerprint of each.
+    """
+    facts = shards.tokenizer_facts(tokenizer, name)
+    layout = dataclasses.asdict(settings.layout)
+    for key in ("split", "revision"):  # they are in a hub data set's fingerprint
+        layout.pop(key)
+    policy = {"bos": "none stored: the reader adds it"}
+    policy["eos_id"] = facts["eos_id"] if settings.eos else None
+    return {
+        "tokenizer": facts,
+        "policy": policy,
+        "settings": layout | {"passage_chars": settings.passage_chars},
+        "inputs": list(inputs),
+    }
+
+
+def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str, dict]:
+    """Makes the directory this plan's; returns the entries of the shards that are whole already.
+
+    Raises:
+      DataError: it holds the shards of another plan (what differs is named).
+    """
+    progress, finished = directory / PROGRESS, directory / shards.MANIFEST
+    if finished.exists():
+        manifest = shards.read_manifest(directory)
+        _check_same(directory, manifest, plan)
+        entries = [*manifest["shards"], *manifest["without_documents"]]
+        whole = [entry for entry in entries if _whole(directory, entry, dtype, verify=True)]
+        if len(whole) == len(entries):
+            return {entry["name"]: entry for entry in whole}
+        # Some are damaged: from here on as if it had been stopped before they were made.
+        progress.mkdir(exist_ok=True)
+        write_json(progress / PLAN, plan)
+        for entry in whole:
+            write_json(note(directory, entry["name"]), entry)
+        finished.unlink()
+    if (progress / PLAN).exists():
+        _check_same(directory, read_json(progress / PLAN), plan)
+    progress.mkdir(parents=True, exist_ok=True)
+    for folder in (directory, progress):  # of processes that were killed
+        for left in folder.glob(".*.partial.*"):
+            left.unlink()
+    write_json(progress / PLAN, plan)
+    found = {}
+    for path in sorted(progress.glob("shard-*.json")):
+        entry = read_json(path)
+        if _whole(directory, entry, dtype, verify=False):
+            found[entry["name"]] = entry
+        else:
+            path.unlink()
+    return found
+
+
+def release(directory: Path) -> None:
+    """Removes what `claim` made where no shard with documents came of it: settings may change."""
+    progress = directory / PROGRESS
+    if not progress.is_dir() or (directory / shards.MANIFEST).exists():
+        return
+    if not any(read_json(path)["tokens"] for path in progress.glob("shard-*.json")):
+        shutil.rmtree(progress)
+        if not any(directory.iterdir()):
+            directory.rmdir()
+
+
+def finish(directory: Path, plan: Mapping[str, Any], entries: list[dict]) -> dict[str, Any]:
+    """Writes the manifest, last, and removes the notes of progress.
+
+    Raises:
+      DataError: no document has a token.
+    """
+    entries = sorted(entries, key=lambda entry: entry["name"])
+    kept = [entry for entry in entries if entry["tokens"]]
+    if not kept:
+        raise DataError(
+            f"the input has {sum(entry['empty'] for entry in entries)} documents, all of them "
+            "empty: there is nothing to write; check text_field and separator"
+        )
+    size = plan["tokenizer"]["vocab_size"]
+    manifest = {
+        "format": shards.FORMAT,
+        "version": shards.VERSION,
+        "dtype": shards.token_dtype(size).name,
+        "tokens": sum(entry["tokens"] for entry in kept),
+        "documents": sum(entry["documents"] for entry in kept),
+        "empty_documents": sum(entry["empty"] for entry in entries),
+        **plan,
+        "shards": kept,
+        "without_documents": [entry for entry in entries if not entry["tokens"]],
+    }
+    write_json(directory / shards.MANIFEST, manifest)
+    shutil.rmtree(directory / PROGRESS, ignore_errors=True)
+    return manifest
+
+
+def _check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    different = []
+    for key in ("tokenizer", "policy", "settings"):
+        before, now = old.get(key, {}), new[key]
+        # The same tokenizer may be read from elsewhere.
+        keys = [k for k in {**before, **now} if k != "name" and before.get(k) != now.get(k)]
+        different += [f"{k} was {before.get(k)!r:.70}, is {now.get(k)!r:.70}" for k in keys]
+    before, now = ({one["path"]: one for one in plan["inputs"]} for plan in (old, new))
+    changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
+    if changed or list(before) != list(now):
+        different.append(f"other inputs: {', '.join(changed[:3]) or 'another order'}")
+    if different:
+        raise DataError(
+            f"{directory} holds other shards ({'; '.join(different)}): use another directory, or "
+            "remove this one"
+        )
+
+
+def _whole(directory: Path, entry: Mapping[str, Any], dtype: np.dtype, verify: bool) -> bool:
+    if not entry["tokens"]:
+        return True
+    try:
+        shards.check_shard(directory, entry, dtype, verify=verify)
+    except DataError:
+        return False
+    return True
+
+
+def _run(
+    pool: Pool, todo: Sequence[corpora.Chunk], chunks: Sequence[corpora.Chunk]
+) -> list[dict[str, Any]]:
+    """Entries of the shards made; a progress bar of input bytes, with tokens/s."""
+    total = sum(chunk.size for chunk in chunks)
+    before = total - sum(chunk.size for chunk in todo)
+    start = time.monotonic()
+    with tqdm.tqdm(
+        total=total, initial=before, unit="B", unit_scale=True, desc="tokenising"
+    ) as bar:
+
+        def show() -> None:
+            tokens = pool.counters[1]
+            speed = tokens / max(time.monotonic() - start, 1e-9)
+            bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens, {speed / 1e3:,.0f}k/s", refresh=False)
+            bar.update(before + pool.counters[0] - bar.n)
+
+        futures = [pool.tokenise(chunk, show) for chunk in todo]
+        waiting = set(futures)
+        while waiting:
+            done, waiting = concurrent.futures.wait(
+                waiting, timeout=0.5, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            show()
+            for future in done:
+                future.result()
+    return [future.result() for future in futures]

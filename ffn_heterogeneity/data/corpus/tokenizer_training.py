@@ -1,0 +1,154 @@
+"""Trains a byte-level BPE tokenizer: every text can be written with it, none needs <unk>."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.corpus import corpora
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.io.files import atomic_path, read_json, write_json
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+SPECIAL = (BOS, EOS, PAD)  # ids 0, 1, 2
+# One token for every byte and the special ones.
+SMALLEST = 256 + len(SPECIAL)
+# Beside a trained tokenizer: what it is a function of.
+MADE_OF = "made_of.json"
+
+_log = logging.getLogger(__name__)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 2) -> Any:
+    """BPE on bytes, split into words as GPT-2's; the same texts give the same tokenizer.
+
+    `<s>` stands before a text that is encoded with special tokens, as Llama's does.
+
+    Args:
+      vocab_size: in all: special tokens, bytes and merges. A small corpus gives fewer (a warning).
+      min_frequency: how often a pair must occur to be merged.
+
+    Returns:
+      `transformers.PreTrainedTokenizerFast`.
+
+    Raises:
+      DataError: a vocabulary too small for the bytes, or no text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST:
+        raise DataError(
+            f"vocab_size is {vocab_size}; {len(SPECIAL)} special tokens and 256 bytes need "
+            f"{SMALLEST} or more"
+        )
+    seen = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal seen
+        for text in texts:
+            seen += bool(text.strip())
+            yield text
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=os.isatty(2),
+    )
+    tokenizer.train_from_iterator(counted(), trainer)
+    if not seen:
+        raise DataError("no text to train the tokenizer on: all documents are empty")
+    if tokenizer.get_vocab_size() < vocab_size:
+        _log.warning(
+            "the texts gave %d tokens of the %d asked for: there are no more pairs that occur "
+            "%d times",
+            tokenizer.get_vocab_size(), vocab_size, min_frequency,
+        )  # fmt: skip
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS}:1 $B:1",
+        special_tokens=[(BOS, SPECIAL.index(BOS))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def sample_texts(
+    chunks: Sequence[corpora.Chunk], layout: corpora.Layout, max_bytes: int
+) -> Iterator[str]:
+    """The documents of evenly spread chunks, `max_bytes` of UTF-8 at most: the last one is cut."""
+    total = sum(chunk.size for chunk in chunks)
+    count = min(max(1, round(len(chunks) * max_bytes / total)), len(chunks))
+    left = max_bytes
+    for number in np.linspace(0, len(chunks) - 1, count).astype(int):
+        for text in corpora.read_chunk(chunks[number], layout):
+            if left <= 0:
+                return
+            # A character has a byte at least: no more of a long document is looked at.
+            encoded = text[:left].encode()
+            left -= len(encoded)
+            yield text if left > 0 else encoded[: len(encoded) + left].decode(errors="ignore")
+
+
+class Hashed:
+    """Passes texts on; `digest()` is that of those which passed."""
+
+    def __init__(self, texts: Iterable[str]):
+        self._texts, self._hash = texts, hashlib.sha256()
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            encoded = text.encode()
+            # With its length: two texts are not their concatenation.
+            self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
+            yield text
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def save_tokenizer(
+    tokenizer: Any, directory: str | Path, made_of: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a directory that `transformers.AutoTokenizer` loads; whole or not at all.
+
+    Args:
+      made_of: kept in `made_of.json`, for `differs`.
+    """
+    with atomic_path(directory) as temporary:
+        tokenizer.save_pretrained(os.fspath(temporary))
+        if made_of is not None:
+            write_json(Path(temporary) / MADE_OF, dict(made_of))
+
+
+def differs(directory: str | Path, made_of: Mapping[str, Any]) -> list[str]:
+    """The facts in which the tokenizer in `directory` is of something else.
+
+    Raises:
+      DataError: nothing says what it is of.
+    """
+    path = Path(directory) / MADE_OF
+    if not path.is_file():
+        raise DataError(
+            f"{directory} holds a tokenizer that was not trained by this command: use it by "
+            f"--config.tokenizer={directory} without training, or use another --workdir"
+        )
+    kept = read_json(path)
+    return [key for key, value in made_of.items() if kept.get(key) != value]

@@ -1,0 +1,337 @@
+"""A language model as the judge of chat answers, behind an OpenAI-compatible endpoint.
+
+Single: a rating from 1 to 10 of every turn, "[[8]]". Pairwise: which of two models' answers is
+better, "[[A]]", "[[B]]" or "[[C]]" for neither, asked twice with the places swapped; a model wins
+where both say so, everything else is a tie. Where a judge writes several, its last one counts.
+
+Rows have FastChat's form. A call that brings no judgment (time-out, HTTP error, no JSON, no rating)
+is never a row but a line of failed.jsonl, with the reason and what came back; the next run of the
+same command asks again. The key is read from the environment and taken out of all that is written.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate.chat import judge_prompts
+from ffn_heterogeneity.evaluate.chat.answers import (
+    Question,
+    benchmark_file,
+    read_answers,
+    read_questions,
+    read_rows,
+    write_rows,
+)
+from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
+from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.io.files import write_json
+
+MODES = ("single", "pairwise")
+# Categories whose answers are right or wrong: MT-bench's authors show the judge a reference.
+REFERENCE_CATEGORIES = ("math", "reasoning", "coding")
+REFERENCE_FILES = ("reference_gpt4.jsonl", "reference_answer/gpt-4.jsonl")
+# Pairs are judged twice, with their places changed.
+GAMES = {"g1": (0, 1), "g2": (1, 0)}
+FORMS = {"single": "single", "pairwise": "pair"}
+
+
+class Job(NamedTuple):
+    """One row to be: a question's first or second turn, and every model's answers up to it."""
+
+    question: Question
+    turn: int  # from 1
+    answers: tuple[tuple[str, ...], ...]
+    reference: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple:
+        return self.question.id, self.turn
+
+
+def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
+    """Judges what `configs/judge.py` names and is not judged yet; returns `results.json`.
+
+    Raises:
+      ValueError (DataError): a setting or a file is unusable; never because of a judge's answer.
+    """
+    check(config)
+    jobs, models, unanswered = read_jobs(config)
+    judge = Judge(config, models)
+    form = FORMS[config.mode]
+    path = workdir / "model_judgment" / f"{judge.file_name}_{form}.jsonl"
+    old = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
+    # A judgment of other answers is none of these.
+    rows = {job.key: old[job.key] for job in jobs if judge.is_of(old.get(job.key, {}), job)}
+    failures, tried = read_rows(workdir / "failed.jsonl"), {}
+
+    def keep(job: Job, row: dict[str, Any]) -> bool:
+        failed = "error" in row
+        if failed:
+            tried[job.key] = row["error"]
+            failures.append(row)
+            write_rows(workdir / "failed.jsonl", failures)
+        else:
+            rows[job.key] = row
+            write_rows(path, [rows[one.key] for one in jobs if one.key in rows])
+        return not failed
+
+    todo = [job for job in jobs if job.key not in rows]
+    _judge_all(judge, todo, keep, config)
+    wanted = [rows[job.key] for job in jobs if job.key in rows]
+    errors = [
+        {"question_id": job.question.id, "turn": job.turn, "error": tried.get(job.key, "not asked")}
+        for job in jobs
+        if job.key not in rows
+    ]
+    summary = single_summary if config.mode == "single" else pairwise_summary
+    categories = {job.question.id: job.question.category for job in jobs}
+    results = {
+        "benchmark": config.benchmark, "mode": config.mode, "judge": config.judge_model,
+        "models": models, "judgments": str(path), "judged": len(wanted), "failed": len(errors),
+        "unanswered": unanswered, "errors": errors, **summary(wanted, categories),
+    }  # fmt: skip
+    write_json(workdir / "results.json", results)
+    _report(results, workdir)
+    return results
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before anything is asked.
+
+    Raises:
+      ValueError: names the key, its value and the way out.
+    """
+    if config.mode not in MODES:
+        raise ValueError(f"mode={config.mode!r}: choose one of {MODES}")
+    read_questions(config.benchmark, config.data_root, config.limit)
+    if not config.answers:
+        raise ValueError("give --config.answers=<file of configs/chat.py's answers>")
+    if (config.mode == "pairwise") != bool(config.baseline):
+        raise ValueError(
+            f"mode={config.mode!r} and baseline={config.baseline!r}: pairwise compares with the "
+            "answers of a baseline, single has none"
+        )
+    if not config.judge_model:
+        raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
+    for key, least in (("workers", 1), ("retries", 0), ("give_up_after", 0), ("max_tokens", 0)):
+        if config[key] < least:
+            raise ValueError(f"{key}={config[key]} must be at least {least}")
+    for key in ("timeout", "backoff"):
+        if not 0 < config[key] < math.inf:
+            raise ValueError(f"{key}={config[key]} must be a positive number of seconds")
+    make_endpoint(config)
+
+
+def make_endpoint(config: ConfigDict) -> Endpoint:
+    """The endpoint with its key out of the environment; errors as `check`."""
+    key = ""
+    if config.key_env:
+        key = os.environ.get(config.key_env, "").strip()
+        if not key:
+            raise ValueError(
+                f"the environment variable {config.key_env}, which key_env names, is not set; "
+                "--config.key_env= (empty) is for an endpoint that wants no key"
+            )
+    return Endpoint(
+        url=config.url, model=config.judge_model, key=key,
+        temperature=config.get("temperature"), max_tokens=config.max_tokens,
+        timeout=config.timeout, retries=config.retries, backoff=config.backoff,
+    )  # fmt: skip
+
+
+def read_jobs(config: ConfigDict) -> tuple[list[Job], list[str], int]:
+    """What is to be judged, the models' names, and how many questions lack an answer."""
+    questions = read_questions(config.benchmark, config.data_root, config.limit)
+    files = [config.answers, config.baseline][: 1 + (config.mode == "pairwise")]
+    names, answers = zip(*map(read_answers, files), strict=True)
+    if len(set(names)) < len(names):
+        raise ValueError(f"answers and baseline are both of {names[0]!r}: rename one (model_id)")
+    references = _references(config)
+    jobs, unanswered = [], 0
+    for question in questions:
+        if any(len(one.get(question.id, ())) < len(question.turns) for one in answers):
+            unanswered += 1
+            continue
+        reference = ()
+        if question.category in REFERENCE_CATEGORIES:
+            reference = references.get(question.id) or question.reference
+        for turn in range(1, len(question.turns) + 1):
+            texts = tuple(tuple(one[question.id][:turn]) for one in answers)
+            jobs.append(Job(question, turn, texts, tuple(reference[:turn])))
+    if not jobs:
+        raise ValueError(f"{config.answers} answers none of the questions of {config.benchmark}")
+    return jobs, list(names), unanswered
+
+
+class Judge:
+    """`judge(job) -> row`: FastChat's, or with "error" where there is no judgment."""
+
+    def __init__(self, config: ConfigDict, models: Sequence[str]):
+        self.endpoint, self.models = make_endpoint(config), models
+        self.single, self.name = config.mode == "single", config.judge_model
+        self.file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
+
+    def __call__(self, job: Job) -> dict[str, Any]:
+        return self._single(job) if self.single else self._pair(job)
+
+    def is_of(self, row: Mapping[str, Any], job: Job) -> bool:
+        """Whether a row judges just this: the same models, and the same answers in its prompts."""
+        if self.single:
+            asked = {"model": self.models[0], "user_prompt": self._single_prompt(job)[1]}
+        else:
+            asked = {"model_1": self.models[0], "model_2": self.models[1]}
+            for game, order in GAMES.items():
+                asked[f"{game}_user_prompt"] = self._pair_prompt(job, order)[1]
+        return all(row.get(key) == value for key, value in asked.items())
+
+    def _single_prompt(self, job: Job) -> tuple[str, str]:
+        return judge_prompts.single(job.question.turns, job.answers[0], job.reference)
+
+    def _pair_prompt(self, job: Job, order: tuple[int, int]) -> tuple[str, str]:
+        pair = [job.answers[i] for i in order]
+        return judge_prompts.pair(job.question.turns, *pair, job.reference)
+
+    def _single(self, job: Job) -> dict[str, Any]:
+        name, prompt = self._single_prompt(job)
+        score, judgment, error = self._ask(prompt, judge_prompts.rating)
+        row = {
+            "question_id": job.question.id, "model": self.models[0], "judge": [self.name, name],
+            "user_prompt": prompt, "judgment": judgment, "score": score, "turn": job.turn,
+        }  # fmt: skip
+        return _stamped(row, [error])
+
+    def _pair(self, job: Job) -> dict[str, Any]:
+        games, errors, name = {}, [], ""
+        for game, order in GAMES.items():
+            name, prompt = self._pair_prompt(job, order)
+            letter, judgment, error = self._ask(prompt, judge_prompts.verdict)
+            winners = {"A": f"model_{order[0] + 1}", "B": f"model_{order[1] + 1}", "C": "tie"}
+            games[f"{game}_winner"] = winners.get(letter, "error")
+            games[f"{game}_user_prompt"], games[f"{game}_judgment"] = prompt, judgment
+            errors.append(error)
+        row = {
+            "question_id": job.question.id, "model_1": self.models[0], "model_2": self.models[1],
+            **games, "judge": [self.name, name], "turn": job.turn,
+        }  # fmt: skip
+        return _stamped(row, errors)
+
+    def _ask(self, prompt: str, read: Callable[[str], Any]) -> tuple[Any, str, str]:
+        """(what was read, the judge's text, why there is nothing to read)."""
+        try:
+            text = self.endpoint.ask(judge_prompts.SYSTEM, prompt)
+        except EndpointError as error:
+            return None, error.body, str(error)
+        try:
+            return read(text), text, ""
+        except ValueError as error:
+            return None, text, str(error)
+
+
+def single_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, Any]:
+    """Mean rating of all turns with a 95% interval (normal), by turn and by category."""
+    scores = np.array([row["score"] for row in rows], np.float64)
+    if not scores.size:
+        return {"score": None}
+    half = 1.96 * scores.std(ddof=1) / scores.size**0.5 if scores.size > 1 else math.inf
+    mean = float(scores.mean())
+
+    def means(label: Callable[[Mapping], Any]) -> dict[str, float]:
+        labels = [label(row) for row in rows]
+        return {
+            str(one): float(scores[[other == one for other in labels]].mean())
+            for one in dict.fromkeys(labels)
+        }
+
+    return {
+        "score": mean, "score_low": mean - half, "score_high": mean + half,
+        "by_turn": means(lambda row: row["turn"]),
+        "by_category": means(lambda row: categories[row["question_id"]]),
+    }  # fmt: skip
+
+
+def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, Any]:
+    """Wins, losses and ties of the first model; win_rate counts a tie as half, Wilson's interval.
+
+    inconsistent: rows where the judge's two verdicts differ (ties all of them).
+    """
+    pairs = [(row["g1_winner"], row["g2_winner"]) for row in rows]
+    wins, losses = pairs.count(("model_1",) * 2), pairs.count(("model_2",) * 2)
+    found: dict[str, Any] = {
+        "wins": wins, "losses": losses, "ties": len(pairs) - wins - losses,
+        "inconsistent": sum(one != other for one, other in pairs), "win_rate": None,
+    }  # fmt: skip
+    if pairs:
+        points = wins + found["ties"] / 2
+        low, high = wilson_interval(points, len(pairs))
+        found |= {"win_rate": points / len(pairs), "win_rate_low": low, "win_rate_high": high}
+    return found
+
+
+def _judge_all(
+    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: ConfigDict
+) -> None:
+    """Asks for all jobs, some at once; `keep` takes every row as it comes."""
+    from tqdm import tqdm
+
+    pool = concurrent.futures.ThreadPoolExecutor(config.workers)
+    asked = {pool.submit(judge, job): job for job in jobs}
+    in_a_row, kept = 0, set()
+    try:
+        done = concurrent.futures.as_completed(asked)
+        for future in tqdm(done, total=len(jobs), desc="judge", file=sys.stderr):
+            kept.add(future)
+            in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
+            if config.give_up_after and in_a_row >= config.give_up_after:
+                print(f"{in_a_row} failures in a row: the rest is not asked", file=sys.stderr)
+                break
+    finally:
+        judge.endpoint.stop()
+        pool.shutdown(wait=in_a_row > 0, cancel_futures=True)
+    for future, job in asked.items():  # calls that were under way
+        if future not in kept and not future.cancelled():
+            keep(job, future.result())
+
+
+def _references(config: ConfigDict) -> dict[Any, list[str]]:
+    try:
+        file = benchmark_file(config.benchmark, config.data_root, REFERENCE_FILES)
+    except ValueError:
+        return {}
+    return read_answers(file)[1]
+
+
+def _stamped(row: dict[str, Any], errors: Sequence[str]) -> dict[str, Any]:
+    row["tstamp"] = time.time()
+    if any(errors):
+        row["error"] = "; ".join(dict.fromkeys(error for error in errors if error))
+    return row
+
+
+def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:
+    """What was found, and what is missing, on stderr."""
+    if results["mode"] == "single":
+        score = results["score"]
+        print("no ratings" if score is None else f"score {score:.2f}", file=sys.stderr)
+    else:
+        keys = ("wins", "losses", "ties", "inconsistent")
+        print(", ".join(f"{key} {results[key]}" for key in keys), file=sys.stderr)
+    if results["unanswered"]:
+        print(f"{results['unanswered']} questions have no answer yet", file=sys.stderr)
+    if results["failed"]:
+        first = results["errors"][0]
+        print(
+            f"{results['failed']} of {results['failed'] + results['judged']} judgments failed "
+            f"(question {first['question_id']}, turn {first['turn']}: {first['error']}), see "
+            f"{workdir}/failed.jsonl; the same command asks for them again",
+            file=sys.stderr,
+        )

@@ -1,0 +1,181 @@
+"""Runs programs a model wrote, locked in: no network, no files but its own, bounded in everything.
+
+Each program runs in its own bubblewrap (`bwrap`) or, where that is not installed, in its own user,
+process, mount, network, ipc and host-name namespaces, as an unprivileged user without capabilities
+behind a filter of system calls (sandbox_child.py and sandbox_kernel.py beside this file). It sees
+Python's standard library and the system's libraries, read-only, an empty environment, and a /tmp of
+its own in memory. Where neither works, or nobody allowed it, nothing is run.
+
+What this does not stop: holes in the kernel itself; a program that takes its limits (processes x
+memory_bytes at most) on a machine with less memory; one made to cheat its tests, such as a class
+equal to everything, or a hunt through the interpreter for the token that proves the last line was
+reached. Under bubblewrap the number of files in /tmp is bounded by time only.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ffn_heterogeneity.evaluate.sandbox.run import (
+    NOT_SET_UP,
+    Limits,
+    Outcome,
+    SandboxError,
+    run_once,
+)
+
+__all__ = [
+    "Limits", "Mechanism", "Outcome", "SandboxError",
+    "available", "failure", "run_code", "run_many",
+]  # fmt: skip
+
+WAY_OUT = (
+    "install bubblewrap (bwrap), or allow user namespaces (sysctl user.max_user_namespaces; "
+    "kernel.unprivileged_userns_clone=1 on Debian; "
+    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; a privileged container)"
+)
+
+
+class Mechanism(NamedTuple):
+    """What programs are locked in with.
+
+    Attributes:
+      name: "bwrap", "namespaces" or "none".
+      reason: why not the ones before it.
+    """
+
+    name: str
+    reason: str
+
+
+def run_code(
+    program: str,
+    *,
+    allow: bool,
+    limits: Limits = Limits(),
+    mechanism: str | None = None,
+) -> Outcome:
+    """Runs a Python program in a sandbox.
+
+    It is module `program` (`if __name__ == "__main__"` blocks do not run), has the standard
+    library only, no stdin, and the same hash seed every time.
+
+    Args:
+      allow: whether the user allowed code a model wrote to run (--config.allow_code_execution).
+      mechanism: "bwrap" or "namespaces"; None: what is available.
+
+    Raises:
+      SandboxError: not allowed; no sandbox here; or this one could not be set up.
+    """
+    return run_once(_allowed(allow, mechanism), program, limits)
+
+
+def _allowed(allow: bool, mechanism: str | None = None) -> str:
+    """The name of the mechanism to use; an error where there is none, or no permission."""
+    if allow is not True:
+        raise SandboxError(
+            "this runs code a model wrote: allow it with --config.allow_code_execution=true "
+            "(it runs in a sandbox)"
+        )
+    if mechanism is None and available().name == "none":
+        raise SandboxError(
+            f"code a model wrote cannot be locked in here ({available().reason}), so it was not "
+            f"run: {WAY_OUT}"
+        )
+    return mechanism or available().name
+
+
+def run_many(
+    programs: Sequence[str],
+    *,
+    allow: bool,
+    limits: Limits = Limits(),
+    workers: int | None = None,
+    progress: str | None = "run code",
+) -> list[Outcome]:
+    """Runs each program in a sandbox of its own; outcomes in the programs' order.
+
+    Args:
+      workers: programs at one time; None: one for each CPU core.
+      progress: label of the progress bar; None: no bar.
+
+    Raises:
+      SandboxError: as `run_code`; no program is started after it.
+    """
+    from tqdm import tqdm
+
+    name = _allowed(allow)
+    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        jobs = [pool.submit(run_once, name, text, limits) for text in programs]
+        done = concurrent.futures.as_completed(jobs)
+        off = None if progress else True
+        try:
+            for job in tqdm(done, total=len(jobs), desc=progress, disable=off, file=sys.stderr):
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [job.result() for job in jobs]
+
+
+# What `available` demands of a sandbox before it trusts it.
+PROOF = """
+import os, time
+assert os.getuid() != 0 and not os.environ, "runs as root, or with an environment"
+for path in ("/etc/passwd", "/proc/self", "/sys/kernel"):
+    assert not os.path.exists(path), f"{path} can be seen"
+def refused(name, action, *args):
+    try:
+        action(*args)
+    except (OSError, MemoryError):
+        return
+    raise AssertionError(f"{name} is not limited")
+refused("network", __import__("socket").socket)
+refused("memory", __import__("mmap").mmap, -1, 1 << 32)
+refused("file size", lambda: os.truncate(os.open("/tmp/a", os.O_CREAT | os.O_WRONLY), 10**7))
+for path in ("/", os.path.dirname(os.__file__), "/dev"):
+    refused(f"{path}: writing", open, os.path.join(path, "sandbox-proof"), "w")
+def fill():
+    for i in range(8):
+        with open(f"/tmp/{i}", "wb") as file:
+            file.write(bytes(10**6))
+refused("disk", fill)
+def fork_all():
+    for _ in range(8):
+        if not os.fork():
+            time.sleep(60)
+refused("number of processes", fork_all)
+"""
+PROOF_LIMITS = Limits(30.0, 10, 1 << 30, 1 << 20, 1 << 22, 64, 3)
+
+
+def available() -> Mechanism:
+    """The first mechanism that holds here, tried for real once: bubblewrap, then namespaces."""
+    if not sys.platform.startswith("linux"):
+        return Mechanism("none", f"the sandbox needs Linux, this is {sys.platform}")
+    reasons = []
+    for name in ("bwrap", "namespaces"):
+        why = failure(name)
+        if why is None:
+            return Mechanism(name, "; ".join(reasons) or "found, and tried")
+        reasons.append(f"{name}: {why}")
+    return Mechanism("none", "; ".join(reasons))
+
+
+@functools.cache
+def failure(name: str) -> str | None:
+    """Why a mechanism cannot be trusted here, in one line; None: it can."""
+    if name == "bwrap" and not shutil.which("bwrap"):
+        return "not installed"
+    try:
+        outcome = run_once(name, PROOF, PROOF_LIMITS)
+    except (SandboxError, OSError) as error:
+        return str(error).removeprefix(NOT_SET_UP)
+    last = (outcome.stderr.strip().splitlines() or [outcome.status])[-1]
+    return None if outcome.passed else last

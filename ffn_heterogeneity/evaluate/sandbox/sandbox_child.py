@@ -1,0 +1,202 @@
+"""The sandbox from inside: a bare interpreter that locks itself in and runs one program.
+
+    launcher    outside the new process namespace, waits
+    `- keeper   process 1 of the namespace: when it ends, the kernel kills all that is left; it ends
+       |        with the program, or when stdin ends, as it does with whoever asked for the run
+       `- the program, under limits
+
+With bubblewrap, it is bwrap that makes the namespaces, and the keeper is what it starts. Standard
+library only; started by `sandbox/programs.py`, which never forks itself (its process has threads).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable
+
+import sandbox_kernel as kernel
+
+# Exit status of the keeper and the launcher, which nothing inside the namespace can choose.
+ENDED, FAILED, TIMEOUT, MEMORY, KILLED, BROKEN = range(6)
+OUT_OF_MEMORY = 97  # exit status of the program, a label only
+READY = b"R"  # then the token, if the last line was reached
+
+
+def main() -> None:
+    """Reads its orders (a line of JSON) from stdin and ends with one of the statuses above."""
+    os.environ.clear()
+    os.umask(0o022)
+    order = json.loads(sys.stdin.buffer.readline())
+    try:
+        stay_tied()
+        if order["mechanism"] == "namespaces":
+            enter_namespaces(order)
+        status = keep(order)
+    except (OSError, ValueError) as error:
+        os.write(order["status"], f"E{error}".encode())
+        status = BROKEN
+    os._exit(status)
+
+
+def stay_tied() -> None:
+    """Dies with the parent; at once if the one at the other end of stdin is already gone."""
+    kernel.die_with_parent()
+    poll = select.poll()
+    poll.register(0, 0)
+    if any(event & select.POLLHUP for _, event in poll.poll(0)):
+        os._exit(BROKEN)
+
+
+def enter_namespaces(order: dict) -> None:
+    """Returns in the keeper only, alone in a new root directory; the launcher never returns."""
+    write_maps = mapper(order["uid"])
+    kernel.call("unshare", kernel.ALL_NAMESPACES)
+    write_maps()
+    stay_tied()
+    keeper = os.fork()
+    if keeper:
+        os._exit(launcher(keeper, order["status"]))
+    stay_tied()
+    scratch = "size={disk_bytes},nr_inodes={files},mode=700,uid={uid},gid={uid}".format(**order)
+    kernel.build_root(order["views"], order["devices"], scratch)
+
+
+def mapper(inside: int) -> Callable[[], None]:
+    """A function that gives this process its user ids once it is in a user namespace.
+
+    Only a process outside may write them, so one is started before. Root keeps all ids, to become
+    `inside` later on; anyone else can have but one, and is `inside` at once.
+    """
+    pid = os.getpid()
+    told, tell = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(tell)
+        os.read(told, 1)
+        os._exit(map_ids(pid, inside))
+    os.close(told)
+
+    def write_maps() -> None:
+        os.close(tell)
+        number = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+        if number:
+            raise OSError(number, f"user ids of the namespace: {os.strerror(abs(number))}")
+
+    return write_maps
+
+
+def map_ids(pid: int, inside: int) -> int:
+    """Writes /proc/<pid>/uid_map and gid_map; returns the error number, 0 if all went well."""
+    lines = {"setgroups": "deny"}
+    lines |= {"uid_map": f"{inside} {os.geteuid()} 1", "gid_map": f"{inside} {os.getegid()} 1"}
+    if os.geteuid() == 0:
+        del lines["setgroups"]
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/self/{name}") as file:
+                ranges = [line.split() for line in file]
+            lines[name] = "\n".join(f"{start} {start} {count}" for start, _, count in ranges)
+    try:
+        for name, text in lines.items():
+            with open(f"/proc/{pid}/{name}", "w") as file:
+                file.write(text)
+    except OSError as error:
+        return error.errno
+    return 0
+
+
+def launcher(keeper: int, status: int) -> int:
+    """Waits for the keeper: when this returns, all inside are gone."""
+    for shared in (1, 2, status):  # the reader takes the end of all writers for the sandbox's end
+        os.close(shared)
+    ended = os.waitpid(keeper, 0)[1]
+    return os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else KILLED
+
+
+def keep(order: dict) -> int:
+    """Runs the program in a child and returns how it ended; KILLED when stdin ends before."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is deaf to what it does not handle
+    if os.getpid() != os.getsid(0):
+        os.setsid()
+    kernel.drop_privileges(order["uid"])
+    stay_tied()
+    kernel.install_filter()
+    program = os.fork()
+    if program == 0:
+        run_program(order)
+    watch = select.poll()
+    watch.register(0, 0)
+    watch.register(os.pidfd_open(program), select.POLLIN)
+    while True:
+        if any(fd == 0 for fd, _ in watch.poll(100)):
+            return KILLED
+        pid = -1
+        while pid and pid != program:  # orphans come to process 1
+            pid, status, usage = os.wait3(os.WNOHANG)
+        if pid:
+            return how_ended(status, usage.ru_utime + usage.ru_stime, order["cpu_seconds"])
+
+
+def how_ended(status: int, seconds: float, cpu_seconds: int) -> int:
+    if os.WIFEXITED(status):
+        return {0: ENDED, OUT_OF_MEMORY: MEMORY}.get(os.WEXITSTATUS(status), FAILED)
+    # The kernel counts the time of its limit in ticks, which may differ from the usage it reports.
+    deaf = os.WTERMSIG(status) == signal.SIGKILL and seconds > cpu_seconds / 2
+    return TIMEOUT if deaf or os.WTERMSIG(status) == signal.SIGXCPU else KILLED
+
+
+def limit(order: dict) -> None:
+    """Limits that no child of this process can raise."""
+    for what, soft, extra in (
+        (resource.RLIMIT_AS, order["memory_bytes"], 0),
+        (resource.RLIMIT_CPU, order["cpu_seconds"], 1),  # first SIGXCPU, a second later SIGKILL
+        (resource.RLIMIT_FSIZE, order["file_bytes"], 0),
+        (resource.RLIMIT_NPROC, order["processes"] + order["others"], 0),
+        (resource.RLIMIT_NOFILE, order["open_files"], 0),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+    ):
+        had = resource.getrlimit(what)[1]
+        hard = soft + extra if had == resource.RLIM_INFINITY else min(soft + extra, had)
+        resource.setrlimit(what, (min(soft, hard), hard))
+
+
+def run_program(order: dict) -> None:
+    """Runs the program as module `program`; its last line reached, writes the token. Never returns.
+
+    The program shares its process with the token, so one that hunts through the interpreter's
+    frames can find it; one that merely ends early (os._exit, sys.exit) cannot pass.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    limit(order)
+    status, text, token = order["status"], order.pop("program"), order.pop("token").encode()
+    write, leave, getpid, me = os.write, os._exit, os.getpid, os.getpid()
+    module = types.ModuleType("program")
+    sys.modules["program"] = module
+    sys.argv = ["program"]
+    write(status, READY)
+    code = FAILED
+    try:
+        exec(compile(text, "<program>", "exec", dont_inherit=True), module.__dict__)
+        if getpid() == me:  # not a copy of the program
+            write(status, token)
+            code = 0
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    except BaseException as error:  # SystemExit too: the last line was not reached
+        traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            leave(code)

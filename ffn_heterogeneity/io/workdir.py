@@ -1,0 +1,271 @@
+"""A work directory belongs to one run: its config, command and versions are written into it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from ffn_heterogeneity.io.files import is_bucket, read_json, write_json
+from ffn_heterogeneity.io.fingerprint import fingerprint
+from ffn_heterogeneity.parallel.processes import on_main
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
+# A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
+WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine")
+# Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
+OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model", "tokens")
+# What `prepare_workdir` writes.
+CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
+# Last parts of config keys that name what a run reads.
+INPUTS = ("model", "tokenizer", "text", "token_ids", "path", "validation_path", "data_root")
+_ABSENT = "<absent>"
+
+
+class WorkdirError(ValueError):
+    """The work directory holds another run; the message names what differs and the way out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """`path`, and whether the directory already held this very run."""
+
+    path: epath.Path
+    resumed: bool
+
+    def __truediv__(self, name: str) -> epath.Path:
+        return self.path / name
+
+
+@contextlib.contextmanager
+def working_in(
+    workdir: str | os.PathLike, config: Mapping[str, Any], *, alone: bool = True
+) -> Iterator[None]:
+    """Claims `workdir` (`prepare_workdir`) for what runs inside: a script, or a point of a sweep.
+
+    A run that fails before it wrote anything gives the directory back, so that the mended command
+    may use it. Of several processes that are one run, the main one does all this.
+
+    Args:
+      alone: refuse a directory in which another process of this machine works now (two would write
+        over each other); False: for a directory whose runs each have one of their own.
+
+    Raises:
+      WorkdirError: as `prepare_workdir`, and where another process works there.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def claim() -> Workdir:
+            if alone:
+                stack.enter_context(_locked(workdir))
+            return prepare_workdir(workdir, config)
+
+        claimed = on_main(claim)
+        try:
+            yield
+        except Exception:
+            if claimed and not claimed.resumed:
+                release_workdir(workdir)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(workdir: str | os.PathLike) -> Iterator[None]:
+    """The kernel's lock on a local directory, gone with this process however it ends.
+
+    A process that this one forked and that outlives it does not keep the lock.
+    """
+    path = epath.Path(workdir)
+    if not os.fspath(workdir) or is_bucket(path):
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY)
+    held = [handle]
+    os.register_at_fork(after_in_child=lambda: held and os.close(held.pop()))
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkdirError(
+                f"another process is at work in {path}: wait for it, stop it, or use another "
+                "--workdir"
+            ) from None
+        except OSError as error:
+            # Some network file systems have no locks: there nobody is kept out.
+            if error.errno not in (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        yield
+    finally:
+        if held:
+            os.close(held.pop())
+
+
+def prepare_workdir(
+    workdir: str | os.PathLike, config: Mapping[str, Any], *, resume: bool = True
+) -> Workdir:
+    """Claims `workdir` for the run that `config` describes.
+
+    Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
+    `command.txt` (one line per different command) and `versions.json`.
+
+    Args:
+      workdir: local path or bucket (`gs://...`).
+      config: nested dict of plain values (`ConfigDict.to_dict()`).
+      resume: whether a directory that already holds this run may be continued.
+
+    Raises:
+      WorkdirError: it holds another run (the differing keys are named), one of files that have
+        changed since, or this one and `resume` is False, or outputs without a config.
+    """
+    if not os.fspath(workdir):
+        raise WorkdirError("no work directory given: add --workdir=<directory>")
+    path = epath.Path(workdir)
+    new = what_is_computed(config)
+    resumed = (path / "config.json").exists()
+    if resumed:
+        old = what_is_computed(read_json(path / "config.json"))
+        differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
+        if differing:
+            shown = "; ".join(
+                f"{k}: {old.get(k, _ABSENT)!r} there, {new.get(k, _ABSENT)!r} here"
+                for k in differing[:8]
+            )
+            more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
+            raise WorkdirError(
+                f"work directory {path} holds another run ({shown}{more}). "
+                "Use another --workdir, remove that directory, or repeat its config"
+            )
+        _check_inputs(path, config)
+        if not resume:
+            raise WorkdirError(
+                f"work directory {path} already holds this run and resuming is off: use another "
+                "--workdir or remove that directory"
+            )
+    else:
+        foreign = [name for name in OUTPUTS if (path / name).exists()]
+        if foreign:
+            raise WorkdirError(
+                f"work directory {path} holds {', '.join(foreign)} but no config.json, so it is "
+                "another run's: use another --workdir"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / "inputs.json", inputs_of(config))
+        write_json(path / "config.json", _jsonable(config))
+    _record_start(path)
+    return Workdir(path, resumed)
+
+
+def release_workdir(workdir: str | os.PathLike) -> None:
+    """Gives back a directory whose run failed before it wrote anything: the next may have it."""
+    path = epath.Path(workdir)
+    if not path.exists():
+        return
+    children = list(path.iterdir())
+    # Folders are those of stages or seeds that are done; other files are the user's.
+    if any(child.is_dir() or child.name in OUTPUTS for child in children):
+        return
+    for name in CLAIM:
+        (path / name).unlink(missing_ok=True)
+    if not is_bucket(path) and not any(path.iterdir()):  # a bucket has no empty directories
+        path.rmdir()
+
+
+def resume_command(workdir: str | os.PathLike) -> str:
+    """The command that continues the run in `workdir`, one line to paste into a shell.
+
+    It names the work directory even where this process was started without one.
+    """
+    command = [sys.executable or "python", *sys.argv]
+    if not any(part.lstrip("-").split("=")[0] == "workdir" for part in sys.argv[1:]):
+        command.append(f"--workdir={os.fspath(workdir)}")
+    return shlex.join(command)
+
+
+def what_is_computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`flatten_config` without the keys that say where: two runs with the same are the same."""
+    flat = flatten_config(config)
+    return {k: v for k, v in flat.items() if not set(k.split(".")) & set(WHERE_NOT_WHAT)}
+
+
+def inputs_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Config key -> fingerprint of the local file or directory that it names.
+
+    Not of a directory of checkpoints: it grows while its run goes on.
+    """
+    found = {}
+    for key, value in flatten_config(config).items():
+        if key.split(".")[-1] not in INPUTS or not isinstance(value, str) or not value:
+            continue
+        # Where prepare_data.py worked, the shards alone: it keeps its commands there as well.
+        value = f"{value}/tokens" if os.path.isdir(f"{value}/tokens") else value
+        if os.path.isfile(value) or (os.path.isdir(value) and not _series(value)):
+            found[key] = fingerprint(value)
+    return found
+
+
+def _series(directory: str) -> bool:
+    return any(entry.name.isdigit() and entry.is_dir() for entry in os.scandir(directory))
+
+
+def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
+    if not (path / "inputs.json").exists():
+        return
+    old, new, flat = read_json(path / "inputs.json"), inputs_of(config), flatten_config(config)
+    changed = [f"{key}={flat[key]}" for key in new if old.get(key, new[key]) != new[key]]
+    if changed:
+        raise WorkdirError(
+            f"work directory {path} holds a run of other inputs: {', '.join(changed)} changed "
+            "since it began. Use another --workdir, remove it, or put the old files back"
+        )
+
+
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"optimizer.name": "adamw"}`, values as JSON would give them back."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten_config(value, name + "."))
+        else:
+            flat[name] = _jsonable(value)
+    return flat
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"config value {value!r} of type {type(value).__name__} is not plain data")
+
+
+def _record_start(path: epath.Path) -> None:
+    log = path / "command.txt"
+    lines = log.read_text().splitlines() if log.exists() else []
+    command = resume_command(path)
+    if command not in lines:
+        log.write_text("\n".join([*lines, command, ""]))
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    write_json(path / "versions.json", versions)

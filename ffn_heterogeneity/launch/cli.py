@@ -1,0 +1,313 @@
+"""What launchers in scripts/ share: flags, help, the work directory, one line for an error."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from absl import app, flags, logging
+from etils import epath
+from ml_collections import ConfigDict, config_flags
+
+from ffn_heterogeneity.io.workdir import working_in
+from ffn_heterogeneity.memory import keep_freed_memory
+from ffn_heterogeneity.parallel import processes as distributed
+
+# What a user can cause and mend; anything else keeps its traceback.
+USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
+HELP_FLAGS = ("-h", "-help", "--help", "--helpshort", "-?")
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+def launch(
+    run: Callable[[ConfigDict, epath.Path], Any],
+    name: str,
+    default_config: str,
+    positional: str | None = None,
+    processes: bool = False,
+    alone: bool = True,
+) -> None:
+    """Parses --config, --config.<key>=<value> and --workdir, claims the directory, calls `run`.
+
+    An error that a user can mend ends the program with one line and exit code 2.
+
+    Args:
+      run: (config, work directory) -> anything; writes `<workdir>/results.json` itself.
+      name: of the script, for the default work directory.
+      default_config: config file, relative to the repository's root, with its argument if any.
+      positional: the config key that an argument without dashes stands for.
+      processes: `run` can be one of several processes: adds the flag --distributed.
+      alone: as in `working_in`.
+    """
+    workdir_flag = flags.DEFINE_string(
+        "workdir", None, f"Directory for all outputs; default: runs/{name}-<date>-<time>."
+    )
+    distributed_flag = None
+    if processes:
+        distributed_flag = flags.DEFINE_string(
+            "distributed", "", f"Several processes, one run: {distributed.WAYS}."
+        )
+
+    def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
+        argv, spec = config_first(argv, beside_script(default_config))
+        config = load_config(spec)
+        if set(HELP_FLAGS) & set(argv):
+            _help(config, spec)
+        check_keys(argv, config)
+        holder = config_flags.DEFINE_config_file(
+            "config", spec, "Config file; its argument, where it has one, after a colon.",
+            sys_argv=argv,
+        )  # fmt: skip
+        return argv, holder
+
+    with _OneLine():
+        argv, holder = prepare(list(sys.argv))
+
+    def main() -> None:
+        config = holder.value
+        distributed.initialize(distributed_flag.value if processes else "")
+        if processes and jax.process_count() > 1 and not workdir_flag.value:
+            raise UsageError("several processes need one --workdir, the same for all of them")
+        path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if not workdir_flag.value:
+            sys.argv.append(f"--workdir={path}")  # the command that goes on names it
+        with working_in(path, config.to_dict(), alone=alone):
+            if distributed.is_main():
+                print(f"work directory: {path}", file=sys.stderr)
+            run(config, epath.Path(path))
+
+    def name_given(value: str) -> None:
+        holder.value[positional] = value
+
+    launch_flags(main, argv, name_given if positional else None)
+
+
+def launch_flags(
+    main: Callable[[], Any],
+    argv: Sequence[str] | None = None,
+    positional: Callable[[str], None] | None = None,
+    many: bool = False,
+) -> None:
+    """Parses the flags that the script defined with absl and calls `main()`; errors as `launch`.
+
+    Args:
+      argv: default: `sys.argv`.
+      positional: takes the argument without dashes, where the script has one.
+      many: there may be several of those; each is given to `positional`.
+    """
+    keep_freed_memory()
+    distributed.give_fake_devices_threads()
+    argv = list(sys.argv if argv is None else argv)
+    flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
+    flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
+    if set(HELP_FLAGS) & set(argv):
+        _help()
+
+    def guarded(rest: Sequence[str]) -> None:
+        # Libraries tell of accelerators and engines that are not there; errors are ours to print.
+        logging.set_verbosity(logging.WARNING)
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        with _OneLine():
+            extra = list(rest[1:])
+            while positional and extra:
+                positional(extra.pop(0))
+                if not many:
+                    break
+            if extra:
+                raise UsageError(f"unexpected argument {extra[0]!r}: options are --key=value")
+            main()
+
+    app.run(guarded, argv=argv, flags_parser=_parse_flags)
+
+
+def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
+    """(argv with --config=<spec> before its overrides, the spec); the order does not matter."""
+    spec, rest, waiting = default, [], iter(argv[1:])
+    for argument in waiting:
+        if argument in ("-config", "--config"):
+            spec = next(waiting, "")
+        elif match := re.match(r"--?config=(.*)", argument):
+            spec = match[1]
+        else:
+            rest.append(argument)
+    return [argv[0], f"--config={spec}", *rest], spec
+
+
+def load_config(spec: str) -> ConfigDict:
+    """What `get_config` of "file.py" or "file.py:argument" returns.
+
+    Raises:
+      UsageError: no such file, no such function, an argument it does not take.
+      ValueError: what `get_config` says about its argument.
+    """
+    name, colon, argument = spec.partition(":")
+    path = Path(name)
+    if not path.is_file():
+        others = ", ".join(sorted(str(p) for p in path.parent.glob("*.py")))
+        raise UsageError(
+            f"config file {name!r} does not exist" + (f"; there are: {others}" if others else "")
+        )
+    get_config = runpy.run_path(name).get("get_config")
+    if get_config is None:
+        raise UsageError(f"config file {name!r} defines no get_config()")
+    if colon and not inspect.signature(get_config).parameters:
+        raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
+    return get_config(*([argument] if colon else []))
+
+
+def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
+    """Refuses a --config.<key> that the config does not have.
+
+    Raises:
+      UsageError: names the nearest key, and all of them.
+    """
+    names = leaf_names(config.to_dict())
+    for argument in argv[1:]:
+        match = re.match(r"--?(no)?config\.([^=]+)", argument)
+        if not match or match[2] in names:
+            continue
+        inside = [name for name in names if name.startswith(f"{match[2]}.")]
+        if inside:
+            raise UsageError(f"config key {match[2]!r} is a group: set one of {', '.join(inside)}")
+        near = nearest_key(match[2], names)
+        hint = f", did you mean {near!r}?" if near else "."
+        raise UsageError(f"unknown config key {match[2]!r}{hint} Known keys: {', '.join(names)}")
+
+
+def nearest_key(typed: str, names: Sequence[str]) -> str | None:
+    """The key with the fewest edits from what was typed; None where even that is another word.
+
+    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("alpha" for
+    "nucl.alpha"); of keys equally near, the one that is nearest with its groups.
+    """
+    typed = typed.lower().replace("-", "_")
+
+    def away(name: str) -> tuple[int, int]:
+        parts = name.lower().split(".")
+        counts = [_edits(typed, ".".join(parts[i:])) for i in range(len(parts))]
+        return min(counts), counts[0]
+
+    edits, name = min(((away(name), name) for name in names), key=lambda pair: pair[0])
+    return name if edits[0] <= max(1, len(typed) // 2) else None
+
+
+def _edits(a: str, b: str) -> int:
+    """Letters to drop, add or replace, and neighbours to swap, that make `a` into `b`."""
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            fewest = min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                fewest = min(fewest, before[j - 2] + 1)
+            row.append(fewest)
+        before, last = last, row
+    return last[-1]
+
+
+def leaf_names(values: dict, prefix: str = "") -> list[str]:
+    """Dotted names of a nested dict's leaves."""
+    names = []
+    for key, value in values.items():
+        nested = leaf_names(value, f"{prefix}{key}.") if isinstance(value, dict) else []
+        names += nested or [f"{prefix}{key}"]
+    return names
+
+
+def beside_script(path: str) -> str:
+    """A config in the working directory, else the one in the script's repository."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if Path(path.partition(":")[0]).is_file() or script is None:
+        return path
+    other = str(Path(script).resolve().parent.parent / path)
+    return other if Path(other.partition(":")[0]).is_file() else path
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    with _OneLine():
+        return flags.FLAGS(list(argv))
+
+
+class _OneLine:
+    """Ends the program with one line and exit code 2 where the block raises a user's error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or not isinstance(error, (*USER_ERRORS, flags.Error)):
+            return
+        if {"--traceback", "-traceback"} & set(sys.argv):
+            traceback.print_exception(error)
+        _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    text = " ".join(str(error).split())
+    # A bare key, or nothing at all, says too little.
+    if isinstance(error, KeyError) or not text:
+        text = f"{type(error).__name__}: {text} (--traceback shows where)"
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
+    """The script's docstring, its flags, and the config's keys with their values."""
+    module = sys.modules["__main__"]
+    print((module.__doc__ or "").strip(), "\n\nFlags:")
+    by_module = flags.FLAGS.flags_by_module_dict()
+    for flag in (f for name in (__name__, sys.argv[0]) for f in by_module.get(name, ())):
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        print(f"  --{flag.name}: {flag.help}{default}")
+    if config is not None:
+        print(f"  --config: the file; now {spec}, whose comments explain its keys:")
+        for key, value in leaves(config.to_dict()):
+            print(f"  --config.{key}={value!r}")
+    sys.exit(0)
+
+
+def leaves(values: dict) -> list[tuple[str, Any]]:
+    """(dotted name, value) of a nested dict's leaves."""
+    found = []
+    for name in leaf_names(values):
+        value: Any = values
+        for part in name.split("."):
+            value = value[part]
+        found.append((name, value))
+    return found
+
+
+def set_keys(
+    config: ConfigDict, settings: Iterable[tuple[str, Any]], owner: str, source: str
+) -> None:
+    """Sets dotted keys of a config in place.
+
+    Args:
+      owner, source: whose settings they are and whose keys, for the error.
+
+    Raises:
+      ValueError: a key that is not there (the nearest is named), or a value of another type.
+    """
+    known = leaf_names(config.to_dict())
+    for key, value in settings:
+        if key not in known:
+            near = nearest_key(key, known)
+            hint = f", did you mean {near!r}?" if near else f": {', '.join(known)}"
+            raise ValueError(f"{owner}: {source} has no key {key!r}{hint}")
+        try:
+            config.update_from_flattened_dict({key: value})
+        except TypeError as error:
+            raise ValueError(f"{owner}, key {key!r}: {error}") from None

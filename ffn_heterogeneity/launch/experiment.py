@@ -1,0 +1,180 @@
+"""`scripts/train.py`: one run, one for each of several seeds, or a run of stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch.stages import Stage, run_stages
+from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.train.build import check_config
+from ffn_heterogeneity.train.shared import Shared
+
+# What does a stage, and what refuses its config before anything is run.
+FUNCTIONS = {
+    "train": (training.run, check_config),
+    "surgery": (compress.run, compress.check_config),
+    "evaluate": (evaluation.run, evaluation.check_config),
+}
+# Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
+OWN_KEYS = ("kind", "base")
+# 97.5% quantile of Student's t by degrees of freedom, 1 to 30; beyond, the normal one.
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+    2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
+    """Runs `config` as what it is; returns what `<workdir>/results.json` holds.
+
+    - with a tuple `stages` (of names of groups in the config): `run_stages`;
+    - with a tuple `seeds`: once per seed, in `<workdir>/seed_<seed>`, then the mean over seeds of
+      every final number with a 95% interval (Student's t);
+    - otherwise `train.run.run`.
+
+    Args:
+      shared: what this run has in common with others of this process; runs over seeds share their
+        compiled programs in any case.
+
+    Raises:
+      ValueError: what is wrong, in one line.
+      SystemExit: a signal stopped it, after the state was saved; the same command goes on.
+    """
+    workdir = epath.Path(workdir)
+    if config.get("dry_run"):
+        return _plan(config, workdir)
+    seeds = tuple(config.get("seeds", ()))
+    if not seeds:
+        return _single(config, workdir, shared)
+    if len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
+        raise ValueError(f"seeds={seeds}: different integers, e.g. (0, 1, 2)")
+    results, shared = {}, shared or Shared(keep_model=False)
+    for seed in seeds:
+        say(f"seed {seed}")
+        results[seed] = _single(_with_seed(config, seed), workdir / f"seed_{seed}", shared)
+    summary = summarise(list(results.values()))
+    found = {"seeds": list(seeds), "summary": summary, "runs": list(results.values())}
+    on_main(lambda: write_json(workdir / "results.json", found))
+    for name, row in summary.items():
+        if name.startswith("validation/") or "perplexity" in name:
+            say(f"{name}: {row['mean']:.5f} [{row['low']:.5f}, {row['high']:.5f}]")
+    return found
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before anything is loaded.
+
+    Raises:
+      ValueError: names the key, its value and what it may be.
+    """
+    if "stages" in config:
+        make_stages(config)
+    else:
+        check_config(config)
+
+
+def _single(config: ConfigDict, workdir: epath.Path, shared: Shared | None) -> dict:
+    if "stages" not in config:
+        return training.run(config, workdir, shared)
+    results = run_stages(make_stages(config), config.model, workdir)
+    on_main(lambda: write_json(workdir / "results.json", {"stages": results}))
+    return {"stages": results}
+
+
+def _plan(config: ConfigDict, workdir: epath.Path) -> dict:
+    """Of every stage that trains, on the model as it comes (surgery makes it smaller)."""
+    if "stages" not in config:
+        return training.run(config, workdir)
+    plans = {}
+    for stage in make_stages(config):
+        if stage.kind == "train":
+            planned = stage.config.copy_and_resolve_references()
+            planned.model, planned.dry_run = config.model, config.dry_run
+            plans[stage.name] = training.run(planned, workdir / stage.name)
+    return plans
+
+
+def make_stages(config: ConfigDict) -> list[Stage]:
+    """The stages that `config.stages` names, in order.
+
+    A stage is a group of the config: its `kind`, `base` (the config file its settings come from,
+    as on a command line: "configs/nucl_finetune.py:x,gsm8k"), and the settings that differ.
+
+    Raises:
+      ValueError: a name without a group, a group without `kind` or `base`, a setting that the base
+        does not have (the nearest is named), of another type or that its script would refuse.
+    """
+    return [_make_stage(config, name) for name in config.stages]
+
+
+def _make_stage(config: ConfigDict, name: str) -> Stage:
+    group = config.get(name)
+    if not isinstance(group, ConfigDict) or not all(key in group for key in OWN_KEYS):
+        raise ValueError(f"stage {name!r}: the config needs a group {name!r} with kind and base")
+    if group.kind not in FUNCTIONS:
+        raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {tuple(FUNCTIONS)}")
+    base = cli.load_config(cli.beside_script(group.base))
+    settings = ((k, value) for k, value in cli.leaves(group.to_dict()) if k not in OWN_KEYS)
+    cli.set_keys(base, settings, f"stage {name!r}", group.base)
+    function, check = FUNCTIONS[group.kind]
+    base.model = config.model
+    try:
+        check(base)
+    except ValueError as error:
+        raise ValueError(f"stage {name!r}: {error}") from None
+    return Stage(group.kind, name, base, function)
+
+
+def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
+    """One run of several: its seed everywhere, and no list of seeds."""
+    config = config.copy_and_resolve_references()
+    config.seeds = ()
+    if "seed" in config:
+        config.seed = seed
+    for name in config.get("stages", ()):
+        if name in config and "seed" in config[name]:
+            config[name].seed = seed
+    return config
+
+
+def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean and 95% interval over seeds of every number that all results have.
+
+    Numbers of `final` keep their names ("validation/nll"), those of stages are "<stage>/<key>".
+    The interval is mean -+ t_{0.975, n-1} s / sqrt(n), infinite for a single seed.
+    """
+    rows = [_numbers(result) for result in results]
+    summary = {}
+    for name in rows[0]:
+        values = np.array([row[name] for row in rows if name in row], np.float64)
+        if len(values) < len(rows):
+            continue
+        n, mean, half = len(values), float(values.mean()), float("inf")
+        if n > 1:
+            quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.960
+            half = quantile * float(values.std(ddof=1)) / n**0.5
+        summary[name] = {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+    return summary
+
+
+def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, stage in result.get("stages", {}).items():
+        found |= {f"{name}/{key}": value for key, value in _numbers(stage).items()}
+    for values in (result, result.get("final") or {}):
+        for key, value in values.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step":
+                found[key] = float(value)
+    return found

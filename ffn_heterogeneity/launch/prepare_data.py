@@ -1,0 +1,183 @@
+"""`scripts/prepare_data.py`: texts in, token shards and, where asked, a tokenizer out."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.data.corpus import corpora, shards
+from ffn_heterogeneity.data.corpus.prepare import prepare
+from ffn_heterogeneity.data.corpus.tokenise import Settings, Tokeniser
+from ffn_heterogeneity.data.corpus.tokenizer_training import (
+    Hashed,
+    differs,
+    sample_texts,
+    save_tokenizer,
+    train_tokenizer,
+)
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.io.files import is_bucket, remove_leftovers, write_json
+from ffn_heterogeneity.io.load import load_config, load_tokenizer
+from ffn_heterogeneity.io.workdir import release_workdir
+
+ENGINES = ("local", "datatrove")
+# Of a dry run: what is tokenised to estimate the rest.
+SAMPLE_BYTES = 1 << 20
+
+
+def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
+    """Prepares as `configs/prepare_data.py` describes; returns what `results.json` holds.
+
+    Writes `<workdir>/tokens/` and, of a trained tokenizer, `<workdir>/tokenizer/`. The same command
+    goes on where it was stopped, and makes damaged shards of a finished directory anew.
+
+    Raises:
+      ValueError (DataError, CheckpointError are some): what is wrong, in one line.
+    """
+    check_config(config)
+    engine = _engine(config.engine)
+    settings = settings_of(config)
+    chunks = corpora.plan_chunks(corpora.find_inputs(config.input), settings.layout)
+    tokenizer, name = find_tokenizer(config, workdir, chunks, settings)
+    if config.model:
+        size = load_config(config.model, revision=config.revision).vocab_size
+        shards.check_vocabulary(tokenizer, size, config.model)
+    if config.dry_run:
+        release_workdir(workdir)  # nothing is in it: the run itself may have other settings
+        return estimate(chunks, tokenizer, settings)
+    start = time.monotonic()
+    manifest = engine(
+        config.input, tokenizer, Path(workdir) / "tokens",
+        name=name, settings=settings, processes=config.processes,
+    )  # fmt: skip
+    results = {
+        "tokens": manifest["tokens"],
+        "documents": manifest["documents"],
+        "empty_documents": manifest["empty_documents"],
+        "shards": len(manifest["shards"]),
+        "dtype": manifest["dtype"],
+        "vocab_size": manifest["tokenizer"]["vocab_size"],
+        "tokenizer": manifest["tokenizer"]["name"],
+        "input_bytes": sum(one.get("bytes", 0) for one in manifest["inputs"]),
+        "seconds": time.monotonic() - start,
+    }
+    write_json(workdir / "results.json", results)
+    print(
+        f"{results['tokens']:,} tokens of {results['documents']:,} documents in "
+        f"{results['shards']} shards ({results['dtype']}): {workdir}/tokens; train on them with "
+        f"--config.data.task=tokens --config.data.path={workdir}/tokens",
+        file=sys.stderr,
+    )
+    return results
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse.
+
+    Raises:
+      ValueError: names the key, its value and what it may be.
+    """
+    if config.engine not in ENGINES:
+        raise ValueError(f"engine={config.engine!r}: choose one of {', '.join(ENGINES)}")
+    if config.processes < 1:
+        raise ValueError(f"processes={config.processes}: 1 or more")
+    if config.shard_mb <= 0:
+        raise ValueError(f"shard_mb={config.shard_mb}: more than 0")
+    if config.passage_chars < 1:
+        raise ValueError(f"passage_chars={config.passage_chars}: 1 or more")
+    if bool(config.tokenizer) == bool(config.train_tokenizer.vocab_size):
+        raise ValueError(
+            f"tokenizer={config.tokenizer!r} and "
+            f"train_tokenizer.vocab_size={config.train_tokenizer.vocab_size}: give one of them, a "
+            "model's tokenizer or the size of one to train"
+        )
+
+
+def settings_of(config: ConfigDict) -> Settings:
+    """How documents become tokens, from the config."""
+    layout = corpora.Layout(
+        text_field=config.text_field,
+        separator=config.separator,
+        chunk_bytes=max(int(config.shard_mb * 1e6), 1),
+        split=config.split,
+        revision=config.data_revision,
+    )
+    return Settings(layout, eos=config.eos, passage_chars=config.passage_chars)
+
+
+def find_tokenizer(
+    config: ConfigDict, workdir: epath.Path, chunks: list[corpora.Chunk], settings: Settings
+) -> tuple[Any, str]:
+    """(the tokenizer, its name): loaded; or trained, once, and written to `<workdir>/tokenizer`.
+
+    Raises:
+      DataError: the one there was trained on other texts, and shards were made with it.
+    """
+    if is_bucket(workdir):
+        raise DataError(f"{workdir}: shards are memory-mapped; write them to a local disk")
+    if config.tokenizer:
+        return load_tokenizer(config.tokenizer, revision=config.revision), config.tokenizer
+    directory, training = Path(workdir) / "tokenizer", config.train_tokenizer
+    sample = functools.partial(sample_texts, chunks, settings.layout, int(training.max_mb * 1e6))
+    facts = {"vocab_size": training.vocab_size, "min_frequency": training.min_frequency}
+    if (directory / "tokenizer.json").is_file():
+        texts = Hashed(sample())
+        collections.deque(texts, maxlen=0)  # read for their digest alone
+        changed = differs(directory, facts | {"texts_sha256": texts.digest()})
+        if not changed:
+            return load_tokenizer(directory), str(directory)
+        if (Path(workdir) / "tokens").exists():
+            raise DataError(
+                f"{directory} was trained on something else ({', '.join(changed)} changed), and "
+                f"{workdir}/tokens made with it: use another --workdir, or remove both directories"
+            )
+    print(f"training a tokenizer of {training.vocab_size:,} ...", file=sys.stderr)
+    texts = Hashed(sample())
+    tokenizer = train_tokenizer(texts, training.vocab_size, training.min_frequency)
+    if config.dry_run:
+        return tokenizer, str(directory)
+    remove_leftovers(directory)
+    shutil.rmtree(directory, ignore_errors=True)  # of texts that have changed since
+    save_tokenizer(tokenizer, directory, facts | {"texts_sha256": texts.digest()})
+    print(f"tokenizer: {directory}", file=sys.stderr)
+    return load_tokenizer(directory), str(directory)
+
+
+def estimate(chunks: list[corpora.Chunk], tokenizer: Any, settings: Settings) -> dict[str, Any]:
+    """What a run would make, from a sample of the input; prints it and writes nothing."""
+    texts = sample_texts(chunks, settings.layout, SAMPLE_BYTES)
+    texts = [text for text in itertools.islice(texts, 10_000) if text.strip()]
+    tokeniser, start = Tokeniser(tokenizer, settings), time.monotonic()
+    tokens = sum(map(len, tokeniser.encode(texts)))
+    seconds, sampled = time.monotonic() - start, sum(len(text.encode()) for text in texts)
+    total = sum(chunk.size for chunk in chunks)
+    # Of records other fields are read as well: text is at most all of it.
+    tokens_about = int(tokens / max(sampled, 1) * total)
+    found = {
+        "shards": len(chunks),
+        "input_bytes": total,
+        "tokens_at_most_about": tokens_about,
+        "disk_bytes_at_most_about": tokens_about * tokeniser.dtype.itemsize,
+        "dtype": tokeniser.dtype.name,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+    for key, value in found.items():
+        print(f"{key}: {value:,.0f}" if not isinstance(value, str) else f"{key}: {value}")
+    return found
+
+
+def _engine(name: str) -> Any:
+    if name == "local":
+        return prepare
+    from ffn_heterogeneity.data.corpus import prepare_datatrove
+
+    return prepare_datatrove.prepare

@@ -1,0 +1,136 @@
+"""A run of several stages (train, surgery, evaluate), each reading the last one's model directory.
+
+A stage is what a script would do with the same config: what a stage hands on is the directory it
+wrote, so a run that was interrupted between two stages goes on from the very bytes that an
+uninterrupted one reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.workdir import (
+    WorkdirError,
+    release_workdir,
+    what_is_computed,
+)
+from ffn_heterogeneity.parallel.processes import on_main, say
+
+KINDS = ("train", "surgery", "evaluate")
+MARKER = "done.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+      kind: "train", "surgery" or "evaluate"; the last hands its input on unchanged.
+      name: of its folder; unique in the run.
+      config: of `function`; its key `model` is filled with what the last stage wrote.
+      function: (config, directory) -> results. `directory` is the stage's own: a training stage
+        keeps its checkpoints there and resumes from them; the model goes to `directory / "model"`.
+    """
+
+    kind: str
+    name: str
+    config: ConfigDict
+    function: Callable[[ConfigDict, epath.Path], dict]
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"stage {self.name!r}: kind={self.kind!r}, choose one of {KINDS}")
+
+
+def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) -> dict[str, dict]:
+    """Runs the stages in order; one that a former call completed is read back, not run.
+
+    A stage is complete once `<workdir>/<nn>_<name>/done.json` exists, which is written last. It
+    holds a digest of the stage's config and of all before it, so a stage that was completed by
+    another run, or after other stages, is never taken for this one's.
+
+    Args:
+      model: what the first stage reads: a directory, .gguf file, preset or hub id.
+
+    Returns:
+      `{stage name: its results}`.
+
+    Raises:
+      ValueError: no stages, or two of one name.
+      WorkdirError: the directory holds other stages, or one completed with another config.
+    """
+    names = [stage.name for stage in stages]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two stages are named {name!r}: give each its own name")
+    if not names:
+        raise ValueError("stages is empty: name at least one")
+    root, results = epath.Path(workdir), {}
+    folders = [root / f"{i:02d}_{stage.name}" for i, stage in enumerate(stages)]
+    digests = _digests(stages, model)
+    _check_folders(root, dict(zip(folders, digests, strict=True)))
+    for stage, folder, digest in zip(stages, folders, digests, strict=True):
+        if (folder / MARKER).exists():
+            say(f"stage {stage.name}: completed before, skipped")
+        else:
+            say(f"stage {stage.name} ({stage.kind})")
+            config = stage.config.copy_and_resolve_references()
+            config.model = model
+            _run_stage(stage, config, folder)
+            marker = {"kind": stage.kind, "name": stage.name, "digest": digest}
+            on_main(lambda: write_json(folder / MARKER, marker))  # noqa: B023 (called at once)
+        results[stage.name] = read_json(folder / "results.json")
+        if stage.kind != "evaluate":
+            model = os.fspath(folder / "model")
+    return results
+
+
+def _run_stage(stage: Stage, config: ConfigDict, folder: epath.Path) -> None:
+    """Training is for all processes together; the other stages are the main one's work."""
+    on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+    try:
+        if stage.kind == "train":
+            stage.function(config, folder)
+        else:
+            on_main(lambda: stage.function(config, folder))
+    except Exception:
+        # So that the mended command may use the same directory.
+        on_main(lambda: release_workdir(folder))
+        raise
+
+
+def _digests(stages: Sequence[Stage], model: str) -> list[str]:
+    """Of each stage: what it computes, and everything before it."""
+    digests, before = [], model
+    for stage in stages:
+        values = what_is_computed(stage.config.to_dict())
+        values.pop("model", None)
+        text = json.dumps([before, stage.kind, stage.name, values], sort_keys=True)
+        digests.append(hashlib.sha256(text.encode()).hexdigest())
+        # An evaluation hands on what it got, so what follows does not depend on it.
+        before = before if stage.kind == "evaluate" else digests[-1]
+    return digests
+
+
+def _check_folders(root: epath.Path, digests: dict[epath.Path, str]) -> None:
+    found = [path for path in root.iterdir() if (path / MARKER).exists()] if root.exists() else []
+    wanted = {path.name: digest for path, digest in digests.items()}
+    for path in sorted(found):
+        if path.name not in wanted:
+            raise WorkdirError(
+                f"{root} holds the completed stage {path.name!r}, which is not one of "
+                f"{list(wanted)}: use another --workdir"
+            )
+        if read_json(path / MARKER).get("digest") != wanted[path.name]:
+            raise WorkdirError(
+                f"{path} was completed with another config, or after other stages: use another "
+                "--workdir, or remove it and the stages after it"
+            )

@@ -1,0 +1,337 @@
+"""`scripts/sweep.py`: runs the points of a sweep, each in a directory of its own, resumably."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import runpy
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.workdir import (
+    WorkdirError,
+    flatten_config,
+    prepare_workdir,
+    working_in,
+)
+from ffn_heterogeneity.launch import cli, experiment, slurm
+from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
+from ffn_heterogeneity.train.shared import Shared
+
+LAUNCHERS = ("local", "submitit")
+LISTING = "sweep.json"
+
+
+class SweepFailed(ValueError):
+    """Some points failed, each with its line; the others are finished."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What runs the points of a config.
+
+    Attributes:
+      run: (config, directory, what the process's runs share) -> writes results.json, last.
+      check: refuses a config before anything runs.
+      script: that runs one such config by itself, if there is one.
+    """
+
+    run: Callable[[ConfigDict, epath.Path, Shared], Any]
+    check: Callable[[ConfigDict], None]
+    script: str | None = None
+
+
+# By the name that a config file gives as KIND.
+KINDS = {
+    "train": Kind(experiment.run, experiment.check, "train.py"),
+    "removal": Kind(
+        lambda config, workdir, shared: pruned.run(config, workdir, shared.load),
+        pruned.check_config,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A point made ready: its whole config and its directory."""
+
+    point: Point
+    config: ConfigDict
+    directory: epath.Path
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has results; whose they are was checked when the sweep began."""
+        return (self.directory / "results.json").exists()
+
+
+def run(
+    config: ConfigDict,
+    workdir: str | os.PathLike,
+    *,
+    spec: str,
+    sweep: str,
+    only: Sequence[str] = (),
+    launcher: str = "local",
+    commands: bool = False,
+    submitit: str = "",
+) -> dict[str, Any]:
+    """Runs every point of `sweep` that is not finished yet.
+
+    A point with results.json is skipped, one that was interrupted goes on, one that fails does not
+    keep the others from running. Points run one after the other in this process, with one loaded
+    model and one compiled program for all that differ in values alone (`train.shared`).
+
+    Args:
+      config: of every point, before its settings.
+      workdir: `<workdir>/<point>` is each one's own; `<workdir>/sweep.json` lists them.
+      spec: the config file (with its argument) that defines the sweep.
+      only: names of points; none: all.
+      launcher: "local": here; "submitit": one job a point (`slurm`).
+      commands: run nothing, print one command a line.
+      submitit: options of the jobs.
+
+    Returns:
+      {"points", "finished" (now), "ran", "programs" and "compilations" of train steps}.
+
+    Raises:
+      ValueError: no such sweep, point or setting; nothing was run.
+      WorkdirError: a directory holds a run with other settings (the keys are named); nothing ran.
+      SweepFailed: some points failed.
+    """
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher={launcher!r}: choose one of {LAUNCHERS}")
+    root = epath.Path(workdir)
+    kind, points = points_of(spec, sweep, config)
+    tasks = [Task(one, apply(config, one), root / one.name) for one in points]
+    check(kind, tasks)
+    claim(root, spec, sweep, kind, points)
+    todo = [task for task in choose(tasks, only) if not task.finished]
+    if commands:
+        for task in todo:
+            print(command(task, root, spec, sweep, kind))
+        return {"points": len(tasks), "finished": sum(task.finished for task in tasks), "ran": 0}
+    say(f"sweep {sweep} in {root}: {budget(kind, tasks, todo)}")
+    shared = Shared()
+    if launcher == "local":
+        failed = run_here(kind, todo, shared)
+    else:
+        jobs = {task.point.name: (kind, task.config, task.directory, sys.argv) for task in todo}
+        failed = slurm.run_jobs(run_alone, jobs, root / "submitit", submitit)
+    return conclude(tasks, todo, failed, shared)
+
+
+# ---- what to run
+
+
+def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
+    """(KIND, points) that the config file says.
+
+    Raises:
+      ValueError: the file defines no sweeps, not this one, or no known KIND.
+    """
+    names = runpy.run_path(spec.partition(":")[0])
+    sweeps, kind = names.get("SWEEPS"), names.get("KIND")
+    if not isinstance(sweeps, Mapping) or kind not in KINDS:
+        raise ValueError(
+            f"config file {spec.partition(':')[0]!r} defines no sweep: it needs SWEEPS and a KIND "
+            f"of {tuple(KINDS)}"
+        )
+    if sweep not in sweeps:
+        near = cli.nearest_key(sweep, list(sweeps)) if sweep else None
+        hint = f", did you mean {near!r}?" if near else ":"
+        raise ValueError(f"sweep {sweep!r} is unknown{hint} there are {', '.join(sweeps)}")
+    points = sweeps[sweep]
+    points = tuple(points(config) if callable(points) else points)
+    check_sweep(points)
+    return kind, points
+
+
+def apply(config: ConfigDict, one: Point) -> ConfigDict:
+    """The config with the point's settings.
+
+    Raises:
+      ValueError: a key that the config has not (the nearest is named), or a value of another type.
+    """
+    config = config.copy_and_resolve_references()
+    cli.set_keys(config, one.settings.items(), f"point {one.name!r}", "the config")
+    return config
+
+
+def check(kind: str, tasks: Sequence[Task]) -> None:
+    """Refuses bad settings, and directories that hold other runs, before anything is run."""
+    for task in tasks:
+        try:
+            KINDS[kind].check(task.config)
+        except ValueError as error:
+            raise ValueError(f"point {task.point.name!r}: {error}") from None
+        if (task.directory / "config.json").exists():
+            prepare_workdir(task.directory, task.config.to_dict())
+
+
+def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> None:
+    """Writes `<root>/sweep.json`.
+
+    Raises:
+      WorkdirError: the directory holds another sweep, or points that this one has not.
+    """
+    path, names = root / LISTING, [one.name for one in points]
+    before = read_json(path) if path.exists() else {"sweep": sweep, "kind": kind, "points": []}
+    for key, value in (("sweep", sweep), ("kind", kind)):
+        if before.get(key) != value:
+            raise WorkdirError(
+                f"{root} holds another sweep ({key}: {before.get(key)!r} there, {value!r} here): "
+                "use another --workdir"
+            )
+    if gone := [one["name"] for one in before["points"] if one["name"] not in names]:
+        raise WorkdirError(
+            f"{path} lists {gone[0]!r}, which is no point now: use another --workdir"
+        )
+    listed = [{"name": one.name, "settings": flatten_config(one.settings)} for one in points]
+    write_json(path, {"sweep": sweep, "kind": kind, "config": spec, "points": listed})
+
+
+def choose(tasks: Sequence[Task], only: Sequence[str]) -> list[Task]:
+    """The tasks named, all without names.
+
+    Raises:
+      ValueError: no such point.
+    """
+    names = [task.point.name for task in tasks]
+    for name in only:
+        if name not in names:
+            raise ValueError(f"point {name!r} is unknown: there are {' '.join(names)}")
+    return [task for task in tasks if not only or task.point.name in only]
+
+
+def command(task: Task, root: epath.Path, spec: str, sweep: str, kind: str) -> str:
+    """One line for a shell that runs this point alone, in the same directory."""
+    script = KINDS[kind].script
+    scripts = os.path.dirname(sys.argv[0]) or "scripts"
+    base = flatten_config(cli.load_config(spec).to_dict())
+    mine = flatten_config(task.config.to_dict())
+    values = dict(cli.leaves(task.config.to_dict()))
+    # `--only` brings the point's own settings along.
+    own = () if script else tuple(task.point.settings)
+    changed = [key for key in mine if mine[key] != base[key] and key not in own]
+    place = [f"--workdir={task.directory}"]
+    if script is None:
+        place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]
+    program = [sys.executable or "python", os.path.join(scripts, script or "sweep.py")]
+    overrides = [f"--config.{key}={values[key]}" for key in changed]
+    return shlex.join([*program, f"--config={spec}", *overrides, *place])
+
+
+# ---- running
+
+
+def run_here(kind: str, todo: Sequence[Task], shared: Shared) -> dict[str, str]:
+    """Runs the tasks one after the other; name -> error line of those that failed."""
+    from tqdm import tqdm
+
+    failed, seconds = {}, []
+    with tqdm(total=len(todo), unit="run", desc="sweep", disable=None, file=sys.stderr) as bar:
+        for number, task in enumerate(todo, 1):
+            name, start = task.point.name, time.monotonic()
+            say(f"[{number}/{len(todo)}] {name}")
+            try:
+                run_one(kind, task.config, task.directory, shared)
+            except Exception as error:  # one point must not lose the others
+                line = one_line(error)
+                if line not in failed.values() and not isinstance(error, cli.USER_ERRORS):
+                    traceback.print_exception(error)
+                failed[name] = line
+            seconds.append(time.monotonic() - start)
+            left, bad = len(todo) - number, failed.get(name)
+            # The first run compiles, and may be alone in that.
+            typical = sum(seconds[1:]) / len(seconds[1:]) if number > 1 else seconds[0]
+            ended = f"failed: {bad}" if bad else f"finished in {span(seconds[-1])}"
+            more = f"; {left} left, about {span(left * typical)}" if left else ""
+            say(f"[{number}/{len(todo)}] {name} {ended}{more}")
+            bar.update()
+    return failed
+
+
+def run_one(kind: str, config: ConfigDict, directory: epath.Path, shared: Shared) -> None:
+    """Claims the directory and runs."""
+    with working_in(directory, config.to_dict()):
+        KINDS[kind].run(config, directory, shared)
+
+
+def run_alone(
+    kind: str, config: ConfigDict, directory: epath.Path, command_line: Sequence[str]
+) -> str | None:
+    """`run_one` in a process of its own (`slurm`); the line of its error, if it failed."""
+    sys.argv = list(command_line)  # what the run names as the command that goes on
+    try:
+        run_one(kind, config, directory, Shared(keep_model=False))
+    except Exception as error:
+        traceback.print_exception(error)  # into the job's log
+        return one_line(error)
+    return None
+
+
+def conclude(
+    tasks: Sequence[Task], todo: Sequence[Task], failed: Mapping[str, str], shared: Shared
+) -> dict[str, Any]:
+    """What `run` returns; see there."""
+    finished = sum(task.finished for task in tasks)
+    compiled = f"; train steps compiled: {shared.compilations}" if shared.programs else ""
+    say(f"{finished} of {len(tasks)} points finished{compiled}")
+    if failed:
+        names = {
+            line: [n for n, other in failed.items() if other == line] for line in failed.values()
+        }
+        lines = "; ".join(f"{' '.join(found)}: {line}" for line, found in names.items())
+        raise SweepFailed(f"{len(failed)} of {len(todo)} points failed: {lines}")
+    return {
+        "points": len(tasks),
+        "finished": finished,
+        "ran": len(todo),
+        "programs": shared.programs,
+        "compilations": shared.compilations,
+    }
+
+
+def budget(kind: str, tasks: Sequence[Task], todo: Sequence[Task]) -> str:
+    """How much there is to do, before the first run says how long one takes."""
+    text = f"{len(todo)} runs to do, {sum(task.finished for task in tasks)} finished before"
+    steps = [task.config.get("steps", 0) * max(1, len(task.config.seeds)) for task in todo
+             if kind == "train" and "batch_size" in task.config]  # fmt: skip
+    if sum(steps):
+        one = todo[0].config
+        tokens = sum(steps) * one.batch_size * one.seq_len
+        text += f"; {sum(steps):,} steps of {one.batch_size} x {one.seq_len}, {tokens:,} tokens"
+    return f"{text}; the first run will tell the time" if todo else text
+
+
+def span(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong in one line."""
+    text = " ".join(str(error).split())
+    named = isinstance(error, cli.USER_ERRORS) and not isinstance(error, KeyError) and text
+    return text if named else f"{type(error).__name__}: {text}"
+
+
+def say(line: str) -> None:
+    """A line on stderr, above the progress bar if there is one."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)

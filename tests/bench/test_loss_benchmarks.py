@@ -1,0 +1,80 @@
+"""The figures promised for the losses, and the benchmark that prints them."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.bench import losses as benchmarks
+from ffn_heterogeneity.losses.nucl import nucl
+
+PROMISED = (26, 2304, 576)
+
+
+def test_paired_ratios_take_out_what_both_share():
+    rng = np.random.default_rng(0)
+    speed = rng.uniform(1, 3, 30)
+    median, low, high = benchmarks.paired_interval(1.02 * speed, speed)
+    assert median == pytest.approx(1.02) and high - low < 1e-9
+    loose = benchmarks.ratio_interval(1.02 * speed, rng.permutation(speed))
+    assert loose[2] - loose[1] > 0.1
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_nucl_adds_under_10_megabytes_to_a_donated_update(axis):
+    update = benchmarks._update(lambda w: nucl(w, "mstd", axis=axis))
+    w = jax.ShapeDtypeStruct(PROMISED, jnp.float32)
+    memory = update.lower(w, w, jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 10e6
+    assert memory.alias_size_in_bytes == 4 * np.prod(PROMISED)  # really donated
+
+
+@pytest.mark.slow
+def test_nucl_adds_an_eighth_of_the_listings_time():
+    programs = benchmarks.benchmark_nucl(PROMISED, rounds=25)["programs"]
+    # The fastest round of each: what others do on the machine only ever adds time.
+    fastest = {name: row["fastest_ms"] for name, row in programs.items()}
+    listing = fastest["mstd listing"] - fastest["update alone"]
+    closed = fastest["mstd closed form"] - fastest["update alone"]
+    assert closed > 0 and listing >= 8 * closed, fastest
+
+
+def test_nucl_benchmark_prints_and_returns_its_figures(capsys):
+    result = benchmarks.benchmark_nucl((2, 32, 64), variants=("mstd", "ent"), rounds=3)
+    printed = capsys.readouterr().out
+    for variant in ("mstd", "ent"):
+        assert f"{variant} listing" in printed and f"{variant} closed form" in printed
+        ratio, low, high = result[variant]["listing_over_closed_form"]
+        assert low <= ratio <= high
+    assert "row sum (the floor)" in printed and result["floor_ms"] > 0
+    json.dumps(result)
+
+
+def test_nll_benchmark_prints_and_returns_its_figures(capsys):
+    result = benchmarks.benchmark_nll(2, 16, 8, 64, rounds=2, memory_shape=(2, 64, 16, 512))
+    printed = capsys.readouterr().out
+    assert "plain / chunked" in printed and "GiB temporary" in printed
+    assert result["large"]["temporary_gib"] > 0
+    assert set(result["programs"]) == {"plain", "chunked", "three products"}
+    json.dumps(result)
+
+
+def test_ratio_of_added_times_and_its_interval():
+    base, rng = np.full(200, 1.0), np.random.default_rng(0)
+    slow, fast = 5 + 0.01 * rng.normal(size=200), 2 + 0.01 * rng.normal(size=200)
+    ratio, low, high = benchmarks.ratio_interval(slow, fast, base)
+    assert low < ratio < high and abs(ratio - 4) < 0.05 and high - low < 0.1
+    assert benchmarks.ratio_interval(slow, base, base)[0] == np.inf
+    assert benchmarks.ratio_interval(slow, fast)[0] == pytest.approx(2.5, rel=0.01)
+
+
+def test_turns_are_interleaved_and_warmed_up():
+    calls = []
+    seconds = benchmarks.take_turns(
+        {name: lambda name=name: calls.append(name) for name in "ab"}, rounds=3
+    )
+    assert calls == ["a", "b"] * 4 and all(len(times) == 3 for times in seconds.values())

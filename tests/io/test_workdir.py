@@ -1,0 +1,143 @@
+"""A work directory belongs to one config."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ffn_heterogeneity.io.workdir import (
+    WorkdirError,
+    flatten_config,
+    prepare_workdir,
+    working_in,
+)
+
+CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
+
+
+def test_a_new_directory_is_claimed_and_resumed(tmp_path, monkeypatch):
+    first = prepare_workdir(tmp_path / "run", CONFIG)
+    assert not first.resumed
+    assert json.loads((first / "config.json").read_text())["optimizer"]["betas"] == [0.9, 0.99]
+    assert json.loads((first / "versions.json").read_text())["jax"]
+    prepare_workdir(tmp_path / "run", CONFIG)
+    monkeypatch.setattr("sys.argv", ["train.py", "--config.name=two words"])
+    again = prepare_workdir(tmp_path / "run", CONFIG)
+    assert again.resumed
+    assert "'--config.name=two words'" in (again / "command.txt").read_text()
+    assert len((again / "command.txt").read_text().splitlines()) == 2
+
+
+def test_two_processes_do_not_work_in_one_directory(tmp_path):
+    program = (
+        "import json, os, sys, time\n"
+        "from ffn_heterogeneity.io.workdir import working_in\n"
+        "with working_in(sys.argv[1], json.loads(sys.argv[2])):\n"
+        "    if not (child := os.fork()):\n"
+        "        time.sleep(600)\n"
+        "    print(child, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run"), json.dumps(CONFIG)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        child = int(other.stdout.readline())
+        refused = pytest.raises(WorkdirError, match="another process is at work in .*/run: wait")
+        with refused, working_in(tmp_path / "run", CONFIG):
+            pass
+        with working_in(tmp_path / "run", CONFIG, alone=False):
+            pass
+        other.kill()  # the lock goes with the process, however it ends
+        other.wait()
+    try:
+        with working_in(tmp_path / "run", CONFIG):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_failed_at_once_gives_its_directory_back(tmp_path):
+    with pytest.raises(KeyError), working_in(tmp_path / "run", CONFIG):
+        raise KeyError("something")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(KeyError), working_in(tmp_path / "run", CONFIG):
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        raise KeyError("something")
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_another_config_is_refused_with_its_keys(tmp_path):
+    prepare_workdir(tmp_path, CONFIG)
+    other = {"steps": 20, "optimizer": {"name": "adamw", "betas": (0.9, 0.95)}, "seed": 1}
+    with pytest.raises(WorkdirError) as error:
+        prepare_workdir(tmp_path, other)
+    message = str(error.value)
+    assert "steps: 10 there, 20 here" in message
+    assert "optimizer.betas: [0.9, 0.99] there, [0.9, 0.95] here" in message
+    assert "seed: '<absent>' there, 1 here" in message and "another --workdir" in message
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 10
+    assert "optimizer.name" not in message
+
+
+@pytest.mark.parametrize("key", ["text", "model", "data.path"])
+def test_inputs_that_changed_are_refused(tmp_path, key):
+    """The path is the same, what lies there is not."""
+    source = tmp_path / "source"
+    if key == "text":
+        file = source
+        file.write_text("one two three")
+    else:
+        (source / "sub").mkdir(parents=True)
+        file = source / "sub" / "weights.bin"
+        file.write_bytes(bytes(300_000))
+        (source / ".cache").write_text("1")
+    config = {"steps": 1, "data": {}}
+    group = config["data"] if key == "data.path" else config
+    group[key.split(".")[-1]] = str(source)
+    prepare_workdir(tmp_path / "run", config)
+    if file != source:
+        (source / ".cache").write_text("hidden files are not part of it")
+    prepare_workdir(tmp_path / "run", config)
+    before, whole = file.read_bytes(), bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    for changed in (bytes(whole), before + b"\0"):
+        file.write_bytes(changed)
+        with pytest.raises(WorkdirError, match=f"other inputs: {key}=.*source changed since"):
+            prepare_workdir(tmp_path / "run", config)
+    file.write_bytes(before)
+    prepare_workdir(tmp_path / "run", config)
+
+
+def test_a_series_of_checkpoints_may_grow(tmp_path):
+    config = {"model": str(tmp_path / "checkpoints")}
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    prepare_workdir(tmp_path / "run", config)
+    (tmp_path / "checkpoints" / "20").mkdir()
+    assert prepare_workdir(tmp_path / "run", config).resumed
+
+
+def test_resuming_can_be_refused(tmp_path):
+    prepare_workdir(tmp_path, CONFIG)
+    with pytest.raises(WorkdirError, match="resuming is off"):
+        prepare_workdir(tmp_path, CONFIG, resume=False)
+
+
+def test_outputs_without_a_config_are_foreign(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(WorkdirError, match="holds model but no config.json"):
+        prepare_workdir(tmp_path, CONFIG)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_an_empty_name_is_refused():
+    with pytest.raises(WorkdirError, match="--workdir"):
+        prepare_workdir("", CONFIG)
+
+
+def test_a_config_of_something_else_than_data_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="not plain data"):
+        prepare_workdir(tmp_path, {"function": print})
+    assert flatten_config({"a": {"b": {}}, "c": float("inf")}) == {"a.b": {}, "c": "inf"}

@@ -1,0 +1,267 @@
+"""Runs of stages and of seeds: real training, surgery and evaluation of a tiny model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from scipy import stats
+from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
+
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.workdir import WorkdirError
+from ffn_heterogeneity.launch import experiment
+from ffn_heterogeneity.launch.stages import Stage
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train import run as training
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+TIMES = ("seconds", "tokens_per_second", "compile_seconds")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    (root / "text.txt").write_text(TEXT)
+    return save_tiny(root / "tiny"), root / "text.txt"
+
+
+def staged(files, **changes):
+    small = {
+        "recover__steps": 4, "recover__batch_size": 2, "recover__seq_len": 16,
+        "recover__data__path": str(files[1]), "recover__optimizer__warmup_steps": 1,
+        "recover__data__passage_chars": 100, "recover__data__validation_fraction": 0.2,
+        "recover__optimizer__learning_rate": 1e-2, "recover__eval__every": 2,
+        "recover__eval__max_batches": 1, "recover__tensorboard": False,
+        "score__text": str(files[1]), "score__window": 16, "score__max_windows": 3,
+    }  # fmt: skip
+    return config_of("prune_recover", f"{files[0]},text", **(small | changes))
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {
+            k: without_times(v) for k, v in value.items() if k not in (*TIMES, "model", "device")
+        }
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    return workdir, experiment.run(staged(files), workdir)
+
+
+def test_prune_recover_score(files, finished):
+    workdir, results = finished
+    stages = results["stages"]
+    assert list(stages) == ["prune", "recover", "score"]
+    assert json.loads((workdir / "results.json").read_text()) == results
+    pruned, recovered = (
+        load_model(str(workdir / name / "model")) for name in ("00_prune", "01_recover")
+    )
+    assert pruned.config == recovered.config
+    assert pruned.config.ffn_widths == tuple(stages["prune"]["ffn_widths_after"])
+    assert max(pruned.config.ffn_widths) < max(load_model(str(files[0])).config.ffn_widths)
+    before, after = flatten(pruned.params), flatten(recovered.params)
+    assert any(not np.array_equal(before[path], after[path]) for path in before)
+    assert (
+        stages["recover"]["final"]["validation/nll"] < stages["recover"]["first"]["validation/nll"]
+    )
+    score = config_of("perplexity", model=str(workdir / "01_recover" / "model"))
+    score.text, score.window, score.max_windows = str(files[1]), 16, 3
+    again = evaluation.run(score, workdir.parent / "score")
+    assert again["perplexity"] == stages["score"]["perplexity"]
+
+
+def test_completed_stages_are_only_read(files, finished, monkeypatch):
+    def never(*_):
+        raise AssertionError("a completed stage was run again")
+
+    for kind, (_, check) in experiment.FUNCTIONS.items():
+        monkeypatch.setitem(experiment.FUNCTIONS, kind, (never, check))
+    assert experiment.run(staged(files), finished[0]) == finished[1]
+
+
+@pytest.mark.parametrize("after", ["prune", "recover", "score"])
+def test_a_run_that_died_between_stages_ends_with_the_same_numbers(
+    files, finished, tmp_path, monkeypatch, after
+):
+    """It dies as a stage has written everything but its mark."""
+    from ffn_heterogeneity.launch import stages
+
+    real, workdir = stages.write_json, tmp_path / "run"
+
+    def dies(path, value):
+        if value.get("name") == after:
+            raise KeyboardInterrupt
+        real(path, value)
+
+    monkeypatch.setattr(stages, "write_json", dies)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.run(staged(files), workdir)
+    monkeypatch.setattr(stages, "write_json", real)
+    again = experiment.run(staged(files), workdir)
+    assert without_times(again) == without_times(finished[1])
+    one, other = (load_model(str(d / "01_recover" / "model")) for d in (workdir, finished[0]))
+    for path, leaf in flatten(one.params).items():
+        np.testing.assert_array_equal(leaf, flatten(other.params)[path], err_msg=path)
+
+
+def test_sigterm_in_a_stage_and_the_printed_command_goes_on(files, finished, tmp_path):
+    flags = [
+        f"--config.recover.{key}={value}"
+        for key, value in {
+            "steps": 100_000, "batch_size": 2, "seq_len": 16, "data.path": files[1],
+            "eval.every": 0, "eval.max_batches": 1, "tensorboard": False,
+            "data.passage_chars": 100,
+        }.items()
+    ]  # fmt: skip
+    command = [
+        sys.executable, REPOSITORY / "scripts" / "train.py",
+        f"--config={REPOSITORY}/configs/prune_recover.py:{files[0]},text", *flags,
+        f"--config.score.text={files[1]}",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        written = list(tmp_path.glob("runs/*/01_recover/metrics.jsonl"))
+        if written and written[0].read_text().count("\n") > 5:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    [workdir] = (tmp_path / "runs").iterdir()
+    [resume] = [line for line in output.splitlines() if "to resume: " in line]
+    assert resume.endswith(f"--workdir=runs/{workdir.name}")
+    assert (workdir / "00_prune" / "done.json").exists()
+    assert not (workdir / "01_recover" / "done.json").exists()
+    assert list((workdir / "01_recover" / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prune__ratio": 0.5}, "00_prune was completed with another config"),
+        ({"recover__steps": 5}, "01_recover was completed with another config"),
+        ({"score__window": 8}, "02_score was completed with another config"),
+        ({"stages": ("recover", "prune", "score")}, "'00_prune', which is not one of"),
+        ({"stages": ("prune",)}, "'01_recover', which is not one of"),
+    ],
+)
+def test_stages_of_another_run_are_refused(files, finished, changes, message):
+    with pytest.raises(WorkdirError, match=message):
+        experiment.run(staged(files, **changes), finished[0])
+
+
+def test_another_mesh_or_a_profile_is_the_same_run(files, finished):
+    changed = staged(files, recover__mesh={"data": 1, "fsdp": 1, "tensor": 1})
+    assert experiment.run(changed, finished[0]) == finished[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"score__text": ""}, "stage 'score': give exactly one of --config.text"),
+        ({"score__text": "nowhere.txt"}, "stage 'score': nowhere.txt"),
+        ({"prune__ratio": 1.5}, "stage 'prune': ratio=1.5 is outside"),
+        ({"prune__criterion": "size"}, "stage 'prune': criterion 'size' is unknown"),
+        ({"prune__kind": "cut"}, "stage 'prune': kind='cut', choose one of"),
+        ({"recover__steps": "many"}, "stage 'recover', key 'steps'"),
+        ({"recover__dropout": 1.0}, "stage 'recover': dropout=1.0 is outside"),
+        ({"recover__base": "configs/nothing.py"}, "'configs/nothing.py' does not exist"),
+        ({"stages": ("prune", "mend")}, "stage 'mend': the config needs a group 'mend'"),
+        ({"stages": ()}, "stages is empty"),
+        ({"stages": ("prune", "prune")}, "two stages are named 'prune'"),
+        ({"seeds": (0, 0)}, r"seeds=\(0, 0\): different integers"),
+        ({"seeds": (0.5, 1)}, "different integers"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(files, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        experiment.run(staged(files, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "message"),
+    [
+        ("prune", "ration", "configs/prune.py has no key 'ration', did you mean 'ratio'"),
+        ("recover.optimizer", "lerning_rate", "did you mean 'optimizer.learning_rate'"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
+    config = staged(files)
+    with config.unlocked():
+        functools.reduce(lambda node, part: node[part], group.split("."), config)[key] = 0.5
+    with pytest.raises(ValueError, match=message):
+        experiment.run(config, tmp_path / "run")
+
+
+def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path):
+    config = staged(files, recover__data__path="nowhere.txt")
+    with pytest.raises(ValueError, match=r"nowhere.txt"):
+        experiment.run(config, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["00_prune"]
+    assert experiment.run(staged(files), tmp_path / "run")["stages"]["score"]["perplexity"] > 1
+
+
+def test_a_stage_has_a_known_kind(files):
+    with pytest.raises(ValueError, match="kind='prune', choose one of"):
+        Stage("prune", "x", staged(files), training.run)
+
+
+def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):
+    config = staged(files, seeds=(3, 5, 8), prune__criterion="random", stages=("prune", "score"))
+    results = experiment.run(config, tmp_path / "run")
+    values = [run["stages"]["score"]["perplexity"] for run in results["runs"]]
+    assert results["seeds"] == [3, 5, 8] and len({*values}) == 3
+    removed = [run["stages"]["prune"]["seed"] for run in results["runs"]]
+    assert removed == [3, 5, 8]
+    row = results["summary"]["score/perplexity"]
+    low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
+    np.testing.assert_allclose(
+        [row["mean"], row["low"], row["high"]], [np.mean(values), low, high], 1e-3
+    )
+    assert row["n"] == 3 and "score/perplexity: " in capsys.readouterr().out
+    assert experiment.run(config, tmp_path / "run") == results
+
+
+def test_the_quantiles_are_students():
+    expected = stats.t.ppf(0.975, range(1, 31))
+    np.testing.assert_allclose(experiment.T_975, expected, atol=6e-4)
+    one = experiment.summarise([{"x": 1.0}])["x"]
+    assert one["mean"] == 1 and one["high"] == math.inf
+
+
+def test_seeds_of_a_plain_run(files, tmp_path):
+    config = config_of(
+        "nucl_finetune", f"{files[0]},text", data__path=str(files[1]), steps=2, batch_size=2,
+        seq_len=16, seeds=(0, 1), tensorboard=False, data__validation_fraction=0.2,
+        data__passage_chars=100, optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
+        eval__max_batches=1,
+    )  # fmt: skip
+    results = experiment.run(config, tmp_path / "run")
+    finals = [run["final"]["validation/nll"] for run in results["runs"]]
+    assert finals[0] != finals[1]
+    assert results["summary"]["validation/nll"]["mean"] == np.mean(finals)
+    assert (tmp_path / "run" / "seed_1" / "model" / "config.json").exists()
+
+
+def test_dry_runs_of_stages_plan_those_that_train(files, tmp_path):
+    plans = experiment.run(staged(files, dry_run="h100:2"), tmp_path / "run")
+    assert list(plans) == ["recover"] and plans["recover"]["device_count"] == 2
+    assert not (tmp_path / "run" / "00_prune").exists()

@@ -1,0 +1,174 @@
+"""Sweeps: their combinators, every config file's own, and what may differ within one program."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_models import LLAMA, REPOSITORY, config_of
+
+from ffn_heterogeneity.launch import sweep_run
+from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product, zipped
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.train.build import build, static_key
+from ffn_heterogeneity.train.plan import BATCH
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+
+
+# ---- combinators
+
+
+def pairs_of(points):
+    return [(one.name, dict(one.settings)) for one in points]
+
+
+def test_product_is_every_combination_the_last_fastest():
+    values = {"a.x": (1, 2), "b": ("u", "v", "w"), "c": (0.5,)}
+    found = product({"a.x": values["a.x"], "b": values["b"]}, {"c": values["c"]})
+    expected = [
+        (f"x={x},b={b},c={c}", {"a.x": x, "b": b, "c": c})
+        for x, b, c in itertools.product(*values.values())
+    ]
+    assert pairs_of(found) == expected
+    nested = product(product({"a.x": (1, 2)}, {"b": ("u", "v", "w")}), {"c": (0.5,)})
+    assert nested == found
+
+
+def test_zipped_goes_side_by_side_and_chain_one_after_the_other():
+    assert pairs_of(zipped({"a": (1, 2), "b": (3, 4)}, {"c": (5, 6)})) == [
+        ("a=1,b=3,c=5", {"a": 1, "b": 3, "c": 5}), ("a=2,b=4,c=6", {"a": 2, "b": 4, "c": 6}),
+    ]  # fmt: skip
+    assert pairs_of(chain({"a": (1, 2), "b": (3,)}, point("plain"), product({"a": (4,)}))) == [
+        ("a=1", {"a": 1}), ("a=2", {"a": 2}), ("b=3", {"b": 3}), ("plain", {}), ("a=4", {"a": 4}),
+    ]  # fmt: skip
+    rows = product(point("random", {"criterion": "random"}), {"seed": (0, 1)})
+    assert [one.name for one in rows] == ["random,seed=0", "random,seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("nucl.alpha", 1000.0, "alpha=1000"), ("lr", 1e-6, "lr=1e-06"), ("x", 0.1234567, None),
+        ("t", ("ffn_out", "attention_out"), "t=ffn_out+attention_out"), ("t", (), "t=none"),
+        ("path", "/data/a b:c", "path=_data_a_b_c"), ("on", True, "on=True"),
+    ],
+)  # fmt: skip
+def test_names_are_directory_names(key, value, name):
+    (one,) = product({key: (value,)})
+    check_sweep([one])
+    assert one.name == (name or f"{key}={value!r}")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: product({"a": "mstd"}), "sweep over a='mstd': give a tuple"),
+        (lambda: product({"a": ()}), "give a tuple of values"),
+        (lambda: chain({"a": 3}), "give a tuple of values"),
+        (lambda: product({"a": (1,)}, {"a": (2,)}), "two parts of a sweep set 'a'"),
+        (lambda: zipped({"a": (1, 2), "b": (1, 2, 3)}), r"zipped parts have \[2, 3\] points"),
+        (lambda: check_sweep(()), "no point"),
+        (lambda: check_sweep(chain({"a.x": (1,), "b.x": (1,)})), "two points are named 'x=1'"),
+        (lambda: check_sweep(point("a/b")), "point 'a/b': a name"),
+        (lambda: check_sweep(point(".hidden")), "a name is made of"),
+        (lambda: check_sweep(point("")), "a name is made of"),
+    ],
+)
+def test_what_is_no_sweep_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- what configs define
+
+
+def swept_configs():
+    found = []
+    for path in sorted((REPOSITORY / "configs").glob("*.py")):
+        text = path.read_text()
+        names = re.findall(r'^    "(\w+)":', text[text.find("\nSWEEPS") :], re.M)
+        found += [(path.stem, name) for name in names if "\nSWEEPS" in text]
+    return found
+
+
+def test_the_papers_sweeps_are_there():
+    found = swept_configs()
+    for name in ("alpha", "targets"):
+        assert ("nucl_finetune", name) in found
+    for name in ("criteria", "pairs", "halves"):
+        assert ("prune_table", name) in found
+
+
+@pytest.mark.parametrize(("name", "sweep"), swept_configs())
+def test_every_point_of_every_sweep_is_a_config(name, sweep):
+    config = config_of(name, model="smollm2_135m")
+    kind, points = sweep_run.points_of(str(REPOSITORY / f"configs/{name}.py"), sweep, config)
+    assert kind in sweep_run.KINDS
+    values = [json.dumps(sweep_run.apply(config, one).to_dict(), sort_keys=True) for one in points]
+    assert len(set(values)) == len(values), "two points are the same run"
+    count = {
+        ("nucl_finetune", "alpha"): 10, ("nucl_finetune", "targets"): 5,
+        ("prune_table", "criteria"): 12, ("prune_table", "pairs"): 30, ("prune_table", "halves"): 6,
+        ("jreg_pretrain", "alpha"): 7, ("jreg_pretrain", "lambda"): 5,
+        ("jreg_pretrain", "steps"): 4,
+    }.get((name, sweep))  # fmt: skip
+    assert count is None or len(points) == count
+
+
+def test_what_the_config_file_lacks_is_said(tmp_path):
+    config = config_of("prune_table")
+    spec = str(REPOSITORY / "configs/prune_table.py")
+    for sweep, message in (("criterion", "did you mean 'criteria'"), ("", "there are criteria")):
+        with pytest.raises(ValueError, match=message):
+            sweep_run.points_of(spec, sweep, config)
+    with pytest.raises(ValueError, match="defines no sweep"):
+        sweep_run.points_of(str(REPOSITORY / "configs/perplexity.py"), "x", config)
+    for settings, message in (
+        ({"criterio": "gini"}, "point 'p': the config has no key 'criterio', did you mean"),
+        ({"window": "wide"}, "point 'p', key 'window'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sweep_run.apply(config, Point("p", settings))
+
+
+# ---- one program for many runs
+
+
+def test_free_keys_are_in_no_program():
+    """The very text of the lowered step is the same, whatever they are."""
+    small = {"batch_size": 2, "seq_len": 8, "tensorboard": False}
+    one = config_of("nucl_finetune", "smollm2_135m,text", **small)
+    other = config_of(
+        "nucl_finetune", "gemma2_2b,text", **small, revision="x", seed=7, seeds=(1, 2), steps=5,
+        nucl__alpha=0.0, dropout=0.3, optimizer__learning_rate=0.5, optimizer__schedule="linear",
+        optimizer__warmup_steps=1, optimizer__final_fraction=0.5, eval__every=1,
+        eval__max_batches=3, checkpoint__every=1, checkpoint__keep_best=False,
+        export__form="native", profile="1:2", dry_run="here",
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: causal_lm.init(LLAMA, jax.random.key(0)))
+    mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
+    keys = [static_key(config, LLAMA, params, mesh) for config in (one, other)]
+    assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
+
+    def text(config):
+        built = build(config, LLAMA, params, mesh)
+        batch = {name: jax.ShapeDtypeStruct((1, 2, 8), dtype) for name, dtype in BATCH.items()}
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        hyper = {"learning_rate": scalar, "alpha": scalar, "dropout": scalar}
+        return built.train_step.lower(built.state, batch, hyper).as_text()
+
+    assert text(one) == text(other)
+    for changes in (
+        {"nucl__variant": "gini"}, {"dropout": 0.0}, {"optimizer__b1": 0.8}, {"batch_size": 4},
+        {"nucl__targets": ("attention_out",)}, {"freeze": ("^embed/",)}, {"remat": "full"},
+        {"data__packing": False}, {"nll_reduction": "sum"}, {"compute_dtype": "bfloat16"},
+    ):  # fmt: skip
+        changed = config_of("nucl_finetune", "smollm2_135m,text", **small | changes)
+        assert static_key(changed, LLAMA, params, mesh) != keys[0], changes
+    assert static_key(one, LLAMA.with_widths([24, 24, 24, 23]), params, mesh) != keys[0]

@@ -1,0 +1,205 @@
+"""Sweeps of training runs: tiny models that share one program, stopped and continued."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+
+import jax
+import pytest
+from tiny_models import (
+    REPOSITORY,
+    run_script,
+)
+
+from ffn_heterogeneity.io.workdir import WorkdirError
+from ffn_heterogeneity.launch import experiment, sweep_run
+from ffn_heterogeneity.report.writer import read_metrics
+from ffn_heterogeneity.train import shared
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+ALPHAS = (0.0, 1.0, 10.0, 100.0, 1000.0)
+
+
+TIMES = ("seconds", "tokens_per_second", "compile_seconds")
+
+
+@pytest.fixture(scope="module")
+def spec(files, tmp_path_factory):
+    """A config file of small runs, with sweeps of its own."""
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(f"""
+import runpy
+from ffn_heterogeneity.launch.sweep import chain, point, product
+KIND = "train"
+def get_config():
+    file = runpy.run_path({str(REPOSITORY / "configs/nucl_finetune.py")!r})
+    config = file["get_config"]({f"{files[0]},text"!r})
+    config.data.path = {str(files[1])!r}
+    config.steps, config.batch_size, config.seq_len, config.dropout = 3, 2, 16, 0.1
+    config.data.validation_fraction, config.data.passage_chars = 0.2, 100
+    config.eval.max_batches, config.tensorboard = 1, False
+    config.optimizer.learning_rate, config.optimizer.warmup_steps = 1e-2, 0
+    return config
+SWEEPS = {{
+    "alpha": product({{"nucl.alpha": {ALPHAS}}}),
+    "two": product({{"nucl.alpha": (0.0, 1.0)}}),
+    "broken": chain(
+        point("bad", {{"data.path": "nowhere.txt"}}), point("good"),
+        point("worse", {{"data.path": "nowhere.txt"}}),
+    ),
+}}
+""")
+    return str(path)
+
+
+def small(spec, **changes):
+    from ffn_heterogeneity.launch.cli import load_config
+
+    config = load_config(spec)
+    for key, value in changes.items():
+        config.update_from_flattened_dict({key.replace("__", "."): value})
+    config.lock()
+    return config
+
+
+def rows_of(workdir):
+    found = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
+
+
+@pytest.fixture(scope="module")
+def alphas(spec, tmp_path_factory):
+    """The finished sweep, what it returned, the lines it said, and what JAX said it compiled."""
+    workdir, told = tmp_path_factory.mktemp("sweep") / "run", []
+
+    class Listen(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    handler = Listen()
+    logging.getLogger("jax").addHandler(handler)
+    with jax.log_compiles():
+        results = sweep_run.run(small(spec), workdir, spec=spec, sweep="alpha")
+    logging.getLogger("jax").removeHandler(handler)
+    return workdir, results, told
+
+
+def test_five_alphas_are_one_compilation(alphas):
+    workdir, results, told = alphas
+    assert results == {
+        "points": 5, "finished": 5, "ran": 5, "programs": 1, "compilations": 1,
+    }  # fmt: skip
+    for name in ("train_step", "eval_step", "params_metrics"):
+        compiled = [line for line in told if re.search(rf"Compiling .*\b{name}\b", line)]
+        assert len(compiled) == 1, (name, told)
+    names = [f"alpha={alpha:g}" for alpha in ALPHAS]
+    listed = json.loads((workdir / "sweep.json").read_text())
+    assert [one["name"] for one in listed["points"]] == names
+    assert [one["settings"] for one in listed["points"]] == [{"nucl.alpha": a} for a in ALPHAS]
+    results = [json.loads((workdir / name / "results.json").read_text()) for name in names]
+    entropies = [r["final"]["validation/entropy/ent/ffn_out/mean"] for r in results]
+    assert entropies[-1] < entropies[0] and len(set(entropies)) == 5
+
+
+def test_a_point_is_the_run_alone_and_seeds_share_too(spec, alphas, tmp_path):
+    """Bit for bit: sharing a program and a model changes nothing."""
+    together = shared.Shared(keep_model=False)
+    experiment.run(small(spec, nucl__alpha=1000.0, seeds=(0, 1)), tmp_path, together)
+    assert (together.programs, together.compilations) == (1, 1)
+    rows = [rows_of(tmp_path / name) for name in ("seed_0", "seed_1")]
+    assert rows[0] == rows_of(alphas[0] / "alpha=1000") != rows[1]
+
+
+def test_finished_points_are_skipped(spec, alphas, monkeypatch, capsys):
+    def never(*_):
+        raise AssertionError("a finished point was run again")
+
+    monkeypatch.setitem(sweep_run.KINDS, "train", sweep_run.Kind(never, lambda config: None))
+    again = sweep_run.run(small(spec), alphas[0], spec=spec, sweep="alpha")
+    assert (again["ran"], again["finished"]) == (0, 5)
+    assert "0 runs to do, 5 finished before" in capsys.readouterr().err
+
+
+def test_another_sweep_or_another_setting_is_refused(spec, alphas):
+    def refused(message, sweep="alpha", **changes):
+        before = sorted(alphas[0].rglob("*"))
+        with pytest.raises(WorkdirError, match=message):
+            sweep_run.run(small(spec, **changes), alphas[0], spec=spec, sweep=sweep)
+        assert sorted(alphas[0].rglob("*")) == before
+
+    refused("steps: 3 there, 4 here", steps=4)
+    refused("holds another sweep .sweep: 'alpha' there, 'two' here", sweep="two")
+    listing = alphas[0] / "sweep.json"
+    text = listing.read_text()
+    listing.write_text(text.replace("alpha=10", "alpha=11", 1))
+    refused("lists 'alpha=11', which is no point now")
+    listing.write_text(text)
+
+
+def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
+    """SIGTERM in the second run; the same command ends with the same bits."""
+    from ffn_heterogeneity.data.pipeline import BatchIterator
+
+    inner, calls = BatchIterator.__next__, []
+
+    def interrupting(self):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self)
+
+    monkeypatch.setattr(BatchIterator, "__next__", interrupting)
+    with pytest.raises(SystemExit) as stop:
+        sweep_run.run(small(spec), tmp_path / "run", spec=spec, sweep="two")
+    assert stop.value.code == 143
+    assert not (tmp_path / "run" / "alpha=1" / "results.json").exists()
+    results = sweep_run.run(small(spec), tmp_path / "run", spec=spec, sweep="two")
+    assert (results["ran"], results["finished"]) == (1, 2)
+    for name in ("alpha=0", "alpha=1"):
+        assert rows_of(tmp_path / "run" / name) == rows_of(alphas[0] / name)
+
+
+def test_one_failing_point_does_not_lose_the_others(spec, files, tmp_path, monkeypatch):
+    flags = [f"--config={spec}", "--sweep=broken", f"--workdir={tmp_path / 'run'}"]
+    done = run_script("sweep", *flags)
+    assert re.search(r"2 of 3 points failed: bad worse: .*nowhere\.txt", done.error)
+    assert "3 runs to do" in done.err and "1 of 3 points finished" in done.err
+    here = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert here == ["good"], "those that failed leave nothing behind"
+    assert run_script("sweep", *flags, "--only=good").code == 0
+    assert "point 'god' is unknown" in run_script("sweep", *flags, "--only=god").error
+
+
+def test_bugs_are_shown_once_and_the_others_run(spec, tmp_path, monkeypatch, capsys):
+    def run(config, directory, shared):
+        if config.nucl.alpha != 10:
+            raise ZeroDivisionError("a bug")
+        (directory / "results.json").write_text("{}")
+
+    monkeypatch.setitem(sweep_run.KINDS, "train", sweep_run.Kind(run, lambda config: None))
+    with pytest.raises(sweep_run.SweepFailed, match=r"^4 of 5 .*: ZeroDivisionError: a bug$"):
+        sweep_run.run(small(spec), tmp_path, spec=spec, sweep="alpha")
+    assert capsys.readouterr().err.count("Traceback") == 1
+
+
+def test_printed_commands_are_the_points(spec, tmp_path):
+    flags = [f"--config={spec}", "--sweep=two", f"--workdir={tmp_path / 'run'}"]
+    tuples = "--config.nucl.targets=('ffn_out', 'attention_out')"
+    for line in run_script("sweep", *flags, tuples, "--print").out.splitlines():
+        assert tuples in shlex.split(line)
+    flags = [flag.replace("/run", "/other") for flag in flags] + ["--config.steps=2"]
+    printed = run_script("sweep", *flags, "--print")
+    assert printed.code == 0, printed.err
+    lines = printed.out.splitlines()
+    assert len(lines) == 2 and not list((tmp_path / "other").glob("alpha*"))
+    python, script, *arguments = shlex.split(lines[1])
+    assert python == sys.executable and script == str(REPOSITORY / "scripts/train.py")
+    assert run_script("train", *arguments).code == 0
+    again = run_script("sweep", *flags, "--print")
+    assert again.code == 0 and again.out.splitlines() == lines[:1]

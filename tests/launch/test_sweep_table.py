@@ -1,0 +1,250 @@
+"""Sweeps of removals: many points on one loaded model, or as jobs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import (
+    LLAMA,
+    REPOSITORY,
+    config_of,
+    our_logits,
+    random_params,
+    run_script,
+)
+
+from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.evaluate.perplexity import window_nll
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import slurm
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.train import shared
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+
+
+def table_flags(files, sweep, workdir):
+    return [
+        f"--config={REPOSITORY}/configs/prune_table.py", f"--sweep={sweep}", f"--workdir={workdir}",
+        f"--config.model={files[0]}", f"--config.text={files[1]}", "--config.window=32",
+        "--config.max_windows=3", "--config.batch_size=3",
+    ]  # fmt: skip
+
+
+def results_in(root):
+    paths = sorted(Path(root).glob("*/results.json"))
+    return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+
+@pytest.fixture(scope="module")
+def pairs(files, tmp_path_factory):
+    """(directory, loads, compilations) of Figure 4 on the tiny model."""
+    workdir, loads = tmp_path_factory.mktemp("pairs") / "run", []
+
+    def load(*arguments, **options):
+        loads.append(arguments)
+        return load_model(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "load_model", load)
+        before = window_nll._cache_size()
+        done = run_script("sweep", *table_flags(files, "pairs", workdir))
+    assert done.code == 0, done.err
+    return workdir, len(loads), window_nll._cache_size() - before
+
+
+def test_every_pair_is_one_load_and_one_program(pairs):
+    workdir, loads, compilations = pairs
+    assert (loads, compilations) == (1, 1)
+    found = results_in(workdir)
+    assert list(found) == ["layers_0_1", "layers_1_2", "layers_2_3", "unpruned"]
+    widths = {name: one["ffn_widths_after"] for name, one in found.items()}
+    assert widths["layers_1_2"] == [24, 18, 18, 24] and widths["unpruned"] == [24] * 4
+    assert not list(workdir.rglob("*.safetensors")) and "removed" not in found["unpruned"]
+
+
+def test_a_point_at_which_another_process_works_is_left_to_it(files, tmp_path):
+    """Two sweeps in one directory: the other points run, this one is named."""
+    point = tmp_path / "layers_0_1"
+    point.mkdir()
+    handle = os.open(point, os.O_RDONLY)
+    only = ("--only=layers_0_1", "--only=unpruned")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        done = run_script("sweep", *table_flags(files, "pairs", tmp_path), *only)
+    finally:
+        os.close(handle)
+    assert done.code == 2
+    assert f"layers_0_1: another process is at work in {point}" in done.err
+    assert list(results_in(tmp_path)) == ["unpruned"] and not list(point.iterdir())
+    done = run_script("sweep", *table_flags(files, "pairs", tmp_path), *only)
+    assert done.code == 0 and list(results_in(tmp_path)) == ["layers_0_1", "unpruned"]
+
+
+def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
+    before = window_nll._cache_size()
+    done = run_script("sweep", *table_flags(files, "criteria", tmp_path))
+    assert done.code == 0, done.err
+    assert window_nll._cache_size() - before <= 2, "the whole model's program, and the smaller's"
+    found = results_in(tmp_path)
+    rows = {row: one["perplexity"] for row, one in found.items()}
+    assert len(rows) == 12 and all(np.isfinite(list(rows.values())))
+    assert len(set(rows.values())) >= 9, rows  # gini and mstd may well choose alike
+    for row, one in found.items():
+        assert one["ffn_widths_after"] == [24 if row == "unpruned" else 18] * 4
+    assert found["stahlberg_byrne"]["largest_condition"] >= 1
+    assert "largest_condition" not in found["srinivas_babu"]
+
+
+def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
+    """compress, then evaluate its directory: the same perplexity."""
+    flags = [f"--config.model={files[0]}", "--config.layers=pair:1"]
+    assert run_script("compress", *flags, f"--workdir={tmp_path / 'c'}").code == 0
+    for name, model in (("layers_1_2", tmp_path / "c" / "model"), ("unpruned", files[0])):
+        done = run_script(
+            "evaluate", f"--config.model={model}", f"--config.text={files[1]}",
+            "--config.window=32", "--config.max_windows=3", f"--workdir={tmp_path / name}",
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        apart = json.loads((tmp_path / name / "results.json").read_text())
+        together = results_in(pairs[0])[name]
+        assert together["nll"] == pytest.approx(apart["nll"], rel=1e-6)
+        assert (together["tokens"], together["windows"]) == (apart["tokens"], apart["windows"])
+
+
+def test_filled_up_is_the_same_function(files):
+    config = config_of("prune_table", model=str(files[0]), layers="odd", ratio=0.5)
+    model = load_model(str(files[0]))
+    smaller, results = pruned.remove(config, model)
+    assert smaller.config.ffn_widths == (24, 12, 24, 12)
+    filled = pruned.filled_up(smaller)
+    assert filled.config == model.config
+    assert pruned.filled_up(model) is model
+    tokens = np.random.default_rng(0).integers(2, 258, (2, 9))
+    one, other = (our_logits(m.config, m.params, tokens) for m in (smaller, filled))
+    assert np.abs(one - other).max() <= 5e-6 * np.abs(one).max()
+    assert [len(gone) for gone in results["removed"]] == [0, 12, 0, 12]
+
+
+def test_the_smaller_model_is_written_where_it_is_asked_for(files, tmp_path):
+    config = config_of("prune_table", model=str(files[0]), text=str(files[1]), save_model=True)
+    config.window, config.max_windows = 16, 2
+    results = pruned.run(config, tmp_path)
+    assert load_model(str(tmp_path / "model")).config.ffn_widths == (18,) * 4
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+
+
+def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
+    seen = []
+
+    def evaluate_tasks(config, model, samples_dir, done_dir):
+        seen.append((tuple(config.tasks), model.config.ffn_widths, samples_dir))
+        tokens = np.arange(2, 9)[None]
+        return {"piqa": {"first": float(our_logits(model.config, model.params, tokens)[0, 0, 0])}}
+
+    monkeypatch.setattr(pruned, "evaluate_tasks", evaluate_tasks)
+    config = config_of("prune_table", model=str(files[0]), text=str(files[1]), tasks=("piqa",))
+    config.window, config.max_windows, config.layers = 16, 2, "odd"
+    results = pruned.run(config, tmp_path)
+    assert seen == [(("piqa",), (24,) * 4, None)], "filled up, so that one program is enough"
+    tree = unstack(random_params(LLAMA))
+    _, removal = pruned.remove(config, load_model(str(files[0])))
+    for layer, gone in zip(tree["layers"], removal["removed"], strict=True):
+        layer["ffn"]["down"]["kernel"][gone] = 0
+    exact = our_logits(LLAMA, restack(LLAMA, tree), np.arange(2, 9)[None])[0, 0, 0]
+    assert results["tasks"]["piqa"]["first"] == pytest.approx(float(exact), rel=1e-5)
+    config.limit = -1
+    with pytest.raises(ValueError, match="limit=-1"):
+        pruned.check_config(config)
+    config.tasks = ()
+    pruned.check_config(config)  # without tasks their keys have no say
+
+
+def test_bad_points_stop_the_sweep_before_it_begins(files, tmp_path):
+    flags = table_flags(files, "halves", tmp_path / "run")
+    for flag, message in (
+        ("--config.text=", "point 'unpruned': give exactly one of --config.text"),
+        ("--config.criterion=size", "point 'all': criterion 'size' is unknown"),
+        ("--config.ratio=2.0", "point 'all': ratio=2.0 is outside"),
+        ("--config.streaming=True", "point 'unpruned': streaming=True is for"),
+    ):
+        assert message in run_script("sweep", *flags, flag).error
+        assert not (tmp_path / "run").exists()
+
+
+def test_options_of_jobs():
+    parsed = slurm.parse_options("timeout_min=60,slurm_partition=gpu")
+    assert parsed == {"timeout_min": 60, "slurm_partition": "gpu"}
+    assert slurm.parse_options("") == {}
+    for text in ("timeout", "=3"):
+        with pytest.raises(ValueError, match="write key=value"):
+            slurm.parse_options(text)
+
+
+def test_jobs_without_submitit(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ImportError, match=r"pip install 'ffn-heterogeneity\[slurm\]'"):
+        slurm.run_jobs(dict.get, {}, tmp_path)
+
+
+def test_jobs_of_the_local_executor(tmp_path):
+    """`dict.get` as a job: None is good, a text is what went wrong; a job that dies is named."""
+    jobs = {"good": ({}, "a"), "bad": ({"a": "the disk is full"}, "a"), "dead": (1, "a")}
+    options = "cluster=local,parallel=3"
+    failed = slurm.run_jobs(dict.get, jobs, tmp_path / "jobs", options)
+    assert failed.pop("bad") == "the disk is full"
+    assert re.fullmatch(r"the job ended without a result, see .*_log\.err", failed.pop("dead"))
+    assert not failed
+    with pytest.raises(ValueError, match="--submitit='cluster=local,tiem=3'"):
+        slurm.run_jobs(dict.get, jobs, tmp_path / "jobs", "cluster=local,tiem=3")
+    with pytest.raises(ValueError, match="parallel='many'"):
+        slurm.run_jobs(dict.get, jobs, tmp_path / "jobs", "cluster=local,parallel=many")
+
+
+def test_jobs_that_still_run_are_waited_for(tmp_path):
+    """The launcher is killed; started again, it submits nothing twice."""
+    script = f"echo ran >> {tmp_path}/log; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
+    jobs = {"one": (["sh", "-c", script],)}
+    program = (
+        "import subprocess, sys; from ffn_heterogeneity.launch.slurm import run_jobs; "
+        f"run_jobs(subprocess.check_call, {jobs!r}, {str(tmp_path / 'jobs')!r}, 'cluster=local')"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as launcher:
+        while not (tmp_path / "log").exists():
+            assert launcher.poll() is None, "it failed"
+            time.sleep(0.05)
+        launcher.kill()
+    threading.Timer(1.0, (tmp_path / "go").touch).start()
+    arguments = (subprocess.check_call, jobs, tmp_path / "jobs", "cluster=local")
+    assert not slurm.run_jobs(*arguments) and (tmp_path / "go").exists()
+    assert (tmp_path / "log").read_text() == "ran\n"
+    assert not slurm.run_jobs(*arguments), "and now that it has ended, anew"
+    assert (tmp_path / "log").read_text() == "ran\nran\n"
+
+
+@pytest.mark.slow
+def test_a_sweep_as_local_jobs_is_the_same_sweep(files, pairs, tmp_path):
+    flags = table_flags(files, "pairs", tmp_path / "run")
+    jobs = ["--launcher=submitit", "--submitit=cluster=local,parallel=2"]
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "sweep.py", *flags, *jobs],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, other = results_in(pairs[0]), results_in(tmp_path / "run")
+    assert list(one) == list(other)
+    for name, result in one.items():
+        assert {k: v for k, v in result.items() if k != "seconds"} == {
+            k: v for k, v in other[name].items() if k != "seconds"
+        }
+    assert run_script("sweep", *flags).code == 0, "and it is finished"

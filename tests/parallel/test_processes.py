@@ -1,0 +1,133 @@
+"""Real processes, joined by jax.distributed on this machine, beside one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, random_params
+
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel import processes as distributed
+from ffn_heterogeneity.parallel.placement import local_rows
+from ffn_heterogeneity.report.writer import read_metrics
+
+PROGRAM = Path(__file__).resolve().parent / "process_program.py"
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return f"localhost:{found.getsockname()[1]}"
+
+
+def start(*arguments, log: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=log.open("w"), stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=REPOSITORY,
+    )  # fmt: skip
+
+
+def end(processes: list[subprocess.Popen], logs: list[Path]) -> list[int]:
+    try:
+        return [process.wait(timeout=240) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise AssertionError([log.read_text()[-1500:] for log in logs]) from None
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("counts", [(1, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
+def test_processes_train_as_one(tmp_path, counts):
+    """Losses 1e-6, gradients 1e-5 of each leaf's norm, parameters after three steps 1e-6."""
+    for count in counts:
+        address, logs = free_address(), [tmp_path / f"{count}_{i}.log" for i in range(count)]
+        running = [
+            start(PROGRAM, address, count, i, tmp_path / f"{count}.npz", log=log)
+            for i, log in enumerate(logs)
+        ]
+        codes = end(running, logs)
+        assert codes == [0] * count, [log.read_text()[-1500:] for log in logs]
+    one, several = (dict(np.load(tmp_path / f"{count}.npz")) for count in counts)
+    assert one.keys() == several.keys() and len(one) > 20
+    np.testing.assert_allclose(several.pop("losses"), one.pop("losses"), rtol=1e-6)
+    for name, leaf in one.items():
+        bound = 1e-5 if name.startswith("gradient") else 1e-6
+        assert np.linalg.norm(several[name] - leaf) <= bound * np.linalg.norm(leaf), name
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path):
+    """Both stop at the same step, saved within 10 s; one process ends the run as one would have."""
+    save_pretrained(
+        LLAMA, jax.tree.map(np.asarray, random_params(LLAMA)), tmp_path / "model",
+        tokenizer=byte_tokenizer(),
+    )  # fmt: skip
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+
+    def arguments(name: str) -> list:
+        settings = {
+            "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2,
+            "data.passage_chars": 400, "steps": 12, "seq_len": 64, "batch_size": 8,
+            "accumulation": 2, "eval.every": 4, "checkpoint.every": 4,
+            "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0,
+        }  # fmt: skip
+        return [
+            "scripts/train.py", f"--config=configs/nucl_finetune.py:{tmp_path}/model,text",
+            *(f"--config.{key}={value}" for key, value in settings.items()),
+            f"--workdir={tmp_path / name}",
+        ]  # fmt: skip
+
+    alone = tmp_path / "alone.log"
+    assert end([start(*arguments("alone"), log=alone)], [alone]) == [0], alone.read_text()[-1500:]
+    address, logs = free_address(), [tmp_path / f"two_{i}.log" for i in range(2)]
+    two = [
+        start(*arguments("two"), f"--distributed={address},2,{i}", log=log)
+        for i, log in enumerate(logs)
+    ]
+    until = time.time() + 200
+    while "step 1/12" not in logs[0].read_text() and time.time() < until:
+        time.sleep(0.05)
+    two[1].send_signal(signal.SIGTERM)
+    sent = time.time()
+    assert end(two, logs) == [143, 143], [log.read_text()[-1500:] for log in logs]
+    assert time.time() - sent < 10
+    stopped = [row["step"] for row in read_metrics(tmp_path / "two" / "metrics.jsonl")][-1]
+    assert 0 < stopped < 12
+    rest = tmp_path / "rest.log"
+    assert end([start(*arguments("two"), log=rest)], [rest]) == [0], rest.read_text()[-1500:]
+    first, second = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "two"))
+    assert [row["step"] for row in first] == [row["step"] for row in second]
+    for one, other in zip(first, second, strict=True):
+        for key in {"train/loss", "validation/nll", "train/target_tokens"} & one.keys():
+            assert abs(one[key] - other[key]) <= 1e-5 * abs(one[key]), (key, one["step"])
+
+
+def test_local_rows_of_one_process_are_all_rows_and_uneven_ones_are_named():
+    mesh = partition.make_mesh()
+    assert local_rows(partition.batch_sharding(mesh), 6, 2) == list(range(6))
+    with pytest.raises(ValueError, match="batch_size=5 with accumulation=2"):
+        local_rows(partition.batch_sharding(mesh), 5, 2)
+
+
+@pytest.mark.parametrize("how", ["me", "localhost:1,2", "localhost:1,2,2", "localhost,2,0"])
+def test_a_mistyped_way_to_join_is_named(how):
+    with pytest.raises(ValueError, match="distributed="):
+        distributed.initialize(how)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (-1, -1, 1), (1, 1, 2)])
+def test_meshes_that_do_not_fit_are_named(sizes):
+    with pytest.raises(ValueError, match="mesh"):
+        partition.make_mesh(*sizes)
