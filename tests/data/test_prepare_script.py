@@ -24,7 +24,7 @@ def configured(workdir, **changes):
     from ffn_heterogeneity.launch.prepare_data import run
 
     config = cli.load_config(str(REPOSITORY / "configs" / "prepare_data.py"))
-    cli.set_keys(config, changes.items(), "test", "configs/prepare_data.py")
+    cli.set_keys(config, changes, "test", "configs/prepare_data.py")
     return run(config, epath.Path(workdir))
 
 

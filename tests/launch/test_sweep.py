@@ -124,13 +124,13 @@ def test_every_point_of_every_sweep_is_a_config(name, sweep):
 def test_what_the_config_file_lacks_is_said(tmp_path):
     config = config_of("prune_table")
     spec = str(REPOSITORY / "configs/prune_table.py")
-    for sweep, message in (("criterion", "did you mean 'criteria'"), ("", "there are criteria")):
+    for sweep, message in (("criterion", "did you mean 'criteria'"), ("", "Known: criteria")):
         with pytest.raises(ValueError, match=message):
             sweep_run.points_of(spec, sweep, config)
     with pytest.raises(ValueError, match="defines no sweep"):
         sweep_run.points_of(str(REPOSITORY / "configs/perplexity.py"), "x", config)
     for settings, message in (
-        ({"criterio": "gini"}, "point 'p': the config has no key 'criterio', did you mean"),
+        ({"criterio": "gini"}, "point 'p', the config: unknown key 'criterio', did you mean"),
         ({"window": "wide"}, "point 'p', key 'window'"),
     ):
         with pytest.raises(ValueError, match=message):
