@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import REPOSITORY, batch_of, config_of, random_params, run_script, tiny_of
+from tiny_models import (
+    REPOSITORY,
+    batch_of,
+    config_of,
+    mask_neurons,
+    random_params,
+    run_script,
+    tiny_of,
+)
 
 import ffn_heterogeneity.losses
 import ffn_heterogeneity.probes
@@ -36,7 +44,7 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.removal import mask_neurons, remove_neurons
+from ffn_heterogeneity.surgery.removal import remove_neurons
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
