@@ -19,8 +19,6 @@ def check_inputs(config: ConfigDict) -> None:
     Raises:
       ValueError: a setting or a file is unusable; the message names it.
     """
-    if config.compute_dtype not in DTYPES:
-        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
     if bool(config.text) == bool(config.token_ids):
         raise ValueError("give exactly one of --config.text=<file> and --config.token_ids=<file>")
     if config.batch_size < 1:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, run_script, tiny_of
 
-from ffn_heterogeneity.evaluate.analyze import run
 from ffn_heterogeneity.evaluate.displacement import displacements
+from ffn_heterogeneity.evaluate.run import run
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import restack, unstack
