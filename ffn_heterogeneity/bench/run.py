@@ -26,6 +26,7 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
@@ -72,7 +73,7 @@ def benchmark_jreg(config: ConfigDict) -> dict:
       ValueError: an unknown model.
     """
     model, params, tokens, options = _inputs(config)
-    terms = {"train step": (), "train step + JREG": (jreg_term(),)}
+    terms = {"train step": (), "train step + JREG": (jreg_term(TermContext("jreg")),)}
     calls = our_calls(model, params, tokens, options, terms)
     cases = {name: calls[name] for name in terms}
     print(f"compiling and warming up: {', '.join(cases)}", file=sys.stderr)
@@ -126,7 +127,7 @@ def our_calls(
     """ "forward", and train steps of one batch: name -> terms beside the NLL (default: with NUCL
     and without)."""
     if steps is None:
-        steps = {"train step": (), "train step + NUCL": (nucl_term("mstd"),)}
+        steps = {"train step": (), "train step + NUCL": (nucl_term(TermContext("nucl")),)}
 
     @jax.jit
     def logits(params, tokens):
@@ -145,8 +146,7 @@ def our_calls(
         "targets": tokens[None, :, 1:],
         "loss_mask": np.ones((1, *tokens[:, 1:].shape), bool),
     }
-    one = jnp.float32(1.0)
-    hyper = {"learning_rate": jnp.float32(LEARNING_RATE), "alpha": one, "jreg_weight": one}
+    hyper = {"learning_rate": jnp.float32(LEARNING_RATE)}
 
     def step_call(terms) -> Callable[[], object]:
         step = make_train_step(forward, terms, optimizer, trainable)
@@ -159,10 +159,10 @@ def our_calls(
 
         return call
 
-    inputs = jnp.asarray(tokens[:, :-1])
+    inputs, text = jnp.asarray(tokens[:, :-1]), nll_term(TermContext("nll", model=model))
     return {
         "forward": lambda: jax.block_until_ready(logits(params, inputs)),
-        **{name: step_call((nll_term(model), *terms)) for name, terms in steps.items()},
+        **{name: step_call((text, *terms)) for name, terms in steps.items()},
     }
 
 

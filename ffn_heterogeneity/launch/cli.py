@@ -159,12 +159,20 @@ def load_config(spec: str) -> ConfigDict:
         raise UsageError(
             f"config file {name!r} does not exist" + (f"; there are: {others}" if others else "")
         )
+    find_config_parts()
     get_config = runpy.run_path(name).get("get_config")
     if get_config is None:
         raise UsageError(f"config file {name!r} defines no get_config()")
     if colon and not inspect.signature(get_config).parameters:
         raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
     return get_config(*([argument] if colon else []))
+
+
+def find_config_parts() -> None:
+    """Lets config files import `configs.parts`, which stands beside the package."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path:
+        sys.path.append(root)  # last: nothing in it stands in for an installed module
 
 
 def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
@@ -189,8 +197,8 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
 def nearest_key(typed: str, names: Sequence[str]) -> str | None:
     """The key with the fewest edits from what was typed; None where even that is another word.
 
-    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("alpha" for
-    "nucl.alpha"); of keys equally near, the one that is nearest with its groups.
+    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("weight" for
+    "losses.nucl.weight"); of keys equally near, the one that is nearest with its groups.
     """
     typed = typed.lower().replace("-", "_")
 

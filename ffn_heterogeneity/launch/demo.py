@@ -211,7 +211,7 @@ def train(
 def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: int) -> ConfigDict:
     """The paper's recipe cut to two CPU cores: few short rows, no dropout, a larger rate."""
     config.steps, config.batch_size, config.seq_len = steps, 2, WINDOW
-    config.nucl.alpha, config.dropout = alpha, 0.0
+    config.losses.nucl.weight, config.dropout = alpha, 0.0
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 5e-5, 5
     config.data.path = str(workdir / "train.txt")
     config.data.validation_path = str(workdir / "heldout.txt")

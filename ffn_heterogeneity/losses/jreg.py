@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.probes.displacement import displacement_probe, jump_rates
 
 
@@ -20,11 +20,10 @@ def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
 
 
 def jreg_term(
-    weight: str | float = "jreg_weight",
+    context: TermContext,
     alpha: float = 1.0,
     final_norm: bool = False,
     positions: str = "all",
-    name: str = "jreg",
 ) -> LossTerm:
     """L_disp = sum_l w_l Psi_l with w = softmax(alpha * (1..L)); loss = CE + lambda * L_disp.
 
@@ -34,17 +33,16 @@ def jreg_term(
     their averages, the jump rates "zeta_L", "zeta_L-1", "zeta_L-2" (percent).
 
     Args:
-      weight: lambda, a key of `hyper` or a constant. The paper trains with 1.
+      context: its weight is lambda; the paper tries 1, 2 and 3 and trains with 1.
       alpha: sharpness, >= 0; the paper tries 0, 0.1, 0.3, 0.5, 1, 3 and finds 1 best. Part of the
         compiled program, unlike lambda.
       final_norm, positions: see `displacement_probe`.
-      name: the term's name.
 
     Raises:
       ValueError: alpha is negative or not finite.
     """
     if not math.isfinite(alpha) or alpha < 0:
-        raise ValueError(f"jreg.alpha={alpha} must be finite and >= 0")
+        raise ValueError(f"alpha={alpha} must be finite and >= 0")
     probe = displacement_probe(final_norm, positions)
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
@@ -56,4 +54,4 @@ def jreg_term(
     def derived(metrics: dict) -> dict:
         return jump_rates(metrics["psi"])
 
-    return LossTerm(name, function, weight, probes=(probe,), derived=derived)
+    return LossTerm(context.name, function, context.weight, probes=(probe,), derived=derived)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from ffn_heterogeneity.models.config import ModelConfig
 
 
 class TermValue(NamedTuple):
@@ -24,6 +27,23 @@ class TermValue(NamedTuple):
     total: jax.Array
     denominator: jax.Array
     metrics: dict[str, jax.Array] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class TermContext:
+    """What a run tells every term that it builds, beside the term's own settings.
+
+    Attributes:
+      name: of this instance; prefix of its metrics. Two instances of one term have two names.
+      weight: a key of `hyper` (so that a sweep never recompiles), or a constant.
+      model: the model's config.
+      mesh: of the devices that the parameters and batches are cut over; None: one device.
+    """
+
+    name: str
+    weight: str | float = 1.0
+    model: ModelConfig | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tiny_models import LLAMA, batch_of, random_params, tiny_of
 from ffn_heterogeneity.losses.jreg import jreg_term, layer_weights
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block_cosine import cosine
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
@@ -30,6 +31,8 @@ GEMMA = tiny_of("gemma2", layers=3)
 SMALL = dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])
 STATES = Probe("states", lambda seen, batch, _: (seen.block_input, seen.block_output))
 quickly = pytest.mark.usefixtures("compiled_quickly")
+
+CONTEXT = TermContext("jreg", "jreg_weight")
 
 
 def hidden_states(config, params, batch, final_norm):
@@ -63,7 +66,7 @@ def test_value_is_the_formula(config, final_norm, positions):
         counted = last_tokens(batch["segment_ids"])
     states = jax.jit(lambda p: hidden_states(config, p, batch, final_norm))(params)
     psi = oracle.displacement(states, counted)
-    term = jreg_term(1.0, alpha=0.5, final_norm=final_norm, positions=positions)
+    term = jreg_term(CONTEXT, alpha=0.5, final_norm=final_norm, positions=positions)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
 
@@ -98,10 +101,10 @@ def test_weights_are_a_softmax_of_depth():
         np.testing.assert_allclose(layer_weights(12, alpha), exact / exact.sum(), rtol=1e-12)
     assert layer_weights(80, 100.0)[-1] == 1.0, "only the last layer in the limit, and no overflow"
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"jreg.alpha=.* must be finite and >= 0"):
-            jreg_term(alpha=bad)
+        with pytest.raises(ValueError, match=r"alpha=.* must be finite and >= 0"):
+            jreg_term(CONTEXT, alpha=bad)
     with pytest.raises(ValueError, match="positions='some'"):
-        jreg_term(positions="some")
+        jreg_term(CONTEXT, positions="some")
 
 
 def test_jump_rates_of_known_curves():
@@ -122,7 +125,7 @@ def test_in_the_scan_as_from_stacked_states(final_norm):
     params = random_params(config)
     counted = jnp.asarray(batch["segment_ids"] > 0)
     weights = jnp.asarray(layer_weights(3, 1.0))
-    term = jreg_term(1.0, final_norm=final_norm)
+    term = jreg_term(CONTEXT, final_norm=final_norm)
 
     def inside(params):
         options = causal_lm.RunOptions(remat="full")
@@ -153,7 +156,11 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
     batch = batch_of(config.vocab_size)
-    terms = (nll_term(config), jreg_term(), nucl_term("mstd", weight="alpha"))
+    terms = (
+        nll_term(TermContext("nll", model=config)),
+        jreg_term(CONTEXT),
+        nucl_term(TermContext("nucl", "alpha")),
+    )
     weights = (1.0, 0.7, 0.3)
 
     def forward(params, batch, *, probes, dropout):
@@ -189,7 +196,7 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
 @quickly
 def test_gradients_through_vmap():
     """grad of vmap, over rows and over parameters: the link must be batched as the states are."""
-    term, plain = jreg_term(1.0), Probe("plain", _plain_cosine)
+    term, plain = jreg_term(CONTEXT), Probe("plain", _plain_cosine)
     batch = {name: leaf[:, None] for name, leaf in batch_of(SMALL.vocab_size).items()}
     trees = [random_params(SMALL, seed=seed) for seed in range(3)]
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
@@ -255,7 +262,10 @@ def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: i
     params = causal_lm.abstract_params(config)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("adamw"), params, trainable)
-    terms = (nll_term(config), jreg_term())[: 1 + with_jreg]
+    terms = (
+        nll_term(TermContext("nll", model=config)),
+        jreg_term(CONTEXT),
+    )[: 1 + with_jreg]
     step = make_train_step(forward, terms, optimizer, trainable)
     state = abstract_state(params, optimizer, trainable)
     batch = {
@@ -295,7 +305,7 @@ def test_a_small_model_turns_less_at_the_end_when_it_is_trained_on():
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(config, params, batch, probes=probes)
 
-    step = make_train_step(forward, (jreg_term(),), optimizer, trainable)
+    step = make_train_step(forward, (jreg_term(CONTEXT),), optimizer, trainable)
     state, seen = create_state(params, optimizer, trainable), []
     hyper = {"learning_rate": jnp.float32(0.01), "jreg_weight": jnp.float32(1)}
     for _ in range(30):

@@ -12,6 +12,7 @@ import pytest
 from tiny_models import batch_of, random_params, tiny_of
 
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import ConfigError, RopeConfig
@@ -184,7 +185,7 @@ def test_removing_neurons_of_a_plain_ffn_with_biases_equals_masking():
 
 def test_nucl_reads_the_kernels_of_plain_ffns_and_never_their_biases():
     params = random_params(NEOX)
-    term = nucl_term("ent", ("ffn_out", "ffn_in_linear"))
+    term = nucl_term(TermContext("nucl"), "ent", ("ffn_out", "ffn_in_linear"))
     value, gradient = jax.jit(jax.value_and_grad(lambda p: term.function(p).total))(params)
     expected = 0.0
     for layer in unstack(params)["layers"]:
@@ -198,4 +199,4 @@ def test_nucl_reads_the_kernels_of_plain_ffns_and_never_their_biases():
     at = "stack/segment_0/slot_0/ffn"
     assert acted == {f"{at}/down/kernel", f"{at}/up/kernel"}
     with pytest.raises(ValueError, match="a plain FFN has no gate"):
-        nucl_term("ent", ("ffn_in_gated",)).function(params)
+        nucl_term(TermContext("nucl"), "ent", ("ffn_in_gated",)).function(params)

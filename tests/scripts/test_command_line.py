@@ -70,8 +70,8 @@ def test_unknown_flags_and_positional_arguments(name, tmp_path):
         ("compress", ["--config.ration=1", "--config=configs/prune.py"], ["mean 'ratio'?"]),
         ("compress", ["--noconfig.reverze"], ["'reverze'", "mean 'reverse'?"]),
         ("train", ["--config.optimizer.learning_rat=1"], ["mean 'optimizer.learning_rate'?"]),
-        ("train", ["--config.nucl=1"], ["'nucl' is a group", "nucl.alpha"]),
-        ("train", ["--config.alpha=1"], ["unknown config key 'alpha'", "mean 'nucl.alpha'?"]),
+        ("train", ["--config.losses.nucl=1"], ["'losses.nucl' is a group", "losses.nucl.weight"]),
+        ("train", ["--config.nucl.weight=1"], ["unknown config key", "mean 'losses.nucl.weight'?"]),
         ("compress", ["--config.ratio=abc"], ["config.ratio=abc", "float"]),
         ("compress", ["--config.seed=1.5"], ["config.seed=1.5"]),
         ("compress", ["--config.count=many"], ["config.count=many"]),
@@ -218,7 +218,8 @@ def test_train_from_the_command_line(model, text, tmp_path):
     workdir = tmp_path / "run"
     flags = [
         f"--config=configs/nucl_finetune.py:{model},text", f"--config.data.path={text}",
-        "--config.nucl.targets=('ffn_out','attention_out')", "--config.nucl.variant=ent",
+        "--config.losses.nucl.targets=('ffn_out','attention_out')",
+        "--config.losses.nucl.variant=ent",
         "--config.steps=2", "--config.batch_size=2", "--config.seq_len=16",
         "--config.optimizer.name=sgd", "--config.dropout=0", "--config.eval.max_batches=1",
         "--config.data.validation_fraction=0.2", "--config.data.passage_chars=500",
@@ -227,7 +228,7 @@ def test_train_from_the_command_line(model, text, tmp_path):
     done = run_script("train", *flags)
     assert done.code == 0, done.err
     results = json.loads((workdir / "results.json").read_text())
-    assert results["steps"] == 2 and results["variant"] == "ent"
+    assert results["steps"] == 2 and results["losses"] == {"nll": 1.0, "nucl": 1.0}
     assert any("attention_out" in key for key in results["final"])
     stamp = (workdir / "model" / "model.safetensors").stat().st_mtime_ns
     again = run_script("train", *flags)
