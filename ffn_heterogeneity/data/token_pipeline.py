@@ -70,7 +70,8 @@ class TokenPipeline:
             # As in `Pipeline`: mixed, because grain adds the epoch to the seed.
             state = np.random.SeedSequence(self.seed).generate_state(1)
             numbers = numbers.shuffle(seed=int(state[0]))
-        numbers, counts = numbers.repeat(epochs), Counts()
+        # Without end is a length that grain can still divide by a batch of one row.
+        numbers, counts = numbers.repeat(epochs or 2**31), Counts()
         batches = self._batches(numbers, self.train, counts)
         return BatchIterator(iter(batches), self._identity(epochs), counts)
 
