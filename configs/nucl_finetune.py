@@ -122,6 +122,10 @@ def _data(name: str) -> ConfigDict:
     data.passage_chars = 16_384  # text: a long file is shuffled in passages of at most so many
     data.packing = True
     data.bos = "auto"  # auto | segment | document | none
+    if name != "text":
+        # Ends every example: $'\n[eod]' for PaLM 2 in the paper (then configs/harness.py's stop).
+        data.append = ""
+        data.loss_on_prompt = False
     if name == "superglue":
         data.with_dpr = True  # the published mixture has DPR beside the eight tasks
     return data

@@ -162,13 +162,13 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
     result = describe(psi) | {"tokens": sum(map(len, documents)), **counts}
     result["last"]["tokens"] = len(documents)
     cells = [
-        (_words(name), positions, part["tokens"],
+        (name.split("_")[0], positions, part["tokens"],
          *(f"{part[name][rate]:.2f}" if rate in part[name] else "-" for rate in RATES))
         for positions, part in (("all", result), ("last", result["last"]))
         for name in READINGS
     ]  # fmt: skip
-    table = markdown_table((model.source, "positions", "tokens", *RATES), cells)
-    print(f"{table}\nIn percent.", file=sys.stderr)
+    table = markdown_table(("final norm", "positions", "tokens", *RATES), cells)
+    print(f"{model.source}, jump rates in percent:\n{table}", file=sys.stderr)
     return result
 
 
