@@ -56,7 +56,10 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.tokenizer = ""
 
     losses.add(config, ("nll", "jreg", *more))
-    config.monitors.entropy = losses.entropy(config)
+    # The same jump rates with h_L after the final norm: which of the two the paper took is not said.
+    config.monitors.jreg_after_norm = ConfigDict({"term": "jreg", "final_norm": True})
+    if "nucl" in more:
+        config.monitors.entropy = losses.entropy(config)
 
     config.data.task = "tokens"  # shards of scripts/prepare_data.py; or text, jsonl
     config.data.text_field = ""  # jsonl, parquet, hub data

@@ -41,6 +41,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
 
     losses.add(config, ("nll", "jreg", *more))
     config.losses.jreg.weight = 0.0  # the paper's fine-tuning is plain; its jumps are seen
+    config.monitors.jreg_after_norm = ConfigDict({"term": "jreg", "final_norm": True})
 
     config.steps = 957
     config.batch_size = 512

@@ -44,6 +44,10 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
         data.passage_chars = 16_384  # a long file is shuffled in passages of at most so many
     data.packing = True
     data.bos = "auto"  # auto | segment | document | none
+    if data.task != "text":
+        # Ends every example: $'\n[eod]' for PaLM 2 in the paper (then configs/harness.py's stop).
+        data.append = ""
+        data.loss_on_prompt = False
     if data.task == "superglue":
         data.with_dpr = True  # the published mixture has DPR beside the eight tasks
 

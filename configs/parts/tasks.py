@@ -27,6 +27,8 @@ def get_config() -> ConfigDict:
             "add_bos": "auto",
             # Questions as the tokenizer's chat template writes them.
             "chat_template": False,
+            # Strings that end an answer beside the task's own: "('\n[eod]',)" after such training.
+            "stop": (),
             # Longest input, of generation with what is generated; 0: the model's positions.
             "max_length": 0,
             # MBPP runs programs that the model wrote, in a sandbox.

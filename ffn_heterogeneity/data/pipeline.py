@@ -73,6 +73,10 @@ class DataConfig:
       eos: whether documents end with the tokenizer's eos (conversations end as written).
       chat_template: how conversations ("messages") are written: "tokenizer" (its own template),
         "tulu" (the built-in form), or "auto": the tokenizer's where it has one.
+      append: a string that ends every example, training and validation alike, before the eos:
+        "\\n[eod]" is NUCL's recipe for PaLM 2 (its Appendix C; predictions are cut off there). It
+        counts as part of the response, and is the first to go where an example is too long.
+      loss_on_prompt: whether the tokens of prompts are in the loss as well.
       skip_bad: a record that its task cannot read is dropped, counted and warned about, instead of
         an error naming its place.
       passage_chars: running text is shuffled in passages of at most this many characters, and no
@@ -98,6 +102,8 @@ class DataConfig:
     bos: str = "auto"
     eos: bool = True
     chat_template: str = "auto"
+    append: str = ""
+    loss_on_prompt: bool = False
     skip_bad: bool = False
     passage_chars: int = PASSAGE_CHARS
     prefetch: int = 2
@@ -141,7 +147,10 @@ class Pipeline:
         self.rows = rows
         self.task: Task = get_task(config.task)
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer, config.bos, config.eos, config.chat_template)
+        self._encoder = Encoder(
+            tokenizer, config.bos, config.eos, config.chat_template,
+            config.append, config.loss_on_prompt,
+        )  # fmt: skip
         self._fields = Fields(config.prompt_field, config.response_field, config.text_field)
         self.train, self.held_out = self._open()
 
@@ -291,6 +300,8 @@ class Pipeline:
             "packing": self.config.packing,
             "bos": [self._encoder.bos, self._encoder.bos_id],
             "eos": self._encoder.eos_id,
+            "append": self.config.append,
+            "loss_on_prompt": self.config.loss_on_prompt,
         }
 
     def _sample(self, source: Source, row: int) -> Any:
@@ -344,6 +355,12 @@ def make_pipeline(
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
     fed = chosen_rows(slice(None) if rows is None else rows, batch_size, accumulation)
+    without_prompts = config.task == "tokens" or get_task(config.task).encode
+    if without_prompts and (config.append or config.loss_on_prompt):
+        raise DataError(
+            f"append={config.append!r}, loss_on_prompt={config.loss_on_prompt}: task "
+            f"{config.task!r} has no prompts and responses"
+        )
     made = TokenPipeline if config.task == "tokens" else Pipeline
     return made(config, tokenizer, batch_size, seq_len, seed, fed)
 

@@ -73,6 +73,7 @@ def evaluate_tasks(
         batch_tokens=config.batch_tokens,
         max_length=config.max_length or None,
         add_bos={"auto": None, "always": True, "never": False}[config.add_bos],
+        stop=config.stop,
     )
     for name in list(jobs):
         # Its requests and answers go with it.

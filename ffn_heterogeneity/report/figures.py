@@ -85,20 +85,25 @@ def bar_figure(
 
 
 def displacement_figure(
-    readings: Mapping[str, Mapping], path: str | os.PathLike, title: str = ""
+    panels: Mapping[str, Mapping[str, Mapping]], path: str | os.PathLike
 ) -> None:
-    """Psi against depth, a line a reading (JREG, Figures 1 and 2); the label gives zeta_L.
+    """Psi against depth, a line a reading or checkpoint (JREG, Figures 2 and 4), and its zeta_L.
 
     Args:
-      readings: label -> {"psi": [L values], "zeta_L": percent}.
+      panels: title -> {label: {"psi": [L values], "zeta_L": percent}}.
     """
-    figure, (axis,) = _axes(1, width=6.0)
-    for (label, reading), colour in zip(readings.items(), COLOURS, strict=False):
-        psi = reading["psi"]
-        jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
-        axis.plot(range(1, len(psi) + 1), psi, marker="o", markersize=3, color=colour,
-                  label=label.replace("_", " ") + jump)  # fmt: skip
-    axis.set(xlabel="layer", ylabel="angular displacement", title=title)
-    axis.set_ylim(bottom=0)
-    axis.legend(frameon=False)
+    from matplotlib import colormaps
+
+    figure, axes = _axes(len(panels))
+    for axis, (title, readings) in zip(axes, panels.items(), strict=True):
+        ordered = colormaps["viridis"].resampled(len(readings)).colors  # of many: first to last
+        colours = COLOURS if len(readings) <= len(COLOURS) else ordered
+        for (label, reading), colour in zip(readings.items(), colours, strict=False):
+            psi = reading["psi"]
+            jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
+            axis.plot(range(1, len(psi) + 1), psi, marker="o", markersize=3, color=colour,
+                      label=label + jump)  # fmt: skip
+        axis.set(xlabel="layer", ylabel="angular displacement", title=title)
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False)
     _save(figure, path)

@@ -21,7 +21,7 @@ from ffn_heterogeneity.models.block_cosine import cosine
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.probes.displacement import displacement_probe, jump_rates
+from ffn_heterogeneity.probes.displacement import jump_rates
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state
@@ -84,14 +84,21 @@ def test_value_is_the_formula(config, final_norm, positions):
         expected = oracle.jump_rate(psi, len(psi) - back)
         assert float(found[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
     assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
-    # Validation says the same of the same rows, in batches.
+    # Validation says the same of the same rows, in batches; and of a monitor, the other reading.
+    other = jreg_term(TermContext("other"), final_norm=not final_norm, positions=positions)
     evaluate = make_evaluator(
-        make_eval_step(forward, (term,)), None,
-        lambda: ({k: v[i] for k, v in halves.items()} for i in range(2)), terms=(term,),
+        make_eval_step(forward, (term, other)), None,
+        lambda: ({k: v[i] for k, v in halves.items()} for i in range(2)), terms=(term, other),
     )  # fmt: skip
     again = evaluate(params)
     for name in ("jreg", "jreg/zeta_L", "jreg/zeta_L-1"):
         assert float(again[f"validation/{name}"]) == pytest.approx(float(found[name]), rel=1e-4)
+    states = jax.jit(lambda p: hidden_states(config, p, batch, not final_norm))(params)
+    psi = oracle.displacement(states, counted)
+    np.testing.assert_allclose(again["validation/other/psi"], psi, rtol=2e-5)
+    assert abs(psi[-1] - found["jreg/psi"][-1]) > 1e-3, "they differ"
+    expected = oracle.jump_rate(psi, len(psi))
+    assert float(again["validation/other/zeta_L"]) == pytest.approx(expected, abs=2e-3)
 
 
 def test_weights_are_a_softmax_of_depth():
@@ -203,7 +210,7 @@ def test_gradients_through_vmap():
 
     def value(probe, params, batch):
         outputs = causal_lm.forward(SMALL, params, batch, probes=(probe,))
-        found = outputs["probes"][probe.name]
+        found = outputs["probes"][probe.name]["all"]
         return jnp.sum(found["sum"]) / found["count"][0]
 
     def slopes(probe, axes, params):
@@ -222,7 +229,8 @@ def test_gradients_through_vmap():
 def _plain_cosine(seen, batch, _):
     psi = (1 - cosine(seen.block_input, seen.block_output)) / 2
     counted = batch["segment_ids"] > 0
-    return {"sum": jnp.sum(jnp.where(counted, psi, 0)), "count": jnp.sum(counted, dtype=psi.dtype)}
+    total, count = jnp.sum(jnp.where(counted, psi, 0)), jnp.sum(counted, dtype=psi.dtype)
+    return {"all": {"sum": total, "count": count}}
 
 
 @quickly
@@ -241,11 +249,6 @@ def test_zero_and_extreme_states_are_safe():
     np.testing.assert_allclose(cosine(a, b)[2:], exact, rtol=1e-5)
     half = cosine(jnp.asarray(a[2:], jnp.bfloat16), jnp.asarray(b[2:], jnp.bfloat16))
     assert half.dtype == jnp.float32
-
-
-def test_equal_settings_are_one_probe():
-    assert displacement_probe() is displacement_probe(False, "all")
-    assert len({displacement_probe(f, p).name for f in (0, 1) for p in ("all", "last")}) == 4
 
 
 def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: int, **options):
