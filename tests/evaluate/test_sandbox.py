@@ -31,7 +31,8 @@ from ffn_heterogeneity.evaluate.sandbox.programs import (
     run_many,
 )
 
-PACKAGE = Path(sandbox.__file__).parent.parent
+SANDBOX = Path(sandbox.__file__).parent
+PACKAGE = SANDBOX.parent.parent
 LIMITS = Limits(
     wall_seconds=20.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20,
     disk_bytes=4 << 20, files=64, processes=3, output_bytes=1 << 16,
@@ -279,7 +280,7 @@ run_code("print('it ran')", allow=True)
 
 def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
     """As in most containers: unshare is not permitted."""
-    command = [sys.executable, "-c", FORBIDDEN, str(PACKAGE / "evaluate" / "sandbox")]
+    command = [sys.executable, "-c", FORBIDDEN, str(SANDBOX)]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.stdout.startswith("Mechanism(name='none'") and "it ran" not in done.stdout
     last = done.stderr.strip().splitlines()[-1]
@@ -336,7 +337,7 @@ def filtered(code: bytes, architecture: int, number: int, first: int = 0) -> int
 
 @pytest.mark.parametrize("name", ["x86_64", "aarch64"])
 def test_filter_of_system_calls(monkeypatch, name):
-    monkeypatch.syspath_prepend(str(PACKAGE / "evaluate" / "sandbox"))
+    monkeypatch.syspath_prepend(str(SANDBOX))
     kernel = importlib.import_module("sandbox_kernel")
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=name))
     column, architecture = kernel.MACHINES[name]
@@ -395,7 +396,7 @@ def stage():
         inside.mkdir(parents=True)
         for folder in (package, package / "evaluate", inside):
             (folder / "__init__.py").touch()
-        for path in (PACKAGE / "evaluate" / "sandbox").glob("*.py"):
+        for path in SANDBOX.glob("*.py"):
             shutil.copyfile(path, inside / path.name)
         shutil.copyfile(inside / "sandbox_kernel.py", Path(name) / "sandbox_kernel.py")
         yield name
