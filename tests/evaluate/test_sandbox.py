@@ -358,21 +358,24 @@ def test_filter_of_system_calls(monkeypatch, name):
 
 
 # Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.
+# A virtual environment may lie where nobody cannot look: its interpreter is started by its own name.
 BECOME_NOBODY = """
 import os, sys
+from pathlib import Path
 sys.path.append(sys.argv[1])
 from sandbox_kernel import *
-prefix, stage = sys.base_prefix, sys.argv[1]
+prefix, stage, python = sys.base_prefix, sys.argv[1], os.path.realpath(sys.executable)
 call("unshare", NEW_MOUNT)
 mount("none", "/", "", MS_REC | MS_PRIVATE)
-if not os.stat("/" + prefix.split("/")[1]).st_mode & 1:
+private = [str(path) for path in Path(prefix).parents if not path.stat().st_mode & 1]
+if private:
     os.mkdir(f"{stage}/python")
     mount(prefix, f"{stage}/python", "", MS_BIND | MS_REC)
-    mount("x", "/" + prefix.split("/")[1], "tmpfs", 0, "mode=755")
+    mount("x", private[-1], "tmpfs", 0, "mode=755")
     os.makedirs(prefix)
     mount(f"{stage}/python", prefix, "", MS_BIND | MS_REC)
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-os.execv(os.path.realpath(sys.executable), [sys.executable, "-c", *sys.argv[2:]])
+os.execv(python, [python, "-c", *sys.argv[2:]])
 """
 NOBODY = """
 import json, os, sys
