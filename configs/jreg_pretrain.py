@@ -56,7 +56,7 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.tokenizer = ""
 
     losses.add(config, ("nll", "jreg", *more))
-    # The same jump rates with h_L after the final norm: which of the two the paper took is not said.
+    # The jump rates with h_L after the final norm too: which of the two the paper took is not said.
     config.monitors.jreg_after_norm = ConfigDict({"term": "jreg", "final_norm": True})
     if "nucl" in more:
         config.monitors.entropy = losses.entropy(config)

@@ -175,7 +175,9 @@ def peer_calls(
 
     with tempfile.TemporaryDirectory() as directory:
         save_pretrained(model, params, f"{directory}/model")
-        peer = AutoModelForCausalLM.from_pretrained(f"{directory}/model", dtype=torch.float32)
+        peer = AutoModelForCausalLM.from_pretrained(
+            f"{directory}/model", dtype=torch.float32, trust_remote_code=False
+        )
     inputs = torch.tensor(tokens[:, :-1].astype(np.int64))
     targets = torch.tensor(tokens[:, 1:].astype(np.int64))
     optimizer = torch.optim.AdamW(peer.parameters(), lr=LEARNING_RATE, fused=True)

@@ -20,6 +20,7 @@ import numpy as np
 from ffn_heterogeneity.data.batches import (
     Batch,
     BatchIterator,
+    check_ids,
     chosen_rows,
     finite,
     pad_to,
@@ -140,13 +141,14 @@ class Pipeline:
         seq_len: int,
         seed: int,
         rows: np.ndarray,
+        vocab_size: int | None,
     ):
         _check(config, seq_len)
         self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
         self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
         self.rows = rows
         self.task: Task = get_task(config.task)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._encoder = Encoder(
             tokenizer, config.bos, config.eos, config.chat_template,
             config.append, config.loss_on_prompt,
@@ -244,6 +246,7 @@ class Pipeline:
         )
         pad = pad_to(self.batch_size)
         batches = rows.batch(self.batch_size, drop_remainder=False, batch_fn=pad)
+        batches = batches.map(lambda batch: check_ids(batch, self._vocab_size, self._tokenizer))
         batches = batches.map(lambda batch: take_rows(batch, self.rows))
         prefetched = grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=self.config.prefetch
@@ -326,6 +329,7 @@ def make_pipeline(
     *,
     accumulation: int = 1,
     rows: Sequence[int] | slice | None = None,
+    vocab_size: int | None = None,
 ) -> Pipeline | TokenPipeline:
     """Opens the data and checks it.
 
@@ -340,6 +344,7 @@ def make_pipeline(
         decides which rows a process takes, never what a global batch holds.
       rows: the rows of the global batch that this process feeds (`parallel.placement.local_rows`
         says which a mesh asks for); None: all of them.
+      vocab_size: of the model: a batch with an id beyond it is an error; None: any id will do.
 
     Cost: every process tokenises and packs everything, so each must keep up with the whole run, not
     with its share. Measured with the SmolLM2 tokenizer in its one thread, on a 2.8 GHz machine busy
@@ -362,7 +367,7 @@ def make_pipeline(
             f"{config.task!r} has no prompts and responses"
         )
     made = TokenPipeline if config.task == "tokens" else Pipeline
-    return made(config, tokenizer, batch_size, seq_len, seed, fed)
+    return made(config, tokenizer, batch_size, seq_len, seed, fed, vocab_size)
 
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:

@@ -76,7 +76,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     causal_lm.check_leaves(model.config, model.params)
     pipeline = make_pipeline(
         config.data.to_dict(), model.tokenizer, config.batch_size, config.seq_len, config.seed,
-        accumulation=config.accumulation, rows=rows,
+        accumulation=config.accumulation, rows=rows, vocab_size=model.config.vocab_size,
     )  # fmt: skip
     with contextlib.closing(pipeline.train_iterator()) as batches:
         make = shared.build if shared else build

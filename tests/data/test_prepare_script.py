@@ -173,7 +173,7 @@ def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove
 
 
 def test_without_datatrove_the_way_out_is_named(corpus, tmp_path, monkeypatch):
-    import ffn_heterogeneity.data as package
+    import ffn_heterogeneity.data.corpus as package
 
     monkeypatch.delitem(sys.modules, f"{package.__name__}.prepare_datatrove", raising=False)
     monkeypatch.delattr(package, "prepare_datatrove", raising=False)

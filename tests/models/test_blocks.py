@@ -14,6 +14,7 @@ from tiny_models import batch_of, random_params, tiny_of
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.attention import Mask
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 from ffn_heterogeneity.models.norms import Norm
@@ -133,7 +134,9 @@ def test_a_block_of_one_token_equals_its_formula(name):
     @jax.jit
     def run(layer, x):
         block = Block(config, config.layers[1])
-        return block.apply({"params": layer}, x[:, None], tables, jnp.ones((9, 1, 1), bool))[0]
+        return block.apply(
+            {"params": layer}, x[:, None], tables, Mask(jnp.ones((9, 1, 1), bool), causal=True)
+        )[0]
 
     found = np.asarray(run(layer, x))[:, 0]
     expected = block_oracle(config, layer, x.astype(np.float64))

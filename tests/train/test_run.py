@@ -1,13 +1,19 @@
 """The whole trainer on a tiny real model directory and real text; and its config."""
 
+import contextlib
 import json
 import runpy
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import jax
 import numpy as np
 import pytest
 
+from ffn_heterogeneity.data.corpus.prepare import prepare
+from ffn_heterogeneity.data.corpus.shards import check_vocabulary
+from ffn_heterogeneity.data.pipeline import make_pipeline
+from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
@@ -25,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"
 
 
-def byte_tokenizer():
-    """One token a byte, and the two special ones."""
+def byte_tokenizer(**ids):
+    """One token a byte, and the two special ones; `ids`: of tokens that have others."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])} | ids
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,8 +47,6 @@ def byte_tokenizer():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """(model directory, text file)."""
-    import jax
-
     root = tmp_path_factory.mktemp("files")
     config = ModelConfig(
         "llama", vocab_size=258, d_model=16, n_heads=2, n_kv_heads=1, head_dim=8,
@@ -102,6 +106,43 @@ def test_nucl_lowers_the_entropy(files, finished, tmp_path):
     assert finished[1]["final"][name] < plain["final"][name]
     assert plain["first"][name] == finished[1]["first"][name]
     assert finished[1]["final"]["validation/nucl"] < plain["final"]["validation/nucl"]
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
+    """Before anything is compiled: such an id would be read as NaN."""
+    text = tmp_path / "text.txt"
+    text.write_text("zeros and ones " * 500)
+    config = ModelConfig(
+        "llama", vocab_size=49_152, d_model=4, n_heads=1, n_kv_heads=1, head_dim=4,
+        layers=(LayerConfig(4),), bos_id=0, eos_id=1,
+    )  # fmt: skip
+    params = jax.tree.map(np.asarray, causal_lm.init(config, jax.random.key(0)))
+    save_pretrained(config, params, tmp_path / "model", tokenizer=byte_tokenizer(z=60_000))
+    with pytest.raises(DataError) as error:
+        training.run(make_config((tmp_path / "model", text)), tmp_path / "run")
+    for words in ("'z'", "60000", "49152", "Use the model's own tokenizer"):
+        assert words in str(error.value)
+
+
+def test_a_special_token_beyond_the_vocabulary_is_refused_where_it_is_used(files, tmp_path):
+    """As Gemma 3's for images, which its text models have no embedding for."""
+    model = load_model(files[0])
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_vocabulary(tokenizer, model.config.vocab_size, "tiny")
+    text, shards = tmp_path / "text.txt", tmp_path / "shards"
+    for words, refused in (("plain words ", False), ("a picture: <image> ", True)):
+        text.write_text(words * 50)
+        prepare([str(text)], tokenizer, shards / str(refused))
+        for data in ({"path": str(text)}, {"task": "tokens", "path": str(shards / str(refused))}):
+            pipeline = make_pipeline(data, tokenizer, 2, 16, 0, vocab_size=258)
+            with pipeline_error(refused):
+                next(pipeline.train_iterator())
+
+
+def pipeline_error(refused: bool):
+    words = "token '<image>', id 258, beyond the model's vocabulary of 258"
+    return pytest.raises(DataError, match=words) if refused else contextlib.nullcontext()
 
 
 def test_a_complete_run_is_only_read(files, finished, capsys):
