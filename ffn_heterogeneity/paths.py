@@ -1,7 +1,8 @@
-"""Names of leaves: nested dicts (and lists of layers) to "a/b/c" strings and back."""
+"""Names of leaves: nested dicts (and lists of layers) to "a/b/c" strings and back; "a.b.c"."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,3 +48,12 @@ def _lists(node: Any) -> Any:
     if node and all(key.isdigit() for key in node) and len(node) == 1 + max(map(int, node)):
         return [_lists(node[str(i)]) for i in range(len(node))]
     return {key: _lists(value) for key, value in node.items()}
+
+
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"optimizer.name": "adamw"}` of a nested config; an empty group is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten_config(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat

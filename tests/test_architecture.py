@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "ffn_heterogeneity"
 # Rooms by floor: a room may import rooms of lower floors, and its own. Every room stands here.
 FLOORS = [
-    {"paths", "memory"},
+    {"paths", "memory", "wording"},
     {"adapters", "parallel"},
     {"models"},
     {"probes", "losses", "heads", "surgery", "io", "data", "report"},
@@ -18,7 +18,7 @@ FLOORS = [
 ]
 ALONE = {"data", "report", "adapters"}  # import no other room (adapters and data: pure parts)
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.
-SHARED = {"paths", "io.files", "io.errors"}
+SHARED = {"paths", "wording", "io.files", "io.errors"}
 
 
 def room(path: Path) -> str:

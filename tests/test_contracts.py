@@ -17,22 +17,29 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import REPOSITORY, batch_of, config_of, random_params, run_script, tiny_of
+from tiny_models import (
+    REPOSITORY,
+    batch_of,
+    config_of,
+    mask_neurons,
+    random_params,
+    run_script,
+    tiny_of,
+)
 
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
-from ffn_heterogeneity.io.workdir import flatten_config
-from ffn_heterogeneity.launch.cli import leaf_names
+from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.removal import mask_neurons, remove_neurons
+from ffn_heterogeneity.surgery.removal import remove_neurons
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -76,9 +83,9 @@ def test_config(name):
     command = re.search(r"Command:\s+python (scripts/\w+\.py)", header)
     assert command and (REPOSITORY / command[1]).is_file()
     config = config_of(name)
-    names = leaf_names(config.to_dict())
+    names = flatten_config(config.to_dict())
     assert 1 <= len(names) <= 60
-    assert flatten_config(config.to_dict()), "plain data only: it is written to config.json"
+    assert plain(config.to_dict()), "plain data only: it is written to config.json"
     for key in re.findall(r"--config\.([\w.]+)", header):
         assert key in names, f"the header of configs/{name}.py shows --config.{key}"
 
@@ -87,15 +94,15 @@ def test_config(name):
 def test_every_key_can_be_set_on_the_command_line(name):
     path = str(REPOSITORY / "configs" / f"{name}.py")
     values = {}
-    for key in leaf_names(config_of(name).to_dict()):
+    for key in flatten_config(config_of(name).to_dict()):
         value = functools.reduce(lambda node, part: node[part], key.split("."), config_of(name))
         values[key] = "1" if value is None else value
     argv = ["x", f"--config={path}", *(f"--config.{k}={v}" for k, v in values.items())]
     flag_values = flags.FlagValues()
     holder = config_flags.DEFINE_config_file("config", path, flag_values=flag_values, sys_argv=argv)
     flag_values(argv)
-    before, after = flatten_config(config_of(name).to_dict()), holder.value.to_dict()
-    after = flatten_config(after)
+    configs = (config_of(name), holder.value)
+    before, after = (flatten_config(plain(config.to_dict())) for config in configs)
     assert after.keys() == before.keys()
     for key, value in before.items():
         assert after[key] in ((1, 1.0, "1") if value is None else (value,)), key

@@ -19,7 +19,7 @@ import numpy as np
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
-from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import unflatten
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -190,3 +190,15 @@ def run_script(name: str, *arguments) -> Finished:
         logging.root.handlers[:] = handlers
         absl_logging.set_verbosity(verbosity)
     return Finished(code, out.getvalue(), err.getvalue())
+
+
+def mask_neurons(params, removed):
+    """The full-size model (unstacked) with the neurons' outputs zeroed: what removal must equal."""
+    params = unstack(params)
+    layers = list(params["layers"])
+    for layer, ffn in enumerate(tree["ffn"] for tree in params["layers"]):
+        kernel = ffn["down"]["kernel"]
+        scale = np.array(ffn.get("neuron_scale", np.ones(kernel.shape[0])), dtype=kernel.dtype)
+        scale[np.asarray(removed.get(layer, ()), dtype=np.int64)] = 0
+        layers[layer] = {**layers[layer], "ffn": {**ffn, "neuron_scale": scale}}
+    return {**params, "layers": layers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -21,51 +22,48 @@ SPREADS = {"equal lengths": 0.0, "hubs": 0.5}
 
 
 def benchmark_similarity(
-    config: ModelConfig,
-    rounds: int = 1,
-    ratio: float = 0.25,
-    parts: Sequence[int] = (8, 4, 2, 1),
-    seed: int = 0,
+    config: ModelConfig, rounds: int = 1, parts: Sequence[int] = (8, 4, 2, 1)
 ) -> dict:
-    """Times the selection in one random layer of `config`, and in the first 1/8, 1/4, 1/2 of it.
+    """Times the selection of a quarter of the neurons in one random layer of `config`, and in the
+    first 1/8, 1/4, 1/2 of it.
 
     In turns with its floor, the products of all pairs of incoming vectors in float32 (2 m^2 p
     operations, p = 2 d_model in a gated FFN), in blocks. A table with every step's whole matrix
     would take count times m^2. Prints a table and returns its rows and, by kind of layer, the
     exponent of m in the seconds (least squares in logarithms).
-
-    Args:
-      ratio: of the neurons that go.
     """
     m = config.layers[0].ffn_width
-    cases = [(kind, m // part) for kind in SPREADS for part in parts]
+    cases = list(itertools.product(SPREADS, parts))
     seconds: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
-    with tqdm(total=rounds * len(cases), desc="layers", disable=None, file=sys.stderr) as bar:
-        for turn in range(rounds):
-            for kind, width in cases:
-                ffn = random_layer(config, width, SPREADS[kind], seed + turn)
-                start = time.perf_counter()
-                merges(ffn, int(ratio * width))
-                middle = time.perf_counter()
-                _all_products(incoming(ffn)[0])
-                found = (middle - start, time.perf_counter() - middle)
-                seconds[kind, width].append(found)
-                bar.update()
+    turns = list(itertools.product(range(rounds), cases))
+    for turn, (kind, part) in tqdm(turns, desc="layers", disable=None, file=sys.stderr):
+        seconds[kind, part].append(_turn(config, m // part, SPREADS[kind], seed=turn))
     rows = []
-    for (kind, width), found in seconds.items():
-        selection, floor = np.median(found, axis=0)
-        rows.append((kind, width, int(ratio * width), float(selection), float(floor)))
+    for kind, part in cases:
+        selection, products = np.median(seconds[kind, part], axis=0).tolist()
+        rows.append(
+            {"layer": kind, "neurons": m // part, "removed": m // part // 4,
+             "selection_seconds": selection, "products_seconds": products}
+        )  # fmt: skip
     print(f"a layer of {config.family}, d_model {config.d_model}, {rounds} rounds, medians")
-    head = ("layer", "neurons", "removed", "selection, s", "all products, s", "ratio")
-    print(markdown_table(head, [(*r[:3], f"{r[3]:.2f}", f"{r[4]:.2f}", f"{r[3] / r[4]:.1f}")
-                                for r in rows]))  # fmt: skip
+    cells = [[f"{x:.2f}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    print(markdown_table(list(rows[0]), cells))
     exponents = {}
     for kind in SPREADS:
-        sizes, times = np.array([(r[1], r[3]) for r in rows if r[0] == kind]).T
-        exponents[kind] = float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
+        points = [(r["neurons"], r["selection_seconds"]) for r in rows if r["layer"] == kind]
+        exponents[kind] = float(np.polyfit(*np.log(points).T, 1)[0])
         print(f"{kind}: seconds grow with neurons to the power {exponents[kind]:.2f}")
-    names = ("layer", "neurons", "removed", "selection_seconds", "products_seconds")
-    return {"rows": [dict(zip(names, row, strict=True)) for row in rows], "exponents": exponents}
+    return {"rows": rows, "exponents": exponents}
+
+
+def _turn(config: ModelConfig, width: int, spread: float, seed: int) -> tuple[float, float]:
+    """Seconds of (the selection, the products of all pairs) in one random layer."""
+    ffn = random_layer(config, width, spread, seed)
+    start = time.perf_counter()
+    merges(ffn, width // 4)
+    middle = time.perf_counter()
+    _all_products(incoming(ffn)[0])
+    return middle - start, time.perf_counter() - middle
 
 
 def random_layer(config: ModelConfig, width: int, spread: float, seed: int) -> dict:

@@ -35,18 +35,16 @@ start = time.perf_counter()
 compress_directory(source, target, Plan(**json.loads(plan)))
 print(json.dumps(time.perf_counter() - start))
 """
+PLAN = {"criterion": "entropy", "ratio": 0.25}
 _WATCH_SECONDS = 0.01
 _BLOCK = 1 << 22
 
 
 def benchmark_streaming(
-    config: ModelConfig,
-    rounds: int = 3,
-    plan: dict | None = None,
-    directory: str | os.PathLike | None = None,
-    seed: int = 0,
+    config: ModelConfig, rounds: int = 3, directory: str | os.PathLike | None = None
 ) -> dict:
-    """Streams a random bfloat16 checkpoint, in turns with a plain copy of it.
+    """Streams a random bfloat16 checkpoint, a quarter of its neurons by entropy, in turns with a
+    plain copy of it.
 
     Before each turn all files are written out and dropped from the page cache. Prints a table and
     returns its figures: "copy_seconds", "streaming_seconds" (inside the process),
@@ -54,42 +52,43 @@ def benchmark_streaming(
     process and copy; "peak_anonymous_mb" (RssAnon; file pages in the cache do not count), by round.
 
     Args:
-      plan: fields of `Plan`; default: a quarter by entropy.
       directory: on the disk to be measured; default: that of temporary files. It needs three
         times the checkpoint's size, which is freed again.
     """
-    plan = {"criterion": "entropy", "ratio": 0.25} if plan is None else plan
-    figures: dict[str, list[float]] = {
-        name: []
-        for name in ("copy_seconds", "streaming_seconds", "process_seconds", "peak_anonymous_mb")
-    }
     with tempfile.TemporaryDirectory(dir=directory) as held:
         source, target = Path(held) / "source", Path(held) / "target"
-        write_random(config, source, seed)
+        write_random(config, source)
         size = sum(path.stat().st_size for path in source.iterdir())
-        for _ in range(rounds):
-            with _cold(source, target):
-                start = time.perf_counter()
-                shutil.copytree(source, target)
-                figures["copy_seconds"].append(time.perf_counter() - start)
-            with _cold(source, target):
-                start = time.perf_counter()
-                inside, peak = _watched(source, target, plan)
-                figures["process_seconds"].append(time.perf_counter() - start)
-            figures["streaming_seconds"].append(inside)
-            figures["peak_anonymous_mb"].append(peak)
+        rows = [_round(source, target) for _ in range(rounds)]
+    figures = {name: [row[name] for row in rows] for name in rows[0]}
     ratio = float(np.median(figures["process_seconds"]) / np.median(figures["copy_seconds"]))
-    print(f"{size / 1e9:.2f} GB of {config.family}, {plan}, {rounds} rounds")
-    rows = [(name, f"{np.median(x):.2f}", f"{max(x):.2f}") for name, x in figures.items()]
-    print(markdown_table(("figure", "median", "largest"), rows))
+    print(f"{size / 1e9:.2f} GB of {config.family}, {PLAN}, {rounds} rounds")
+    table = [(name, f"{np.median(x):.2f}", f"{max(x):.2f}") for name, x in figures.items()]
+    print(markdown_table(("figure", "median", "largest"), table))
     print(f"process / copy: {ratio:.2f}")
-    return {"bytes": size, "plan": plan, "rounds": rounds, "ratio": ratio} | figures
+    return {"bytes": size, "plan": PLAN, "rounds": rounds, "ratio": ratio} | figures
 
 
-def write_random(config: ModelConfig, directory: Path, seed: int = 0) -> None:
+def _round(source: Path, target: Path) -> dict[str, float]:
+    """One copy and one surgery."""
+    with _cold(source, target):
+        start = time.perf_counter()
+        shutil.copytree(source, target)
+        copy = time.perf_counter() - start
+    with _cold(source, target):
+        start = time.perf_counter()
+        inside, peak = _watched(source, target)
+        process = time.perf_counter() - start
+    return {
+        "copy_seconds": copy, "streaming_seconds": inside, "process_seconds": process,
+        "peak_anonymous_mb": peak,
+    }  # fmt: skip
+
+
+def write_random(config: ModelConfig, directory: Path) -> None:
     """A checkpoint of Gaussian bfloat16 weights of standard deviation 0.02, written in pieces."""
     dtype = np.dtype(ml_dtypes.bfloat16)
-    shapes, rng = expected_shapes(config), np.random.default_rng(seed)
+    shapes, rng = expected_shapes(config), np.random.default_rng(0)
     specs = {
         name: Spec(shape, dtype)
         for rule in family_by_name(config.family).rules(config)
@@ -118,9 +117,9 @@ def _cold(source: Path, target: Path) -> Iterator[None]:
     os.sync()
 
 
-def _watched(source: Path, target: Path, plan: dict) -> tuple[float, float]:
+def _watched(source: Path, target: Path) -> tuple[float, float]:
     """(seconds the surgery took in a process of its own, MB of its peak anonymous memory)."""
-    command = [sys.executable, "-c", _PROGRAM, str(source), str(target), json.dumps(plan)]
+    command = [sys.executable, "-c", _PROGRAM, str(source), str(target), json.dumps(PLAN)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     peak = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:

@@ -10,7 +10,6 @@ on with another number. Validation: the same, one pass over the held-out records
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -46,6 +45,7 @@ from ffn_heterogeneity.data.packing import (
 from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
+from ffn_heterogeneity.wording import unknown
 
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
 SPLIT_SEED = 0
@@ -112,13 +112,11 @@ class DataConfig:
 
     @classmethod
     def from_mapping(cls, config: Any) -> DataConfig:
-        """From a dict or `ConfigDict` with these keys; an unknown key names the nearest ones."""
+        """From a dict or `ConfigDict` with these keys; an unknown key names the nearest one."""
         names = [field.name for field in dataclasses.fields(cls)]
         for key in config:
             if key not in names:
-                near = difflib.get_close_matches(key, names, n=3)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"known: {names}"
-                raise DataError(f"unknown data setting {key!r}; {hint}")
+                raise DataError(unknown("data setting", key, names))
         return cls(**dict(config))
 
 

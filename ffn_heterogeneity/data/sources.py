@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from etils import epath
 
+from ffn_heterogeneity.wording import first_line
+
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
 PASSAGE_CHARS = 16_384
 
@@ -82,9 +84,7 @@ class ParquetSource:
         try:
             self._table = pyarrow.parquet.read_table(path, memory_map="://" not in path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(
-                f"{path}: not a readable parquet file ({_first_line(error)})"
-            ) from error
+            raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from error
         if not len(self._table):
             raise DataError(f"{path}: the file has no rows")
         self.name = path
@@ -117,7 +117,7 @@ class HubSource:
         except Exception as error:
             raise DataError(
                 f"{name!r} is no local file, and the hub gave no data set of that name with split "
-                f"{split!r} ({type(error).__name__}: {_first_line(error)}); without a network give "
+                f"{split!r} ({type(error).__name__}: {first_line(error)}); without a network give "
                 "a local .jsonl, .parquet or .txt file instead"
             ) from error
         if not len(self._data):
@@ -335,7 +335,3 @@ def _offline_without_network() -> Iterator[None]:
 
 def _name(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import text_of
-from ffn_heterogeneity.data.tasks.mbpp import END, prompt_of
+from ffn_heterogeneity.data.tasks.mbpp import END
 from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, run_many
-
-SHOTS = (2, 3, 4)  # task ids of the three examples, in this order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,35 +28,6 @@ class CodeScore:
     @property
     def pass_at_1(self) -> float:
         return self.passed / self.tasks
-
-
-def shots(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The examples every prompt begins with: tasks 2, 3 and 4 (of the split `prompt`).
-
-    Raises:
-      DataError: one of them is not among the records.
-    """
-    found = {record.get("task_id"): record for record in records}
-    missing = [number for number in SHOTS if number not in found]
-    if missing:
-        raise DataError(
-            f"no MBPP task {', '.join(map(str, missing))} among {len(records)} records: "
-            "give the split `prompt` (tasks 1 to 10)"
-        )
-    return [found[number] for number in SHOTS]
-
-
-def few_shot_prompt(record: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
-    """The examples with their programs, blank lines between, then the task up to "[BEGIN]".
-
-    The text is that of lm-evaluation-harness, to the examples' line ends (\\r\\n, as published).
-    """
-    solved = [f"{_prompt(shot)}{text_of(shot, 'code')}\n{END}" for shot in examples]
-    return "\n\n".join([*solved, _prompt(record)])
-
-
-def _prompt(record: Mapping[str, Any]) -> str:
-    return prompt_of(record, text_of(record, "text" if "text" in record else "prompt"))
 
 
 def extract(completion: str) -> str:

@@ -19,6 +19,7 @@ from ffn_heterogeneity.io import seals
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.paths import path_str
+from ffn_heterogeneity.wording import first_line
 
 
 class Checkpoints:
@@ -181,7 +182,7 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:  # of many kinds and a hundred lines each
-            problem = f"{type(error).__name__}: {_first_line(error)}"
+            problem = f"{type(error).__name__}: {first_line(error)}"
         if problem:
             raise CheckpointError(
                 f"checkpoint {name} cannot be read ({problem}); {self._last_good(exclude=step)}"
@@ -307,10 +308,6 @@ def _remove(folder: epath.Path) -> None:
         time.sleep(0.05)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0].split(" See full")[0][:200]
-
-
 def _cause(error: BaseException) -> str:
     """The system's own words ("No space left on device") where it has any."""
     inner: BaseException | None = error
@@ -320,4 +317,4 @@ def _cause(error: BaseException) -> str:
         if code := re.search(r"os_error_code='(\d+)'", str(inner)):
             return os.strerror(int(code[1]))
         inner = inner.__cause__ or inner.__context__
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"

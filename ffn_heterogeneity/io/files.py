@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -90,7 +91,7 @@ def walk(folder: epath.Path) -> Iterator[epath.Path]:
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes `value` as indented JSON, atomically. NaN and infinity are written as strings."""
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(_plain(value), indent=1, allow_nan=False) + "\n")
+        temporary.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: str | os.PathLike) -> Any:
@@ -106,16 +107,22 @@ def read_json(path: str | os.PathLike) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """Arrays to lists, numpy scalars to Python's, non-finite floats to their names."""
+def plain(value: Any) -> Any:
+    """`value` as JSON gives it back: arrays and tuples as lists, NaN and infinity as their names.
+
+    Raises:
+      TypeError: it holds what is not plain data.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
-        return str(value)
+        return [plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{value!r} of type {type(value).__name__} is not plain data")

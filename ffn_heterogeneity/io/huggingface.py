@@ -18,6 +18,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY, save_pretrained
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import config_from_hf, family_by_name
+from ffn_heterogeneity.wording import first_line
 
 __all__ = [
     "CheckpointError",
@@ -156,10 +157,9 @@ def download(
             repo_id, revision=revision, allow_patterns=patterns
         )
     except (OSError, ValueError, RuntimeError, huggingface_hub.errors.EntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CheckpointError(
             f"cannot fetch {repo_id!r}{at} from the Hugging Face hub "
-            f"({type(error).__name__}: {reason}): check the name, the network and `hf auth login`, "
-            "or pass a local directory or .gguf file"
+            f"({type(error).__name__}: {first_line(error)}): check the name, the network and "
+            "`hf auth login`, or pass a local directory or .gguf file"
         ) from None
     return Path(local)

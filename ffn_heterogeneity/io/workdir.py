@@ -16,9 +16,10 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.files import is_bucket, read_json, write_json
+from ffn_heterogeneity.io.files import is_bucket, plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.parallel.processes import on_main
+from ffn_heterogeneity.paths import flatten_config
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
@@ -163,7 +164,7 @@ def prepare_workdir(
             )
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / "inputs.json", inputs_of(config))
-        write_json(path / "config.json", _jsonable(config))
+        write_json(path / "config.json", config)
     _record_start(path)
     return Workdir(path, resumed)
 
@@ -195,8 +196,8 @@ def resume_command(workdir: str | os.PathLike) -> str:
 
 
 def what_is_computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`flatten_config` without the keys that say where: two runs with the same are the same."""
-    flat = flatten_config(config)
+    """Dotted key -> value, without the keys that say where: two runs with the same are the same."""
+    flat = flatten_config(plain(config))
     return {k: v for k, v in flat.items() if not set(k.split(".")) & set(WHERE_NOT_WHAT)}
 
 
@@ -230,32 +231,6 @@ def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
             f"work directory {path} holds a run of other inputs: {', '.join(changed)} changed "
             "since it began. Use another --workdir, remove it, or put the old files back"
         )
-
-
-def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"optimizer.name": "adamw"}`, values as JSON would give them back."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten_config(value, name + "."))
-        else:
-            flat[name] = _jsonable(value)
-    return flat
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"config value {value!r} of type {type(value).__name__} is not plain data")
 
 
 def _record_start(path: epath.Path) -> None:

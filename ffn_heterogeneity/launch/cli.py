@@ -9,7 +9,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,8 @@ from ml_collections import ConfigDict, config_flags
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.memory import keep_freed_memory
 from ffn_heterogeneity.parallel import processes as distributed
+from ffn_heterogeneity.paths import flatten_config
+from ffn_heterogeneity.wording import unknown
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
@@ -181,7 +183,7 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
     Raises:
       UsageError: names the nearest key, and all of them.
     """
-    names = leaf_names(config.to_dict())
+    names = flatten_config(config.to_dict())
     for argument in argv[1:]:
         match = re.match(r"--?(no)?config\.([^=]+)", argument)
         if not match or match[2] in names:
@@ -189,50 +191,7 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
         inside = [name for name in names if name.startswith(f"{match[2]}.")]
         if inside:
             raise UsageError(f"config key {match[2]!r} is a group: set one of {', '.join(inside)}")
-        near = nearest_key(match[2], names)
-        hint = f", did you mean {near!r}?" if near else "."
-        raise UsageError(f"unknown config key {match[2]!r}{hint} Known keys: {', '.join(names)}")
-
-
-def nearest_key(typed: str, names: Sequence[str]) -> str | None:
-    """The key with the fewest edits from what was typed; None where even that is another word.
-
-    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("weight" for
-    "losses.nucl.weight"); of keys equally near, the one that is nearest with its groups.
-    """
-    typed = typed.lower().replace("-", "_")
-
-    def away(name: str) -> tuple[int, int]:
-        parts = name.lower().split(".")
-        counts = [_edits(typed, ".".join(parts[i:])) for i in range(len(parts))]
-        return min(counts), counts[0]
-
-    edits, name = min(((away(name), name) for name in names), key=lambda pair: pair[0])
-    return name if edits[0] <= max(1, len(typed) // 2) else None
-
-
-def _edits(a: str, b: str) -> int:
-    """Letters to drop, add or replace, and neighbours to swap, that make `a` into `b`."""
-    before: list[int] = []
-    last = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            fewest = min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y))
-            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
-                fewest = min(fewest, before[j - 2] + 1)
-            row.append(fewest)
-        before, last = last, row
-    return last[-1]
-
-
-def leaf_names(values: dict, prefix: str = "") -> list[str]:
-    """Dotted names of a nested dict's leaves."""
-    names = []
-    for key, value in values.items():
-        nested = leaf_names(value, f"{prefix}{key}.") if isinstance(value, dict) else []
-        names += nested or [f"{prefix}{key}"]
-    return names
+        raise UsageError(unknown("config key", match[2], names))
 
 
 def beside_script(path: str) -> str:
@@ -282,25 +241,12 @@ def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
         print(f"  --{flag.name}: {flag.help}{default}")
     if config is not None:
         print(f"  --config: the file; now {spec}, whose comments explain its keys:")
-        for key, value in leaves(config.to_dict()):
+        for key, value in flatten_config(config.to_dict()).items():
             print(f"  --config.{key}={value!r}")
     sys.exit(0)
 
 
-def leaves(values: dict) -> list[tuple[str, Any]]:
-    """(dotted name, value) of a nested dict's leaves."""
-    found = []
-    for name in leaf_names(values):
-        value: Any = values
-        for part in name.split("."):
-            value = value[part]
-        found.append((name, value))
-    return found
-
-
-def set_keys(
-    config: ConfigDict, settings: Iterable[tuple[str, Any]], owner: str, source: str
-) -> None:
+def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source: str) -> None:
     """Sets dotted keys of a config in place.
 
     Args:
@@ -309,12 +255,10 @@ def set_keys(
     Raises:
       ValueError: a key that is not there (the nearest is named), or a value of another type.
     """
-    known = leaf_names(config.to_dict())
-    for key, value in settings:
+    known = flatten_config(config.to_dict())
+    for key, value in settings.items():
         if key not in known:
-            near = nearest_key(key, known)
-            hint = f", did you mean {near!r}?" if near else f": {', '.join(known)}"
-            raise ValueError(f"{owner}: {source} has no key {key!r}{hint}")
+            raise ValueError(f"{owner}, {source}: {unknown('key', key, known)}")
         try:
             config.update_from_flattened_dict({key: value})
         except TypeError as error:

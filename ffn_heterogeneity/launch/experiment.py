@@ -15,6 +15,7 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.build import check_config
@@ -126,8 +127,9 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
     if group.kind not in FUNCTIONS:
         raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {tuple(FUNCTIONS)}")
     base = cli.load_config(cli.beside_script(group.base))
-    settings = ((k, value) for k, value in cli.leaves(group.to_dict()) if k not in OWN_KEYS)
-    cli.set_keys(base, settings, f"stage {name!r}", group.base)
+    settings = flatten_config(group.to_dict())
+    own = {key: value for key, value in settings.items() if key not in OWN_KEYS}
+    cli.set_keys(base, own, f"stage {name!r}", group.base)
     function, check = FUNCTIONS[group.kind]
     base.model = config.model
     try:

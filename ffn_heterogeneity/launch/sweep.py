@@ -52,19 +52,6 @@ def product(*parts: Part) -> Sweep:
     return tuple(_merged(points) for points in itertools.product(*axes))
 
 
-def zipped(*parts: Part) -> Sweep:
-    """The first of every part (or key) together, then the second of every one, and so on.
-
-    Raises:
-      ValueError: the parts are not equally long, or two of them set the same key.
-    """
-    axes = [axis for part in parts for axis in _axes(part)]
-    lengths = [len(axis) for axis in axes]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"zipped parts have {lengths} points: give each equally many")
-    return tuple(_merged(points) for points in zip(*axes, strict=True))
-
-
 def chain(*parts: Part) -> Sweep:
     """One part after the other (of a table: one key after the other, each alone)."""
     return tuple(itertools.chain.from_iterable(axis for part in parts for axis in _axes(part)))

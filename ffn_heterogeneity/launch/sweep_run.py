@@ -19,13 +19,14 @@ from ffn_heterogeneity.evaluate import pruned
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.workdir import (
     WorkdirError,
-    flatten_config,
     prepare_workdir,
     working_in,
 )
 from ffn_heterogeneity.launch import cli, experiment, slurm
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
+from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.train.shared import Shared
+from ffn_heterogeneity.wording import unknown
 
 LAUNCHERS = ("local", "submitit")
 LISTING = "sweep.json"
@@ -147,9 +148,7 @@ def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
             f"of {tuple(KINDS)}"
         )
     if sweep not in sweeps:
-        near = cli.nearest_key(sweep, list(sweeps)) if sweep else None
-        hint = f", did you mean {near!r}?" if near else ":"
-        raise ValueError(f"sweep {sweep!r} is unknown{hint} there are {', '.join(sweeps)}")
+        raise ValueError(unknown("sweep", sweep, sweeps))
     points = sweeps[sweep]
     points = tuple(points(config) if callable(points) else points)
     check_sweep(points)
@@ -163,7 +162,7 @@ def apply(config: ConfigDict, one: Point) -> ConfigDict:
       ValueError: a key that the config has not (the nearest is named), or a value of another type.
     """
     config = config.copy_and_resolve_references()
-    cli.set_keys(config, one.settings.items(), f"point {one.name!r}", "the config")
+    cli.set_keys(config, one.settings, f"point {one.name!r}", "the config")
     return config
 
 
@@ -219,7 +218,6 @@ def command(task: Task, root: epath.Path, spec: str, sweep: str, kind: str) -> s
     scripts = os.path.dirname(sys.argv[0]) or "scripts"
     base = flatten_config(cli.load_config(spec).to_dict())
     mine = flatten_config(task.config.to_dict())
-    values = dict(cli.leaves(task.config.to_dict()))
     # `--only` brings the point's own settings along.
     own = () if script else tuple(task.point.settings)
     changed = [key for key in mine if mine[key] != base[key] and key not in own]
@@ -227,7 +225,7 @@ def command(task: Task, root: epath.Path, spec: str, sweep: str, kind: str) -> s
     if script is None:
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]
     program = [sys.executable or "python", os.path.join(scripts, script or "sweep.py")]
-    overrides = [f"--config.{key}={values[key]}" for key in changed]
+    overrides = [f"--config.{key}={mine[key]}" for key in changed]
     return shlex.join([*program, f"--config={spec}", *overrides, *place])
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from ffn_heterogeneity.wording import first_line
+
 WAYS = "'', 'auto' (TPU pod, SLURM, Open MPI), or <host>:<port>,<processes>,<index>"
 
 
@@ -61,7 +63,7 @@ def initialize(how: str) -> None:
         jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"distributed={how!r}: the processes could not be joined ({_first_line(error)}); "
+            f"distributed={how!r}: the processes could not be joined ({first_line(error)}); "
             "start every process, each with its own index, and check the address"
         ) from error
 
@@ -99,7 +101,3 @@ def on_main(function: Callable[[], Any]) -> Any:
     if not good:
         raise RuntimeError(f"process {jax.process_index()} ends: the main process failed")
     return result
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -84,18 +84,6 @@ def remove_neurons(
     return config.with_widths(widths), {**params, "layers": layers}
 
 
-def mask_neurons(params: dict, removed: Mapping[int, Sequence[int]]) -> dict:
-    """The full-size model (unstacked) with those neurons' outputs zeroed by `neuron_scale`."""
-    params = unstack(params)
-    layers = list(params["layers"])
-    for layer, ffn in enumerate(tree["ffn"] for tree in params["layers"]):
-        kernel = ffn["down"]["kernel"]
-        scale = np.array(ffn.get("neuron_scale", np.ones(kernel.shape[0])), dtype=kernel.dtype)
-        scale[np.asarray(removed.get(layer, ()), dtype=np.int64)] = 0
-        layers[layer] = {**layers[layer], "ffn": {**ffn, "neuron_scale": scale}}
-    return {**params, "layers": layers}
-
-
 def choose_neurons(
     config: ModelConfig,
     params: dict,

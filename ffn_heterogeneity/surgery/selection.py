@@ -85,16 +85,6 @@ def highest(scores: np.ndarray, count: int) -> np.ndarray:
     return np.sort(order[:count])
 
 
-def select_per_layer(
-    scores: Mapping[int, np.ndarray], *, ratio: float | None = None, count: int | None = None
-) -> dict[int, np.ndarray]:
-    """layer -> removed indices: each layer loses its own share."""
-    return {
-        layer: highest(values, removal_count(len(values), ratio=ratio, count=count))
-        for layer, values in scores.items()
-    }
-
-
 def select_global(
     scores: Mapping[int, np.ndarray], *, ratio: float | None = None, count: int | None = None
 ) -> dict[int, np.ndarray]:

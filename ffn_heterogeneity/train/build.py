@@ -17,13 +17,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.workdir import flatten_config
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window

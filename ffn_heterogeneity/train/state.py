@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, path_str, unflatten
+from ffn_heterogeneity.paths import flatten, unflatten
 
 
 @jax.tree_util.register_dataclass
@@ -179,11 +179,3 @@ def _reduced_axis(path: str, shape: tuple, reduced: tuple, last: bool) -> int | 
     first = 1 if path.startswith("stack/") else 0
     fitting = [i for i in range(first, len(shape)) if shape[:i] + shape[i + 1 :] == reduced]
     return (fitting[-1] if last else fitting[0]) if fitting else None
-
-
-def describe(tree: Any) -> dict[str, list]:
-    """`{path: [shape, dtype]}`, JSON-ready: what two trees must share to be exchangeable."""
-    return {
-        path_str(path): [list(leaf.shape), str(leaf.dtype)]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

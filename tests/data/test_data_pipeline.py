@@ -273,9 +273,9 @@ def test_a_missing_field_is_found_at_once_and_placed(write, characters):
 @pytest.mark.parametrize(
     "config, sizes, message",
     [
-        ({"task": "gsm8"}, (2, 8), "unknown task 'gsm8'; did you mean gsm8k"),
-        ({"pth": "x"}, (2, 8), "unknown data setting 'pth'; did you mean path"),
-        ({"qqqq": "x"}, (2, 8), "unknown data setting 'qqqq'; known"),
+        ({"task": "gsm8"}, (2, 8), "unknown task 'gsm8', did you mean 'gsm8k'"),
+        ({"pth": "x"}, (2, 8), "unknown data setting 'pth', did you mean 'path'"),
+        ({"qqqq": "x"}, (2, 8), "unknown data setting 'qqqq'. Known"),
         ({}, (2, 1), "seq_len is 1"),
         ({}, (0, 8), "batch_size is 0"),
         ({}, (0, 8), "batch_size is 0; it must be a positive multiple of the 1 micro-batches"),

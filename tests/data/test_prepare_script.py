@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepare_tools import Slow, contents, documents_of, expected, settings, texts
+from prepare_tools import Slow, contents, documents_of, expected, settings
 
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.sources import DataError
@@ -24,7 +24,7 @@ def configured(workdir, **changes):
     from ffn_heterogeneity.launch.prepare_data import run
 
     config = cli.load_config(str(REPOSITORY / "configs" / "prepare_data.py"))
-    cli.set_keys(config, changes.items(), "test", "configs/prepare_data.py")
+    cli.set_keys(config, changes, "test", "configs/prepare_data.py")
     return run(config, epath.Path(workdir))
 
 
@@ -126,7 +126,6 @@ def test_datatrove_writes_the_same_bytes(corpus, datatrove, tmp_path, processes)
 
 
 def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove, tmp_path):
-    from datatrove.data import Document
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.filters import LambdaFilter
 
@@ -148,28 +147,6 @@ def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove
         with pytest.raises(DataError, match="between was 'whales only', is"):
             options["between"] = between
             prepare_datatrove.chunk_steps(corpus, Slow(), out, **options)
-
-    out, documents = tmp_path / "free", [Document(text, str(i)) for i, text in enumerate(texts(50))]
-    writer = prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500), tasks=3)
-
-    def read(data, rank, size):
-        return iter(documents[rank::size])
-
-    # Half of a run, and one that leaves more shards than the next: neither is counted twice.
-    list(writer.run(iter(documents * 3), 0, 3))
-    list(writer.run(read(None, 1, 3), 1, 3))
-    with pytest.raises(DataError, match=r"1 of 3 tasks are not done \(the first: 2\)"):
-        prepare_datatrove.finish_directory(out)
-    with pytest.raises(DataError, match="claimed for 3 tasks, the executor has 2"):
-        list(writer.run(read(None, 0, 2), 0, 2))
-    with pytest.raises(DataError, match="holds other shards .*other inputs: my reader"):
-        prepare_datatrove.claim_directory("my reader", Slow(), out, settings(500), tasks=2)
-    run((read, writer), 3)
-    manifest = prepare_datatrove.finish_directory(out)
-    order = [text for rank in range(3) for text in texts(50)[rank::3]]
-    assert documents_of(out) == [[*Slow().encode(text), 2] for text in order if text.strip()]
-    assert len(manifest["shards"]) > 6 and manifest["inputs"][0]["path"] == "my reader"
-    assert len(list(out.glob("*.tokens"))) == len(manifest["shards"])
 
 
 def test_without_datatrove_the_way_out_is_named(corpus, tmp_path, monkeypatch):

@@ -154,9 +154,11 @@ def test_paths_that_lead_nowhere(write, tmp_path):
 def test_tasks_are_discovered():
     assert {"text", "jsonl", "gsm8k"} <= set(tasks())
     assert all(task.name == name for name, task in tasks().items())
-    with pytest.raises(DataError, match=r"unknown task 'gsm8'; did you mean gsm8k\?.*known: gsm8k"):
+    with pytest.raises(
+        DataError, match=r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: gsm8k"
+    ):
         get_task("gsm8")
-    with pytest.raises(DataError, match=r"unknown task '\?\?'; known: gsm8k, jsonl, mbpp, mess"):
+    with pytest.raises(DataError, match=r"unknown task '\?\?'. Known: gsm8k, jsonl, mbpp, mess"):
         get_task("??")
 
 

@@ -292,10 +292,6 @@ def test_mbpp_form():
         "should pass these tests:\n\nassert f() == 1\nassert f() < 2\n[BEGIN]\n"
     )
     assert example.target == "def f():\n\treturn 1\n[DONE]"
-    assert get_task("mbpp").reference(MBPP) == {
-        "tests": ["assert f() == 1", "assert f() < 2"],
-        "setup": "import math",
-    }
 
 
 def test_mbpp_of_both_sets(shared_data):
@@ -304,7 +300,6 @@ def test_mbpp_of_both_sets(shared_data):
     asked = questions(get_task("mbpp"), full) + questions(get_task("mbpp"), sanitized)
     assert len(asked) == 374 + 427
     assert all(re.search(r"\[BEGIN\]\n$", question.prompt) for question in asked)
-    assert any(question.reference["setup"].startswith("import") for question in asked)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate import code_metrics
-from ffn_heterogeneity.evaluate.code_metrics import extract, few_shot_prompt, pass_at_1, shots
+from ffn_heterogeneity.evaluate.code_metrics import extract, pass_at_1
 from ffn_heterogeneity.evaluate.sandbox.programs import Limits, SandboxError
 
 
@@ -23,33 +22,6 @@ def score(rows: list[dict], programs: list[str], **options) -> code_metrics.Code
     else:
         setups = [row["test_setup_code"] for row in rows]
     return pass_at_1(programs, tests, setups, allow=True, progress=None, **options)
-
-
-def test_prompt_to_the_letter():
-    shot = {
-        "task_id": 2,
-        "text": "Add.",
-        "code": "def a(x):\r\n  return x",
-        "test_list": ["t1", "t2"],
-    }
-    task = {"text": "Take.", "test_list": ["u1", "u2", "u3"]}
-    begin = "You are an expert Python programmer, and here is your task: "
-    end = " Your code should pass these tests:\n\n"
-    assert few_shot_prompt(task, [shot, shot]) == (
-        f"{begin}Add.{end}t1\nt2\n[BEGIN]\ndef a(x):\r\n  return x\n[DONE]\n\n" * 2
-        + f"{begin}Take.{end}u1\nu2\nu3\n[BEGIN]\n"
-    )
-
-
-def test_examples_are_tasks_2_3_and_4(shared_data):
-    prompts = records(shared_data, "prompt")
-    examples = shots(prompts[::-1])
-    assert [row["task_id"] for row in examples] == [2, 3, 4]
-    text = few_shot_prompt(records(shared_data, "test")[0], examples)
-    assert text.count("[BEGIN]\n") == 4 and text.count("\n[DONE]\n\n") == 3
-    assert text.index("similar elements") < text.index("non-prime") < text.index("remove first and")
-    with pytest.raises(DataError, match="no MBPP task 3, 4 among 2 records"):
-        shots(prompts[:2])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from task_tools import requests_of, rows_of, write
 
-from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack, task_names
+from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 
@@ -200,7 +200,7 @@ def test_local_and_hub_forms_are_the_same_questions(lm_eval, shared_data, hub_ro
 
 
 def test_every_file_names_known_things():
-    assert set(STOCK) | {f"mmlu_{name}" for name in ("stem", "other")} <= set(task_names())
+    assert set(STOCK) | {f"mmlu_{name}" for name in ("stem", "other")} <= set(tables().names())
     for name, settings in tables().tasks.items():
         local = settings["local"]
         assert local["rows"] in ROWS, name

@@ -201,10 +201,10 @@ def test_bad_files(lm_eval, tmp_path, content, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"names": "pica"}, "unknown task 'pica'; did you mean piqa"),
-        ({"names": "qqq"}, r"unknown task 'qqq'; known: arc_challenge, .*mmlu_<subject or group>"),
+        ({"names": "pica"}, "unknown task 'pica', did you mean 'piqa'"),
+        ({"names": "qqq"}, r"unknown task 'qqq'. Known: arc_challenge, .*mmlu_<subject or group>"),
         ({"names": []}, "no tasks asked for"),
-        ({"names": "mmlu_virolgy"}, "did you mean mmlu_virology"),
+        ({"names": "mmlu_virolgy"}, "did you mean 'mmlu_virology'"),
         ({"names": ["mmlu", "mmlu_virology"]}, "mmlu_virology is asked for twice"),
         ({"num_fewshot": -1}, "num_fewshot of piqa is -1"),
         ({"num_fewshot": {"gsm8k": 1}}, "a setting for gsm8k, which is not among piqa"),

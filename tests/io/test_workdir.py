@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
+from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.workdir import (
     WorkdirError,
-    flatten_config,
     prepare_workdir,
     working_in,
 )
+from ffn_heterogeneity.paths import flatten_config
 
 CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
 
@@ -140,4 +141,4 @@ def test_an_empty_name_is_refused():
 def test_a_config_of_something_else_than_data_is_refused(tmp_path):
     with pytest.raises(TypeError, match="not plain data"):
         prepare_workdir(tmp_path, {"function": print})
-    assert flatten_config({"a": {"b": {}}, "c": float("inf")}) == {"a.b": {}, "c": "inf"}
+    assert flatten_config(plain({"a": {"b": {}}, "c": float("inf")})) == {"a.b": {}, "c": "inf"}

@@ -199,7 +199,7 @@ def test_what_is_wrong_is_said_before_anything_runs(files, tmp_path, changes, me
 @pytest.mark.parametrize(
     ("group", "key", "message"),
     [
-        ("prune", "ration", "configs/prune.py has no key 'ration', did you mean 'ratio'"),
+        ("prune", "ration", "configs/prune.py: unknown key 'ration', did you mean 'ratio'"),
         ("recover.optimizer", "lerning_rate", "did you mean 'optimizer.learning_rate'"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import batch_of, random_params, tiny_of
+from tiny_models import batch_of, mask_neurons, random_params, tiny_of
 
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
@@ -22,7 +22,7 @@ from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, r
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery.removal import choose_neurons, mask_neurons, remove_neurons
+from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)

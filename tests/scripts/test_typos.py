@@ -11,7 +11,8 @@ import sys
 import pytest
 from tiny_models import REPOSITORY, config_of
 
-from ffn_heterogeneity.launch.cli import UsageError, check_keys, leaf_names
+from ffn_heterogeneity.launch.cli import UsageError, check_keys
+from ffn_heterogeneity.paths import flatten_config
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
 COUNT = 200
@@ -75,7 +76,7 @@ def make_typos() -> list[tuple[str, str, str, str]]:
     rng, turn, found = random.Random(0), 0, {}
     while len(found) < COUNT:
         for config in CONFIGS:
-            keys = leaf_names(config_of(config).to_dict())
+            keys = flatten_config(config_of(config).to_dict())
             groups = {key.rsplit(".", i)[0] for key in keys for i in (1, 2) if "." in key}
             for number, key in enumerate(keys):
                 # The kinds take turns; one that leaves a key as it is passes on to the next.
@@ -121,7 +122,7 @@ def test_the_typos_are_many_and_of_every_kind():
     assert len(typos) >= COUNT and typos == make_typos()
     assert {kind for _, _, kind, _ in typos} == {kind.__name__ for kind in KINDS}
     meant = {(config, key) for config, key, _, _ in typos}
-    missed = {(c, key) for c in CONFIGS for key in leaf_names(config_of(c).to_dict())} - meant
+    missed = {(c, key) for c in CONFIGS for key in flatten_config(config_of(c).to_dict())} - meant
     assert not missed, missed
 
 
@@ -137,7 +138,7 @@ def test_every_typo_is_refused_with_the_nearest_key():
         if suggested is None:
             wrong.append((config_name, kind, typo, "nothing", key))
         elif suggested[1] != key:
-            assert suggested[1] in leaf_names(config.to_dict())
+            assert suggested[1] in flatten_config(config.to_dict())
             if distance_to_key(typo, suggested[1]) > distance_to_key(typo, key):
                 wrong.append((config_name, kind, typo, suggested[1], key))
     assert not wrong, f"{len(wrong)}: {wrong}"
@@ -145,9 +146,7 @@ def test_every_typo_is_refused_with_the_nearest_key():
 
 def test_what_is_near_nothing_gets_no_suggestion():
     for typo in ("xyzzy", "q", "lr"):
-        with pytest.raises(
-            UsageError, match=f"unknown config key '{typo}'. Known keys: "
-        ) as caught:
+        with pytest.raises(UsageError, match=f"unknown config key '{typo}'. Known: ") as caught:
             check_keys(["x", f"--config.{typo}=1"], config_of("prune"))
         assert "did you mean" not in str(caught.value)
 

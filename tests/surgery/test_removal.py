@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import mask_neurons
 
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.removal import choose_neurons, mask_neurons, remove_neurons
+from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count, select_global
 
 # Nothing here is large.

@@ -18,12 +18,11 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.workdir import WorkdirError
-from ffn_heterogeneity.launch.cli import leaf_names
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.parallel.partition import RuleError
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import run as training
 
@@ -272,7 +271,7 @@ def test_another_run_in_the_work_directory_is_refused(files, finished):
 def test_the_config_is_small_and_typed():
     config = runpy.run_path(str(CONFIG))["get_config"]("some/model,gsm8k")
     assert config.model == "some/model" and config.data.task == "gsm8k"
-    assert len(leaf_names(config.to_dict())) <= 60
+    assert len(flatten_config(config.to_dict())) <= 60
     config.lock()
     config.losses.nucl.weight = 1  # an integer is a float on the command line
     assert config.losses.nucl.weight == 1.0 and isinstance(config.losses.nucl.weight, float)

@@ -7,8 +7,7 @@
     finish_directory(directory, steps[0].tasks)                      when all tasks are done
 
 Filters may stand between the two steps; `between` says which, so that others do not go on with
-their shards. Behind another reader of datatrove, `TokenShards` alone makes shards of its own
-numbering (task and place); `claim_directory` comes before it.
+their shards.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ffn_heterogeneity.data.corpus.tokenise import (
     write_shard,
 )
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.files import read_json
 
 try:
     from datatrove.data import Document
@@ -66,70 +65,29 @@ class ChunkReader(PipelineStep):
 
 
 class TokenShards(PipelineStep):
-    """Writes documents as token shards: those of a `ChunkReader` by their chunk, others by task.
+    """Writes the documents of a `ChunkReader` as token shards, one for each of its chunks.
 
     Args:
-      chunks: how many chunks the reader has; 0 for another reader, whose documents are cut into
-        shards of about `settings.layout.chunk_bytes` characters.
-      tasks: behind another reader, how many tasks there are.
+      chunks: how many chunks the reader has.
     """
 
     type, name = "WRITER", "token shards"
 
-    def __init__(self, tokeniser: Tokeniser, directory: Path, chunks: int = 0, tasks: int = 0):
+    def __init__(self, tokeniser: Tokeniser, directory: Path, chunks: int):
         super().__init__()
-        self.tokeniser, self.directory = tokeniser, directory
-        self.chunks, self.tasks = chunks, tasks
+        self.tokeniser, self.directory, self.chunks = tokeniser, directory, chunks
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Passes nothing on: it is the last step.
-
-        Raises:
-          DataError: behind another reader, not as many tasks as were claimed: the shards of the
-            others would hold the same documents again.
-        """
-        if not self.chunks:
-            self._begin(rank, world_size)
-        for name, documents in self._groups(data or (), rank):
+        """Passes nothing on: it is the last step."""
+        for number, documents in itertools.groupby(data or (), lambda d: d.metadata["chunk"]):
             texts = (document.text for document in documents)
-            entry = write_shard(name, texts, self.tokeniser, self.directory)
+            entry = write_shard(shard_name(number), texts, self.tokeniser, self.directory)
             self.stat_update("tokens", value=entry["tokens"])
         # Chunks of which a filter left nothing.
         for number in range(rank, self.chunks, world_size):
             if not note(self.directory, shard_name(number)).exists():
                 write_shard(shard_name(number), (), self.tokeniser, self.directory)
-        if not self.chunks:
-            write_json(_done(self.directory, rank), {"tasks": self.tasks})
         yield from ()
-
-    def _begin(self, rank: int, world_size: int) -> None:
-        """The task makes all of its shards: those of its run before are not part of it."""
-        if world_size != self.tasks:
-            raise DataError(
-                f"{self.directory} was claimed for {self.tasks} tasks, the executor has "
-                f"{world_size}: claim another directory for them"
-            )
-        _done(self.directory, rank).unlink(missing_ok=True)
-        for left in _notes(self.directory, f"{rank:06d}-*"):
-            left.unlink()
-            for shard in self.directory.glob(f"{left.stem}.*"):
-                shard.unlink()
-
-    def _groups(self, data: Any, rank: int) -> Iterator[tuple[str, Any]]:
-        if self.chunks:
-            for number, documents in itertools.groupby(data, lambda d: d.metadata["chunk"]):
-                yield shard_name(number), documents
-            return
-        size = 0
-
-        def place(document: Document) -> int:
-            nonlocal size
-            at = size // self.tokeniser.settings.layout.chunk_bytes
-            size += len(document.text)
-            return at
-
-        for part, documents in itertools.groupby(data, place):
-            yield f"shard-{rank:06d}-{part:04d}", documents
 
 
 def chunk_steps(
@@ -162,36 +120,11 @@ def chunk_steps(
     return reader, TokenShards(tokeniser, directory, len(chunks))
 
 
-def claim_directory(
-    source: str,
-    tokenizer: Any,
-    directory: str | Path,
-    settings: Settings,
-    *,
-    tasks: int,
-    name: str = "",
-) -> TokenShards:
-    """The writer behind a reader of datatrove's own.
-
-    Args:
-      source: what is read and how it is filtered, in a few words for the manifest.
-      tasks: of the executor; shards are named after them.
-
-    Raises:
-      DataError: the directory holds other shards, or those of another number of tasks.
-    """
-    directory = Path(directory)
-    tokeniser = Tokeniser(tokenizer, settings)
-    inputs = [{"path": source, "tasks": tasks}]
-    claim(directory, make_plan(inputs, settings, tokenizer, name), tokeniser.dtype)
-    return TokenShards(tokeniser, directory, tasks=tasks)
-
-
-def finish_directory(directory: str | Path, chunks: int = 0) -> dict[str, Any]:
+def finish_directory(directory: str | Path, chunks: int) -> dict[str, Any]:
     """Writes the manifest when all tasks are done; returns it.
 
     Args:
-      chunks: how many there must be; 0: behind another reader, those of all its tasks.
+      chunks: how many there must be.
 
     Raises:
       DataError: some are missing.
@@ -199,28 +132,14 @@ def finish_directory(directory: str | Path, chunks: int = 0) -> dict[str, Any]:
     directory = Path(directory)
     if (directory / shards.MANIFEST).exists():
         return shards.read_manifest(directory)
-    entries = [read_json(path) for path in _notes(directory, "*")]
-    if not (directory / PROGRESS / PLAN).exists() or (chunks and len(entries) != chunks):
+    progress = directory / PROGRESS
+    entries = [read_json(path) for path in sorted(progress.glob("shard-*.json"))]
+    if not (progress / PLAN).exists() or len(entries) != chunks:
         raise DataError(
-            f"{directory}: {len(entries)} of {chunks or 'the'} shards are there; run the tasks "
-            "that failed again"
+            f"{directory}: {len(entries)} of {chunks} shards are there; run the tasks that failed "
+            "again"
         )
-    plan = read_json(directory / PROGRESS / PLAN)
-    tasks = 0 if chunks else plan["inputs"][0].get("tasks", 0)
-    if open_ := [rank for rank in range(tasks) if not _done(directory, rank).exists()]:
-        raise DataError(
-            f"{directory}: {len(open_)} of {tasks} tasks are not done (the first: {open_[0]}); run "
-            "them again"
-        )
-    return finish(directory, plan, entries)
-
-
-def _notes(directory: Path, numbers: str) -> list[Path]:
-    return sorted((directory / PROGRESS).glob(f"shard-{numbers}.json"))
-
-
-def _done(directory: Path, rank: int) -> Path:
-    return directory / PROGRESS / f"task-{rank:06d}.json"
+    return finish(directory, read_json(progress / PLAN), entries)
 
 
 def prepare(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import pkgutil
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Member, Task
+from ffn_heterogeneity.wording import unknown
 
 __all__ = ["Example", "Fields", "Member", "Task", "get_task", "tasks"]
 
@@ -25,9 +25,7 @@ def tasks() -> dict[str, Task]:
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`; an unknown name is a `DataError` with the nearest ones."""
+    """The task called `name`; an unknown name is a `DataError` with the nearest one."""
     if name in tasks():
         return tasks()[name]
-    near = difflib.get_close_matches(name, tasks(), n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise DataError(f"unknown task {name!r}; {hint}known: {', '.join(sorted(tasks()))}")
+    raise DataError(unknown("task", name, sorted(tasks())))

@@ -15,9 +15,4 @@ def example(record: Mapping[str, Any], fields: Fields) -> Example:
     return Example(f"Question: {question}\nAnswer:", f" {answer}")
 
 
-TASK = Task(
-    "gsm8k",
-    example,
-    hub="openai/gsm8k:main",
-    metrics=("exact_match_strict", "exact_match_flexible"),
-)
+TASK = Task("gsm8k", example, hub="openai/gsm8k:main")

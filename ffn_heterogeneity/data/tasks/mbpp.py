@@ -48,15 +48,4 @@ def example(record: Mapping[str, Any], fields: Fields) -> Example:
     return Example(prompt_of(record, text_of(record, field)), f"{code}\n{END}")
 
 
-def reference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a program is judged by."""
-    return {"tests": tests_of(record), "setup": setup_of(record)}
-
-
-TASK = Task(
-    "mbpp",
-    example,
-    hub="google-research-datasets/mbpp:full",
-    metrics=("pass_at_1",),
-    reference=reference,
-)
+TASK = Task("mbpp", example, hub="google-research-datasets/mbpp:full")

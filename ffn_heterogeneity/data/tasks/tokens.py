@@ -14,4 +14,4 @@ def example(record: Mapping[str, Any], fields: Fields) -> Example:
     raise DataError("task 'tokens' has ids, not texts: ask for text with another task")
 
 
-TASK = Task("tokens", example, split_long=True, metrics=("perplexity",))
+TASK = Task("tokens", example, split_long=True)

@@ -35,7 +35,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 
-__all__ = ["TaskPack", "make_task_pack", "task_names"]
+__all__ = ["TaskPack", "make_task_pack"]
 
 
 class TaskPack(NamedTuple):
@@ -44,11 +44,6 @@ class TaskPack(NamedTuple):
     tasks: list[Any]
     task_manager: Any
     confirm_run_unsafe_code: bool
-
-
-def task_names() -> list[str]:
-    """Every name `make_task_pack` knows: tasks, subjects and groups."""
-    return tables().names()
 
 
 def make_task_pack(
@@ -64,7 +59,8 @@ def make_task_pack(
 
     Args:
       data_root: directory with a folder for every task.
-      names: see `task_names`; "mmlu" is all subjects, "mmlu_stem" a group, "mmlu_virology" one.
+      names: of the files beside this one; "mmlu" is all subjects, "mmlu_stem" a group,
+        "mmlu_virology" one.
       num_fewshot: examples before every question, for all tasks or by name (a group's counts for
         its subjects); None: the task's own number.
       fewshot_from: "auto", "train" or "evaluation", see above.
@@ -142,7 +138,7 @@ def _check(
     for name in [*names, *shots, *files]:
         tables().check(name)
     if not names:
-        raise DataError("no tasks asked for; `task_names` lists what there is")
+        raise DataError(f"no tasks asked for: there are {', '.join(tables().names())}")
     leaves = [leaf for name in names for leaf in _leaves(name)]
     twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
     if twice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.wording import unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +36,11 @@ class Tables:
         return sorted({*self.tasks, *self.groups})
 
     def check(self, name: str) -> None:
-        """Raises a `DataError` with the nearest names if there is no task or group `name`."""
+        """Raises a `DataError` with the nearest name if there is no task or group `name`."""
         if name not in self.tasks and name not in self.groups:
-            near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
             few = [known for known in self.names() if not known.startswith("mmlu_")]
-            raise DataError(
-                f"unknown task {name!r}; {hint}known: {', '.join(few)}, and mmlu_<subject or group>"
-            )
+            known = ", ".join([*few, "mmlu_<subject or group>"])
+            raise DataError(unknown("task", name, self.names(), known))
 
     def above(self, name: str) -> list[str]:
         """The name and the groups it is in, innermost first."""

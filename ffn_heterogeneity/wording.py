@@ -1,0 +1,57 @@
+"""What errors say alike: the nearest of the known names, and another error in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:
+    """The message for a name that is none of `names`: the nearest one, and those there are.
+
+    Args:
+      known: said instead of all names, where they are many.
+    """
+    near = nearest(typed, names)
+    hint = f", did you mean {near!r}?" if near else "."
+    return f"unknown {kind} {typed!r}{hint} Known: {known or ', '.join(names)}"
+
+
+def nearest(typed: str, names: Collection[str]) -> str | None:
+    """The name with the fewest edits from what was typed; None where even that is another word.
+
+    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("alpha" for
+    "nucl.alpha"); of names equally near, the one that is nearest with its groups.
+    """
+    typed = typed.lower().replace("-", "_")
+
+    def away(name: str) -> tuple[int, int]:
+        parts = name.lower().split(".")
+        counts = [_edits(typed, ".".join(parts[i:])) for i in range(len(parts))]
+        return min(counts), counts[0]
+
+    edits, name = min(((away(name), name) for name in names), key=lambda pair: pair[0])
+    return name if edits[0] <= max(1, len(typed) // 2) else None
+
+
+def _edits(a: str, b: str) -> int:
+    """Letters to drop, add or replace, and neighbours to swap, that make `a` into `b`."""
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            fewest = min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                fewest = min(fewest, before[j - 2] + 1)
+            row.append(fewest)
+        before, last = last, row
+    return last[-1]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut where it is long; its type where it says nothing.
+
+    Libraries answer with a hundred lines, orbax with a link behind the first one.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(" See full")[0][:200]
