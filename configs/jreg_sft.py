@@ -33,9 +33,11 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
     del config.diversity
     del config.optimizer.momentum  # of SGD
 
-    for key in ("prompt_field", "response_field", "passage_chars"):  # of other tasks
+    # Of other tasks:
+    for key in ("prompt_field", "response_field", "passage_chars", "append", "loss_on_prompt"):
         del config.data[key]
     config.data.task = "messages"
+    config.data.text_field = ""  # of the conversations; "": messages
     config.data.validation_fraction = 0.0  # the paper holds nothing out
     # One conversation a row, so that 957 batches of 512 are an epoch; True is faster, and then an
     # epoch has fewer steps.

@@ -118,11 +118,12 @@ def _data(name: str) -> ConfigDict:
     data.validation_path = ""  # or data of its own (then set the fraction to 0)
     data.prompt_field = ""  # jsonl; "" takes the task's own names
     data.response_field = ""
-    data.text_field = ""
     data.passage_chars = 16_384  # text: a long file is shuffled in passages of at most so many
     data.packing = True
     data.bos = "auto"  # auto | segment | document | none
-    if name != "text":
+    if name == "text":
+        data.text_field = ""
+    else:
         # Ends every example: $'\n[eod]' for PaLM 2 in the paper (then configs/harness.py's stop).
         data.append = ""
         data.loss_on_prompt = False
