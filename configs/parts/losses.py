@@ -42,7 +42,12 @@ def jreg(weight: float = 1.0) -> ConfigDict:
     )
 
 
-LOSSES = {"nll": nll, "nucl": nucl, "diversity": diversity, "jreg": jreg}
+LOSSES = {
+    "nll": nll,
+    "nucl": nucl,
+    "diversity": diversity,
+    "jreg": jreg,
+}
 
 
 def add(config: ConfigDict, names: Sequence[str]) -> None:

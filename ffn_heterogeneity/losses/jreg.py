@@ -62,6 +62,6 @@ def jreg_term(
         return TermValue(jnp.sum(weights * seen["sum"]), seen["count"][0], {"psi": psi_sums})
 
     def derived(metrics: dict) -> dict:
-        return jump_rates(metrics["psi"])
+        return metrics | jump_rates(metrics["psi"])
 
     return LossTerm(context.name, function, context.weight, probes=(probe,), derived=derived)

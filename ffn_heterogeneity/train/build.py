@@ -18,11 +18,12 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.losses import TERMS
-from ffn_heterogeneity.losses.terms import LossTerm, TermContext
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
+from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
@@ -171,8 +172,9 @@ def make_terms(
     A group of `config.losses` is one term: `term` (default: the group's name) is its name in
     `losses.TERMS`, `weight` its factor (None: it is not built; 0 is built, so that a sweep over the
     weight is one program), the rest are the term's settings. `config.monitors` has the same form
-    without weights. Terms are summed in the order of `TERMS`, then of their names: a config's own
-    order is lost when it is iterated.
+    without weights, or names a probe (of `probes.PROBES`) whose averages are wanted. Terms are
+    summed in the order of `TERMS`, then of their names: a config's own order is lost when it is
+    iterated.
 
     Raises:
       ValueError: an unknown term or setting, or a weight that is none.
@@ -184,6 +186,13 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
     weights, made = loss_weights(config), {}
     for name, group in config.get(kind, {}).items():
         term, where = group.get("term", name), f"{kind}.{name}"
+        if kind == "monitors" and "probe" in group:
+            if group.probe not in PROBES:
+                raise ValueError(
+                    f"{where}: no probe {group.probe!r}; there are {', '.join(PROBES)}"
+                )
+            made[len(TERMS), name] = probe_term(TermContext(name, 0.0), PROBES[group.probe])
+            continue
         if term not in TERMS:
             raise ValueError(f"{where}: no term {term!r}; choose one of {', '.join(TERMS)}")
         weight = key_of_weight(name) if kind == "losses" else 0.0

@@ -272,7 +272,7 @@ def averaged_metrics(terms: Sequence[LossTerm], sums: Mapping[str, TermValue]) -
         metrics[term.name] = total * scale
         averages = {key: value * scale for key, value in extra.items()}
         if term.derived is not None:
-            averages |= term.derived(averages)
+            averages = term.derived(averages)
         metrics |= {f"{term.name}/{key}": value for key, value in averages.items()}
     return metrics
 

@@ -14,6 +14,7 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import build, hyper_function, make_terms, static_key
+from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.state import create_state
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -87,6 +88,22 @@ def test_a_monitor_alone_costs_the_step_nothing():
     trained, _ = flops(config_with({"jumps": {"term": "jreg", "weight": 0.0}}, {}))
     assert beside == without < trained
     assert names == {"nll", "jumps", "entropy"}
+
+
+def test_a_probe_is_logged_by_its_name():
+    config = config_with({}, {"turns": {"probe": "displacement"}, "jumps": {"term": "jreg"}})
+    built, params = built_of(config), random_params(LLAMA)
+    batches = [batch_of(LLAMA.vocab_size, seed=seed) for seed in range(2)]
+    evaluate = make_evaluator(
+        built.eval_step, None, lambda: iter(batches), terms=built.evaluated_terms
+    )
+    found = evaluate(params)
+    names = {key for key in found if key.startswith("validation/turns")}
+    assert names == {"validation/turns", "validation/turns/all/mean", "validation/turns/last/mean"}
+    psi = found["validation/jumps/psi"]
+    np.testing.assert_allclose(found["validation/turns/all/mean"], psi, rtol=1e-6)
+    with pytest.raises(ValueError, match="monitors.x: no probe 'y'; there are displacement"):
+        built_of(config_with({}, {"x": {"probe": "y"}}))
 
 
 def test_weights_are_no_part_of_the_program_but_for_none():
