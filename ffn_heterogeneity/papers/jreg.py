@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from ffn_heterogeneity.papers.specs import Against, At, Claim, Curves, Kind, Label, Paper, Table, Task
+from ffn_heterogeneity.papers.specs import (
+    Against,
+    At,
+    Claim,
+    Curves,
+    Kind,
+    Label,
+    Paper,
+    Table,
+    Task,
+)
 
 WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
 NLL, PSI, ENTROPY = "validation/nll", "validation/jreg/psi", "validation/entropy/ent/ffn_out/mean"
@@ -13,13 +23,14 @@ BASELINE, OURS = {WEIGHT: (0, None)}, {WEIGHT: bool}
 AFTER = ", {steps:,d} steps"
 NAME = Label("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}" + AFTER,
              {"baseline" + AFTER: BASELINE})  # fmt: skip
+SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
 KINDS = {
     "pretraining": Kind(
         {"shape.layers": bool},
         ("model", "revision", "tokenizer", "batch_size", "seq_len", "steps", "dropout", "freeze",
          "compute_dtype", "train_only", "eval.max_batches", "shape.", "data.", "optimizer.",
          "losses.", "monitors."),
-        ("model", "batch_size", "seq_len", "steps", "shape.", WEIGHT, ALPHA),
+        ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len"),
         NAME, {"shape.layers": bool},
         (WEIGHT, "losses.jreg.final_norm", "losses.jreg.positions", "losses.nll.")),
     "displacement": Kind({"analysis": "displacement"}, ("path", "reading"), ("path", "reading"),
@@ -29,13 +40,13 @@ KINDS = {
 PLAIN = {"where": BASELINE, "free": (WEIGHT, ALPHA)}
 # The paper's names are not the numbers of parameters.
 SIZES = Label("{shape.layers}x{shape.d_model}/{shape.ffn_width}", {
-    name: dict(zip(("shape.layers", "shape.d_model", "shape.ffn_width"), shape, strict=True))
+    name: dict(zip(SHAPE, shape, strict=True))
     for name, shape in {"170M": (12, 768, 2048), "1B": (16, 2048, 5376),
                         "3.4B": (30, 3072, 8192)}.items()})  # fmt: skip
 METHOD = Label("JREG (ours)", {"Baseline": BASELINE})
 SHARPNESS = Label("{losses.jreg.alpha:.1f}", {"-": BASELINE})
 ROW = {"Size": SIZES, "Method": METHOD, "alpha": SHARPNESS}
-HERE = "here: {losses.jreg.weight:g} x JREG, {steps:,d} steps of {batch_size} x {seq_len}"
+HERE = "here: lambda {losses.jreg.weight:g}, {steps:,d} steps of {batch_size} x {seq_len}"
 LOSS = Label("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}", {"baseline": BASELINE})
 RUN_ON = Label(SIZES.default + AFTER)
 READING = Label("{model}, h_L {reading} the final norm")
@@ -93,7 +104,7 @@ GROUP = Label(SIZES.default, {"checkpoints": {"analysis": "displacement"}})
 CURVES = (
     Curves("figure_2", ("displacement",), MODEL, Label("{reading} the final norm"), DEPTH, "layer",
            where=MODELS),
-    Curves("figure_4", ("displacement", "pretraining"), Label("{name}"), Label("step {step}"), DEPTH,
+    Curves("figure_4", ("displacement", "pretraining"), Label("{name}"), Label("step"), DEPTH,
            "layer", where={"series": (True, None)}, by_step=True),
     Curves("psi", PRETRAINING, SIZES, Label("{name}"), DEPTH, "layer",
            title="Ours: displacement by layer at the last evaluation, without and with JREG"),

@@ -11,9 +11,8 @@ NLL, ENTROPY = "validation/nll", "validation/entropy/ent/ffn_out/mean"
 REMOVAL = ("criterion", "reverse", "compensation", "layers")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 KINDS = {
-    "removal": Kind({"criterion": bool, "perplexity": bool}, ("model", *REMOVAL), ("model", *REMOVAL),
-                    Label("{model}"),
-                    {"criterion": "random"}),
+    "removal": Kind({"criterion": bool, "perplexity": bool}, ("model", *REMOVAL),
+                    ("model", *REMOVAL), Label("{model}"), {"criterion": "random"}),
     "training": Kind(
         {TARGETS: bool, "shape.layers": None},
         ("model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only",
@@ -119,7 +118,7 @@ TABLES = (
           notes=("z: of two proportions, on 1,319 questions of GSM8K and 500 of MBPP; here on as "
                  "many as were asked. Beyond 1.96 in size chance is below one in twenty.",)),
     Table("finetuning", ("training",), {
-        "model": Label("{model}"), "data": Label("{data.task} {data.path}"),
+        "model": Label("{model}"), "data": Label("{data}"),
         "connections": Label("{losses.nucl.targets}", PLACES),
         "loss": Label("{losses.nucl.variant}"), "alpha": Label("{losses.nucl.weight:g}")},
         {"validation NLL": NLL, "less standard": Against(NLL, **PLAINLY), "*": None}, here="here",
@@ -157,4 +156,6 @@ CLAIMS = (
           "compare", "removal", WEAK, MODEL,
           {"value": Against("perplexity", **AT_RANDOM), "sign": 1, "label": METHOD}),
 )  # fmt: skip
-PAPER = specs.Paper("nucl", KINDS, TABLES, CURVES, CLAIMS, ("ratio", "count", "budget", *EVALUATION))
+PAPER = specs.Paper(
+    "nucl", KINDS, TABLES, CURVES, CLAIMS, ("ratio", "count", "budget", *EVALUATION)
+)

@@ -1,8 +1,8 @@
 """Tables, curves and claims as plain data; `report/engine.py` draws them.
 
-A path names a value of a record (`report/records.py`): a config key, a number of its results, or one
-of `Task`, `At`, `Against` (a tuple of them: their mean). A match is {config key: value}, or a tuple
-of values of which one must be it, or `bool` for any that is true of itself.
+A path names a value of a record (`report/records.py`): a config key, a number of its results, or
+one of `Task`, `At`, `Against` (a tuple of them: their mean). A match is {config key: value}; a
+tuple of values is one of them, `bool` any that is true of itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A name for records: the first in `names` whose match fits, else `default`, a format of keys."""
+    """A format of keys that names a record: the first of `names` that matches, else `default`."""
 
     default: str
     names: Mapping[str, Mapping[str, Any]] = NONE

@@ -55,7 +55,9 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
 def report_text(runs: Sequence[Run], picture: str | None, left_out: Sequence[str]) -> str:
     """The whole of it in Markdown; `left_out` are the metrics that have no panel."""
     parts = ["# " + ", ".join(run.label for run in runs)]
-    parts.append(escaped_table(("run", "state", "directory"), [(r.label, r.state, r.path) for r in runs]))
+    parts.append(
+        escaped_table(("run", "state", "directory"), [(r.label, r.state, r.path) for r in runs])
+    )
     if len(runs) > 1:
         rows = differing_keys(runs)
         table = escaped_table(("config key", *(run.label for run in runs)), rows)

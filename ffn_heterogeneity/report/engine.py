@@ -5,7 +5,6 @@ Runs find their places by their configs, whoever started them: a sweep, a script
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from etils import epath
 from ffn_heterogeneity.io.files import atomic_path, read_json
 from ffn_heterogeneity.papers import jreg, nucl
 from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Table, printed
-from ffn_heterogeneity.report.claims import COMPUTE
+from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
 from ffn_heterogeneity.report.figures import Line, Panel, common_points, draw, save
 from ffn_heterogeneity.report.records import (
     Record,
@@ -150,7 +149,10 @@ def draw_table(spec: Table, paper: Paper, mine: Sequence[Record], everyone: dict
             rows[(*name, "here")] = [None] * len(columns)
     rows |= {row[: len(labels) + 1]: list(row[len(labels) + 1 :]) for row in spec.rows}
     groups: dict[tuple, list[Record]] = {}
-    for record in mine:
+    known = [[*x.names, *(label(r, x) for r in mine)] for x in spec.labels.values()]
+    for record in sorted(mine, key=lambda r: [
+        names.index(label(r, x)) for x, names in zip(spec.labels.values(), known, strict=True)
+    ]):  # fmt: skip
         name = (*(label(record, x) for x in spec.labels.values()), fill(record, spec.here))
         groups.setdefault((*name[:-1], name[-1] + record.differs), []).append(record)
     used = []
@@ -212,8 +214,8 @@ def _apart(paper: Paper, mine: Sequence[Record]) -> list[str]:
     """What keeps the numbers of these records from being compared."""
     found = []
     for key in paper.comparable:
-        values = union([str(m.run.config.get(key))] for r in mine for m in r.members.values()
-                       if r.config.get("criterion") != "none" or key not in paper.comparable[:3])  # fmt: skip
+        values = union([str(m.run.config[key])] for r in mine for m in r.members.values()
+                       if key in m.run.config and r.config.get(key) is not None)  # fmt: skip
         if len(values) > 1:
             found.append(f"These runs differ in {key} ({', '.join(values)}): not comparable.")
     return found
@@ -228,11 +230,12 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
             if fits(record, claim.where):
                 groups.setdefault(label(record, claim.run_on) + record.differs, []).append(record)
         for name, mine in groups.items():
-            measured, verdict = COMPUTE[claim.compute](mine, done[claim.kind], **claim.settings)
-            rows.append((claim.statement, claim.stated, name, measured, verdict))
-            used += [path for record in mine for path in record.used]
-        if not groups:
-            rows.append((claim.statement, claim.stated, None, None, "cannot be told"))
+            parts = COMPUTE[claim.compute](mine, done[claim.kind], **claim.settings)
+            if parts:
+                rows.append((claim.statement, claim.stated, name, *whole(parts)))
+                used += [path for record in mine for path in record.used]
+        if claim.statement not in [row[0] for row in rows]:
+            rows.append((claim.statement, claim.stated, None, None, OPEN))
     notes = (
         "Of several seeds, compared seed by seed, the 95% interval decides: a claim cannot be told "
         "where it holds 0. Of one seed its number decides, which says nothing of other seeds.",

@@ -14,9 +14,10 @@ from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.papers.specs import Against, At, Kind, Label, Task, two_proportions
-from ffn_heterogeneity.report.runs import Run, Spread, flat, number_of, union, written_models
+from ffn_heterogeneity.report.runs import Run, Spread, number_of, union, written_models
 
 READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
+FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
 
 
@@ -96,8 +97,8 @@ def _among(key: str, names: Sequence[str]) -> bool:
 
 def _without_idle_losses(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """A loss of weight 0 is none: its other settings are no difference."""
-    idle = [k[: -len("weight")] for k, v in config.items() if re.fullmatch(r"losses\.\w+\.weight", k)
-            and not v]  # fmt: skip
+    idle = [key.removesuffix("weight") for key, value in config.items()
+            if re.fullmatch(r"losses\.\w+\.weight", key) and not value]  # fmt: skip
     return {k: v for k, v in config.items() if _among(k, kind.kept) or not _among(k, idle)}
 
 
@@ -106,8 +107,11 @@ def _facts(run: Run) -> dict[str, Any]:
     size = [run.config.get(k) or 0 for k in ("steps", "batch_size", "seq_len")]
     pair = re.fullmatch(r"pair:(\d+)", str(run.config.get("layers")))
     own = {"pair": int(pair[1]) if pair else None, "model": run.model, "path": run.path}
+    task, path = str(run.config.get("data.task")), str(run.config.get("data.path") or "")
+    own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
     if run.config.get("criterion") == "none":  # nothing goes, from wherever
-        own |= {"layers": "all", "compensation": "none", "reverse": False, "ratio": None}
+        own |= {"layers": "all", "compensation": "none", "reverse": False}
+        own |= dict.fromkeys(("ratio", "count", "budget"))
     return own | ({"tokens": int(np.prod(size))} if all(size) else {})
 
 
@@ -242,7 +246,7 @@ def fill(record: Record, text: str) -> str:
 
 
 def by_seed(record: Record, path: Any) -> dict[Any, Any]:
-    """seed -> value, of the seeds that have it: numbers at the last evaluation, tasks in percent."""
+    """seed -> value, of the seeds that have it: at the last evaluation; tasks in percent."""
     found = {}
     for seed, member in record.members.items():
         if isinstance(path, tuple) and not isinstance(path, (Task, At)):  # the mean of all of them
@@ -254,7 +258,9 @@ def by_seed(record: Record, path: Any) -> dict[Any, Any]:
             metric = path.metric if isinstance(path, At) else path
             points = member.curves.get(metric, {})
             if isinstance(path, At):
-                value = points.get(round(path.share * record.config.get("steps", max(points or [0]))))
+                value = points.get(
+                    round(path.share * record.config.get("steps", max(points or [0])))
+                )
             elif points:
                 value = points[max(points)]
             else:

@@ -66,7 +66,8 @@ def pretrain(path, weight, curve, *, alpha=1.0, seed=0, steps=20, finished=True,
     """A run of configs/jreg_pretrain.py; `psi`: the displacements of its last evaluation."""
     jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all"}
     losses = {"losses": {"jreg": jreg, "nll": {"reduction": "mean"}}} if new else {
-        "jreg": jreg, "nucl": {"variant": "none", "alpha": 0.0}, "nll_reduction": "mean"}  # fmt: skip
+        "jreg": jreg, "nll_reduction": "mean",
+        "nucl": {"variant": "none", "alpha": 0.0}}  # fmt: skip
     values = {
         "model": "", "tokenizer": "tokens", "batch_size": 4, "seq_len": 16, "steps": steps,
         "seed": seed, "seeds": [], "shape": SHAPE, "data": {"task": "tokens", "path": "corpus"},
@@ -195,3 +196,19 @@ def read_csv(path):
     with path.open() as file:
         header, *rows = csv.reader(file)
     return header, rows
+
+
+def claim(tables, statement, where=""):
+    """(measured, verdict)."""
+    rows = [r for r in tables["claims"] if r["statement"].startswith(statement)]
+    (row,) = [r for r in rows if where in r["run on"]]
+    return row["measured"], row["verdict"]
+
+
+def lines(tables, key):
+    """(panel, line, seed) -> [(x, y)]."""
+    found = {}
+    for row in tables[key]:
+        *name, x, y = row.values()
+        found.setdefault((name[0], name[2], name[3]), []).append((float(x), float(y)))
+    return found
