@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from ffn_heterogeneity.papers.specs import (
-    Against,
-    At,
-    Claim,
-    Curves,
-    Kind,
-    Label,
-    Paper,
-    Table,
-    Task,
-)
+from ffn_heterogeneity.papers import specs
+from ffn_heterogeneity.papers.specs import Against, At, Claim, Curves, Kind, Label, Table, Task
 
 WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
 NLL, PSI, ENTROPY = "validation/nll", "validation/jreg/psi", "validation/entropy/ent/ffn_out/mean"
@@ -133,4 +124,4 @@ CLAIMS = (
     Claim("the validation NLL is no worse than the baseline's", "ours: the paper prints no loss",
           *COMPARED, {"value": Against(NLL, **PLAIN), "sign": -1, "label": LOSS}),
 )  # fmt: skip
-PAPER = Paper("jreg", KINDS, TABLES, CURVES, CLAIMS, EVALUATION)
+PAPER = specs.Paper("jreg", KINDS, TABLES, CURVES, CLAIMS, EVALUATION)

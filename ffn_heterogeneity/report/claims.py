@@ -41,13 +41,11 @@ def verdict_of(differences: Sequence[float], sign: int) -> str:
     return HOLDS if low > 0 else FAILS if high < 0 else OPEN
 
 
-def compare(
-    records: Sequence[Record], others: Sequence[Record], value: Against, sign: int, label: Label
-) -> Parts:
+def compare(records: Sequence[Record], value: Against, sign: int, label: Label) -> Parts:
     """Each record lies above (sign 1) or below (-1) the one that it stands against."""
     parts = []
     for record in records:
-        if base := values.reference_of(record, value, others):
+        if base := values.reference_of(record, value):
             apart = values.differences(record, base, value.path)
             name = values.label(record, label)
             parts.append((name, values.interval(apart), verdict_of(apart, sign)))
@@ -55,8 +53,8 @@ def compare(
 
 
 def between(
-    records: Sequence[Record], others: Sequence[Record], value: Any, low: float, high: float,
-    label: Label, at_least: tuple[str, float] = ("", 0.0),
+    records: Sequence[Record], value: Any, low: float, high: float, label: Label,
+    at_least: tuple[str, float] = ("", 0.0),
 ) -> Parts:  # fmt: skip
     """The value lies in low .. high, of every seed; `at_least`: records with less do not count."""
     parts = []
@@ -69,7 +67,7 @@ def between(
     return parts
 
 
-def rising(records: Sequence[Record], others: Sequence[Record], metric: str) -> Parts:
+def rising(records: Sequence[Record], metric: str) -> Parts:
     """It grows from each fifth of training to the next; else between all evaluated steps."""
     curves = [member.curves.get(metric, {}) for member in records[0].members.values()]
     steps = sorted(set.intersection(*map(set, curves)))

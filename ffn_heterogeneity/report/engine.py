@@ -15,18 +15,10 @@ from etils import epath
 from ffn_heterogeneity.io.files import atomic_path, read_json
 from ffn_heterogeneity.papers import jreg, nucl
 from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Table, printed
+from ffn_heterogeneity.report import records
 from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
 from ffn_heterogeneity.report.figures import Line, Panel, common_points, draw, save
-from ffn_heterogeneity.report.records import (
-    Record,
-    fill,
-    fits,
-    label,
-    middle,
-    over,
-    records,
-    value_of,
-)
+from ffn_heterogeneity.report.records import Record, fill, fits, label, middle, over, value_of
 from ffn_heterogeneity.report.runs import Run, Spread, read_runs, union
 from ffn_heterogeneity.report.tables import UNKNOWN, csv_text, escaped_table, number
 
@@ -116,7 +108,7 @@ def gather(paths: Sequence[str]) -> Given:
 def draw_all(paper: Paper, runs: Sequence[Run]) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures in their order, then ours."""
     done, begun = (
-        {name: records(runs, kind, begun=flag) for name, kind in paper.kinds.items()}
+        {name: records.records(runs, kind, begun=flag) for name, kind in paper.kinds.items()}
         for flag in (False, True)
     )
     specs = [*paper.tables, *paper.curves]
@@ -125,15 +117,15 @@ def draw_all(paper: Paper, runs: Sequence[Run]) -> Iterator[Drawn]:
         mine = done if isinstance(spec, Table) else begun
         mine = [r for kind in spec.kinds for r in mine[kind] if fits(r, spec.where)]
         if isinstance(spec, Table):
-            yield draw_table(spec, paper, mine, done)
+            yield draw_table(spec, paper, mine)
         else:
-            yield draw_curves(spec, paper, mine, begun)
+            yield draw_curves(spec, paper, mine)
 
 
 # ---- tables
 
 
-def draw_table(spec: Table, paper: Paper, mine: Sequence[Record], everyone: dict) -> Drawn:
+def draw_table(spec: Table, paper: Paper, mine: Sequence[Record]) -> Drawn:
     """The paper's rows, below each what was measured here; then what the paper has not."""
     source = printed(paper.name)["tables"].get(spec.key, {})
     if spec.settings:
@@ -157,7 +149,7 @@ def draw_table(spec: Table, paper: Paper, mine: Sequence[Record], everyone: dict
         groups.setdefault((*name[:-1], name[-1] + record.differs), []).append(record)
     used = []
     for name, group in groups.items():
-        cells = [_cell(spec, spec.columns[x], group, everyone) for x in spec.columns if x != "*"]
+        cells = [_cell(spec, spec.columns[x], group) for x in spec.columns if x != "*"]
         cells += [over([m.tasks[x] for r in group for m in r.members.values() if x in m.tasks])
                   for x in tasks]  # fmt: skip
         if any(cell is not None for cell in cells):
@@ -166,26 +158,23 @@ def draw_table(spec: Table, paper: Paper, mine: Sequence[Record], everyone: dict
             used += [path for record in group for path in record.used]
     order = {name: i for i, name in enumerate(union([key[:-1]] for key in rows))}
     table = [(*key, *rows[key]) for key in sorted(rows, key=lambda key: order[key[:-1]])]
+    header = (*labels, "from", *columns, *tasks)
     if not source and len({row[len(labels)] for row in table}) < 2:  # one origin, no column for it
         table = [(*row[: len(labels)], *row[len(labels) + 1 :]) for row in table]
-        labels, place = labels, []
-    else:
-        place = ["from"]
+        header = (*labels, *columns, *tasks)
     notes = [*spec.notes, *source.get("notes", ()), *_apart(paper, mine)]
     notes += [source["unit"]] if "unit" in source else []
-    header = (*labels, *place, *columns, *tasks)
     return Drawn(spec.key, _title(spec, source.get("caption")), header, table, notes, used)
 
 
-def _cell(spec: Table, column: Any, group: Sequence[Record], everyone: dict) -> Any:
+def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:
     """The value of the first record that has it; `best`: of the one where that is lowest."""
     path, where = column if isinstance(column, Cell) else (column, {})
     group = [record for record in group if fits(record, where)]
     if spec.best:
         ranked = [(middle(value_of(r, spec.best)), i) for i, r in enumerate(group)]
         group = [group[i] for value, i in sorted(x for x in ranked if x[0] is not None)[:1]]
-    others = {id(r): records for records in everyone.values() for r in records}
-    values = [value_of(record, path, others[id(record)]) for record in group]
+    values = [value_of(record, path) for record in group]
     return next((value for value in values if value is not None), None)
 
 
@@ -230,7 +219,7 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
             if fits(record, claim.where):
                 groups.setdefault(label(record, claim.run_on) + record.differs, []).append(record)
         for name, mine in groups.items():
-            parts = COMPUTE[claim.compute](mine, done[claim.kind], **claim.settings)
+            parts = COMPUTE[claim.compute](mine, **claim.settings)
             if parts:
                 rows.append((claim.statement, claim.stated, name, *whole(parts)))
                 used += [path for record in mine for path in record.used]
@@ -247,14 +236,15 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
 # ---- curves
 
 
-def draw_curves(spec: Curves, paper: Paper, mine: Sequence[Record], everyone: dict) -> Drawn:
+def draw_curves(spec: Curves, paper: Paper, mine: Sequence[Record]) -> Drawn:
     """A figure, and its points as (panel, line, seed, x, y)."""
     panels: dict[tuple[str, str], dict[str, dict[Any, dict[float, float]]]] = {}
     used = []
     for record in mine:
         for ylabel, path in spec.y.items():
-            for line, points in _lines(spec, record, path, everyone).items():
-                lines = panels.setdefault((label(record, spec.panel), ylabel), {})
+            for line, points in _lines(spec, record, path).items():
+                panel = label(record, spec.panel) + record.differs * spec.by_step
+                lines = panels.setdefault((panel, ylabel), {})
                 for seed, values in points.items():
                     lines.setdefault(line, {}).setdefault(seed, {}).update(values)
                 used += record.used
@@ -280,27 +270,22 @@ def draw_curves(spec: Curves, paper: Paper, mine: Sequence[Record], everyone: di
     )  # fmt: skip
 
 
-def _lines(spec: Curves, record: Record, path: Any, everyone: dict) -> dict[str, dict]:
+def _lines(spec: Curves, record: Record, path: Any) -> dict[str, dict]:
     """line -> seed -> x -> y."""
-    name = label(record, spec.line)
+    name, members = label(record, spec.line) + record.differs, record.members.items()
     if spec.x == "step":
-        found = {seed: dict(m.curves.get(path, {})) for seed, m in record.members.items()}
-        found = {seed: values for seed, values in found.items() if values}
-        return {name + record.differs * (name != fill(record, "{name}")): found} if found else {}
+        found = {seed: dict(m.curves[path]) for seed, m in members if m.curves.get(path)}
+        return {name: found} if found else {}
     if spec.x != "layer":
-        others = next(v for v in everyone.values() if record in v)
-        x, y = record.config.get(spec.x), middle(value_of(record, path, others))
+        x, y = record.config.get(spec.x), middle(value_of(record, path))
         return {name: {None: {x: y}}} if None not in (x, y) else {}
-    layers = {seed: m.layers.get(path, {}) for seed, m in record.members.items()}
-    layers = {seed: steps for seed, steps in layers.items() if steps}
-    if not spec.by_step:
-        return {name: {seed: dict(enumerate(steps[max(steps)], 1))
-                       for seed, steps in layers.items()}} if layers else {}  # fmt: skip
+    layers = {seed: m.layers[path] for seed, m in members if m.layers.get(path)}
     steps = sorted(set.intersection(*map(set, layers.values()))) if layers else []
     some = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))]
-    return {f"step {step:,d}": {seed: dict(enumerate(values[step], 1))
-                                for seed, values in layers.items()}
-            for step in some if len(steps) > 1}  # fmt: skip
+    chosen = some * (len(steps) > 1) if spec.by_step else steps[-1:]
+    return {f"step {step:,d}" if spec.by_step else name:
+            {seed: dict(enumerate(values[step], 1)) for seed, values in layers.items()}
+            for step in chosen}  # fmt: skip
 
 
 # ---- text

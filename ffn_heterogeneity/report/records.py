@@ -38,15 +38,17 @@ class Record:
     Attributes:
       config: the keys that they share, and what `_facts` adds.
       key: config key -> value as JSON, of all that had to be equal.
-      differs: what sets it apart from other records beside its labels: "seq_len 16".
       members: by seed; None where no chance is in it.
+      differs: what sets it apart from other records beside its labels: ", seq_len 16".
+      peers: all records of its kind, what it may stand against.
     """
 
     kind: Kind
     config: Mapping[str, Any]
     key: Mapping[str, str]
     members: Mapping[Any, Member]
-    differs: str = ""
+    differs: str
+    peers: list[Record] = dataclasses.field(repr=False, compare=False)
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -78,12 +80,12 @@ def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Rec
                 members.setdefault(seed if kind.chance and chance else None, member)
     differing = {k for k in union(dict(key) for key in groups) if not _among(k, kind.shown)
                  and len({dict(key).get(k) for key in groups}) > 1}  # fmt: skip
-    found = [
-        Record(kind, config, dict(key), members, "".join(
-            f", {k} {dict(key).get(k, 'unset')}" for k in sorted(differing)))
-        for key, (config, members) in groups.items()
-    ]  # fmt: skip
-    return sorted(found, key=lambda r: [_rank(r.config.get(k)) for k in kind.shown])
+    found: list[Record] = []
+    for key, (config, members) in groups.items():
+        differs = [f", {k} {dict(key).get(k, 'unset')}" for k in sorted(differing)]
+        found.append(Record(kind, config, dict(key), members, "".join(differs), found))
+    found.sort(key=lambda r: [_rank(r.config.get(k)) for k in kind.shown])
+    return found
 
 
 def _rank(value: Any) -> tuple:
@@ -237,7 +239,7 @@ def fill(record: Record, text: str) -> str:
 
     def value(match: re.Match) -> str:
         if match[1] == "name":
-            return label(record, record.kind.name) + record.differs
+            return label(record, record.kind.name)
         found = record.config.get(match[1])
         found = ", ".join(found) if isinstance(found, list) else found
         return format(found, match[2] or "") if found not in (None, "") else "-"
@@ -282,26 +284,22 @@ def _task(record: Record, member: Member, task: Task) -> Any:
     return x._replace(mean=100 * x.mean, low=100 * x.low, high=100 * x.high)
 
 
-def value_of(record: Record, path: Any, others: Sequence[Record] = ()) -> Any:
+def value_of(record: Record, path: Any) -> Any:
     """A table's value: a number, `Spread` or text; None: it was not measured."""
     if isinstance(path, Against):
-        reference = reference_of(record, path, others)
+        reference = reference_of(record, path)
         return None if reference is None else _against(record, reference, path)
     if isinstance(path, str) and path in record.config:
         return record.config[path]
     return over(list(by_seed(record, path).values()))
 
 
-def reference_of(record: Record, path: Against, others: Sequence[Record]) -> Record | None:
+def reference_of(record: Record, path: Against) -> Record | None:
     """The record that it stands against."""
-    names = {k for k in record.key if not _among(k, path.free)}
-    for other in others:
-        same = {k for k in other.key if not _among(k, path.free)}
-        if names == same and fits(other, path.where) and all(
-            record.key[k] == other.key[k] for k in names
-        ):  # fmt: skip
-            return other
-    return None
+    mine, *others = ({k: v for k, v in r.key.items() if not _among(k, path.free)}
+                     for r in (record, *record.peers))  # fmt: skip
+    same = (r for r, its in zip(record.peers, others, strict=True) if its == mine)
+    return next((r for r in same if fits(r, path.where)), None)
 
 
 def _against(record: Record, reference: Record, path: Against) -> Any:
