@@ -58,3 +58,14 @@ def test_a_criterion(copy):
     run(copy, "compress", "--config.model=tiny", "--config.criterion=largest", "--workdir=pruned")
     results = json.loads((copy / "pruned" / "results.json").read_text())
     assert [len(layer) for layer in results["removed"]] == [6, 6, 6]
+
+
+def test_a_table(copy):
+    run(
+        copy, "sweep", "--config=configs/prune_table.py", "--sweep=halves", "--workdir=halves",
+        "--config.model=tiny", "--config.text=text.txt", "--config.window=16",
+        "--config.max_windows=1",
+    )  # fmt: skip
+    run(copy, "report", "--paper=nucl", "halves", "--out=tables")
+    rows = (copy / "tables" / "what_went.csv").read_text().splitlines()
+    assert "parameters" in rows[0] and len(rows) > 1
