@@ -69,8 +69,6 @@ def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
     started = time.time()
     workdir = epath.Path(settings.workdir)
     claim(workdir, settings)
-    # A second process finds the compiled programs of the first.
-    jax.config.update("jax_compilation_cache_dir", str((workdir / "compiled").resolve()))
     path = fetch_model("smollm2", settings.models)
     train_text, heldout_text = python_manual()
     for name, text in (("train", train_text), ("heldout", heldout_text)):

@@ -358,7 +358,7 @@ def test_filter_of_system_calls(monkeypatch, name):
 
 
 # Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.
-# A virtual environment may lie where nobody cannot look: its interpreter goes by its own name.
+# A virtual environment may lie where only root looks: its interpreter goes by its own name.
 BECOME_NOBODY = """
 import os, sys
 from pathlib import Path

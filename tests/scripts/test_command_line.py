@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, run_script, save_tiny
 
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import unstack
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -51,6 +52,14 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
 def test_help_is_of_the_config_that_is_asked_for():
     done = run_script("train", "--config=configs/nucl_finetune.py:some/model,jsonl", "-h")
     assert "--config.model='some/model'" in done.out and "--config.data.task='jsonl'" in done.out
+
+
+def test_compiled_programs_are_kept_unless_the_flag_says_no(monkeypatch, tmp_path):
+    wanted = []
+    monkeypatch.setattr(cli, "keep_compiled", wanted.append)
+    for flag in ([], ["--nocompilation_cache"]):
+        assert "nothing" in run_script("report", f"{tmp_path}/nothing", *flag).error
+    assert wanted == [True, False]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
