@@ -7,7 +7,7 @@ Writes <workdir>/results.json (`layers`: a list of entropy, gini and mstd, each 
 layer's neurons) and <workdir>/connectivity.png.
 """
 
-from ffn_heterogeneity.evaluate.analyze import run
+from ffn_heterogeneity.evaluate.run import run
 from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":

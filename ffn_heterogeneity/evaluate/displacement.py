@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import check_inputs, check_rows, input_documents, input_rows
-from ffn_heterogeneity.evaluate.parts import read_part, write_part
+from ffn_heterogeneity.evaluate.inputs import check_rows, input_documents, input_rows
+from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.config import ModelConfig
@@ -115,9 +115,8 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     The row of each checkpoint is kept in `<workdir>/series` as soon as it is there.
 
     Raises:
-      ValueError: as `check_inputs`, `load_model` and `displacements`.
+      ValueError: as `load_model` and `displacements`.
     """
-    check_inputs(config)
     checkpoints = checkpoints_in(config.model)
     if not checkpoints and not config.revisions:
         model = load_model(config.model, revision=config.revision)
@@ -132,12 +131,8 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     ]
     rows = []
     for name, source in series:
-        row = read_part(workdir / "series", name)
-        if row is None:
-            model = load_model(source["spec"], revision=source.get("revision"))
-            row = {"checkpoint": name, "step": _step(name), **_of_model(config, model)}
-            write_part(workdir / "series", name, row)
-        rows.append(row)
+        measure = functools.partial(_row, config, name, source)
+        rows.append(once(workdir / "series", name, measure))
     lines = {_words(name): {row["checkpoint"]: row[name] for row in rows} for name in READINGS}
     displacement_figure(lines, workdir / "displacement.png")
     _curve(rows, workdir / "jump_rates.png")
@@ -146,6 +141,11 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def _row(config: ConfigDict, name: str, source: dict[str, str]) -> dict:
+    model = load_model(source["spec"], revision=source.get("revision"))
+    return {"checkpoint": name, "step": _step(name), **_of_model(config, model)}
 
 
 def _of_model(config: ConfigDict, model: Model) -> dict:

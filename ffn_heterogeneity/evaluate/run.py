@@ -1,8 +1,9 @@
-"""`scripts/evaluate.py`."""
+"""`scripts/evaluate.py` and `scripts/analyze.py`: what can be measured of a model, by name."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 from etils import epath
@@ -10,6 +11,8 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
+from ffn_heterogeneity.evaluate.connectivity import connectivity
+from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.evaluate.inputs import DTYPES, check_inputs, input_rows
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
@@ -17,42 +20,66 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 
-EVALUATIONS = ("perplexity", "tasks", "chat", "judge")
-
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:
-    """What `config.evaluation` names (perplexity where it is not there); returns `results.json`.
+    """What `config.evaluation` or `config.analysis` names; returns what `results.json` holds.
 
     Raises:
       ValueError: a setting or a file is unusable; the message names it.
     """
     check_config(config)
-    if config.get("evaluation") == "judge":
-        return judge.run(config, workdir)
-    model = load_model(config.model, revision=config.revision)
-    if config.get("evaluation") == "tasks":
-        samples = workdir / "samples" if config.save_samples else None
-        found = evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")
-        results = {"model": config.model, "tasks": found}
-        print(task_table(results["tasks"]), file=sys.stderr)
-    elif config.get("evaluation") == "chat":
-        results = {"model": config.model} | answer_questions(config, model, workdir)
-        print(
-            f"{results['answered']} answers; turns of this run: {results['turns']}, cut by the "
-            f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
-            f"empty {results['turns_empty']}",
-            file=sys.stderr,
-        )
-    else:
-        results = score(config, model)
-        print(
-            f"perplexity {results['perplexity']:.4f} (nll {results['nll']:.5f} nats, "
-            f"{results['tokens']:,} tokens in {results['windows']} windows)",
-            file=sys.stderr,
-        )
+    results = {key: config[key] for key in ("model", "analysis") if key in config}
+    results |= EVALUATIONS[_chosen(config)[1]][1](config, workdir)
     write_json(workdir / "results.json", results)
     print(f"{workdir}/results.json", file=sys.stderr)
     return results
+
+
+def check_config(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
+    key, name = _chosen(config)
+    if name not in EVALUATIONS:
+        raise ValueError(f"{key}={name!r}: choose one of {tuple(EVALUATIONS)}")
+    if "model" in config and not config.model:
+        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
+    if config.get("compute_dtype", DTYPES[0]) not in DTYPES:
+        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
+    EVALUATIONS[name][0](config)
+
+
+def _chosen(config: ConfigDict) -> tuple[str, str]:
+    """(the config's key that says what is measured, its value)."""
+    key = "analysis" if "analysis" in config else "evaluation"
+    return key, config.get(key, "perplexity")
+
+
+def score(config: ConfigDict, model: Model) -> dict:
+    """Perplexity of `config.text` or of `config.token_ids`, of a model in memory."""
+    rows = input_rows(config, model)
+    results = perplexity(
+        model.config, model.params, rows, batch_size=config.batch_size,
+        options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+    )  # fmt: skip
+    bos = "in token_ids" if config.token_ids else config.bos
+    return results | {"bos": bos, "model": config.model}
+
+
+def _perplexity(config: ConfigDict, workdir: epath.Path) -> dict:
+    results = score(config, load_model(config.model, revision=config.revision))
+    print(
+        f"perplexity {results['perplexity']:.4f} (nll {results['nll']:.5f} nats, "
+        f"{results['tokens']:,} tokens in {results['windows']} windows)",
+        file=sys.stderr,
+    )
+    return results
+
+
+def _tasks(config: ConfigDict, workdir: epath.Path) -> dict:
+    model = load_model(config.model, revision=config.revision)
+    samples = workdir / "samples" if config.save_samples else None
+    tasks = evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")
+    print(task_table(tasks), file=sys.stderr)
+    return {"tasks": tasks}
 
 
 def task_table(tasks: dict[str, dict]) -> str:
@@ -68,32 +95,28 @@ def task_table(tasks: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def score(config: ConfigDict, model: Model) -> dict:
-    """Perplexity of `config.text` or of `config.token_ids`, of a model in memory."""
-    rows = input_rows(config, model)
-    results = perplexity(
-        model.config, model.params, rows, batch_size=config.batch_size,
-        options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
-    )  # fmt: skip
-    bos = "in token_ids" if config.token_ids else config.bos
-    return results | {"bos": bos, "model": config.model}
+def _chat(config: ConfigDict, workdir: epath.Path) -> dict:
+    model = load_model(config.model, revision=config.revision)
+    results = answer_questions(config, model, workdir)
+    print(
+        f"{results['answered']} answers; turns of this run: {results['turns']}, cut by the "
+        f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
+        f"empty {results['turns_empty']}",
+        file=sys.stderr,
+    )
+    return results
 
 
-def check_config(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
-    if config.get("evaluation") == "judge":
-        judge.check(config)
-        return
-    if not config.model:
-        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    if config.compute_dtype not in DTYPES:
-        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
-    if config.get("evaluation", "perplexity") not in EVALUATIONS:
-        raise ValueError(f"evaluation={config.evaluation!r}: choose one of {EVALUATIONS}")
-    if config.get("evaluation") == "tasks":
-        check_tasks(config)
-        return
-    if config.get("evaluation") == "chat":
-        check_chat(config)
-        return
-    check_inputs(config)
+def _nothing(config: ConfigDict) -> None:
+    """For an analysis that reads the weights alone."""
+
+
+# name -> (what refuses its config before anything is loaded, what measures)
+EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
+    "perplexity": (check_inputs, _perplexity),
+    "tasks": (check_tasks, _tasks),
+    "chat": (check_chat, _chat),
+    "judge": (judge.check, judge.run),
+    "connectivity": (_nothing, connectivity),
+    "displacement": (check_inputs, displacement),
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import numbers
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,8 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
-from ffn_heterogeneity.evaluate.parts import read_part, write_part
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.files import atomic_path, once
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 
@@ -63,9 +63,8 @@ def evaluate_tasks(
     """
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
-    found = {str(name): read_part(done_dir, str(name)) for name in config.tasks}
     # All are loaded before the first is evaluated: a missing file is no surprise after hours.
-    manager, jobs = _load(config, [name for name, rows in found.items() if rows is None])
+    manager, jobs = _load(config, [str(name) for name in config.tasks])
     lm = HarnessLM(
         model,
         options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
@@ -75,11 +74,12 @@ def evaluate_tasks(
         add_bos={"auto": None, "always": True, "never": False}[config.add_bos],
         stop=config.stop,
     )
+    found: dict[str, dict[str, Any]] = {}
     for name in list(jobs):
         # Its requests and answers go with it.
-        found[name] = _evaluate(config, lm, manager, jobs.pop(name), samples_dir)
-        write_part(done_dir, name, found[name])
-    return {task: row for rows in found.values() for task, row in rows.items()}
+        evaluate = functools.partial(_evaluate, config, lm, manager, jobs.pop(name), samples_dir)
+        found |= once(done_dir, name, evaluate)
+    return found
 
 
 def check_tasks(config: ConfigDict) -> None:
@@ -125,8 +125,6 @@ def _check_code(config: ConfigDict) -> None:
 
 def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, Job]]:
     """The harness's task manager, and what each name stands for."""
-    if not names:
-        return None, {}
     specs: list[Any] = names
     if config.data_root:
         pack = make_task_pack(

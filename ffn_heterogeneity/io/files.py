@@ -7,8 +7,9 @@ import json
 import math
 import os
 import re
+import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -105,6 +106,23 @@ def read_json(path: str | os.PathLike) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def once(folder: str | os.PathLike | None, name: str, function: Callable[[], Any]) -> Any:
+    """What `function()` returns, as plain data; kept in `<folder>/<name>.json`, where it is found.
+
+    A result is known by its name alone: whoever gives the folder sees to it that all settings are
+    the same (`io.workdir.prepare_workdir`). Without a folder nothing is kept.
+    """
+    if folder is None:
+        return plain(function())
+    path = epath.Path(folder) / (re.sub(r"[^\w.-]+", "_", name) + ".json")
+    # Two names may share a file's: then the file is the other's.
+    if path.exists() and read_json(path).get("name") == name:
+        print(f"{name}: done before, read from {path}", file=sys.stderr)
+    else:
+        write_json(path, {"name": name, "value": function()})
+    return read_json(path)["value"]
 
 
 def plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import sys
 import time
@@ -15,14 +16,14 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.evaluate.connectivity import layer_sums
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.fetch import fetch_model
-from ffn_heterogeneity.io.files import atomic_path, read_json, write_json
+from ffn_heterogeneity.io.files import atomic_path, once, read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir
-from ffn_heterogeneity.losses.nucl import layer_statistics
+from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.report.figures import bar_figure, connectivity_figure, training_figure
+from ffn_heterogeneity.report.figures import bar_figure, training_figure
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
@@ -76,16 +77,13 @@ def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
             temporary.write_text(text)
     say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
         "characters of the Python language reference")  # fmt: skip
-    pieces = Pieces(workdir, Lazy(str(path)), heldout_text)
+    pieces, kept = Pretrained(workdir, Lazy(str(path)), heldout_text), workdir / "pieces"
     results = {
         "settings": dataclasses.asdict(settings),
-        "before": pieces.once("before", pieces.before),
+        "before": once(kept, "before", pieces.before),
         "removal": {
-            label: pieces.once(
-                f"removal-{criterion}{'-reverse' if reverse else ''}",
-                lambda c=criterion, r=reverse: pieces.removal(c, r),
-            )
-            for label, (criterion, reverse) in REMOVALS.items()
+            label: once(kept, label, functools.partial(pieces.removal, *removal))
+            for label, removal in REMOVALS.items()
         },
         "training": {
             label: train(workdir, label, alpha, settings, str(path), get_config)
@@ -96,10 +94,7 @@ def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
         },
     }
     # A second run only reads: the first one's time is the one worth telling.
-    took = workdir / "pieces" / "seconds.json"
-    if not took.exists():
-        write_json(took, round(time.time() - started, 1))
-    results["seconds"] = read_json(took)
+    results["seconds"] = once(kept, "time", lambda: round(time.time() - started, 1))
     write_json(workdir / "results.json", results)
     report(workdir, results)
     return results
@@ -140,19 +135,12 @@ class Lazy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Measurements on the pretrained model, each kept under `<workdir>/pieces`."""
+class Pretrained:
+    """Measurements on the pretrained model."""
 
     workdir: epath.Path
     model: Lazy
     heldout: str
-
-    def once(self, name: str, measure: Callable[[], dict]) -> dict:
-        """The kept result of `name`, or a new one."""
-        path = self.workdir / "pieces" / f"{name}.json"
-        if not path.exists():
-            write_json(path, measure())
-        return read_json(path)
 
     def rows(self) -> np.ndarray:
         return text_windows(
@@ -163,14 +151,7 @@ class Pieces:
         """Perplexity and connectivity of the model as it comes."""
         model = self.model()
         found = perplexity(model.config, model.params, self.rows(), progress="perplexity before")
-        layers = [
-            {**sums, "neurons": width}
-            for sums, width in zip(
-                layer_statistics(model.params), model.config.ffn_widths, strict=True
-            )
-        ]
-        connectivity_figure(layers, model.config.d_model, self.workdir / "connectivity.png")
-        return {**found, "layers": layers}
+        return {**found, "layers": layer_sums(model, self.workdir)}
 
     def removal(self, criterion: str, reverse: bool) -> dict:
         """Perplexity after removing a quarter of every layer's neurons."""
@@ -194,16 +175,11 @@ def train(
     """One short fine-tuning run; its results and its metrics by step."""
     from ffn_heterogeneity.train import run as training
 
+    say(f"fine-tuning, {label}")
     folder = workdir / f"train-alpha-{alpha:g}"
-    if not (folder / "results.json").exists():
-        say(f"fine-tuning, {label}")
-        config = demo_config(get_config(f"{model},text"), workdir, alpha, settings.steps)
-        prepare_workdir(folder, config.to_dict())
-        training.run(config, folder)
-    return {
-        "results": read_json(folder / "results.json"),
-        "metrics": read_metrics(folder / "metrics.jsonl"),
-    }
+    config = demo_config(get_config(f"{model},text"), workdir, alpha, settings.steps)
+    results = training.run(config, folder)
+    return {"results": results, "metrics": read_metrics(folder / "metrics.jsonl")}
 
 
 def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: int) -> ConfigDict:

@@ -10,23 +10,15 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.train import run as training
-from ffn_heterogeneity.train.build import check_config
 from ffn_heterogeneity.train.shared import Shared
 
-# What does a stage, and what refuses its config before anything is run.
-FUNCTIONS = {
-    "train": (training.run, check_config),
-    "surgery": (compress.run, compress.check_config),
-    "evaluate": (evaluation.run, evaluation.check_config),
-}
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
 OWN_KEYS = ("kind", "base")
 # 97.5% quantile of Student's t by degrees of freedom, 1 to 30; beyond, the normal one.
@@ -37,17 +29,23 @@ T_975 = (
 )  # fmt: skip
 
 
-def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
+def run(
+    config: ConfigDict,
+    workdir: str | os.PathLike,
+    shared: Shared | None = None,
+    kind: str = "train",
+) -> dict:
     """Runs `config` as what it is; returns what `<workdir>/results.json` holds.
 
     - with a tuple `stages` (of names of groups in the config): `run_stages`;
     - with a tuple `seeds`: once per seed, in `<workdir>/seed_<seed>`, then the mean over seeds of
       every final number with a 95% interval (Student's t);
-    - otherwise `train.run.run`.
+    - otherwise the command `kind`.
 
     Args:
       shared: what this run has in common with others of this process; runs over seeds share their
         compiled programs in any case.
+      kind: a key of `COMMANDS`.
 
     Raises:
       ValueError: what is wrong, in one line.
@@ -56,15 +54,15 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     workdir = epath.Path(workdir)
     if config.get("dry_run"):
         return _plan(config, workdir)
-    seeds = tuple(config.get("seeds", ()))
+    seeds, shared = tuple(config.get("seeds", ())), shared or Shared(keep_model=False)
     if not seeds:
-        return _single(config, workdir, shared)
+        return _single(config, workdir, shared, kind)
     if len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
         raise ValueError(f"seeds={seeds}: different integers, e.g. (0, 1, 2)")
-    results, shared = {}, shared or Shared(keep_model=False)
+    results = {}
     for seed in seeds:
         say(f"seed {seed}")
-        results[seed] = _single(_with_seed(config, seed), workdir / f"seed_{seed}", shared)
+        results[seed] = _single(_with_seed(config, seed), workdir / f"seed_{seed}", shared, kind)
     summary = summarise(list(results.values()))
     found = {"seeds": list(seeds), "summary": summary, "runs": list(results.values())}
     on_main(lambda: write_json(workdir / "results.json", found))
@@ -74,7 +72,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     return found
 
 
-def check(config: ConfigDict) -> None:
+def check(config: ConfigDict, kind: str = "train") -> None:
     """Refuses what is cheap to refuse, before anything is loaded.
 
     Raises:
@@ -83,12 +81,12 @@ def check(config: ConfigDict) -> None:
     if "stages" in config:
         make_stages(config)
     else:
-        check_config(config)
+        COMMANDS[kind].check(config)
 
 
-def _single(config: ConfigDict, workdir: epath.Path, shared: Shared | None) -> dict:
+def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) -> dict:
     if "stages" not in config:
-        return training.run(config, workdir, shared)
+        return COMMANDS[kind].run(config, workdir, shared)
     results = run_stages(make_stages(config), config.model, workdir)
     on_main(lambda: write_json(workdir / "results.json", {"stages": results}))
     return {"stages": results}
@@ -124,19 +122,19 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
     group = config.get(name)
     if not isinstance(group, ConfigDict) or not all(key in group for key in OWN_KEYS):
         raise ValueError(f"stage {name!r}: the config needs a group {name!r} with kind and base")
-    if group.kind not in FUNCTIONS:
-        raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {tuple(FUNCTIONS)}")
+    kinds = tuple(kind for kind, command in COMMANDS.items() if command.script)
+    if group.kind not in kinds:
+        raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {kinds}")
     base = cli.load_config(cli.beside_script(group.base))
     settings = flatten_config(group.to_dict())
     own = {key: value for key, value in settings.items() if key not in OWN_KEYS}
     cli.set_keys(base, own, f"stage {name!r}", group.base)
-    function, check = FUNCTIONS[group.kind]
     base.model = config.model
     try:
-        check(base)
+        COMMANDS[group.kind].check(base)
     except ValueError as error:
         raise ValueError(f"stage {name!r}: {error}") from None
-    return Stage(group.kind, name, base, function)
+    return Stage(group.kind, name, base)
 
 
 def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:

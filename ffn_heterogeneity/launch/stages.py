@@ -8,10 +8,11 @@ uninterrupted one reads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -22,9 +23,10 @@ from ffn_heterogeneity.io.workdir import (
     release_workdir,
     what_is_computed,
 )
+from ffn_heterogeneity.launch.commands import COMMANDS, Command
 from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.train.shared import Shared
 
-KINDS = ("train", "surgery", "evaluate")
 MARKER = "done.json"
 
 
@@ -33,21 +35,19 @@ class Stage:
     """One stage.
 
     Attributes:
-      kind: "train", "surgery" or "evaluate"; the last hands its input on unchanged.
-      name: of its folder; unique in the run.
-      config: of `function`; its key `model` is filled with what the last stage wrote.
-      function: (config, directory) -> results. `directory` is the stage's own: a training stage
-        keeps its checkpoints there and resumes from them; the model goes to `directory / "model"`.
+      kind: a key of `COMMANDS` with a script.
+      name: of its folder; unique in the run. A training stage keeps its checkpoints there and
+        resumes from them.
+      config: of the command; its key `model` is filled with what the last stage wrote.
     """
 
     kind: str
     name: str
     config: ConfigDict
-    function: Callable[[ConfigDict, epath.Path], dict]
 
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"stage {self.name!r}: kind={self.kind!r}, choose one of {KINDS}")
+    @property
+    def command(self) -> Command:
+        return COMMANDS[self.kind]
 
 
 def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) -> dict[str, dict]:
@@ -82,25 +82,22 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
             say(f"stage {stage.name}: completed before, skipped")
         else:
             say(f"stage {stage.name} ({stage.kind})")
-            config = stage.config.copy_and_resolve_references()
-            config.model = model
-            _run_stage(stage, config, folder)
+            _run_stage(stage, model, folder)
             marker = {"kind": stage.kind, "name": stage.name, "digest": digest}
             on_main(lambda: write_json(folder / MARKER, marker))  # noqa: B023 (called at once)
         results[stage.name] = read_json(folder / "results.json")
-        if stage.kind != "evaluate":
+        if stage.command.makes_model:
             model = os.fspath(folder / "model")
     return results
 
 
-def _run_stage(stage: Stage, config: ConfigDict, folder: epath.Path) -> None:
-    """Training is for all processes together; the other stages are the main one's work."""
+def _run_stage(stage: Stage, model: str, folder: epath.Path) -> None:
+    config = stage.config.copy_and_resolve_references()
+    config.model = model
+    run = functools.partial(stage.command.run, config, folder, Shared(keep_model=False))
     on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     try:
-        if stage.kind == "train":
-            stage.function(config, folder)
-        else:
-            on_main(lambda: stage.function(config, folder))
+        run() if stage.command.together else on_main(run)
     except Exception:
         # So that the mended command may use the same directory.
         on_main(lambda: release_workdir(folder))
@@ -115,8 +112,8 @@ def _digests(stages: Sequence[Stage], model: str) -> list[str]:
         values.pop("model", None)
         text = json.dumps([before, stage.kind, stage.name, values], sort_keys=True)
         digests.append(hashlib.sha256(text.encode()).hexdigest())
-        # An evaluation hands on what it got, so what follows does not depend on it.
-        before = before if stage.kind == "evaluate" else digests[-1]
+        # What hands on the model that it got changes nothing for those that follow.
+        before = digests[-1] if stage.command.makes_model else before
     return digests
 
 

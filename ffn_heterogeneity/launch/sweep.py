@@ -2,7 +2,7 @@
 
 A config file may define `SWEEPS`, a dict from the name of a sweep to its points, or to a function
 of the config that returns them (where they depend on the model, say), and `KIND`, what runs them
-(`sweep_run.KINDS`). Points are made by combinators, from tables of config keys and values:
+(`commands.COMMANDS`). Points are made by combinators, from tables of config keys and values:
 
     KIND = "train"
     SWEEPS = {

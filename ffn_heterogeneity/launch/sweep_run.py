@@ -9,13 +9,12 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate import pruned
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.workdir import (
     WorkdirError,
@@ -23,6 +22,7 @@ from ffn_heterogeneity.io.workdir import (
     working_in,
 )
 from ffn_heterogeneity.launch import cli, experiment, slurm
+from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.train.shared import Shared
@@ -37,32 +37,7 @@ class SweepFailed(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """What runs the points of a config.
-
-    Attributes:
-      run: (config, directory, what the process's runs share) -> writes results.json, last.
-      check: refuses a config before anything runs.
-      script: that runs one such config by itself, if there is one.
-    """
-
-    run: Callable[[ConfigDict, epath.Path, Shared], Any]
-    check: Callable[[ConfigDict], None]
-    script: str | None = None
-
-
-# By the name that a config file gives as KIND.
-KINDS = {
-    "train": Kind(experiment.run, experiment.check, "train.py"),
-    "removal": Kind(
-        lambda config, workdir, shared: pruned.run(config, workdir, shared.load),
-        pruned.check_config,
-    ),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
+class PointRun:
     """A point made ready: its whole config and its directory."""
 
     point: Point
@@ -113,7 +88,7 @@ def run(
         raise ValueError(f"launcher={launcher!r}: choose one of {LAUNCHERS}")
     root = epath.Path(workdir)
     kind, points = points_of(spec, sweep, config)
-    tasks = [Task(one, apply(config, one), root / one.name) for one in points]
+    tasks = [PointRun(one, apply(config, one), root / one.name) for one in points]
     check(kind, tasks)
     claim(root, spec, sweep, kind, points)
     todo = [task for task in choose(tasks, only) if not task.finished]
@@ -142,10 +117,10 @@ def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
     """
     names = runpy.run_path(spec.partition(":")[0])
     sweeps, kind = names.get("SWEEPS"), names.get("KIND")
-    if not isinstance(sweeps, Mapping) or kind not in KINDS:
+    if not isinstance(sweeps, Mapping) or kind not in COMMANDS:
         raise ValueError(
             f"config file {spec.partition(':')[0]!r} defines no sweep: it needs SWEEPS and a KIND "
-            f"of {tuple(KINDS)}"
+            f"of {tuple(COMMANDS)}"
         )
     if sweep not in sweeps:
         raise ValueError(unknown("sweep", sweep, sweeps))
@@ -166,11 +141,11 @@ def apply(config: ConfigDict, one: Point) -> ConfigDict:
     return config
 
 
-def check(kind: str, tasks: Sequence[Task]) -> None:
+def check(kind: str, tasks: Sequence[PointRun]) -> None:
     """Refuses bad settings, and directories that hold other runs, before anything is run."""
     for task in tasks:
         try:
-            KINDS[kind].check(task.config)
+            experiment.check(task.config, kind)
         except ValueError as error:
             raise ValueError(f"point {task.point.name!r}: {error}") from None
         if (task.directory / "config.json").exists():
@@ -199,7 +174,7 @@ def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> 
     write_json(path, {"sweep": sweep, "kind": kind, "config": spec, "points": listed})
 
 
-def choose(tasks: Sequence[Task], only: Sequence[str]) -> list[Task]:
+def choose(tasks: Sequence[PointRun], only: Sequence[str]) -> list[PointRun]:
     """The tasks named, all without names.
 
     Raises:
@@ -212,9 +187,9 @@ def choose(tasks: Sequence[Task], only: Sequence[str]) -> list[Task]:
     return [task for task in tasks if not only or task.point.name in only]
 
 
-def command(task: Task, root: epath.Path, spec: str, sweep: str, kind: str) -> str:
+def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) -> str:
     """One line for a shell that runs this point alone, in the same directory."""
-    script = KINDS[kind].script
+    script = COMMANDS[kind].script
     scripts = os.path.dirname(sys.argv[0]) or "scripts"
     base = flatten_config(cli.load_config(spec).to_dict())
     mine = flatten_config(task.config.to_dict())
@@ -222,7 +197,7 @@ def command(task: Task, root: epath.Path, spec: str, sweep: str, kind: str) -> s
     own = () if script else tuple(task.point.settings)
     changed = [key for key in mine if mine[key] != base[key] and key not in own]
     place = [f"--workdir={task.directory}"]
-    if script is None:
+    if not script:
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]
     program = [sys.executable or "python", os.path.join(scripts, script or "sweep.py")]
     overrides = [f"--config.{key}={mine[key]}" for key in changed]
@@ -232,7 +207,7 @@ def command(task: Task, root: epath.Path, spec: str, sweep: str, kind: str) -> s
 # ---- running
 
 
-def run_here(kind: str, todo: Sequence[Task], shared: Shared) -> dict[str, str]:
+def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, str]:
     """Runs the tasks one after the other; name -> error line of those that failed."""
     from tqdm import tqdm
 
@@ -262,7 +237,7 @@ def run_here(kind: str, todo: Sequence[Task], shared: Shared) -> dict[str, str]:
 def run_one(kind: str, config: ConfigDict, directory: epath.Path, shared: Shared) -> None:
     """Claims the directory and runs."""
     with working_in(directory, config.to_dict()):
-        KINDS[kind].run(config, directory, shared)
+        experiment.run(config, directory, shared, kind)
 
 
 def run_alone(
@@ -279,7 +254,7 @@ def run_alone(
 
 
 def conclude(
-    tasks: Sequence[Task], todo: Sequence[Task], failed: Mapping[str, str], shared: Shared
+    tasks: Sequence[PointRun], todo: Sequence[PointRun], failed: Mapping[str, str], shared: Shared
 ) -> dict[str, Any]:
     """What `run` returns; see there."""
     finished = sum(task.finished for task in tasks)
@@ -300,7 +275,7 @@ def conclude(
     }
 
 
-def budget(kind: str, tasks: Sequence[Task], todo: Sequence[Task]) -> str:
+def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> str:
     """How much there is to do, before the first run says how long one takes."""
     text = f"{len(todo)} runs to do, {sum(task.finished for task in tasks)} finished before"
     steps = [task.config.get("steps", 0) * max(1, len(task.config.seeds)) for task in todo

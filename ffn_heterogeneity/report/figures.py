@@ -160,7 +160,7 @@ def training_figure(
 def displacement_figure(
     panels: Mapping[str, Mapping[str, Mapping]], path: str | os.PathLike
 ) -> None:
-    """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint, with its zeta_L.
+    """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint.
 
     Args:
       panels: title -> {label: {"psi": [L values], "zeta_L": percent}}.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, config_of, random_params, run_script, save_tiny, tiny_of
 
-from ffn_heterogeneity.evaluate import analyze
-from ffn_heterogeneity.evaluate.analyze import run
+from ffn_heterogeneity.evaluate import connectivity
+from ffn_heterogeneity.evaluate.run import run
 from ffn_heterogeneity.models.stack import restack, unstack
 
 
@@ -50,7 +50,7 @@ def test_an_interrupted_analysis_leaves_no_results(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(analyze, "connectivity_figure", broken)
+    monkeypatch.setattr(connectivity, "connectivity_figure", broken)
     flags = [f"--config.model={directory}", f"--workdir={tmp_path / 'run'}"]
     assert "disk full" in run_script("analyze", *flags).error
     assert not (tmp_path / "run").exists()

@@ -18,8 +18,8 @@ from tiny_models import (
     tiny_of,
 )
 
-from ffn_heterogeneity.evaluate.analyze import run
 from ffn_heterogeneity.evaluate.displacement import displacements
+from ffn_heterogeneity.evaluate.run import run
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import restack, unstack

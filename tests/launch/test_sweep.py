@@ -12,6 +12,7 @@ import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of
 
 from ffn_heterogeneity.launch import sweep_run
+from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
@@ -107,7 +108,7 @@ def test_every_point_of_every_sweep_is_a_config(name, sweep):
     argument = "170m,nucl" if (name, sweep) == ("jreg_pretrain", "nucl") else None
     config = config_of(name, argument, model="smollm2_135m")
     kind, points = sweep_run.points_of(str(REPOSITORY / f"configs/{name}.py"), sweep, config)
-    assert kind in sweep_run.KINDS
+    assert kind in COMMANDS
     values = [json.dumps(sweep_run.apply(config, one).to_dict(), sort_keys=True) for one in points]
     assert len(set(values)) == len(values), "two points are the same run"
     count = {

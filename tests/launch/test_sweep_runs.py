@@ -19,6 +19,7 @@ from tiny_models import (
 
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import experiment, sweep_run
+from ffn_heterogeneity.launch.commands import COMMANDS, Command
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import shared
 
@@ -122,7 +123,7 @@ def test_finished_points_are_skipped(spec, alphas, monkeypatch, capsys):
     def never(*_):
         raise AssertionError("a finished point was run again")
 
-    monkeypatch.setitem(sweep_run.KINDS, "train", sweep_run.Kind(never, lambda config: None))
+    monkeypatch.setitem(COMMANDS, "train", Command(lambda config: None, never))
     again = sweep_run.run(small(spec), alphas[0], spec=spec, sweep="alpha")
     assert (again["ran"], again["finished"]) == (0, 5)
     assert "0 runs to do, 5 finished before" in capsys.readouterr().err
@@ -184,7 +185,7 @@ def test_bugs_are_shown_once_and_the_others_run(spec, tmp_path, monkeypatch, cap
             raise ZeroDivisionError("a bug")
         (directory / "results.json").write_text("{}")
 
-    monkeypatch.setitem(sweep_run.KINDS, "train", sweep_run.Kind(run, lambda config: None))
+    monkeypatch.setitem(COMMANDS, "train", Command(lambda config: None, run))
     with pytest.raises(sweep_run.SweepFailed, match=r"^4 of 5 .*: ZeroDivisionError: a bug$"):
         sweep_run.run(small(spec), tmp_path, spec=spec, sweep="alpha")
     assert capsys.readouterr().err.count("Traceback") == 1

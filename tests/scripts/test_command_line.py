@@ -158,9 +158,10 @@ def test_the_traceback_is_there_for_the_asking(tmp_path):
 
 
 def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
-    from ffn_heterogeneity.evaluate import analyze
+    from ffn_heterogeneity.evaluate.run import EVALUATIONS
 
-    monkeypatch.setitem(analyze.ANALYSES, "connectivity", lambda config, workdir: 1 / 0)
+    broken = (lambda config: None, lambda config, workdir: 1 / 0)
+    monkeypatch.setitem(EVALUATIONS, "connectivity", broken)
     with pytest.raises(ZeroDivisionError):
         run_script("analyze", "--config.model=x", f"--workdir={tmp_path / 'run'}")
 

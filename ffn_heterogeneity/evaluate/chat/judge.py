@@ -34,7 +34,6 @@ from ffn_heterogeneity.evaluate.chat.answers import (
 )
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
-from ffn_heterogeneity.io.files import write_json
 
 MODES = ("single", "pairwise")
 # Categories whose answers are right or wrong: MT-bench's authors show the judge a reference.
@@ -59,7 +58,7 @@ class Job(NamedTuple):
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
-    """Judges what `configs/judge.py` names and is not judged yet; returns `results.json`.
+    """Judges what `configs/judge.py` names and is not judged yet; returns the results.
 
     Raises:
       ValueError (DataError): a setting or a file is unusable; never because of a judge's answer.
@@ -100,7 +99,6 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         "models": models, "judgments": str(path), "judged": len(wanted), "failed": len(errors),
         "unanswered": unanswered, "errors": errors, **summary(wanted, categories),
     }  # fmt: skip
-    write_json(workdir / "results.json", results)
     _report(results, workdir)
     return results
 

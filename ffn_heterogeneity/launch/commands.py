@@ -1,0 +1,55 @@
+"""What can be run, by name: a script's config, a stage of a run, a point of a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.train import build
+from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.train.shared import Shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A function of a config, and what refuses the config before anything is loaded.
+
+    Attributes:
+      run: (config, directory, what the process's runs share) -> what it wrote to results.json.
+      script: that runs one such config by itself; "": none, so it is no stage either.
+      makes_model: a stage maps a model to a model, at `<directory>/model`; False: to itself.
+      together: all processes of a run take part, not the main one alone.
+    """
+
+    check: Callable[[ConfigDict], None]
+    run: Callable[[ConfigDict, epath.Path, Shared], Any]
+    script: str = ""
+    makes_model: bool = True
+    together: bool = False
+
+
+def _removal(config: ConfigDict, workdir: epath.Path, shared: Shared) -> dict:
+    return pruned.run(config, workdir, shared.load)
+
+
+def _surgery(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
+    return compress.run(config, workdir)
+
+
+def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
+    return evaluation.run(config, workdir)
+
+
+COMMANDS = {
+    "train": Command(build.check_config, training.run, "train.py", together=True),
+    "surgery": Command(compress.check_config, _surgery, "compress.py"),
+    "evaluate": Command(evaluation.check_config, _evaluate, "evaluate.py", makes_model=False),
+    "removal": Command(pruned.check_config, _removal),
+}
