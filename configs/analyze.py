@@ -2,16 +2,17 @@
 
 Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --config.model=<any>
            python scripts/analyze.py --config=configs/analyze.py:displacement --config.model=<any> \
-             --config.text=<file.txt> --config.max_windows=40
+             --config.jsonl=<lambada.jsonl>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores.
-Paper:     JREG, Table 1: jump rates of published models lie between 7 and 28 percent; whether
-           before or after the final norm, and on how many tokens of which text, is not stated.
+Paper:     JREG, Table 1: next-word prediction on 100 samples of LAMBADA. Whether h_L is taken
+           before or after the final norm, and over which tokens, is not stated: all are computed.
 
 connectivity: entropy, gini and mstd of the outgoing weights, summed over each layer's neurons
 (NUCL, section 3). displacement: how far each block turns the residual stream, jump rates before and
-after the final norm, block influence and the order in which it removes layers (JREG, section 3). A
-directory of checkpoints, or --config.revisions, gives the curve over training (its Figure 4).
+after the final norm, over all tokens and the last of each document, block influence and the order
+in which it removes layers (JREG, section 3). A directory of checkpoints, or --config.revisions,
+gives the curves over training (its Figure 4).
 """
 
 from ml_collections import ConfigDict
@@ -30,11 +31,13 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     # Of displacement alone:
     config.revisions = ()  # of a hub id, one checkpoint each: ('step1000', 'step2000')
     config.text = ""  # a UTF-8 text file, tokenised whole without special tokens, or ...
+    config.jsonl = ""  # documents of unequal length, one JSON object a line, or ...
     config.token_ids = ""  # integers [windows, length] in a .npy file, used whole
-    config.window = 512  # tokens after bos in a window, and how many windows at most (0: all)
-    config.max_windows = 40
-    config.bos = "segment"  # segment: bos first in every window (Gemma needs it) | stream | none
-    config.positions = "all"  # tokens that count: all, or the last of each window
+    config.text_field = "text"  # of jsonl
+    config.max_documents = 100  # the first so many lines of jsonl; 0: all
+    config.window = 512  # tokens after bos in a window (longer documents are cut to it)
+    config.max_windows = 40  # of text, at most; 0: all
+    config.bos = "segment"  # segment: bos first in each (Gemma needs it) | stream | none
     config.batch_size = 4
     config.compute_dtype = "float32"  # or bfloat16; displacements are float32 in either
     return config

@@ -9,48 +9,48 @@ Hardware:  paper: not stated. 512 rows of 1,024 tokens a step in micro-batches o
 Hours:     paper: not stated. 957 steps are 502M positions: SmolLM2-135M at 40% of an H200's peak
            about half an hour (an estimate); 4 steps of 8 x 256 on 2 CPU cores: minutes.
 Paper:     Tulu-v1 mixture (490,445 conversations), learning rate 2e-5 with linear decay, batch 512,
-           957 steps = one epoch, AdamW. Its results are judged by MT-bench, Vicuna and WizardLM
-           questions (configs/chat.py, configs/judge.py). Ours, because nothing is stated: 3%
-           warm-up (29 steps) and no weight decay as in the Tulu recipe; moments .9 and .95 and rows
-           of 1,024 tokens as in the paper's pretraining; no clipping; no dropout.
+           957 steps = one epoch, AdamW .9/.95. Its results are judged by MT-bench, Vicuna and
+           WizardLM questions (configs/chat.py, configs/judge.py). Ours, because nothing is stated:
+           3% warm-up (29 steps) and no weight decay as in the Tulu recipe; rows of 1,024 tokens as
+           in the paper's pre-training; no clipping; no dropout.
 
-The keys are those of configs/nucl_finetune.py, explained there, chat_template and skip_bad of the
-data, and jreg's (configs/jreg_pretrain.py): its weight is 0 here, the paper's fine-tuning is plain.
+The keys are those of configs/parts/train.py, explained there, and those below.
 """
-
-import runpy
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from configs.parts import losses, train
+
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
-    base = runpy.run_path(str(Path(__file__).parent / "nucl_finetune.py"))["get_config"]
-    config = base(f"{argument},jsonl")
-    config.jreg = ConfigDict({"weight": 0.0, "alpha": 1.0, "final_norm": False, "positions": "all"})
-    config.nucl.variant = "none"
-    config.nucl.alpha = 0.0
-    del config.diversity
-    del config.optimizer.momentum  # of SGD
+    model, *more = argument.split(",")
+    config = train.get_config()
+    config.model = model
 
-    for key in ("prompt_field", "response_field", "passage_chars"):  # of other tasks
-        del config.data[key]
     config.data.task = "messages"
+    config.data.split = ""
+    config.data.text_field = ""  # of the conversations; "": messages
     config.data.validation_fraction = 0.0  # the paper holds nothing out
     # One conversation a row, so that 957 batches of 512 are an epoch; True is faster, and then an
     # epoch has fewer steps.
     config.data.packing = False
+    config.data.bos = "auto"  # auto | segment | document | none
     # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
     config.data.chat_template = "auto"
     config.data.skip_bad = False  # drop conversations that cannot be read, and count them
+
+    losses.add(config, ("nll", "jreg", *more))
+    config.losses.jreg.weight = 0.0  # the paper's fine-tuning is plain; its jumps are seen
+    config.monitors.jreg_after_norm = ConfigDict({"term": "jreg", "final_norm": True})
 
     config.steps = 957
     config.batch_size = 512
     config.accumulation = 32
     config.seq_len = 1024
-    config.dropout = 0.0
     config.optimizer.learning_rate = 2e-5
     config.optimizer.schedule = "linear"
     config.optimizer.warmup_steps = 29
+    config.optimizer.b1 = 0.9
     config.optimizer.b2 = 0.95
+    config.optimizer.eps = 1e-8
     return config

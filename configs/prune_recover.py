@@ -50,7 +50,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "seq_len": 512,
                 "dropout": 0.0,
                 "data": {"path": "", "validation_fraction": 0.05, "passage_chars": 16_384},
-                "nucl": {"variant": "none", "alpha": 0.0},
+                "losses": {"nucl": {"weight": 0.0}},
                 "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 100},
                 "eval": {"every": 100, "max_batches": 0},
                 "mesh": {"data": 1, "fsdp": -1, "tensor": 1},

@@ -10,17 +10,16 @@ Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters
            tables give few-shot accuracies (MMLU 5, HellaSwag 10, ARC-e 0, PIQA 0, SIQA 0, TriviaQA
            5, NQ-open 5 shots); magnitude and both merging rows stand at MMLU 22.95, chance.
 
-The keys are those of configs/prune.py, configs/perplexity.py and configs/harness.py, explained
+The keys are those of configs/prune.py, configs/perplexity.py and configs/parts/tasks.py, explained
 there, and save_model. --config.tasks="('hellaswag', 'piqa')" adds accuracies.
 Layers are numbered from 0 here: "odd" are layers 1, 3, 5, ..., which the paper, counting from 1,
 calls even (in Gemma-2 those with global attention).
 """
 
-import runpy
-from pathlib import Path
-
 from ml_collections import ConfigDict
 
+from configs import perplexity, prune
+from configs.parts import tasks
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
@@ -29,12 +28,11 @@ KIND = "removal"
 
 def get_config() -> ConfigDict:
     keys: dict = {}
-    for name in ("harness", "perplexity", "prune"):
-        get = runpy.run_path(str(Path(__file__).parent / f"{name}.py"))["get_config"]
-        keys |= dict(get().items(preserve_field_references=True))
-    del keys["evaluation"]  # perplexity always, tasks where there are any
-    config = ConfigDict(keys)  # criterion: besides those of configs/prune.py also "none"
-    config.tasks = ()  # of configs/harness.py, scored beside the perplexity
+    for part in (tasks, perplexity, prune):
+        keys |= dict(part.get_config().items(preserve_field_references=True))
+    config = ConfigDict(keys)
+    # criterion: besides those of configs/prune.py also "none".
+    config.tasks = ()  # scored beside the perplexity
     config.save_samples = False
     # Also write the smaller model, to <workdir>/<point>/model.
     config.save_model = False

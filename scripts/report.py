@@ -10,8 +10,8 @@ while they run; a run over seeds is shown as mean [low, high]. Differences and r
 the first run. Writes <output>/compare.md and compare.png (of one run: report.md and report.png).
 
 --paper=nucl (or jreg) takes directories of runs and of sweeps, and writes <output>/nucl.md and each
-table (Markdown, CSV) and figure (PNG, CSV) beside the paper's own numbers; what is absent is "not
-run".
+table (Markdown, CSV) and figure (PNG, CSV) beside the paper's own numbers; what was not measured is
+"-".
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import time
 from absl import flags
 
 from ffn_heterogeneity.launch import cli
-from ffn_heterogeneity.report import jreg, nucl
 from ffn_heterogeneity.report.compare import write_report
+from ffn_heterogeneity.report.engine import PAPERS, write_paper
 
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Directory to write; default: runs/compare-<date>-<time> (or runs/report-...)."
 )
 flags.DEFINE_alias("out", "output")
-PAPERS = {"nucl": nucl.write_paper, "jreg": jreg.write_paper}
 _PAPER = flags.DEFINE_enum("paper", None, list(PAPERS), "Make this paper's tables and figures.")
 RUNS: list[str] = []
 
@@ -42,7 +41,7 @@ def main() -> None:
         )
     if _PAPER.value:
         output = _OUTPUT.value or f"runs/{_PAPER.value}-{time.strftime('%Y%m%d-%H%M%S')}"
-        print(PAPERS[_PAPER.value](RUNS, output), end="")
+        print(write_paper(_PAPER.value, RUNS, output), end="")
         print(f"{output}/{_PAPER.value}.md", file=sys.stderr)
         return
     name = "compare" if len(RUNS) > 1 else "report"

@@ -2,7 +2,7 @@
 
 Example:
   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,gsm8k \\
-      --config.nucl.alpha=1 --workdir=runs/nucl
+      --config.losses.nucl.weight=1 --workdir=runs/nucl
   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_27b,gsm8k \\
       --config.dry_run=v5e:8x8 --config.mesh.tensor=4      what it needs there; nothing is trained
   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,gsm8k \\

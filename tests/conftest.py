@@ -13,9 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from ffn_heterogeneity.launch.compilation import cache_directory
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Compiling is most of the tests' time: each program once, whatever process asks for it, and not
+# again the next time. Programs that scripts start inherit this.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory("tests") or ""))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"
@@ -188,20 +195,3 @@ def compiled_quickly():
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """Runs of one program share its compilation, which is most of their time here."""
-    import jax
-
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.5,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)

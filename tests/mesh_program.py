@@ -19,6 +19,7 @@ from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.parallel import partition
@@ -59,8 +60,10 @@ def build(config, shape, optimizer_name="sgd", accumulation=1):
         partition.replicated(mesh),
     )
     options = causal_lm.RunOptions(remat="dots", **partition.run_shardings(mesh))
-    sharded = mesh.size > 1
-    terms = (nll_term(config, mesh=mesh), nucl_term("mstd", sharded=sharded))
+    terms = (
+        nll_term(TermContext("nll", model=config, mesh=mesh)),
+        nucl_term(TermContext("nucl", "alpha", mesh=mesh)),
+    )
 
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(
@@ -155,7 +158,7 @@ def nucl_collectives() -> dict:
         mesh = partition.make_mesh(*shape)
         where = NamedSharding(mesh, PartitionSpec(None, "tensor", "fsdp"))
         whole = partition.replicated(mesh)
-        term = nucl_term("mstd", sharded=mesh.size > 1)
+        term = nucl_term(TermContext("nucl", "alpha", mesh=mesh))
 
         def ours(w, term=term):
             tree = {"stack": {"segment_0": {"slot_0": {"ffn": {"down": {"kernel": w}}}}}}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import pkgutil
 import re
 
@@ -28,15 +27,11 @@ from tiny_models import (
     tiny_of,
 )
 
-import ffn_heterogeneity.losses
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
 from ffn_heterogeneity.io.files import plain
-from ffn_heterogeneity.losses.diversity import diversity_term
-from ffn_heterogeneity.losses.jreg import jreg_term
-from ffn_heterogeneity.losses.nll import nll_term
-from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.losses import TERMS
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -227,32 +222,18 @@ def test_probe(name, config):
 
 # ---- loss terms
 
-# Functions in losses/ that make terms: name -> calls, each (config) -> LossTerm.
-TERMS = {
-    "diversity_term": [lambda config: diversity_term()],
-    "jreg_term": [
-        lambda config: jreg_term(),
-        lambda config: jreg_term(alpha=0.0, final_norm=True, positions="last"),
-    ],
-    "nll_term": [nll_term, lambda config: nll_term(config, "sum")],
-    "nucl_term": [
-        *(lambda config, v=variant: nucl_term(v) for variant in ("ent", "gini", "mstd")),
-        lambda config: nucl_term("mstd", ("ffn_in_linear", "ffn_in_gated", "attention_out")),
-        lambda config: nucl_term("ent", ("ffn_in_linear",), axis="outputs", layers=[1]),
+# Every term is tried with its defaults, and with these settings.
+SETTINGS = {
+    "jreg": [{"alpha": 0.0, "final_norm": True, "positions": "last"}],
+    "nll": [{"reduction": "sum"}],
+    "nucl": [
+        {"variant": "ent"},
+        {"variant": "gini"},
+        {"targets": ("ffn_in_linear", "ffn_in_gated", "attention_out")},
+        {"variant": "ent", "targets": ("ffn_in_linear",), "axis": "outputs", "layers": [1]},
     ],
 }
-CALLS = [(name, i) for name, calls in TERMS.items() for i in range(len(calls))]
-
-
-def test_every_term_is_in_the_table():
-    found = {
-        name
-        for module in modules_of(ffn_heterogeneity.losses)
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and inspect.signature(value).return_annotation in (LossTerm, "LossTerm")
-    }
-    assert found == set(TERMS), "add an example of the new term to TERMS"
+CALLS = [(name, settings) for name in TERMS for settings in ({}, *SETTINGS.get(name, ()))]
 
 
 def evaluate_term(term, config, params, batch) -> TermValue:
@@ -263,11 +244,10 @@ def evaluate_term(term, config, params, batch) -> TermValue:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
-@pytest.mark.parametrize(("name", "call"), CALLS)
-def test_term(name, call, config):
-    term = TERMS[name][call](config)
-    assert isinstance(term, LossTerm) and re.fullmatch(r"\w+", term.name)
-    assert isinstance(term.weight, (str, float, int))
+@pytest.mark.parametrize(("name", "settings"), CALLS, ids=str)
+def test_term(name, settings, config):
+    term = TERMS[name](TermContext("its_name", "its.weight", config), **settings)
+    assert isinstance(term, LossTerm) and (term.name, term.weight) == ("its_name", "its.weight")
     batch, params = batch_of(config.vocab_size), random_params(config)
 
     @jax.jit

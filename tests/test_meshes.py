@@ -16,6 +16,7 @@ from tiny_models import REPOSITORY, batch_of, tiny_of
 
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
@@ -45,8 +46,10 @@ def lower_train_step(config, mesh):
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
+    text = nll_term(TermContext("nll", model=config))
+    terms = (text, nucl_term(TermContext("nucl", "alpha")))
     step = make_train_step(
-        forward, (nll_term(config), nucl_term("mstd")), optimizer, trainable,
+        forward, terms, optimizer, trainable,
         accumulation=2, dropout=True, shardings=placed,
     )  # fmt: skip
     shape = (2, 8, 2048)

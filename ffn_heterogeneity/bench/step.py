@@ -23,7 +23,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.losses.terms import LossTerm
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
@@ -65,7 +65,7 @@ def benchmark_step(config: ConfigDict) -> dict:
     calls |= {
         "forward": forward_call(subject),
         "train step": train_call(subject),
-        "train step + NUCL": train_call(subject, nucl_term("mstd")),
+        "train step + NUCL": train_call(subject, nucl_term(TermContext("nucl"))),
     }
     pairs = [("train step + NUCL", "train step")]
     if config.peer:
@@ -82,7 +82,7 @@ def benchmark_jreg(config: ConfigDict) -> dict:
     subject = make_subject(config)
     calls = {
         "train step": train_call(subject),
-        "train step + JREG": train_call(subject, jreg_term()),
+        "train step + JREG": train_call(subject, jreg_term(TermContext("jreg"))),
     }
     results = _measure(config, calls, [("train step", "train step + JREG")])
     seconds = results["seconds"]
@@ -140,14 +140,14 @@ def train_call(subject: Subject, *added: LossTerm) -> Call:
     forward = functools.partial(causal_lm.forward, model, options=options)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
-    step = make_train_step(forward, (nll_term(model), *added), optimizer, trainable)
+    terms = (nll_term(TermContext("nll", model=model)), *added)
+    step = make_train_step(forward, terms, optimizer, trainable)
     batch = {
         "tokens": tokens[None, :, :-1],
         "targets": tokens[None, :, 1:],
         "loss_mask": np.ones((1, *tokens[:, 1:].shape), bool),
     }
     hyper = {"learning_rate": jnp.float32(LEARNING_RATE)}
-    hyper |= {term.weight: jnp.float32(1.0) for term in added}
     holder = [create_state(params, optimizer, trainable)]
 
     def call():

@@ -72,13 +72,21 @@ class Encoder:
         "auto": "segment" if the tokenizer has a bos, else "none".
       eos: whether the tokenizer's eos, if it has one, ends every document.
       chat_template: how conversations are written, see `tasks/messages.py`.
+      append: a string that ends every document, before its eos; part of the response.
+      loss_on_prompt: whether prompts are in the loss as well.
 
     Raises:
       DataError: unknown policy, or bos asked for from a tokenizer that has none.
     """
 
     def __init__(
-        self, tokenizer: Any, bos: str = "auto", eos: bool = True, chat_template: str = "auto"
+        self,
+        tokenizer: Any,
+        bos: str = "auto",
+        eos: bool = True,
+        chat_template: str = "auto",
+        append: str = "",
+        loss_on_prompt: bool = False,
     ):
         if chat_template not in CHAT_TEMPLATES:
             known = ", ".join(CHAT_TEMPLATES)
@@ -93,6 +101,7 @@ class Encoder:
         self.bos_id = None if bos == "none" else int(tokenizer.bos_token_id)
         self.eos_id = int(tokenizer.eos_token_id) if eos and _has_eos(tokenizer) else None
         self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.append, self.loss_on_prompt = append, loss_on_prompt
         self._newline = encode(tokenizer, "\n")
         after_newline = encode(tokenizer, "\na")[len(self._newline) :]
         self._adds_space = after_newline != encode(tokenizer, "a")
@@ -101,11 +110,12 @@ class Encoder:
         """The ids of a whole example, and how many of them come before the response."""
         bos = self.bos_id is not None and (example.starts or self.bos == "segment")
         eos = self.eos_id is not None and example.ends
+        target = example.target + (self.append if example.ends else "")
         before = ([self.bos_id] if bos else []) + encode(self.tokenizer, example.prompt)
         continues = bool(example.prompt) or not example.starts
-        response = self.continuation(example.target) if continues else None
+        response = self.continuation(target) if continues else None
         if response is None:
-            response = encode(self.tokenizer, example.target)
+            response = encode(self.tokenizer, target)
         return before + response + ([self.eos_id] if eos else []), len(before)
 
     def continuation(self, text: str) -> list[int] | None:
@@ -194,7 +204,7 @@ class ExampleReader:
             ids, scored = [], np.zeros(0, bool)
         else:
             ids, before = self._encoder.ids(example)
-            scored = np.arange(len(ids)) >= before
+            scored = np.arange(len(ids)) >= (0 if self._encoder.loss_on_prompt else before)
         if len(ids) < 2:
             return self._problem("empty", "dropped, nothing to predict in them")
         if not self._task.split_long and len(ids) > self._seq_len + 1:

@@ -19,6 +19,7 @@ import numpy as np
 from ffn_heterogeneity.data.batches import (
     Batch,
     BatchIterator,
+    check_ids,
     chosen_rows,
     finite,
     pad_to,
@@ -73,6 +74,10 @@ class DataConfig:
       eos: whether documents end with the tokenizer's eos (conversations end as written).
       chat_template: how conversations ("messages") are written: "tokenizer" (its own template),
         "tulu" (the built-in form), or "auto": the tokenizer's where it has one.
+      append: a string that ends every example, training and validation alike, before the eos:
+        "\\n[eod]" is NUCL's recipe for PaLM 2 (its Appendix C; predictions are cut off there). It
+        counts as part of the response, and is the first to go where an example is too long.
+      loss_on_prompt: whether the tokens of prompts are in the loss as well.
       skip_bad: a record that its task cannot read is dropped, counted and warned about, instead of
         an error naming its place.
       passage_chars: running text is shuffled in passages of at most this many characters, and no
@@ -98,6 +103,8 @@ class DataConfig:
     bos: str = "auto"
     eos: bool = True
     chat_template: str = "auto"
+    append: str = ""
+    loss_on_prompt: bool = False
     skip_bad: bool = False
     passage_chars: int = PASSAGE_CHARS
     prefetch: int = 2
@@ -132,14 +139,18 @@ class Pipeline:
         seq_len: int,
         seed: int,
         rows: np.ndarray,
+        vocab_size: int | None,
     ):
         _check(config, seq_len)
         self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
         self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
         self.rows = rows
         self.task: Task = get_task(config.task)
-        self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer, config.bos, config.eos, config.chat_template)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._encoder = Encoder(
+            tokenizer, config.bos, config.eos, config.chat_template,
+            config.append, config.loss_on_prompt,
+        )  # fmt: skip
         self._fields = Fields(config.prompt_field, config.response_field, config.text_field)
         self.train, self.held_out = self._open()
 
@@ -233,6 +244,7 @@ class Pipeline:
         )
         pad = pad_to(self.batch_size)
         batches = rows.batch(self.batch_size, drop_remainder=False, batch_fn=pad)
+        batches = batches.map(lambda batch: check_ids(batch, self._vocab_size, self._tokenizer))
         batches = batches.map(lambda batch: take_rows(batch, self.rows))
         prefetched = grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=self.config.prefetch
@@ -289,6 +301,8 @@ class Pipeline:
             "packing": self.config.packing,
             "bos": [self._encoder.bos, self._encoder.bos_id],
             "eos": self._encoder.eos_id,
+            "append": self.config.append,
+            "loss_on_prompt": self.config.loss_on_prompt,
         }
 
     def _sample(self, source: Source, row: int) -> Any:
@@ -313,6 +327,7 @@ def make_pipeline(
     *,
     accumulation: int = 1,
     rows: Sequence[int] | slice | None = None,
+    vocab_size: int | None = None,
 ) -> Pipeline | TokenPipeline:
     """Opens the data and checks it.
 
@@ -327,6 +342,7 @@ def make_pipeline(
         decides which rows a process takes, never what a global batch holds.
       rows: the rows of the global batch that this process feeds (`parallel.placement.local_rows`
         says which a mesh asks for); None: all of them.
+      vocab_size: of the model: a batch with an id beyond it is an error; None: any id will do.
 
     Cost: every process tokenises and packs everything, so each must keep up with the whole run, not
     with its share. Measured with the SmolLM2 tokenizer in its one thread, on a 2.8 GHz machine busy
@@ -342,8 +358,14 @@ def make_pipeline(
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
     fed = chosen_rows(slice(None) if rows is None else rows, batch_size, accumulation)
+    without_prompts = config.task == "tokens" or get_task(config.task).encode
+    if without_prompts and (config.append or config.loss_on_prompt):
+        raise DataError(
+            f"append={config.append!r}, loss_on_prompt={config.loss_on_prompt}: task "
+            f"{config.task!r} has no prompts and responses"
+        )
     made = TokenPipeline if config.task == "tokens" else Pipeline
-    return made(config, tokenizer, batch_size, seq_len, seed, fed)
+    return made(config, tokenizer, batch_size, seq_len, seed, fed, vocab_size)
 
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:

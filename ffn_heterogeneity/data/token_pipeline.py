@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.data.batches import Batch, BatchIterator, finite
+from ffn_heterogeneity.data.batches import Batch, BatchIterator, check_ids, finite
 from ffn_heterogeneity.data.corpus.shards import Corpus, check_tokenizer, open_corpus
 from ffn_heterogeneity.data.packing import Counts, Encoder
 from ffn_heterogeneity.data.sources import DataError
@@ -42,6 +42,7 @@ class TokenPipeline:
         seq_len: int,
         seed: int,
         rows: np.ndarray,
+        vocab_size: int | None,
     ):
         if seq_len < 2:
             raise DataError(f"seq_len is {seq_len}; a row needs at least 2 positions")
@@ -55,6 +56,7 @@ class TokenPipeline:
         self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
         self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
         self.rows, self.task = rows, get_task("tokens")
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._encoder = Encoder(tokenizer, config.bos, config.eos)
         self.train, self.held_out = self._open(tokenizer)
 
@@ -70,7 +72,8 @@ class TokenPipeline:
             # As in `Pipeline`: mixed, because grain adds the epoch to the seed.
             state = np.random.SeedSequence(self.seed).generate_state(1)
             numbers = numbers.shuffle(seed=int(state[0]))
-        numbers, counts = numbers.repeat(epochs), Counts()
+        # Without end is a length that grain can still divide by a batch of one row.
+        numbers, counts = numbers.repeat(epochs or 2**31), Counts()
         batches = self._batches(numbers, self.train, counts)
         return BatchIterator(iter(batches), self._identity(epochs), counts)
 
@@ -109,7 +112,7 @@ class TokenPipeline:
             tokens = len(real) * self.seq_len - last * (len(rows) * self.seq_len - rows.positions)
             counts.input_tokens += tokens
             counts.loss_tokens += tokens
-            return rows.batch(found[self.rows])
+            return check_ids(rows.batch(found[self.rows]), self._vocab_size, self._tokenizer)
 
         batches = numbers.batch(self.batch_size, batch_fn=pad)
         reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

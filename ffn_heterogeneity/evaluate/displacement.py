@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,88 +13,100 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import check_rows, input_rows
+from ffn_heterogeneity.evaluate.inputs import check_rows, input_documents, input_rows
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.probes.displacement import displacement_probe, jump_rates
+from ffn_heterogeneity.probes.displacement import (
+    DISPLACEMENT,
+    DISPLACEMENT_AFTER_NORM,
+    POSITIONS,
+    jump_rates,
+)
 from ffn_heterogeneity.report.figures import displacement_figure, training_figure
+from ffn_heterogeneity.report.tables import markdown_table
 
-READINGS = {"before_final_norm": False, "after_final_norm": True}
+READINGS = {"before_final_norm": DISPLACEMENT, "after_final_norm": DISPLACEMENT_AFTER_NORM}
 RATES = ("zeta_L", "zeta_L-1", "zeta_L-2")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _sums(config: ModelConfig, options: RunOptions, positions: str, params: dict, rows: jax.Array):
-    """{reading: {"sum": [L], "count": [L]}} over rows int32 [B, T]; a row of -1 counts nothing."""
-    probes = {name: displacement_probe(norm, positions) for name, norm in READINGS.items()}
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(config: ModelConfig, options: RunOptions, params: dict, rows: jax.Array) -> dict:
+    """{reading: {positions: {"sum": [L], "count": [L]}}} over rows int32 [B, T]; -1 is padding."""
     segments = (rows >= 0).astype(np.int32)
     batch = {"tokens": jax.numpy.maximum(rows, 0), "segment_ids": segments}
-    seen = forward(config, params, batch, options=options, probes=tuple(probes.values()))["probes"]
-    return {name: seen[probe.name] for name, probe in probes.items()}
+    seen = forward(config, params, batch, options=options, probes=tuple(READINGS.values()))
+    return {name: seen["probes"][probe.name] for name, probe in READINGS.items()}
 
 
 def displacements(
     config: ModelConfig,
     params: dict,
-    rows: np.ndarray,
+    documents: Sequence[np.ndarray],
     *,
     batch_size: int = 4,
-    positions: str = "all",
     options: RunOptions = RunOptions(),
     progress: str | None = "displacement",
-) -> dict[str, np.ndarray]:
-    """Psi_1 .. Psi_L averaged over the tokens of all rows: {reading: float64 [L]}.
+) -> dict[str, dict[str, np.ndarray]]:
+    """Psi_1 .. Psi_L averaged over tokens: {positions: {reading: float64 [L]}}.
 
-    Both readings of Psi_L, before and after the final norm, from one pass; the others agree.
+    Over all tokens of the documents and over the last of each, before and after the final norm: all
+    from one pass. Only Psi_L depends on the norm.
 
     Args:
       params: stacked tree; numpy leaves are put on the device once.
-      rows: int [windows, length]; every position counts (or the last of each row: `positions`).
+      documents: token ids, int [length] each; none sees another, and padding counts nowhere.
 
     Raises:
-      ValueError: rows that do not fit (`check_rows`), or a displacement that is not finite.
+      ValueError: ids that do not fit (`check_rows`), or a displacement that is not finite.
     """
     from tqdm import tqdm
 
-    rows = np.asarray(rows)
-    check_rows(rows, config.vocab_size)
-    params, batch_size = jax.device_put(params), min(batch_size, len(rows))
+    check_rows(documents, config.vocab_size)
+    params, batch_size = jax.device_put(params), min(batch_size, len(documents))
+    longest = max(map(len, documents))  # one shape, one program
     total: Any = None
-    starts = range(0, len(rows), batch_size)
+    starts = range(0, len(documents), batch_size)
     for start in tqdm(starts, desc=progress, disable=None if progress else True, file=sys.stderr):
-        batch = np.full((batch_size, rows.shape[1]), -1, np.int32)
-        part = rows[start : start + batch_size]
-        batch[: len(part)] = part
-        sums = jax.device_get(_sums(config, options, positions, params, batch))
+        batch = np.full((batch_size, longest), -1, np.int32)
+        for row, ids in zip(batch, documents[start : start + batch_size], strict=False):
+            row[: len(ids)] = ids
+        sums = jax.device_get(_sums(config, options, params, batch))
         sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
         total = sums if total is None else jax.tree.map(np.add, total, sums)
-    found = {name: total[name]["sum"] / total[name]["count"] for name in READINGS}
-    for name, psi in found.items():
-        if not np.isfinite(psi).all():
-            layer = int(np.flatnonzero(~np.isfinite(psi))[0])
+    psi = {
+        positions: {name: total[name][positions]["sum"] / total[name][positions]["count"]
+                    for name in READINGS}
+        for positions in POSITIONS
+    }  # fmt: skip
+    for name, values in psi["all"].items():
+        if not np.isfinite(values).all():
+            layer = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(
-                f"the displacement {name} of layer {layer} is {psi[layer]}: the weights or the "
+                f"the displacement {name} of layer {layer} is {values[layer]}: the weights or the "
                 "computation overflow; try compute_dtype=float32, or check the checkpoint"
             )
-    return found
+    return psi
 
 
-def describe(psi: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Of `displacements`: each reading with its jump rates, block influence and its ranking.
+def describe(psi: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Of `displacements`: the readings of all tokens and, under "last", of the last ones, each with
+    its jump rates; block influence and its ranking.
 
     Block influence is E[1 - cos] = 2 Psi (before the final norm); "least_influential" lists layers,
     counted from 0, in the order in which that criterion removes them.
     """
-    result: dict[str, Any] = {}
-    for name, values in psi.items():
+
+    def described(values: np.ndarray) -> dict[str, Any]:
         rates = {rate: float(value) for rate, value in jump_rates(values).items()}
-        result[name] = {"psi": values.tolist(), **rates}
-    influence = 2 * psi["before_final_norm"]
+        return {"psi": values.tolist(), **rates}
+
+    result: dict[str, Any] = jax.tree.map(described, psi["all"])
+    influence = 2 * psi["all"]["before_final_norm"]
     result["block_influence"] = influence.tolist()
     result["least_influential"] = np.argsort(influence, kind="stable").tolist()
-    return result
+    return result | {"last": jax.tree.map(described, psi["last"])}
 
 
 def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
@@ -107,10 +120,12 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     checkpoints = checkpoints_in(config.model)
     if not checkpoints and not config.revisions:
         model = load_model(config.model, revision=config.revision)
-        found = _of_model(config, model)
-        readings = {name: found[name] for name in READINGS}
-        displacement_figure(readings, workdir / "displacement.png", model.source)
-        return found
+        result = _of_model(config, model)
+        panels = {"all tokens": result, "last tokens": result["last"]}
+        lines = {title: {_words(name): panel[name] for name in READINGS}
+                 for title, panel in panels.items()}  # fmt: skip
+        displacement_figure(lines, workdir / "displacement.png")
+        return result
     series = [(name, {"spec": spec}) for name, spec in checkpoints] or [
         (revision, {"spec": config.model, "revision": revision}) for revision in config.revisions
     ]
@@ -118,8 +133,14 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     for name, source in series:
         measure = functools.partial(_row, config, name, source)
         rows.append(once(workdir / "series", name, measure))
-    _curve(rows, workdir / "displacement.png")
+    lines = {_words(name): {row["checkpoint"]: row[name] for row in rows} for name in READINGS}
+    displacement_figure(lines, workdir / "displacement.png")
+    _curve(rows, workdir / "jump_rates.png")
     return {"checkpoints": rows}
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _row(config: ConfigDict, name: str, source: dict[str, str]) -> dict:
@@ -128,25 +149,33 @@ def _row(config: ConfigDict, name: str, source: dict[str, str]) -> dict:
 
 
 def _of_model(config: ConfigDict, model: Model) -> dict:
-    rows = input_rows(config, model)
+    if config.jsonl:
+        documents, cut = input_documents(config, model)
+        counts = {"documents": len(documents), "cut": cut}
+    else:
+        documents = input_rows(config, model)  # every window is one document
+        counts = {"windows": len(documents)}
     options = RunOptions(compute_dtype=np.dtype(config.compute_dtype))
     psi = displacements(
-        model.config, model.params, rows,
-        batch_size=config.batch_size, positions=config.positions, options=options,
-    )  # fmt: skip
-    # Every window is one document.
-    tokens = len(rows) if config.positions == "last" else int(rows.size)
-    found = describe(psi) | {"tokens": tokens, "windows": len(rows)}
-    for name in READINGS:
-        values = [f"{rate} {found[name][rate]:.2f}%" for rate in RATES if rate in found[name]]
-        print(f"{model.source}, {name}: {', '.join(values)}", file=sys.stderr)
-    return found
+        model.config, model.params, documents, batch_size=config.batch_size, options=options
+    )
+    result = describe(psi) | {"tokens": sum(map(len, documents)), **counts}
+    result["last"]["tokens"] = len(documents)
+    cells = [
+        (name.split("_")[0], positions, part["tokens"],
+         *(f"{part[name][rate]:.2f}" if rate in part[name] else "-" for rate in RATES))
+        for positions, part in (("all", result), ("last", result["last"]))
+        for name in READINGS
+    ]  # fmt: skip
+    table = markdown_table(("final norm", "positions", "tokens", *RATES), cells)
+    print(f"{model.source}, jump rates in percent:\n{table}", file=sys.stderr)
+    return result
 
 
 def _curve(rows: list[dict], path: epath.Path) -> None:
-    """zeta against training steps, one line a rate and reading (JREG, Figure 4)."""
+    """zeta against training steps, one line a rate and reading (JREG, Table 7)."""
     lines = {
-        f"{rate} {name.replace('_', ' ')}": [
+        f"{rate} {_words(name)}": [
             {"step": row["step"], "zeta": row[name][rate]} for row in rows if rate in row[name]
         ]
         for name in READINGS

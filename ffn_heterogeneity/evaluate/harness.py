@@ -38,6 +38,7 @@ class HarnessLM(TemplateLM):
       batch_tokens: tokens of a batch of scoring.
       max_length: longest input, of generation with what is generated; None: the model's positions.
       add_bos: None: as the tokenizer does; or True, False.
+      stop: strings that end every text, beside those of its request.
       mesh: see `Generator`.
 
     Raises:
@@ -53,6 +54,7 @@ class HarnessLM(TemplateLM):
         batch_tokens: int = 2048,
         max_length: int | None = None,
         add_bos: bool | None = None,
+        stop: Sequence[str] = (),
         mesh: Mesh | None = None,
     ):
         super().__init__()
@@ -60,7 +62,7 @@ class HarnessLM(TemplateLM):
             raise ValueError(f"{model.source} has no tokenizer: tasks are text, add its files")
         self.tokenizer, self.config = model.tokenizer, model.config
         self.max_length = max_length or model.config.max_position
-        self.add_bos, self.batch_tokens = add_bos, batch_tokens
+        self.add_bos, self.batch_tokens, self.stop = add_bos, batch_tokens, stop
         self.generator = Generator(
             model.config, model.params, model.tokenizer,
             options=options, batch_size=batch_size, mesh=mesh,
@@ -233,7 +235,8 @@ class HarnessLM(TemplateLM):
 
     def _sampling(self, wanted: dict) -> Sampling:
         until = wanted.pop("until", None) or []
-        stop, eos = self._ends([until] if isinstance(until, str) else until)
+        until = [until] if isinstance(until, str) else until
+        stop, eos = self._ends([*until, *self.stop])
         sample = wanted.pop("do_sample", None)
         temperature = wanted.pop("temperature", 0.0) or 0.0
         tokens = [wanted.pop(key, None) for key in ("max_gen_toks", "max_new_tokens")]

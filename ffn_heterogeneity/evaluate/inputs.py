@@ -1,13 +1,19 @@
-"""Token ids to evaluate on: windows of a text file, or rows of a .npy file."""
+"""Token ids to evaluate on: windows of a text, rows of a .npy file, or documents of JSONL."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.data.sources import read_utf8
-from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.data.packing import encode, named_place
+from ffn_heterogeneity.data.sources import DataError, read_jsonl, read_utf8
+from ffn_heterogeneity.data.tasks.base import text_of
+from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
 
 DTYPES = ("float32", "bfloat16")
@@ -19,14 +25,18 @@ def check_inputs(config: ConfigDict) -> None:
     Raises:
       ValueError: a setting or a file is unusable; the message names it.
     """
-    if bool(config.text) == bool(config.token_ids):
-        raise ValueError("give exactly one of --config.text=<file> and --config.token_ids=<file>")
+    keys = [key for key in ("text", "jsonl", "token_ids") if key in config]
+    if sum(bool(config[key]) for key in keys) != 1:
+        given = " and ".join(f"--config.{key}=<file>" for key in keys)
+        raise ValueError(f"give exactly one of {given}")
     if config.batch_size < 1:
         raise ValueError(f"batch_size={config.batch_size} must be at least 1")
     if config.token_ids:
         read_token_ids(config.token_ids)
-    else:
+    elif config.text:
         read_utf8(config.text)
+    else:
+        _texts(config)
 
 
 def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
@@ -37,29 +47,73 @@ def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
     """
     if config.token_ids:
         return read_token_ids(config.token_ids)
+    return text_windows(
+        read_utf8(config.text), _tokenizer(model), config.window,
+        max_windows=config.max_windows or None, bos=config.bos,
+    )  # fmt: skip
+
+
+def input_documents(config: ConfigDict, model: Model) -> tuple[list[np.ndarray], int]:
+    """Ids of the documents of `config.jsonl`, and how many of them were cut to `config.window`.
+
+    A bos comes first in each, and does not count as one of the window's tokens, unless `config.bos`
+    is "none".
+
+    Raises:
+      ValueError: as `check_inputs`; the model has no tokenizer, or that no bos.
+    """
+    tokenizer, window = _tokenizer(model), config.window
+    if config.bos not in WINDOW_BOS or window < 1:
+        raise ValueError(f"bos={config.bos!r}, window={window}: one of {WINDOW_BOS}, at least 1")
+    bos = [] if config.bos == "none" else [tokenizer.bos_token_id]
+    if None in bos:
+        raise ValueError('this tokenizer has no bos token: use --config.bos="none"')
+    documents = [encode(tokenizer, text) for text in _texts(config)]
+    cut = sum(len(ids) > window for ids in documents)
+    if cut:
+        print(f"{cut} of {len(documents)} documents cut to window={window}", file=sys.stderr)
+    return [np.asarray(bos + ids[:window], np.int32) for ids in documents], cut
+
+
+def _texts(config: ConfigDict) -> list[str]:
+    """The first `config.max_documents` texts of `config.jsonl` (0: all of them)."""
+    source = read_jsonl([config.jsonl])
+    if config.max_documents < 0:
+        raise ValueError(f"max_documents={config.max_documents} must be positive, or 0 for all")
+    texts = []
+    for row in range(min(config.max_documents or len(source), len(source))):
+        with named_place(source, row):
+            texts.append(text_of(source[row], config.text_field))
+            if not texts[-1].strip():
+                raise DataError(f"no text in field {config.text_field!r}")
+    return texts
+
+
+def _tokenizer(model: Model) -> Any:
     if model.tokenizer is None:
         raise ValueError(
             f"{model.source} has no tokenizer, so no text can be read: add its files, or give "
             "--config.token_ids"
         )
-    return text_windows(
-        read_utf8(config.text), model.tokenizer, config.window,
-        max_windows=config.max_windows or None, bos=config.bos,
-    )  # fmt: skip
+    return model.tokenizer
 
 
-def check_rows(rows: np.ndarray, vocab_size: int) -> None:
-    """Refuses rows that are not 2-D integers of at least two columns within the vocabulary.
+def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Refuses rows that are not integers of at least two columns within the vocabulary.
+
+    Args:
+      rows: one array [windows, length], or rows of unequal lengths.
 
     Raises:
       ValueError: says what they are.
     """
-    if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < 2:
+    if isinstance(rows, np.ndarray) and (rows.ndim != 2 or len(rows) < 1 or rows.shape[1] < 2):
         raise ValueError(f"token ids have shape {rows.shape}: [windows, length >= 2] is needed")
-    if not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"token ids are {rows.dtype}: integers are needed")
-    if rows.min() < 0 or rows.max() >= vocab_size:
-        bad = rows.min() if rows.min() < 0 else rows.max()
+    ids = np.concatenate(rows)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"token ids are {ids.dtype}: integers are needed")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = ids.min() if ids.min() < 0 else ids.max()
         raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
 
 

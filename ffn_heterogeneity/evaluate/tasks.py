@@ -72,6 +72,7 @@ def evaluate_tasks(
         batch_tokens=config.batch_tokens,
         max_length=config.max_length or None,
         add_bos={"auto": None, "always": True, "never": False}[config.add_bos],
+        stop=config.stop,
     )
     found: dict[str, dict[str, Any]] = {}
     for name in list(jobs):

@@ -108,6 +108,10 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
 
     tokenizer.json is read by the `tokenizers` library, without torch. A directory with only a
     SentencePiece or vocabulary file goes through transformers' converters (which import torch).
+    Code that a directory brings along (`auto_map`) is never run, and nobody is asked whether to.
+
+    Raises:
+      CheckpointError: transformers cannot read the files, or not without such code.
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
@@ -117,7 +121,14 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
     if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(directory)
+        try:
+            return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        except ValueError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{directory}: no tokenizer can be read ({reason}); code in a model's directory is "
+                "never run: save the tokenizer as tokenizer.json where you trust it"
+            ) from None
     return None
 
 

@@ -29,7 +29,9 @@ OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model", "tokens")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
 # Last parts of config keys that name what a run reads.
-INPUTS = ("model", "tokenizer", "text", "token_ids", "path", "validation_path", "data_root")
+INPUTS = (
+    "model", "tokenizer", "text", "jsonl", "token_ids", "path", "validation_path", "data_root",
+)  # fmt: skip
 _ABSENT = "<absent>"
 
 

@@ -19,6 +19,7 @@ from etils import epath
 from ml_collections import ConfigDict, config_flags
 
 from ffn_heterogeneity.io.workdir import working_in
+from ffn_heterogeneity.launch.compilation import keep_compiled
 from ffn_heterogeneity.memory import keep_freed_memory
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
@@ -114,6 +115,9 @@ def launch_flags(
     argv = list(sys.argv if argv is None else argv)
     flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
     flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
+    compiled = flags.DEFINE_bool(
+        "compilation_cache", True, "Compiled programs are kept in the user's cache directory."
+    )
     if set(HELP_FLAGS) & set(argv):
         _help()
 
@@ -121,6 +125,7 @@ def launch_flags(
         # Libraries tell of accelerators and engines that are not there; errors are ours to print.
         logging.set_verbosity(logging.WARNING)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        keep_compiled(compiled.value)
         with _OneLine():
             extra = list(rest[1:])
             while positional and extra:
@@ -161,12 +166,20 @@ def load_config(spec: str) -> ConfigDict:
         raise UsageError(
             f"config file {name!r} does not exist" + (f"; there are: {others}" if others else "")
         )
+    find_config_parts()
     get_config = runpy.run_path(name).get("get_config")
     if get_config is None:
         raise UsageError(f"config file {name!r} defines no get_config()")
     if colon and not inspect.signature(get_config).parameters:
         raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
     return get_config(*([argument] if colon else []))
+
+
+def find_config_parts() -> None:
+    """Lets config files import `configs.parts`, which stands beside the package."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path:
+        sys.path.append(root)  # last: nothing in it stands in for an installed module
 
 
 def check_keys(argv: Sequence[str], config: ConfigDict) -> None:

@@ -70,8 +70,6 @@ def run(settings: DemoSettings, get_config: Callable[[str], ConfigDict]) -> dict
     started = time.time()
     workdir = epath.Path(settings.workdir)
     claim(workdir, settings)
-    # A second process finds the compiled programs of the first.
-    jax.config.update("jax_compilation_cache_dir", str((workdir / "compiled").resolve()))
     path = fetch_model("smollm2", settings.models)
     train_text, heldout_text = python_manual()
     for name, text in (("train", train_text), ("heldout", heldout_text)):
@@ -187,7 +185,7 @@ def train(
 def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: int) -> ConfigDict:
     """The paper's recipe cut to two CPU cores: few short rows, no dropout, a larger rate."""
     config.steps, config.batch_size, config.seq_len = steps, 2, WINDOW
-    config.nucl.alpha, config.dropout = alpha, 0.0
+    config.losses.nucl.weight, config.dropout = alpha, 0.0
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 5e-5, 5
     config.data.path = str(workdir / "train.txt")
     config.data.validation_path = str(workdir / "heldout.txt")

@@ -6,12 +6,12 @@ of the config that returns them (where they depend on the model, say), and `KIND
 
     KIND = "train"
     SWEEPS = {
-        "alpha": product({"nucl.variant": ("mstd", "gini"), "nucl.alpha": (0.0, 1.0, 10.0)}),
-        "rows": chain(point("plain", {"nucl.alpha": 0.0}), {"nucl.targets": (("ffn_out",),)}),
+        "weight": product({"seed": (0, 1), "losses.nucl.weight": (0.0, 1.0, 10.0)}),
+        "length": chain(point("plain", {"losses.nucl.weight": 0.0}), {"steps": (100, 1000)}),
     }
 
 A point's name is its directory and its row in a table: given, or made of its settings
-("variant=mstd,alpha=10").
+("seed=0,weight=10").
 """
 
 from __future__ import annotations

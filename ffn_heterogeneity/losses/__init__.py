@@ -1,0 +1,19 @@
+"""Losses: each a small pure function and a line of `TERMS`; a config's groups choose among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ffn_heterogeneity.losses.diversity import diversity_term
+from ffn_heterogeneity.losses.jreg import jreg_term
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import LossTerm
+
+# Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.
+TERMS: dict[str, Callable[..., LossTerm]] = {
+    "nll": nll_term,
+    "nucl": nucl_term,
+    "diversity": diversity_term,
+    "jreg": jreg_term,
+}

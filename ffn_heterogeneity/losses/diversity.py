@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.losses.sites import by_layer, pattern, sites
-from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 
 PLACE = "ffn/down"
 
@@ -121,16 +121,12 @@ def _magnitude(w):
     return jnp.abs(w).astype(jnp.promote_types(w.dtype, jnp.float32))
 
 
-def diversity_term(weight: str | float = "diversity_weight", name: str = "diversity") -> LossTerm:
+def diversity_term(context: TermContext) -> LossTerm:
     """The sum over layers of D of the FFN's outgoing weights: a term on parameters.
 
     Read are the EFFECTIVE kernels (masks and adapters applied, one layer at a time);
     `neuron_scale` scales whole rows and drops out. Metrics: "layer_mean" [L], D of each layer, and
     "mean" over the layers.
-
-    Args:
-      weight: a key of `hyper`, or a constant.
-      name: the term's name.
     """
 
     def function(params: dict) -> TermValue:
@@ -141,4 +137,5 @@ def diversity_term(weight: str | float = "diversity_weight", name: str = "divers
         metrics = {"layer_mean": layers, "mean": jnp.mean(layers)}
         return TermValue(jnp.sum(values), jnp.ones((), jnp.float32), metrics)
 
-    return LossTerm(name, function, weight, on="params", targets=(pattern(PLACE, None),))
+    targets = (pattern(PLACE, None),)
+    return LossTerm(context.name, function, context.weight, on="params", targets=targets)

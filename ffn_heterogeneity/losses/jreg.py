@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.probes.displacement import displacement_probe, jump_rates
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
+from ffn_heterogeneity.probes.displacement import (
+    DISPLACEMENT,
+    DISPLACEMENT_AFTER_NORM,
+    POSITIONS,
+    jump_rates,
+)
 
 
 def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
@@ -20,40 +25,43 @@ def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
 
 
 def jreg_term(
-    weight: str | float = "jreg_weight",
+    context: TermContext,
     alpha: float = 1.0,
     final_norm: bool = False,
     positions: str = "all",
-    name: str = "jreg",
 ) -> LossTerm:
     """L_disp = sum_l w_l Psi_l with w = softmax(alpha * (1..L)); loss = CE + lambda * L_disp.
 
     Psi is averaged over the real tokens of the whole batch (probes/displacement.py, where the
     paper's open points are decided), computed inside the layer scan: no stacked hidden states exist
     and full rematerialisation keeps one scalar a layer. In float32. Metrics: "psi" [L] and, from
-    their averages, the jump rates "zeta_L", "zeta_L-1", "zeta_L-2" (percent).
+    their averages, the jump rates "zeta_L", "zeta_L-1", "zeta_L-2" (percent). Another instance as a
+    monitor gives another reading of the norm or of the positions: in validation, where both share
+    one pass, and at no cost to the step.
 
     Args:
-      weight: lambda, a key of `hyper` or a constant. The paper trains with 1.
+      context: its weight is lambda; the paper tries 1, 2 and 3 and trains with 1.
       alpha: sharpness, >= 0; the paper tries 0, 0.1, 0.3, 0.5, 1, 3 and finds 1 best. Part of the
         compiled program, unlike lambda.
-      final_norm, positions: see `displacement_probe`.
-      name: the term's name.
+      final_norm: h_L after the final norm, not before it (probes/displacement.py).
+      positions: "all" real tokens, or the "last" of each document.
 
     Raises:
-      ValueError: alpha is negative or not finite.
+      ValueError: alpha is negative or not finite; `positions` is neither.
     """
     if not math.isfinite(alpha) or alpha < 0:
-        raise ValueError(f"jreg.alpha={alpha} must be finite and >= 0")
-    probe = displacement_probe(final_norm, positions)
+        raise ValueError(f"alpha={alpha} must be finite and >= 0")
+    if positions not in POSITIONS:
+        raise ValueError(f"positions={positions!r}: choose one of {POSITIONS}")
+    probe = DISPLACEMENT_AFTER_NORM if final_norm else DISPLACEMENT
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
-        seen = outputs["probes"][probe.name]
+        seen = outputs["probes"][probe.name][positions]
         weights = jnp.asarray(layer_weights(len(seen["sum"]), alpha), seen["sum"].dtype)
         psi_sums = jax.lax.stop_gradient(seen["sum"])
         return TermValue(jnp.sum(weights * seen["sum"]), seen["count"][0], {"psi": psi_sums})
 
     def derived(metrics: dict) -> dict:
-        return jump_rates(metrics["psi"])
+        return metrics | jump_rates(metrics["psi"])
 
-    return LossTerm(name, function, weight, probes=(probe,), derived=derived)
+    return LossTerm(context.name, function, context.weight, probes=(probe,), derived=derived)

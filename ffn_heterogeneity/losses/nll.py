@@ -24,9 +24,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.causal_lm import head_kernel, platform_of
-from ffn_heterogeneity.models.config import ModelConfig
 
 # Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
 # before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
@@ -100,14 +99,8 @@ def chunked_nll(
     return NLLSums(total, count, correct)
 
 
-def nll_term(
-    config: ModelConfig,
-    reduction: str = "mean",
-    *,
-    name: str = "nll",
-    mesh: Mesh | AbstractMesh | None = None,
-) -> LossTerm:
-    """The language-modelling loss, weight 1.
+def nll_term(context: TermContext, reduction: str = "mean") -> LossTerm:
+    """The language-modelling loss.
 
     The NUCL paper does not state its reduction (its equations sum over the sequence). Chosen here:
     "mean" over target tokens (default), or "sum": summed over the target tokens of each document in
@@ -117,9 +110,6 @@ def nll_term(
     Metrics: "accuracy" of the next token ("mean" only; a sum like the total, divided by the same
     denominator).
 
-    Args:
-      mesh: see `chunked_nll`; None: one device.
-
     Raises:
       ValueError: unknown reduction.
     """
@@ -127,21 +117,21 @@ def nll_term(
         raise ValueError(f"reduction={reduction!r}: choose 'mean' or 'sum'")
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
-        kernel, layout = head_kernel(config, params)
+        kernel, layout = head_kernel(context.model, params)
         sums = chunked_nll(
             outputs["hidden"],
             kernel,
             batch["targets"],
             batch["loss_mask"],
             layout=layout,
-            softcap=config.final_softcap,
-            mesh=mesh,
+            softcap=context.model.final_softcap,
+            mesh=context.mesh,
         )
         if reduction == "mean":
             return TermValue(sums.total, sums.count, {"accuracy": sums.correct})
         return TermValue(sums.total, _documents(batch), {})
 
-    return LossTerm(name, function, 1.0)
+    return LossTerm(context.name, function, context.weight)
 
 
 def _documents(batch: dict) -> jax.Array:

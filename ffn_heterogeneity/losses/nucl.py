@@ -15,7 +15,7 @@ import numpy as np
 from ffn_heterogeneity.losses.nucl_exact import distributions, exact_kernel, row_statistics
 from ffn_heterogeneity.losses.nucl_rows import VARIANTS, nucl_rows
 from ffn_heterogeneity.losses.sites import by_layer, layer_count, pattern, sites
-from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.stack import layer_leaves
 
 # Table 3's names -> the subtree of a layer that holds the kernel.
@@ -56,13 +56,11 @@ def nucl(w: jax.Array, variant: str = "mstd", *, axis: int = -1) -> jax.Array:
 
 
 def nucl_term(
+    context: TermContext,
     variant: str = "mstd",
     targets: Sequence[str] = ("ffn_out",),
     axis: str = "neurons",
     layers: Sequence[int] | None = None,
-    weight: str | float = "alpha",
-    name: str = "nucl",
-    sharded: bool = False,
 ) -> LossTerm:
     """NUCL over chosen matrices of chosen layers (equation 6, Table 3): a term on parameters.
 
@@ -75,6 +73,7 @@ def nucl_term(
     Both are per row: a sum says little by itself (Gaussian weights: about -0.7555/n for mstd).
 
     Args:
+      context: its weight is the paper's alpha; on a mesh of several devices see `nucl_rows`.
       variant: "ent", "gini" or "mstd".
       targets: of "ffn_out" (rows of W, one per inner neuron), "ffn_in_linear" (U), "ffn_in_gated"
         (G), "attention_out" (rows of the attention's output kernel).
@@ -82,9 +81,6 @@ def nucl_term(
         "neurons" (chosen here) one distribution per inner neuron over its incoming weights,
         "outputs" one per input over the neurons.
       layers: indices of the layers to act on; None: all.
-      weight: a key of `hyper`, or a constant.
-      name: the term's name; give each its own where a loss holds several.
-      sharded: the parameters are cut over several devices (see `nucl_rows`).
 
     Raises:
       ValueError: unknown variant, target or axis; and, when the term runs: a tree without the
@@ -102,6 +98,7 @@ def nucl_term(
     if chosen is not None and not chosen:
         raise ValueError("layers is empty: the term would act on nothing; None means all layers")
 
+    sharded = context.mesh is not None and context.mesh.size > 1
     rows_of = functools.partial(nucl_rows, variant=variant, sharded=sharded)
 
     def function(params: dict) -> TermValue:
@@ -114,7 +111,7 @@ def nucl_term(
         return TermValue(total, jnp.ones((), jnp.float32), metrics)
 
     patterns = tuple(pattern(TARGETS[target], chosen) for target in targets)
-    return LossTerm(name, function, weight, on="params", targets=patterns)
+    return LossTerm(context.name, function, context.weight, on="params", targets=patterns)
 
 
 def _target_value(params, target, rows_of, along, chosen):

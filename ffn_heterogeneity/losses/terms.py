@@ -7,6 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.probes.base import Probe
 
 
 class TermValue(NamedTuple):
@@ -27,6 +33,23 @@ class TermValue(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class TermContext:
+    """What a run tells every term that it builds, beside the term's own settings.
+
+    Attributes:
+      name: of this instance; prefix of its metrics. Two instances of one term have two names.
+      weight: a key of `hyper` (so that a sweep never recompiles), or a constant.
+      model: the model's config.
+      mesh: of the devices that the parameters and batches are cut over; None: one device.
+    """
+
+    name: str
+    weight: str | float = 1.0
+    model: ModelConfig | None = None
+    mesh: Mesh | AbstractMesh | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class LossTerm:
     """One named, weighted term of the loss.
 
@@ -40,7 +63,7 @@ class LossTerm:
       targets: regular expressions of the parameter paths a "params" term acts on; one that matches
         no trainable leaf is an error when the train step is built.
       derived: for `on="outputs"`: from its own metrics, averaged over all tokens of the step or of
-        the validation data, to further ones (jump rates are no averages themselves).
+        the validation data, to those that are reported (jump rates are no averages themselves).
     """
 
     name: str
@@ -54,3 +77,24 @@ class LossTerm:
     def __post_init__(self):
         if self.on not in ("outputs", "params"):
             raise ValueError(f"term {self.name!r}: on={self.on!r}, must be 'outputs' or 'params'")
+
+
+def probe_term(context: TermContext, probe: Probe) -> LossTerm:
+    """A monitor of what a probe sees, and no loss (its total is 0).
+
+    Metrics: for every "sum" among the probe's results its quotient with the "count" beside it, over
+    all tokens, [L]: "mean", or "<group>/mean" where the results are grouped.
+    """
+
+    def function(params: dict, outputs: dict, batch: dict) -> TermValue:
+        seen = flatten(outputs["probes"][probe.name])
+        return TermValue(jnp.zeros(()), jnp.ones(()), jax.lax.stop_gradient(seen))
+
+    def derived(metrics: dict) -> dict:
+        groups = [path.removesuffix("sum") for path in metrics if path.endswith("sum")]
+        return {
+            f"{group}mean": metrics[f"{group}sum"] / jnp.maximum(metrics[f"{group}count"], 1e-30)
+            for group in groups
+        }
+
+    return LossTerm(context.name, function, context.weight, probes=(probe,), derived=derived)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import Linear
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary
@@ -20,14 +21,34 @@ MIN_BLOCK = 128
 ATTENTION_RESIDUALS = "attention_residuals"
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees, and what a kernel may skip without reading it.
+
+    An array inside a compiled program has no values to check, so what holds of every place of it
+    is said beside it. `Mask(array)` claims nothing and suits the plain and the fused kernel.
+
+    Attributes:
+      visible: bool [B or 1, T, S].
+      causal: no query of a row sees a key that stands after it in the row.
+      window: w: no query of a row sees a key that stands w or more places before it; None: no such
+        bound.
+    """
+
+    visible: jax.Array
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
 def attention_mask(
     q_positions_bt: jax.Array,
     kv_positions_bs: jax.Array,
     window: int | None,
     q_segments_bt: jax.Array | None = None,
     kv_segments_bs: jax.Array | None = None,
-) -> jax.Array:
-    """Which keys each query sees: bool [B, T, S].
+) -> Mask:
+    """The causal mask [B, T, S] of positions, a window and packed documents.
 
     Query at position t sees key at position s of the same segment if s <= t and, with a window w,
     t - w < s. Queries and keys may differ in number (a KV cache: S > T).
@@ -38,7 +59,7 @@ def attention_mask(
         mask &= distance < window
     if q_segments_bt is not None:
         mask &= q_segments_bt[:, :, None] == kv_segments_bs[:, None, :]
-    return mask
+    return Mask(mask, causal=True, window=window)
 
 
 def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
@@ -78,7 +99,7 @@ def plain_attention(
     q_btnh: jax.Array,
     k_bskh: jax.Array,
     v_bskh: jax.Array,
-    mask_bts: jax.Array,
+    mask: Mask,
     *,
     scale: float,
     softcap: float | None = None,
@@ -91,14 +112,14 @@ def plain_attention(
       (output [B, T, N, H] in q's dtype, probabilities [B, K, N/K, T, S] in float32).
     """
     k_bkhs, v_bksh = k_bskh.transpose(0, 2, 3, 1), v_bskh.transpose(0, 2, 1, 3)
-    return cached_attention(q_btnh, k_bkhs, v_bksh, mask_bts, scale=scale, softcap=softcap)
+    return cached_attention(q_btnh, k_bkhs, v_bksh, mask, scale=scale, softcap=softcap)
 
 
 def cached_attention(
     q_btnh: jax.Array,
     k_bkhs: jax.Array,
     v_bksh: jax.Array,
-    mask_bts: jax.Array,
+    mask: Mask,
     *,
     scale: float,
     softcap: float | None = None,
@@ -114,7 +135,7 @@ def cached_attention(
     logits = logits.reshape(*q_bkgth.shape[:4], k_bkhs.shape[3])
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    logits = jnp.where(mask_bts[:, None, None], logits, jnp.finfo(wide).min)
+    logits = jnp.where(mask.visible[:, None, None], logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1)
     out = jnp.einsum("bkqs,bksh->bkqh", _rows(weights.astype(v_bksh.dtype)), v_bksh)
     return _by_query_head(out.reshape(q_bkgth.shape)), weights
@@ -124,11 +145,10 @@ def blocked_attention(
     q_btnh: jax.Array,
     k_bskh: jax.Array,
     v_bskh: jax.Array,
-    mask_bts: jax.Array,
+    mask: Mask,
     *,
     scale: float,
     softcap: float | None = None,
-    window: int | None = None,
 ) -> jax.Array:
     """`plain_attention` over blocks of queries that skip the keys no query of the block can see.
 
@@ -146,15 +166,29 @@ def blocked_attention(
 
     Returns:
       output [B, T, N, H] in q's dtype.
+
+    Raises:
+      ValueError: a mask that is not known to be causal, or of keys other than the queries' own:
+        skipped keys would be missing from the result, and nothing would show it.
     """
+    if not isinstance(mask, Mask) or not mask.causal:
+        raise ValueError(
+            "blocked attention ('xla') skips the keys after each query, and this mask is not known "
+            "to hide them: use attention='plain', or make the mask by attention_mask(...)"
+        )
+    if q_btnh.shape[1] != k_bskh.shape[1]:
+        raise ValueError(
+            f"blocked attention ('xla') is of a row on itself, not of {q_btnh.shape[1]} queries on "
+            f"{k_bskh.shape[1]} keys: use attention='plain'"
+        )
     # Heads before time: each (batch, kv head) is one matrix product.
     out_bkgth = _blocked(
         _by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2]),
         k_bskh.transpose(0, 2, 1, 3),
         v_bskh.transpose(0, 2, 1, 3),
-        mask_bts,
+        mask.visible,
         softcap,
-        window,
+        mask.window,
     )
     return _by_query_head(out_bkgth)
 
@@ -253,37 +287,34 @@ def _blocked_bwd(softcap, window, residuals, d_out_bkgth):
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def attend(
-    kernel: str, q_btnh, k_bskh, v_bskh, mask_bts, config: ModelConfig, window: int | None
-) -> jax.Array:
+def attend(kernel: str, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig) -> jax.Array:
     """Attention output [B, T, N, H] of T queries on T keys by "xla", "plain" or "cudnn"."""
     if kernel == "cudnn":
         return jax.nn.dot_product_attention(
-            q_btnh, k_bskh, v_bskh, mask=mask_bts[:, None], scale=config.scale,
+            q_btnh, k_bskh, v_bskh, mask=mask.visible[:, None], scale=config.scale,
             implementation="cudnn",
         )  # fmt: skip
     numbers = {"scale": config.scale, "softcap": config.attention_softcap}
     if kernel == "plain":
-        return plain_attention(q_btnh, k_bskh, v_bskh, mask_bts, **numbers)[0]
-    return blocked_attention(q_btnh, k_bskh, v_bskh, mask_bts, window=window, **numbers)
+        return plain_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)[0]
+    return blocked_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)
 
 
 class Attention(nn.Module):
     """Projections, rotary embedding, attention, output projection.
 
     Attributes:
-      config, layer: shapes.
+      config: shapes.
       kernel: "xla", "plain" or "cudnn" (already chosen).
       with_weights: return the probabilities too (forces the plain form).
     """
 
     config: ModelConfig
-    layer: LayerConfig
     kernel: str = "xla"
     with_weights: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask_bts, cache=None):
+    def __call__(self, x_btd, rotary, mask: Mask, cache=None):
         """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
 
         weights [B, K, N/K, T, S]: None where they are never whole (blocked and fused kernels).
@@ -313,11 +344,10 @@ class Attention(nn.Module):
         weights = None
         if cache is not None and not cache.fresh:
             kept = cache.read(q_btnh.dtype)
-            y_btnh, weights = cached_attention(q_btnh, *kept, mask_bts, **numbers)
+            y_btnh, weights = cached_attention(q_btnh, *kept, mask, **numbers)
         elif self.with_weights:
-            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask_bts, **numbers)
+            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
-            window = self.layer.window
-            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask_bts, config, window)
+            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask, config)
         out = Linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

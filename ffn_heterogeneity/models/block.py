@@ -68,8 +68,8 @@ class Block(nn.Module):
     with_attention_weights: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask_bts, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
-        """x [B, T, D] -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
+    def __call__(self, x_btd, rotary, mask, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
+        """x [B, T, D] and a mask -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
         config = self.config
 
         def norm(name: str) -> Norm:
@@ -83,10 +83,9 @@ class Block(nn.Module):
             return y_btd
 
         attention = Attention(
-            config, self.layer, self.attention_kernel, self.with_attention_weights,
-            name="attention",
-        )  # fmt: skip
-        attended, weights, cache = attention(norm("attention_norm")(x_btd), rotary, mask_bts, cache)
+            config, self.attention_kernel, self.with_attention_weights, name="attention"
+        )
+        attended, weights, cache = attention(norm("attention_norm")(x_btd), rotary, mask, cache)
         attended = checkpoint_name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
         ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ffn_heterogeneity.models.attention import attention_mask, choose_kernel, tree_mask
+from ffn_heterogeneity.models.attention import Mask, attention_mask, choose_kernel, tree_mask
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
@@ -121,11 +121,8 @@ def forward(
     context = _context(config, batch, tokens.shape)
 
     def run_layer(index, layer_params, carried, extra):
-        layer, (x, link) = config.layers[index], carried
-        if "subtree_ends" in batch:
-            # What a window shows is not a stretch of the row there: the mask alone says it.
-            layer = dataclasses.replace(layer, window=None)
-        block = Block(config, layer, kernel, "attention_weights" in needs)
+        x, link = carried
+        block = Block(config, config.layers[index], kernel, "attention_weights" in needs)
         if with_cosine:
             x, link = lend(x, link)
         drop = None if dropout is None else (extra["dropout_key"], dropout[1])
@@ -192,7 +189,9 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[t
         if window not in masks:
             masks[window] = attention_mask(positions, positions, window, segments, segments)
             if "subtree_ends" in batch:
-                masks[window] &= tree_mask(batch["subtree_ends"])
+                # What a window shows is not a stretch of the row there: `visible` alone says it.
+                visible = masks[window].visible & tree_mask(batch["subtree_ends"])
+                masks[window] = Mask(visible, causal=True)
     result = []
     for layer in config.layers:
         window = layer.window if layer.window in masks else None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.models.attention import attention_mask, choose_kernel
+from ffn_heterogeneity.models.attention import Mask, attention_mask, choose_kernel
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.causal_lm import RunOptions, embed, finish, hold
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
@@ -211,6 +211,7 @@ def _contexts(config, columns_bt, pads_b, length, fresh) -> list[tuple]:
             # The column at each place: the newest of those that the place takes.
             held = last - (last - jnp.arange(places, dtype=jnp.int32)[None]) % places
             real_bs = ((held >= 0) & (held >= pads_b[:, None])).astype(jnp.int32)
-            masks[kind] = attention_mask(columns_bt, held, layer.window, real_bt, real_bs)
+            seen = attention_mask(columns_bt, held, layer.window, real_bt, real_bs).visible
+            masks[kind] = Mask(seen)  # places are in no order
         result.append((rotary[layer.rope], masks[kind]))
     return result

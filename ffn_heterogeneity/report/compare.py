@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +11,11 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path
-from ffn_heterogeneity.report.figures import COLOURS
+from ffn_heterogeneity.report import figures
+from ffn_heterogeneity.report.figures import Line, Panel, common_points, save
 from ffn_heterogeneity.report.runs import Run, Spread, read_runs, union
-from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.report.tables import UNKNOWN, escaped_table
 
-ABSENT = "-"
 FIRST_ROWS = ("first ", "final ", "best ", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
 MAX_PANELS = 6
@@ -25,7 +24,6 @@ OF_SEEDS = (
     "mean [min, max] of the seeds' own results. Curves are means over the seeds, as far as all of "
     "them have come, with bands from min to max."
 )
-STYLES = ("-", "--", ":", "-.")  # for more runs than colours
 
 
 def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "compare") -> str:
@@ -57,13 +55,15 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
 def report_text(runs: Sequence[Run], picture: str | None, left_out: Sequence[str]) -> str:
     """The whole of it in Markdown; `left_out` are the metrics that have no panel."""
     parts = ["# " + ", ".join(run.label for run in runs)]
-    parts.append(_table(("run", "state", "directory"), [(r.label, r.state, r.path) for r in runs]))
+    parts.append(
+        escaped_table(("run", "state", "directory"), [(r.label, r.state, r.path) for r in runs])
+    )
     if len(runs) > 1:
         rows = differing_keys(runs)
-        table = _table(("config key", *(run.label for run in runs)), rows)
+        table = escaped_table(("config key", *(run.label for run in runs)), rows)
         parts += ["## Config keys that differ", table if rows else "None: the configs are equal."]
     header, rows = numbers(runs)
-    parts += ["## Numbers", _table(header, rows) if rows else "None yet."]
+    parts += ["## Numbers", escaped_table(header, rows) if rows else "None yet."]
     if len(runs) > 1:
         parts.append(f"Differences and ratios are against {runs[0].label}.")
     if any(isinstance(value, Spread) for run in runs for value in run.values.values()):
@@ -88,7 +88,7 @@ def differing_keys(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         there = [run.config[key] for run in runs if key in run.config]
         if len(there) < len(runs) or not all(same(there[0], value) for value in there):
             # As JSON: "1" and 1 are told apart.
-            cells = [json.dumps(r.config[key]) if key in r.config else ABSENT for r in runs]
+            cells = [json.dumps(r.config[key]) if key in r.config else UNKNOWN for r in runs]
             rows.append((key, *cells))
     return rows
 
@@ -114,28 +114,21 @@ def _against(value: Any, first: Any) -> tuple[str, str]:
     """(difference, ratio) of numbers; of means over seeds."""
     a, b = (x.mean if isinstance(x, Spread) else x for x in (value, first))
     if any(x is None or isinstance(x, str) for x in (a, b)):
-        return ABSENT, ABSENT
+        return UNKNOWN, UNKNOWN
     difference = a - b
     sign = "+" if difference > 0 else ""  # NaN and 0 have none
     shown = _cell(difference) if isinstance(difference, int) else f"{difference:,.4g}"
-    return sign + shown, f"{a / b:,.5g}" if b else ABSENT
+    return sign + shown, f"{a / b:,.5g}" if b else UNKNOWN
 
 
 def _cell(value: Any) -> str:
     if value is None:
-        return ABSENT
+        return UNKNOWN
     if isinstance(value, Spread):
         return f"{value.mean:,.6g} [{value.low:,.6g}, {value.high:,.6g}] n={value.n}"
     if isinstance(value, str):
         return value
     return f"{value:,d}" if isinstance(value, int) else f"{value:,.6g}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def escaped(cell: str) -> str:
-        return " ".join(cell.split()).replace("|", "\\|")  # patterns of paths hold bars
-
-    return markdown_table([*map(escaped, header)], [[*map(escaped, row)] for row in rows])
 
 
 # ---- figure
@@ -158,67 +151,16 @@ def choose_panels(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
 
 
 def mean_curve(run: Run, metric: str) -> tuple[list[int], np.ndarray]:
-    """(steps, values [seeds, steps]) at the steps that every seed with this metric has.
-
-    A mean over other seeds at other steps would jump where a seed ends.
-    """
-    seeds = [curve[metric] for curve in run.curves if metric in curve]
-    steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
-    return steps, np.array([[seed[step] for step in steps] for seed in seeds])
+    """(steps, values [seeds, steps]) at the steps that every seed with this metric has."""
+    return common_points([curve[metric] for curve in run.curves if metric in curve])
 
 
 def draw(runs: Sequence[Run], panels: Sequence[str]):
     """The matplotlib figure: a panel per metric, a colour per run; bands from min to max."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False, layout="constrained"
-    )
-    lines = {}
-    for axis, metric in zip(grid.ravel(), panels, strict=False):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set(xlabel="step", title=metric)
-        for i, run in enumerate(runs):
-            steps, values = mean_curve(run, metric)
-            if not steps:
-                continue
-            colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
-            # A marker shows a lone point; many of them hide the line.
-            marker = "o" if len(steps) <= 50 else ""
-            (line,) = axis.plot(
-                steps, values.mean(0), color=colour, linestyle=style, marker=marker, markersize=3
-            )
-            if len(values) > 1:
-                low, high = values.min(0), values.max(0)
-                axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-            lines.setdefault(_legend(run), line)
-    for axis in grid.ravel()[len(panels) :]:
-        axis.set_visible(False)
-    figure.legend(
-        lines.values(), lines, loc="outside upper center", ncols=min(3, len(lines) or 1),
-        frameon=False,
-    )  # fmt: skip
-    return figure
+    found = [Panel(name, [Line(_legend(r), *mean_curve(r, name)) for r in runs]) for name in panels]
+    return figures.draw(found, one_legend=True)
 
 
 def _legend(run: Run) -> str:
-    # matplotlib reads $ as mathematics and leaves out what begins with an underscore.
-    label = run.label.replace("$", r"\$")
-    label = f" {label}" if label.startswith("_") else label
-    return f"{label} (mean of {len(run.curves)} seeds)" if len(run.curves) > 1 else label
-
-
-def save(figure, path: epath.Path) -> None:
-    """Writes the figure whole, and closes it."""
-    from matplotlib import pyplot as plt
-
-    try:
-        with atomic_path(path) as temporary, temporary.open("wb") as file:
-            figure.savefig(file, format="png", dpi=150, bbox_inches="tight")
-    finally:
-        plt.close(figure)
+    seeds = len(run.curves)
+    return f"{run.label} (mean of {seeds} seeds)" if seeds > 1 else run.label

@@ -1,50 +1,140 @@
-"""Figures. Colours are a colour-blind-safe set, one colour per thing throughout."""
+"""Figures: panels of lines, and bars. One colour-blind-safe set of colours throughout."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from etils import epath
 
+from ffn_heterogeneity.io.files import atomic_path
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+STYLES = ("-", "--", ":", "-.")  # for more lines than colours
+MANY = 50  # points; a marker shows a lone one, many of them hide the line
 
 
-def _save(figure, path: str | os.PathLike) -> None:
-    from matplotlib import pyplot as plt
+class Line(NamedTuple):
+    """One line of a panel: a mean over seeds with a band from the lowest to the highest.
 
-    path = epath.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.stem}.partial{path.suffix}"
-    with temporary.open("wb") as file:
-        figure.savefig(file, format=path.suffix.lstrip("."), dpi=150, bbox_inches="tight")
-    temporary.replace(path)
-    plt.close(figure)
+    Attributes:
+      x: where all seeds have a value; empty: nothing is drawn, the colour stays the line's.
+      y: values [seeds, len(x)].
+    """
+
+    label: str
+    x: Sequence[float]
+    y: np.ndarray
 
 
-def _axes(columns: int, width: float = 4.6, height: float = 3.4):
+class Panel(NamedTuple):
+    """One pair of axes; `log`: values that span more than a decade stand on a log scale."""
+
+    title: str
+    lines: Sequence[Line]
+    xlabel: str = "step"
+    ylabel: str = ""
+    log: bool = False
+
+
+def common_points(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
+    """(x, values [seeds, x]) where every curve has a value.
+
+    A mean over other seeds at other places would jump where a seed ends.
+    """
+    x = sorted(set.intersection(*map(set, curves))) if curves else []
+    return x, np.array([[curve[i] for i in x] for curve in curves])
+
+
+def draw(panels: Sequence[Panel], *, columns: int = 3, one_legend: bool = False):
+    """The matplotlib figure of some panels.
+
+    Args:
+      one_legend: above all of them, for lines that stand for the same things in every panel.
+    """
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = _axes(rows, columns, 4.6 * columns, 3.4 * rows)
+    shown: dict[str, Any] = {}
+    for axis, panel in zip(axes, panels, strict=False):
+        for i, line in enumerate(panel.lines):
+            if len(line.x):
+                shown.setdefault(_safe(line.label), _draw_line(axis, line, i))
+        values = [line.y[np.isfinite(line.y)] for line in panel.lines if len(line.x)]
+        values = np.concatenate(values) if values else np.ones(1)
+        if panel.log and values.size and 0 < 10 * values.min() < values.max():
+            axis.set_yscale("log")
+        axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
+        if not one_legend and axis.lines:
+            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
+    for unused in axes[len(panels) :]:
+        unused.set_visible(False)
+    if one_legend:
+        figure.legend(shown.values(), shown, loc="outside upper center",
+                      ncols=min(3, len(shown) or 1), frameon=False)  # fmt: skip
+    return figure
+
+
+def _draw_line(axis, line: Line, i: int):
+    colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
+    marker = "o" if len(line.x) <= MANY else ""
+    (drawn,) = axis.plot(line.x, line.y.mean(0), style, color=colour, marker=marker,
+                         markersize=3, label=_safe(line.label))  # fmt: skip
+    if len(line.y) > 1:
+        low, high = line.y.min(0), line.y.max(0)
+        axis.fill_between(line.x, low, high, color=colour, alpha=0.2, linewidth=0)
+    return drawn
+
+
+def _safe(text: str) -> str:
+    # matplotlib reads $ as mathematics and leaves out what begins with an underscore.
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def _axes(rows: int, columns: int, width: float, height: float):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False)
-    for axis in axes[0]:
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
+    )
+    for axis in grid.ravel():
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
+    return figure, grid.ravel()
+
+
+def save(figure, path: str | os.PathLike) -> None:
+    """Writes the figure whole, and closes it."""
+    from matplotlib import pyplot as plt
+
+    try:
+        with atomic_path(path) as temporary, temporary.open("wb") as file:
+            kind = epath.Path(path).suffix.lstrip(".")
+            figure.savefig(file, format=kind, dpi=150, bbox_inches="tight")
+    finally:
+        plt.close(figure)
 
 
 def connectivity_figure(layers: Sequence[Mapping], d_model: int, path: str | os.PathLike) -> None:
-    """Per-neuron means of entropy, gini and mstd against the layer."""
-    figure, axes = _axes(3)
+    """Per-neuron means of entropy, gini and mstd against the layer; dashed: uniform weights."""
     bounds = {"entropy": math.log(d_model), "gini": 1 - 1 / d_model, "mstd": 0.0}
-    for axis, (name, bound), colour in zip(axes, bounds.items(), COLOURS, strict=False):
-        means = [layer[name] / layer["neurons"] for layer in layers]
-        axis.plot(range(len(means)), means, marker="o", markersize=3, color=colour)
+    panels = []
+    for name in bounds:
+        means = np.array([[layer[name] / layer["neurons"] for layer in layers]])
+        panels.append(Panel(f"{name}, mean over neurons", [Line("", range(len(layers)), means)],
+                            xlabel="layer"))  # fmt: skip
+    figure = draw(panels)
+    for axis, bound, colour in zip(figure.axes, bounds.values(), COLOURS, strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
-        axis.set(xlabel="layer", title=f"{name}, mean over neurons (dashed: uniform)")
-    _save(figure, path)
+        axis.lines[0].set_color(colour)
+        axis.get_legend().remove()
+    save(figure, path)
 
 
 def training_figure(
@@ -56,23 +146,44 @@ def training_figure(
       runs: label -> rows with "step" and metrics; a row without a panel's metric is left out.
       panels: metric name -> title.
     """
-    figure, axes = _axes(len(panels))
-    for axis, (metric, title) in zip(axes, panels.items(), strict=True):
-        for (label, rows), colour in zip(runs.items(), COLOURS, strict=False):
-            points = [(row["step"], row[metric]) for row in rows if metric in row]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label,
-                          color=colour)  # fmt: skip
-        axis.set(xlabel="step", title=title)
-        axis.legend(frameon=False)
-    _save(figure, path)
+
+    def line(label: str, metric: str) -> Line:
+        return Line(
+            label,
+            *common_points([{row["step"]: row[metric] for row in runs[label] if metric in row}]),
+        )
+
+    drawn = [Panel(title, [line(x, metric) for x in runs]) for metric, title in panels.items()]
+    save(draw(drawn), path)
+
+
+def displacement_figure(
+    panels: Mapping[str, Mapping[str, Mapping]], path: str | os.PathLike
+) -> None:
+    """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint.
+
+    Args:
+      panels: title -> {label: {"psi": [L values], "zeta_L": percent}}.
+    """
+    drawn = []
+    for title, readings in panels.items():
+        lines = []
+        for label, reading in readings.items():
+            jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
+            psi = np.array([reading["psi"]], float)
+            lines.append(Line(label + jump, range(1, psi.size + 1), psi))
+        drawn.append(Panel(title, lines, "layer", "angular displacement"))
+    figure = draw(drawn)
+    for axis in figure.axes:
+        axis.set_ylim(bottom=0)
+    save(figure, path)
 
 
 def bar_figure(
     values: Mapping[str, float], title: str, path: str | os.PathLike, *, log: bool = False
 ) -> None:
     """Labelled horizontal bars, the first on top."""
-    figure, (axis,) = _axes(1, width=6.5, height=0.5 + 0.42 * len(values))
+    figure, (axis,) = _axes(1, 1, 6.5, 0.5 + 0.42 * len(values))
     labels = list(values)
     bars = axis.barh(labels, [values[label] for label in labels], color=COLOURS[0])
     axis.bar_label(bars, [f"{values[label]:,.4g}" for label in labels], padding=3)
@@ -81,24 +192,4 @@ def bar_figure(
     if log:
         axis.set_xscale("log")
     axis.margins(x=0.18)
-    _save(figure, path)
-
-
-def displacement_figure(
-    readings: Mapping[str, Mapping], path: str | os.PathLike, title: str = ""
-) -> None:
-    """Psi against depth, a line a reading (JREG, Figures 1 and 2); the label gives zeta_L.
-
-    Args:
-      readings: label -> {"psi": [L values], "zeta_L": percent}.
-    """
-    figure, (axis,) = _axes(1, width=6.0)
-    for (label, reading), colour in zip(readings.items(), COLOURS, strict=False):
-        psi = reading["psi"]
-        jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
-        axis.plot(range(1, len(psi) + 1), psi, marker="o", markersize=3, color=colour,
-                  label=label.replace("_", " ") + jump)  # fmt: skip
-    axis.set(xlabel="layer", ylabel="angular displacement", title=title)
-    axis.set_ylim(bottom=0)
-    axis.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)

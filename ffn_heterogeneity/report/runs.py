@@ -28,6 +28,7 @@ class Spread(NamedTuple):
     low: float
     high: float
     n: int
+    kind: str = "range"  # of what low and high are: "range", "t" (95%), "Wilson" (95%)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Run:
       label: the shortest end of the path that no other run has.
       config: dotted key -> value; the same data under two paths has the first run's.
       values: "final validation/nll" -> number, text or `Spread`.
-      curves: one per seed (one without seeds): metric -> step -> value, NaN where not finite.
+      curves: one per seed (one without seeds): metric -> step -> value, NaN where not finite; of a
+        metric with a value a layer the list, in `layers`.
       state: "finished", "3 seeds", or how far it is.
       notes: what a reader has to know.
       model: a short name of the config's model that no other model of these runs has.
@@ -53,6 +55,7 @@ class Run:
     state: str
     notes: list[str]
     model: str = "model"
+    layers: list[dict[str, dict[int, list[float]]]] = dataclasses.field(default_factory=list)
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -84,21 +87,22 @@ def read_run(path: str, label: str) -> Run:
     folder = epath.Path(path)
     _check_is_run(folder)
     config, results = flat(_read_object(folder / "config.json")), _results(folder)
-    values, curves = _read_folder(folder, config)
+    values, *curves = _read_folder(folder, config)
     curves, state, notes = [curves], "", []
     if seeds := _seed_folders(folder, results or {}):
         there = [seed for seed in seeds if seed.is_dir()]
         found = [_read_folder(seed, config) for seed in there]
         summary = (results or {}).get("summary")
-        values = _over_seeds([v for v, _ in found]) | values
+        values = _over_seeds([v for v, *_ in found]) | values
         values |= _spreads(summary) if isinstance(summary, dict) else {}
-        curves = [c for _, c in found if c] or curves
+        curves = [c for _, *c in found if c[0]] or curves
         state = f"{len(seeds)} seeds, "
         for why, names in (
             ("missing", [seed.name for seed in seeds if seed not in there]),
             ("without results.json", [seed.name for seed in there if _results(seed) is None]),
         ):
             notes += [f"{why}: {', '.join(names)}."] if names else []
+    curves, layers = map(list, zip(*curves, strict=True))
     if results is None:
         steps = [step for curve in curves for points in curve.values() for step in points]
         state += f"not finished, at step {max(steps)}" if steps else "not begun"
@@ -108,7 +112,8 @@ def read_run(path: str, label: str) -> Run:
         lists = [k for k, v in flat(results).items() if isinstance(v, list) and k not in CURVES]
         lists = list(dict.fromkeys(name.split(".")[0] for name in lists))
         notes += [f"lists in results.json, in no table: {', '.join(lists)}."] if lists else []
-    return Run(path, label, config, values, curves, state, notes + _not_finite(curves))
+    notes += _not_finite(curves)
+    return Run(path, label, config, values, curves, state, notes, layers=layers)
 
 
 def _spell_alike(runs: Sequence[Run]) -> None:
@@ -196,9 +201,9 @@ def _seed_folders(folder: epath.Path, results: Mapping[str, Any]) -> list[epath.
     return sorted(found, key=lambda x: int(x.name[5:]))
 
 
-def _read_folder(folder: epath.Path, config: Mapping[str, Any]) -> tuple[dict, dict]:
-    """(values, curves) of one directory."""
-    path, curves = folder / "metrics.jsonl", {}
+def _read_folder(folder: epath.Path, config: Mapping[str, Any]) -> tuple[dict, dict, dict]:
+    """(values, curves, layers) of one directory."""
+    path, curves, layers = folder / "metrics.jsonl", {}, {}
     try:
         rows = read_metrics(path)
     except UnicodeDecodeError:
@@ -208,12 +213,14 @@ def _read_folder(folder: epath.Path, config: Mapping[str, Any]) -> tuple[dict, d
         if not isinstance(step, int):
             raise ValueError(f"{path}, line {number} has no step: {str(row)[:60]}")
         for name, value in row.items():
+            if isinstance(value, list) and value and None not in (x := list(map(number_of, value))):
+                layers.setdefault(name, {})[step] = x
             value = number_of(value)
             if name != "step" and value is not None:
                 # A row that was written twice: the later one holds.
                 curves.setdefault(name, {})[step] = value if math.isfinite(value) else math.nan
     known = _so_far(rows, config.get("eval.best_metric") or "validation/nll")
-    return _named(known | (_results(folder) or {})), curves
+    return _named(known | (_results(folder) or {})), curves, layers
 
 
 def _so_far(rows: Sequence[Mapping], metric: str) -> dict[str, Any]:
@@ -293,7 +300,7 @@ def _spreads(summary: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "mean" in value:
             parts = [number_of(value.get(part)) for part in ("mean", "low", "high")]
             parts = [math.nan if part is None else part for part in parts]
-            found[name] = Spread(*parts, value.get("n", 0))
+            found[name] = Spread(*parts, value.get("n", 0), "t")
         else:
             found |= {k: _scalar(v) for k, v in flat({name: value}).items()}
     return found

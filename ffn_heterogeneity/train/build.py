@@ -6,9 +6,9 @@ The same for arrays and for shapes alone, so that a dry run plans the very step 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Hashable
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -17,26 +17,30 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.workdir import flatten_config
-from ffn_heterogeneity.losses.nll import nll_term
-from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.losses.terms import LossTerm
+from ffn_heterogeneity.losses import TERMS
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, flatten_config
+from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
-from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
+from ffn_heterogeneity.train.step import (
+    check_names,
+    make_eval_step,
+    make_params_metrics,
+    make_train_step,
+)
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Keys, or groups of keys, that no compiled program depends on: they go through `hyper`, or are the
 # host's business. Any other key is taken to be part of the program.
 FREE_KEYS = (
-    "model", "revision", "tokenizer", "seed", "seeds", "steps", "mesh", "nucl.alpha", "dropout",
+    "model", "revision", "tokenizer", "seed", "seeds", "steps", "mesh", "dropout",
     "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps",
     "optimizer.final_fraction", "eval", "checkpoint", "export", "tensorboard", "profile", "dry_run",
 )  # fmt: skip
@@ -89,7 +93,7 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
-    terms, options = make_terms(config, model, mesh), run_options(config, mesh)
+    (terms, monitors), options = make_terms(config, model, mesh), run_options(config, mesh)
 
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(
@@ -100,7 +104,8 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
         forward, terms, optimizer, mask,
         accumulation=config.accumulation, dropout=config.dropout > 0, shardings=placed,
     )  # fmt: skip
-    evaluated = (*terms, *monitors(config, mesh.size))
+    evaluated = (*terms, *monitors)
+    check_names(evaluated)
     return Built(
         model=model, mesh=mesh, trainable=mask, optimizer=optimizer, terms=terms,
         evaluated_terms=evaluated, options=options,
@@ -113,16 +118,15 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
 def static_key(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh) -> Hashable:
     """What `build` makes programs of: runs with equal keys can use the same ones.
 
-    Everything in the config but `FREE_KEYS` (a dropout rate, and the weight of an added term, count
-    only as on or off), the model's config, the names, shapes and dtypes of its leaves, the mesh.
+    Everything in the config but `FREE_KEYS` and the weights of losses (a dropout rate counts as on
+    or off, a loss as built or not), the model's config, the names, shapes and dtypes of its leaves,
+    the mesh.
     """
-    flat = flatten_config(config.to_dict())
-    for name, weight in added_weights(config).items():
-        flat[f"{name}.weight"] = weight > 0
+    flat, weights = flatten_config(config.to_dict()), loss_weights(config)
     kept = {
         key: value
         for key, value in flat.items()
-        if key not in FREE_KEYS and key.split(".")[0] not in FREE_KEYS
+        if key not in (*FREE_KEYS, *weights) and key.split(".")[0] not in FREE_KEYS
     }
     kept["dropout is on"] = config.dropout > 0
     leaves = tuple((path, x.shape, str(x.dtype)) for path, x in flatten(params).items())
@@ -147,10 +151,7 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
-    weights = {f"{name}.weight": weight for name, weight in added_weights(config).items()}
-    for key, weight in {"nucl.alpha": config.nucl.alpha, **weights}.items():
-        if not np.isfinite(weight) or weight < 0:
-            raise ValueError(f"{key}={weight} must be finite and >= 0")
+    loss_weights(config)
     if config.accumulation < 1 or config.batch_size % config.accumulation:
         raise ValueError(
             f"batch_size={config.batch_size} must be a multiple of "
@@ -165,51 +166,73 @@ def check_config(config: ConfigDict) -> None:
 
 def make_terms(
     config: ConfigDict, model: ModelConfig, mesh: Mesh | AbstractMesh
-) -> tuple[LossTerm, ...]:
-    """NLL, NUCL unless its variant is "none", and every added term with a weight above 0.
+) -> tuple[tuple[LossTerm, ...], tuple[LossTerm, ...]]:
+    """(the loss, what validation computes beside it and nobody trains on).
 
-    A term is added by a group of the config: with `x.weight` above 0 it is `x_term` of losses/x.py,
-    called with the group's other keys; its weight is hyper["x_weight"].
+    A group of `config.losses` is one term: `term` (default: the group's name) is its name in
+    `losses.TERMS`, `weight` its factor (None: it is not built; 0 is built, so that a sweep over the
+    weight is one program), the rest are the term's settings. `config.monitors` has the same form
+    without weights, or names a probe (of `probes.PROBES`) whose averages are wanted. Terms are
+    summed in the order of `TERMS`, then of their names: a config's own order is lost when it is
+    iterated.
+
+    Raises:
+      ValueError: an unknown term or setting, or a weight that is none.
     """
-    devices = mesh.size
-    terms = [nll_term(model, config.nll_reduction, mesh=mesh)]
-    if config.nucl.variant != "none":
-        nucl = config.nucl
-        terms.append(
-            nucl_term(
-                nucl.variant, tuple(nucl.targets), nucl.axis, weight="alpha", sharded=devices > 1
+    return _terms(config, "losses", model, mesh), _terms(config, "monitors", model, mesh)
+
+
+def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tuple[LossTerm, ...]:
+    weights, made = loss_weights(config), {}
+    for name, group in config.get(kind, {}).items():
+        term, where = group.get("term", name), f"{kind}.{name}"
+        if kind == "monitors" and "probe" in group:
+            if group.probe not in PROBES:
+                raise ValueError(
+                    f"{where}: no probe {group.probe!r}; there are {', '.join(PROBES)}"
+                )
+            made[len(TERMS), name] = probe_term(TermContext(name, 0.0), PROBES[group.probe])
+            continue
+        if term not in TERMS:
+            raise ValueError(f"{where}: no term {term!r}; choose one of {', '.join(TERMS)}")
+        weight = key_of_weight(name) if kind == "losses" else 0.0
+        if weight and weight not in weights:
+            continue
+        settings = {k: value for k, value in group.items() if k not in ("term", "weight")}
+        known = list(inspect.signature(TERMS[term]).parameters)[1:]
+        if unknown := sorted(set(settings) - set(known)):
+            raise ValueError(f"{where} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+        try:
+            made[list(TERMS).index(term), name] = TERMS[term](
+                TermContext(name, weight, model, mesh), **settings
             )
-        )
-    for name, weight in added_weights(config).items():
-        if weight > 0:
-            terms.append(_added_term(config, name, f"{name}_weight"))
-    return tuple(terms)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return tuple(made[key] for key in sorted(made))
 
 
-def _added_term(config: ConfigDict, name: str, weight: str | float) -> LossTerm:
-    function = getattr(import_module(f"ffn_heterogeneity.losses.{name}"), f"{name}_term")
-    settings = {key: value for key, value in config[name].items() if key != "weight"}
-    return function(weight=weight, **settings)
+def key_of_weight(name: str) -> str:
+    """The key of `hyper`, and of the config, that holds a loss's weight."""
+    return f"losses.{name}.weight"
 
 
-def added_weights(config: ConfigDict) -> dict[str, float]:
-    """Group -> its `weight`, of the terms that groups of the config add; 0: it is not built."""
-    groups = {name: group for name, group in config.items() if isinstance(group, ConfigDict)}
-    return {name: group.weight for name, group in groups.items() if "weight" in group}
+def loss_weights(config: ConfigDict) -> dict[str, float]:
+    """`{"losses.<name>.weight": weight}` of the losses that are built.
 
-
-def monitors(config: ConfigDict, devices: int = 1) -> tuple[LossTerm, ...]:
-    """What validation computes beside the loss and nobody trains on.
-
-    The entropy of the targeted connections, beside any variant: its mean per neuron is what NUCL's
-    Figures 2 and 3 plot ("validation/entropy/ent/..."). And where the config knows JREG but does
-    not train with it, its jump rates ("validation/jreg/zeta_L"): the baseline of that paper.
+    Raises:
+      ValueError: a weight that is negative or not finite, a group without one.
     """
-    nucl = config.nucl
-    entropy = nucl_term("ent", tuple(nucl.targets), nucl.axis, name="entropy", sharded=devices > 1)
-    if added_weights(config).get("jreg") == 0:
-        return entropy, _added_term(config, "jreg", 0.0)
-    return (entropy,)
+    weights = {}
+    for name, group in config.losses.items():
+        key = key_of_weight(name)
+        if "weight" not in group:
+            raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
+        if group.weight is None:
+            continue
+        if not np.isfinite(group.weight) or group.weight < 0:
+            raise ValueError(f"{key}={group.weight} must be finite and >= 0")
+        weights[key] = float(group.weight)
+    return weights
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:
@@ -221,7 +244,7 @@ def optimizer_config(config: ConfigDict) -> OptimizerConfig:
 
 
 def hyper_function(config: ConfigDict):
-    """step (0-based) -> {"learning_rate", "alpha", "dropout", weights of added terms}."""
+    """step (0-based) -> {"learning_rate", "dropout", the losses' weights}."""
     schedule = make_schedule(
         config.optimizer.schedule,
         config.optimizer.learning_rate,
@@ -229,8 +252,7 @@ def hyper_function(config: ConfigDict):
         total_steps=config.steps,
         final_fraction=config.optimizer.final_fraction,
     )
-    constant = {"alpha": config.nucl.alpha, "dropout": config.dropout}
-    constant |= {f"{name}_weight": x for name, x in added_weights(config).items() if x > 0}
+    constant = {"dropout": config.dropout} | loss_weights(config)
     return lambda step: {"learning_rate": schedule(step), **constant}
 
 
@@ -254,12 +276,13 @@ def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunO
 
 
 def loop_config(config: ConfigDict) -> LoopConfig:
+    mode, _, metric = config.eval.best_metric.rpartition(":")
     return LoopConfig(
         steps=config.steps,
-        eval_every=config.eval.every,
         checkpoint_every=config.checkpoint.every,
         accumulation=config.accumulation,
-        best_metric=config.eval.best_metric,
+        best_metric=metric,
+        best_mode=mode or "min",
         keep=config.checkpoint.keep,
         keep_best=config.checkpoint.keep_best,
         save_at_end=config.checkpoint.at_end,

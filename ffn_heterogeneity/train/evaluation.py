@@ -62,6 +62,6 @@ def _divide(sums: dict[str, TermValue], derived: dict[str, Callable]) -> dict[st
         metrics[name] = total / denominator
         averages = {key: value / denominator for key, value in extra.items()}
         if name in derived:
-            averages |= jax.device_get(derived[name](averages))
+            averages = jax.device_get(derived[name](averages))
         metrics |= {f"{name}/{key}": value for key, value in averages.items()}
     return metrics

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,6 +19,7 @@ from ffn_heterogeneity.io.workdir import resume_command
 from ffn_heterogeneity.parallel.placement import place_batch, place_scalars
 from ffn_heterogeneity.report.writer import MetricsWriter
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
+from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
 from ffn_heterogeneity.train.profiler import Profiler
 from ffn_heterogeneity.train.state import TrainState
 
@@ -43,11 +44,10 @@ class LoopConfig:
 
     Attributes:
       steps: optimiser steps of the whole run.
-      eval_every: evaluate every so many steps, besides before the first and after the last; 0:
-        only then.
       checkpoint_every: save every so many steps; 0: only at the end, at a stop, and when best.
       accumulation: micro-batches a step; batches [B, T] are cut into [A, B / A, T].
-      best_metric, best_mode: which evaluation metric, and whether "min" or "max" of it, is best.
+      best_metric, best_mode: which of the hooks' metrics is looked at, and whether its "min" or
+        "max" is best.
       keep: how many of the latest checkpoints stay.
       keep_best: save whenever the best metric improves after training began, and keep that one.
       save_at_end: save after the last step too (so that a finished run can be read back).
@@ -55,7 +55,6 @@ class LoopConfig:
     """
 
     steps: int
-    eval_every: int = 0
     checkpoint_every: int = 0
     accumulation: int = 1
     best_metric: str = "validation/nll"
@@ -66,11 +65,11 @@ class LoopConfig:
     profile: tuple[int, int] | None = None
 
     def __post_init__(self):
-        for name, least in (("steps", 1), ("eval_every", 0), ("checkpoint_every", 0), ("keep", 1)):
+        for name, least in (
+            ("steps", 1), ("checkpoint_every", 0), ("keep", 1), ("accumulation", 1)
+        ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.accumulation < 1:
-            raise ValueError(f"accumulation={self.accumulation} must be at least 1")
 
 
 @dataclasses.dataclass
@@ -100,8 +99,7 @@ class TrainLoop:
       batches: see `Batches`; at its beginning.
       hyper: step (0-based) -> floats for `train_step`.
       workdir: checkpoints and metrics go there; claim it with `prepare_workdir` first.
-      evaluate: params -> metrics by name (numbers and arrays on the host), or None. It calls the
-        argument `check_stop` between batches.
+      hooks: what is measured between steps; their metrics are one row of the metrics file.
       shardings: the (state, batch, replicated) that the step was built with.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
       tensorboard: also write events.
@@ -116,30 +114,26 @@ class TrainLoop:
         batches: Batches,
         hyper: Callable[[int], dict[str, float]],
         workdir: str | os.PathLike,
-        evaluate: Callable[..., dict[str, Any]] | None = None,
+        hooks: Sequence[Hook] = (),
         shardings: tuple[Any, Any, Any] | None = None,
         gradient_paths: tuple[str, ...] = (),
         tensorboard: bool = True,
     ):
         self.config, self.train_step, self.state = config, train_step, state
-        self.batches, self.hyper, self.evaluate = batches, hyper, evaluate
+        self.batches, self.hyper, self.hooks = batches, hyper, tuple(hooks)
         self.workdir, self.gradient_paths = epath.Path(workdir), gradient_paths
         self.shardings = shardings or (None, None, None)
         self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=config.keep)
         self.tensorboard = tensorboard
-        self.step, self.best, self.last_eval = 0, None, -1
+        self.step, self.last_measured = 0, -1
+        self.best = Best(config.best_metric, config.best_mode)
         self.saved_step: int | None = None
         self._saved_rows: int | None = None
         self._profiler = Profiler(config.profile, self.workdir / "profile")
         self._speaks = jax.process_index() == 0
-        # Of several processes one alone may get the signal: it then goes with the next batch, and
-        # all read from that step's metrics, at the same step, that they are to stop.
-        self._many = jax.process_count() > 1
-        self._wanted: str | None = None
-        self._signal: str | None = None
+        self.stopping, self.throughput = Stopping(), Throughput()
         self._pending: tuple[int, Any, dict] | None = None
         self._improved = False
-        self._rates: list[tuple[float, float]] = []
         self.compile_seconds: float | None = None
 
     def run(self) -> LoopResult:
@@ -156,7 +150,7 @@ class TrainLoop:
         done = False
         with (
             self._metrics_writer() as self.writer,
-            catch_signals(self._on_signal),
+            catch_signals(self.stopping.on_signal),
             self._make_progress() as self.progress,
         ):
             try:
@@ -171,14 +165,12 @@ class TrainLoop:
                         f"stopped at step {self.step}; to resume: {resume_command(self.workdir)}"
                     )
                 self.checkpoints.close()
-        rates = self._rates[1:] or self._rates
-        seconds = sum(s for _, s in rates)
         return LoopResult(
             state=self.state,
             step=self.step,
-            stopped=None if done else self._signal,
-            best=self.best,
-            tokens_per_second=sum(n for n, _ in rates) / seconds if seconds else None,
+            stopped=None if done else self.stopping.signal,
+            best=self.best.row,
+            tokens_per_second=self.throughput.mean,
             compile_seconds=self.compile_seconds,
         )
 
@@ -195,30 +187,21 @@ class TrainLoop:
             return Progress(self.config.steps, self.step)
         return contextlib.nullcontext()
 
-    def check_stop(self) -> None:
-        """Raises `StopRequested` once a signal has come; for long work between two steps."""
-        if self._signal:
-            raise StopRequested
-
     def _loop(self) -> None:
         last = self.config.steps
         while True:
-            if self._due(self.config.eval_every, ends=True) and self.last_eval != self.step:
+            if self.last_measured != self.step:
                 with contextlib.suppress(StopRequested):
-                    self._evaluate()
-            if self._due(self.config.checkpoint_every, ends=False) or self._improved:
+                    self._measure([hook for hook in self.hooks if hook.due(self.step, last)])
+            every = self.config.checkpoint_every
+            if (every and 0 < self.step < last and self.step % every == 0) or self._improved:
                 self._save()
-            if self.step >= last or self._signal:
+            if self.step >= last or self.stopping.signal:
                 break
             self._train_one()
         self._drain()
-        if self._signal or self.config.save_at_end:
+        if self.stopping.signal or self.config.save_at_end:
             self._save()
-
-    def _due(self, every: int, *, ends: bool) -> bool:
-        if self.step in (0, self.config.steps):
-            return ends
-        return bool(every) and self.step % every == 0
 
     def _train_one(self) -> None:
         try:
@@ -261,7 +244,7 @@ class TrainLoop:
         self.compile_seconds = time.perf_counter() - start
         what = "first step" if known else "compiled; compilation and first step"
         self._say(f"{what} took {self.compile_seconds:.1f} s")
-        self._clock = time.perf_counter()
+        self.throughput.restart()
         return metrics
 
     def _place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -273,8 +256,8 @@ class TrainLoop:
                     "divide: choose a batch size that is a multiple of it"
                 )
         cut = {k: v.reshape(a, v.shape[0] // a, *v.shape[1:]) for k, v in batch.items()}
-        if self._many:
-            wanted = np.int32(self._wanted is not None)
+        if jax.process_count() > 1:
+            wanted = np.int32(self.stopping.wanted is not None)
             cut["stop"] = np.full(next(iter(cut.values())).shape[:2], wanted)
         return place_batch(cut, self.shardings[1])
 
@@ -291,18 +274,15 @@ class TrainLoop:
             return
         step, metrics, hyper = pending
         metrics = jax.device_get(metrics)
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        if metrics.pop("stop", 0):
-            self._signal = self._wanted or "SIGTERM"
+        tokens = float(metrics.get("tokens", 0))
+        seconds = self.throughput.step(tokens, counts=step > 1)
+        self.stopping.hear(metrics.pop("stop", 0))
         finite, by_leaf = metrics.pop("finite"), metrics.pop("gradient_finite")
         if not finite or not np.isfinite(metrics["update_norm"]):
             self._diverged(step, metrics, by_leaf)
         row = {f"train/{name}": value for name, value in metrics.items()}
         row |= {f"train/{name}": float(value) for name, value in hyper.items()}
-        tokens = float(metrics.get("tokens", 0))
         if step > 1 and seconds > 0:
-            self._rates.append((tokens, seconds))
             row["timing/seconds"] = seconds
             row["timing/tokens_per_second"] = tokens / seconds
         if metrics.get("target_tokens", 1) == 0:
@@ -339,30 +319,31 @@ class TrainLoop:
             return "there is no checkpoint yet"
         return f"last good checkpoint: {self.checkpoints.directory / str(good)}"
 
-    def _evaluate(self) -> None:
-        self._drain()
-        if self.evaluate is None:
+    def _measure(self, due: Sequence[Hook]) -> None:
+        """Calls the hooks; their metrics are one row, one of them may be the best so far."""
+        if not due:
             return
-        if self.last_eval < 0:
+        self._drain()
+        if self.last_measured < 0:
             self._say("evaluating (the first time compiles) ...")
-        metrics = self.evaluate(self.state.params, check_stop=self.check_stop)
+        metrics: dict[str, Any] = {}
+        for hook in due:
+            metrics |= hook.function(self.state, self.stopping.check)
+        self.last_measured = self.step
         name = self.config.best_metric
-        if name not in metrics:
-            raise ValueError(
-                f"best_metric={name!r} is not among the evaluation metrics {sorted(metrics)}"
-            )
-        value = float(metrics[name])
-        if not np.isfinite(value):
-            raise TrainingDiverged(f"step {self.step}: {name}={value}; {self._last_checkpoint()}")
-        sign = 1.0 if self.config.best_mode == "min" else -1.0
-        if self.best is None or sign * value < sign * self.best["value"]:
-            self.best = {"step": self.step, "metric": name, "value": value}
+        # A hook that is called more seldom may be the one that measures it.
+        if name in metrics or self.step == 0:
+            improved = self.best.update(self.step, metrics)
+            if not np.isfinite(metrics[name]):
+                raise TrainingDiverged(
+                    f"step {self.step}: {name}={float(metrics[name])}; {self._last_checkpoint()}"
+                )
             # At step 0 the best is the model as it was loaded: nothing to save.
-            self._improved = self.config.keep_best and self.step > 0
-        self.last_eval = self.step
+            self._improved = improved and self.config.keep_best and self.step > 0
+            best = f"{metrics[name]:.5f} (best {self.best.row['value']:.5f})"
+            self._say(f"step {self.step}: {name} {best}")
         self.writer.write(self.step, metrics)
-        self._say(f"step {self.step}: {name} {value:.5f} (best {self.best['value']:.5f})")
-        self._clock = time.perf_counter()
+        self.throughput.restart()
 
     def _save(self) -> None:
         """Saves once a step. Metrics are drained first: a step that diverged is never saved."""
@@ -372,14 +353,14 @@ class TrainLoop:
             return
         info = {
             "data": self.batches.get_state(),
-            "best": self.best,
-            "last_eval": self.last_eval,
+            "best": self.best.row,
+            "last_measured": self.last_measured,
             "rows": self.writer.rows,
         }
         self.writer.flush()
         self.checkpoints.save(self.step, self.state, info, best=improved)
         self.saved_step = self.step
-        self._clock = time.perf_counter()
+        self.throughput.restart()
 
     def _resume(self) -> None:
         step = self.checkpoints.latest_step()
@@ -391,16 +372,11 @@ class TrainLoop:
         self.state = None  # free it before the saved one is read
         self.state, info = self.checkpoints.restore(abstract, step)
         self.batches.set_state(info["data"])
-        self.best, self.last_eval = info["best"], info["last_eval"]
+        self.best.row, self.last_measured = info["best"], info["last_measured"]
         self.step = self.saved_step = step
         self._saved_rows = info.get("rows")
         if self._speaks:
             print(f"resumed from {self.checkpoints.directory / str(step)}", flush=True)
-
-    def _on_signal(self, name: str) -> None:
-        self._wanted = name
-        if not self._many:
-            self._signal = name
 
     def _say(self, line: str) -> None:
         if self._speaks:

@@ -35,7 +35,7 @@ class OptimizerConfig:
       clip_norm: gradients are scaled down to this global norm; None: no clipping.
       momentum, nesterov: of SGD.
       multiply_by_parameter_scale: Adafactor's update times max(rms of the leaf, 1e-3). Default
-        False: with it, a rate of 1e-6 (NUCL's) moves weights by about 5e-8 a step, i.e. nothing
+        False: with it, a rate of 1e-6 moves weights by about 5e-8 a step, i.e. nothing
         learns. The paper does not say which of the two it used.
       clipping_threshold: Adafactor's clip of the update's rms, per layer and leaf; None: none.
       decay_rate: Adafactor's second moment decays with 1 - t ** -decay_rate.
@@ -175,7 +175,6 @@ def make_schedule(
     t = (step - warmup_steps) / (total_steps - warmup_steps) clipped to [0, 1]:
     "constant" rate; "linear" rate * (1 - (1 - final_fraction) t);
     "cosine" rate * (final_fraction + (1 - final_fraction) (1 + cos(pi t)) / 2).
-    NUCL states a linear warm-up of 100 steps and a rate; what follows is not stated: constant.
 
     Raises:
       ValueError: unknown name, a rate that is negative or not finite, a decay without a length.

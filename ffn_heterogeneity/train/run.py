@@ -21,9 +21,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.workdir import prepare_workdir
-from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
@@ -37,6 +35,7 @@ from ffn_heterogeneity.train.build import (
     loop_config,
 )
 from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
 from ffn_heterogeneity.train.plan import dry_run
 from ffn_heterogeneity.train.shared import Shared
@@ -45,7 +44,7 @@ from ffn_heterogeneity.train.state import create_state
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
-    """Trains as `configs/nucl_finetune.py` describes; returns what `results.json` holds.
+    """Trains as `config` says (`configs/parts/train.py`); returns what `results.json` holds.
 
     A directory that holds this run already is continued; a finished one is only read. With
     `config.dry_run` the run is planned and not made.
@@ -75,10 +74,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, so no text can be read: add its files")
     causal_lm.check_leaves(model.config, model.params)
-    before = statistics(model.config, model.params)
     pipeline = make_pipeline(
         config.data.to_dict(), model.tokenizer, config.batch_size, config.seq_len, config.seed,
-        accumulation=config.accumulation, rows=rows,
+        accumulation=config.accumulation, rows=rows, vocab_size=model.config.vocab_size,
     )  # fmt: skip
     with contextlib.closing(pipeline.train_iterator()) as batches:
         make = shared.build if shared else build
@@ -96,8 +94,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
             model.config, params, workdir / "model", tokenizer=model.tokenizer,
             export=config.export.form, dtype=config.export.dtype, overwrite=True,
         )  # fmt: skip
-        after = statistics(model.config, params)
-        results = facts | {"before": before, "after": after} | summary(workdir, result)
+        results = facts | summary(workdir, result)
         write_json(workdir / "results.json", results | {"seconds": time.time() - start})
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
 
@@ -125,7 +122,7 @@ def make_loop(
         batches=batches,
         hyper=hyper_function(config),
         workdir=workdir,
-        evaluate=_evaluator(config, built, pipeline),
+        hooks=_hooks(config, built, pipeline),
         shardings=built.shardings,
         gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         tensorboard=config.tensorboard,
@@ -138,16 +135,15 @@ def make_loop(
         "device": jax.devices()[0].device_kind,
         "mesh": dict(built.mesh.shape),
         "processes": jax.process_count(),
-        "alpha": config.nucl.alpha,
-        "variant": config.nucl.variant,
+        "losses": {term.name: config.losses[term.name].weight for term in built.terms},
     }
     return loop, facts
 
 
-def _evaluator(config: ConfigDict, built: Built, pipeline: Pipeline):
+def _hooks(config: ConfigDict, built: Built, pipeline: Pipeline) -> tuple[Hook, ...]:
     if pipeline.held_out is None:
         say("no validation data: nothing is evaluated and no checkpoint is the best")
-        return None
+        return ()
 
     def batches() -> Iterator[dict[str, np.ndarray]]:
         """Held-out batches cut into micro-batches: evaluation needs no more memory than training.
@@ -159,13 +155,14 @@ def _evaluator(config: ConfigDict, built: Built, pipeline: Pipeline):
                 rows = len(pipeline.rows) // config.accumulation
                 yield {k: v[part * rows : (part + 1) * rows] for k, v in batch.items()}
 
-    return make_evaluator(
+    evaluate = make_evaluator(
         built.eval_step,
         built.params_metrics,
         batches,
         terms=built.evaluated_terms,
         sharding=partition.batch_sharding(built.mesh, accumulated=False),
     )
+    return (Hook(lambda state, check: evaluate(state.params, check), config.eval.every),)
 
 
 def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) -> dict:
@@ -179,15 +176,6 @@ def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) ->
     state, _ = checkpoints.restore(result.state, result.best["step"])
     checkpoints.close()
     return state.params
-
-
-def statistics(config: ModelConfig, params: dict) -> list[dict]:
-    """Per layer: sums over neurons of entropy, gini, mstd; their means; the number of neurons."""
-    layers = []
-    for sums, width in zip(layer_statistics(params), config.ffn_widths, strict=True):
-        means = {f"{name}_mean": value / width for name, value in sums.items()}
-        layers.append({**sums, **means, "neurons": width})
-    return layers
 
 
 def summary(workdir: epath.Path, result: LoopResult) -> dict:

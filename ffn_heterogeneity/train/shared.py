@@ -15,8 +15,9 @@ from ffn_heterogeneity.train.build import Built, build, static_key
 class Shared:
     """Held by whoever starts several runs, one after the other, and given to each.
 
-    Runs whose static settings are equal (`build.static_key`: they differ in learning rates, alpha,
-    dropout rates, schedules, seeds, steps) use the very same compiled train step and evaluation.
+    Runs whose static settings are equal (`build.static_key`: they differ in learning rates, weights
+    of losses, dropout rates, schedules, seeds, steps) use the very same compiled train step and
+    evaluation.
 
     Args:
       keep_model: the model that was read last stays in host memory for the next run.

@@ -65,10 +65,13 @@ def starting_model(config: ConfigDict, load: Callable[..., Model] = load_model) 
       load: what reads a model that is there.
 
     Raises:
-      ValueError: a tokenizer that is missing or larger than the model's vocabulary.
+      ValueError: a tokenizer that a new model lacks, or one with ids beyond the vocabulary.
     """
     if not is_fresh(config):
-        return load(config.model, revision=config.revision)
+        model = load(config.model, revision=config.revision)
+        if model.tokenizer is not None:
+            check_vocabulary(model.tokenizer, model.config.vocab_size, model.source)
+        return model
     shape = model_shape(config)
     if not config.tokenizer:
         raise ValueError(

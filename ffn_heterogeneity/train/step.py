@@ -27,10 +27,7 @@ def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> Non
     """
     if not terms:
         raise ValueError("a train step needs at least one loss term")
-    names = [term.name for term in terms]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two loss terms are named {name!r}: give each its own name")
+    check_names(terms)
     for term in terms:
         for pattern in term.targets if term.on == "params" else ():
             found = [path for path in trainable if re.search(pattern, path)]
@@ -44,6 +41,14 @@ def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> Non
                     f"loss term {term.name!r} has no trainable leaf for its target {pattern!r}: "
                     f"{why}. Let them train or drop the term"
                 )
+
+
+def check_names(terms: Sequence[LossTerm]) -> None:
+    """Refuses two terms (or monitors) of one name: their metrics would be one another's."""
+    names = [term.name for term in terms]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two loss terms are named {name!r}: give each its own name")
 
 
 def make_train_step(
@@ -267,7 +272,7 @@ def averaged_metrics(terms: Sequence[LossTerm], sums: Mapping[str, TermValue]) -
         metrics[term.name] = total * scale
         averages = {key: value * scale for key, value in extra.items()}
         if term.derived is not None:
-            averages |= term.derived(averages)
+            averages = term.derived(averages)
         metrics |= {f"{term.name}/{key}": value for key, value in averages.items()}
     return metrics
 

@@ -111,6 +111,8 @@ def test_a_state_survives_dropped_documents(write, characters):
         ({"packing": False}, "packing was True, is False"),
         ({"bos": "document"}, "bos was"),
         ({"eos": False}, "eos was 1, is None"),
+        ({"append": "\n[eod]"}, "append was ''"),
+        ({"loss_on_prompt": True}, "loss_on_prompt was False"),
         ({"path": "gsm8k/train.jsonl"}, "records was 1319, is 7473"),
         ({"validation_fraction": 0.1}, "records was 1319, is 1187"),
         ({"task": "jsonl"}, "task was 'gsm8k', is 'jsonl'"),
@@ -284,6 +286,8 @@ def test_a_missing_field_is_found_at_once_and_placed(write, characters):
         ({"path": ""}, (2, 8), "task 'text' needs a path"),
         ({"bos": "first"}, (2, 8), "bos is 'first'"),
         ({"passage_chars": 0}, (2, 8), "passage_chars is 0"),
+        ({"task": "messages", "append": "x"}, (2, 8), "'messages' has no prompts and responses"),
+        ({"task": "tokens", "loss_on_prompt": True}, (2, 8), "'tokens' has no prompts"),
         ({"passage_chars": 10**6, "validation_fraction": 0.5}, (2, 8), "cannot be split"),
     ],
 )

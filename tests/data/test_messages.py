@@ -351,6 +351,6 @@ def test_jreg_sft_is_one_epoch_of_whole_conversations():
     assert config.model == "some/model" and config.data.task == "messages"
     assert config.steps == 490_445 // config.batch_size and not config.data.packing
     assert config.batch_size % config.accumulation == 0
-    assert config.nucl.variant == "none" and config.nucl.alpha == 0.0
+    assert config.losses.jreg.weight == 0.0 and set(config.losses) == {"nll", "jreg"}
     schedule = (config.optimizer.schedule, config.optimizer.learning_rate)
     assert schedule == ("linear", 2e-5)

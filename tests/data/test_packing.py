@@ -163,6 +163,24 @@ def test_any_pairs(tmp_path_factory, characters, documents, seq_len, batch_size,
     assert found == expected
 
 
+def test_an_end_appended_and_loss_on_the_prompt(write, characters):
+    """The end is part of the response, before the eos; cut first, and of the last passage alone."""
+    pairs = [{"prompt": "ab", "response": "xyz"}, {"prompt": "abcdef", "response": " "}]
+    ids = [ord(character) + 3 for character in "abxyz\n[eod]"]
+    for on_prompt, seq_len in ((False, 32), (True, 32), (True, 4)):
+        config = {"task": "jsonl", "path": write("p.jsonl", pairs), "append": "\n[eod]"}
+        config["loss_on_prompt"] = on_prompt
+        (row,) = rows_of(batches_of(config, characters(), seq_len, 1))
+        ((tokens, targets, mask),) = segments_of(row)
+        assert [*tokens[:1], *targets] == [1, *ids, 2][: seq_len + 1]
+        first = 0 if on_prompt else 2
+        assert mask.tolist() == [i >= first for i in range(len(targets))]
+    config = {"path": write("a.txt", "aaaa\n\nbbbb"), "passage_chars": 6, "append": "!"}
+    (row,) = rows_of(batches_of(config, characters(), 32, 1))
+    ends = [characters().decode(targets) for _, targets, _ in segments_of(row)]
+    assert "".join(ends) == "aaaa\n\nbbbb!"
+
+
 def test_no_token_spans_prompt_and_target(bpe):
     ids, before = Encoder(bpe).ids(Example("The king", "dom of heaven"))
     assert ids == [0, *bpe.encode("The king"), *bpe.encode("dom of heaven"), 1]

@@ -163,6 +163,14 @@ def test_counts_follow_what_was_read(make, characters, documents, epochs):
     assert iterator.counts.loss_tokens == sum(int(batch["loss_mask"].sum()) for batch in batches)
 
 
+def test_one_row_a_step_without_end(make, characters):
+    config = {"task": "tokens", "path": str(make([random_documents(1, 4, 30)])), "prefetch": 0}
+    iterator = make_pipeline(config, characters(), 1, 16, 0).train_iterator()
+    rows = [next(iterator)["tokens"] for _ in range(9)]  # a second epoch
+    assert {row.shape for row in rows} == {(1, 16)}
+    iterator.close()
+
+
 def test_resumes_to_the_very_next_batch(make, characters):
     config = {"task": "tokens", "path": str(make([random_documents(s, 40, 60) for s in (1, 2)]))}
     iterator = make_pipeline(config, characters(), 8, 32, seed=3).train_iterator()

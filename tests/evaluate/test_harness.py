@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SMALL = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=96)
 
 
-def lm_of(tokenizer=None, max_length=None, **changes):
+def lm_of(tokenizer=None, max_length=None, stop=(), **changes):
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     config = dataclasses.replace(SMALL, **changes)
     model = Model(config, random_params(SMALL), tokenizer or byte_tokenizer(), "tiny")
-    return HarnessLM(model, batch_size=4, batch_tokens=128, max_length=max_length)
+    return HarnessLM(model, batch_size=4, batch_tokens=128, max_length=max_length, stop=stop)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,8 @@ def test_special_tokens_end_a_text(lm_eval):
     # A token that is no special one is looked for in the text.
     stop, eos = lm_of()._ends(["a", "ab", "</s>", "</s>b"])
     assert stop == ("a", "ab", "</s>b") and eos == (1,)
+    # Those of the config come beside the request's own.
+    assert lm_of(stop=("\n[eod]",))._sampling({"until": "a"}).stop == ("a", "\n[eod]")
 
 
 def test_without_any_eos(lm_eval):

@@ -31,7 +31,8 @@ from ffn_heterogeneity.evaluate.sandbox.programs import (
     run_many,
 )
 
-PACKAGE = Path(sandbox.__file__).parent.parent
+SANDBOX = Path(sandbox.__file__).parent
+PACKAGE = SANDBOX.parent.parent
 LIMITS = Limits(
     wall_seconds=20.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20,
     disk_bytes=4 << 20, files=64, processes=3, output_bytes=1 << 16,
@@ -279,7 +280,7 @@ run_code("print('it ran')", allow=True)
 
 def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
     """As in most containers: unshare is not permitted."""
-    command = [sys.executable, "-c", FORBIDDEN, str(PACKAGE / "evaluate" / "sandbox")]
+    command = [sys.executable, "-c", FORBIDDEN, str(SANDBOX)]
     done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.stdout.startswith("Mechanism(name='none'") and "it ran" not in done.stdout
     last = done.stderr.strip().splitlines()[-1]
@@ -336,7 +337,7 @@ def filtered(code: bytes, architecture: int, number: int, first: int = 0) -> int
 
 @pytest.mark.parametrize("name", ["x86_64", "aarch64"])
 def test_filter_of_system_calls(monkeypatch, name):
-    monkeypatch.syspath_prepend(str(PACKAGE / "evaluate" / "sandbox"))
+    monkeypatch.syspath_prepend(str(SANDBOX))
     kernel = importlib.import_module("sandbox_kernel")
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=name))
     column, architecture = kernel.MACHINES[name]
@@ -357,21 +358,24 @@ def test_filter_of_system_calls(monkeypatch, name):
 
 
 # Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.
+# A virtual environment may lie where only root looks: its interpreter goes by its own name.
 BECOME_NOBODY = """
 import os, sys
+from pathlib import Path
 sys.path.append(sys.argv[1])
 from sandbox_kernel import *
-prefix, stage = sys.base_prefix, sys.argv[1]
+prefix, stage, python = sys.base_prefix, sys.argv[1], os.path.realpath(sys.executable)
 call("unshare", NEW_MOUNT)
 mount("none", "/", "", MS_REC | MS_PRIVATE)
-if not os.stat("/" + prefix.split("/")[1]).st_mode & 1:
+private = [str(path) for path in Path(prefix).parents if not path.stat().st_mode & 1]
+if private:
     os.mkdir(f"{stage}/python")
     mount(prefix, f"{stage}/python", "", MS_BIND | MS_REC)
-    mount("x", "/" + prefix.split("/")[1], "tmpfs", 0, "mode=755")
+    mount("x", private[-1], "tmpfs", 0, "mode=755")
     os.makedirs(prefix)
     mount(f"{stage}/python", prefix, "", MS_BIND | MS_REC)
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-os.execv(os.path.realpath(sys.executable), [sys.executable, "-c", *sys.argv[2:]])
+os.execv(python, [python, "-c", *sys.argv[2:]])
 """
 NOBODY = """
 import json, os, sys
@@ -395,7 +399,7 @@ def stage():
         inside.mkdir(parents=True)
         for folder in (package, package / "evaluate", inside):
             (folder / "__init__.py").touch()
-        for path in (PACKAGE / "evaluate" / "sandbox").glob("*.py"):
+        for path in SANDBOX.glob("*.py"):
             shutil.copyfile(path, inside / path.name)
         shutil.copyfile(inside / "sandbox_kernel.py", Path(name) / "sandbox_kernel.py")
         yield name

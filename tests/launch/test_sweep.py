@@ -16,7 +16,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.train.build import build, static_key
+from ffn_heterogeneity.train.build import build, hyper_function, static_key
 from ffn_heterogeneity.train.plan import BATCH
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
@@ -52,7 +52,8 @@ def test_chain_goes_one_after_the_other():
 @pytest.mark.parametrize(
     ("key", "value", "name"),
     [
-        ("nucl.alpha", 1000.0, "alpha=1000"), ("lr", 1e-6, "lr=1e-06"), ("x", 0.1234567, None),
+        ("losses.nucl.weight", 1000.0, "weight=1000"),
+        ("lr", 1e-6, "lr=1e-06"), ("x", 0.1234567, None),
         ("t", ("ffn_out", "attention_out"), "t=ffn_out+attention_out"), ("t", (), "t=none"),
         ("path", "/data/a b:c", "path=_data_a_b_c"), ("on", True, "on=True"),
     ],
@@ -104,7 +105,8 @@ def test_the_papers_sweeps_are_there():
 
 @pytest.mark.parametrize(("name", "sweep"), swept_configs())
 def test_every_point_of_every_sweep_is_a_config(name, sweep):
-    config = config_of(name, model="smollm2_135m")
+    argument = "170m,nucl" if (name, sweep) == ("jreg_pretrain", "nucl") else None
+    config = config_of(name, argument, model="smollm2_135m")
     kind, points = sweep_run.points_of(str(REPOSITORY / f"configs/{name}.py"), sweep, config)
     assert kind in COMMANDS
     values = [json.dumps(sweep_run.apply(config, one).to_dict(), sort_keys=True) for one in points]
@@ -143,7 +145,8 @@ def test_free_keys_are_in_no_program():
     one = config_of("nucl_finetune", "smollm2_135m,text", **small)
     other = config_of(
         "nucl_finetune", "gemma2_2b,text", **small, revision="x", seed=7, seeds=(1, 2), steps=5,
-        nucl__alpha=0.0, dropout=0.3, optimizer__learning_rate=0.5, optimizer__schedule="linear",
+        losses__nucl__weight=0.0, dropout=0.3, optimizer__learning_rate=0.5,
+        optimizer__schedule="linear",
         optimizer__warmup_steps=1, optimizer__final_fraction=0.5, eval__every=1,
         eval__max_batches=3, checkpoint__every=1, checkpoint__keep_best=False,
         export__form="native", profile="1:2", dry_run="here",
@@ -157,14 +160,15 @@ def test_free_keys_are_in_no_program():
         built = build(config, LLAMA, params, mesh)
         batch = {name: jax.ShapeDtypeStruct((1, 2, 8), dtype) for name, dtype in BATCH.items()}
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        hyper = {"learning_rate": scalar, "alpha": scalar, "dropout": scalar}
+        hyper = dict.fromkeys(hyper_function(config)(0), scalar)
         return built.train_step.lower(built.state, batch, hyper).as_text()
 
     assert text(one) == text(other)
     for changes in (
-        {"nucl__variant": "gini"}, {"dropout": 0.0}, {"optimizer__b1": 0.8}, {"batch_size": 4},
-        {"nucl__targets": ("attention_out",)}, {"freeze": ("^embed/",)}, {"remat": "full"},
-        {"data__packing": False}, {"nll_reduction": "sum"}, {"compute_dtype": "bfloat16"},
+        {"losses__nucl__variant": "gini"}, {"losses__nucl__weight": None}, {"dropout": 0.0},
+        {"optimizer__b1": 0.8}, {"batch_size": 4}, {"losses__nucl__targets": ("attention_out",)},
+        {"monitors__entropy__variant": "gini"}, {"freeze": ("^embed/",)}, {"remat": "full"},
+        {"data__packing": False}, {"losses__nll__reduction": "sum"}, {"compute_dtype": "bfloat16"},
     ):  # fmt: skip
         changed = config_of("nucl_finetune", "smollm2_135m,text", **small | changes)
         assert static_key(changed, LLAMA, params, mesh) != keys[0], changes

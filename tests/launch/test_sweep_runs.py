@@ -48,8 +48,8 @@ def get_config():
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 1e-2, 0
     return config
 SWEEPS = {{
-    "alpha": product({{"nucl.alpha": {ALPHAS}}}),
-    "two": product({{"nucl.alpha": (0.0, 1.0)}}),
+    "alpha": product({{"losses.nucl.weight": {ALPHAS}}}),
+    "two": product({{"losses.nucl.weight": (0.0, 1.0)}}),
     "broken": chain(
         point("bad", {{"data.path": "nowhere.txt"}}), point("good"),
         point("worse", {{"data.path": "nowhere.txt"}}),
@@ -99,10 +99,12 @@ def test_five_alphas_are_one_compilation(alphas):
     for name in ("train_step", "eval_step", "params_metrics"):
         compiled = [line for line in told if re.search(rf"Compiling .*\b{name}\b", line)]
         assert len(compiled) == 1, (name, told)
-    names = [f"alpha={alpha:g}" for alpha in ALPHAS]
+    names = [f"weight={alpha:g}" for alpha in ALPHAS]
     listed = json.loads((workdir / "sweep.json").read_text())
     assert [one["name"] for one in listed["points"]] == names
-    assert [one["settings"] for one in listed["points"]] == [{"nucl.alpha": a} for a in ALPHAS]
+    assert [one["settings"] for one in listed["points"]] == [
+        {"losses.nucl.weight": a} for a in ALPHAS
+    ]
     results = [json.loads((workdir / name / "results.json").read_text()) for name in names]
     entropies = [r["final"]["validation/entropy/ent/ffn_out/mean"] for r in results]
     assert entropies[-1] < entropies[0] and len(set(entropies)) == 5
@@ -111,10 +113,10 @@ def test_five_alphas_are_one_compilation(alphas):
 def test_a_point_is_the_run_alone_and_seeds_share_too(spec, alphas, tmp_path):
     """Bit for bit: sharing a program and a model changes nothing."""
     together = shared.Shared(keep_model=False)
-    experiment.run(small(spec, nucl__alpha=1000.0, seeds=(0, 1)), tmp_path, together)
+    experiment.run(small(spec, losses__nucl__weight=1000.0, seeds=(0, 1)), tmp_path, together)
     assert (together.programs, together.compilations) == (1, 1)
     rows = [rows_of(tmp_path / name) for name in ("seed_0", "seed_1")]
-    assert rows[0] == rows_of(alphas[0] / "alpha=1000") != rows[1]
+    assert rows[0] == rows_of(alphas[0] / "weight=1000") != rows[1]
 
 
 def test_finished_points_are_skipped(spec, alphas, monkeypatch, capsys):
@@ -138,8 +140,8 @@ def test_another_sweep_or_another_setting_is_refused(spec, alphas):
     refused("holds another sweep .sweep: 'alpha' there, 'two' here", sweep="two")
     listing = alphas[0] / "sweep.json"
     text = listing.read_text()
-    listing.write_text(text.replace("alpha=10", "alpha=11", 1))
-    refused("lists 'alpha=11', which is no point now")
+    listing.write_text(text.replace("weight=10", "weight=11", 1))
+    refused("lists 'weight=11', which is no point now")
     listing.write_text(text)
 
 
@@ -159,10 +161,10 @@ def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         sweep_run.run(small(spec), tmp_path / "run", spec=spec, sweep="two")
     assert stop.value.code == 143
-    assert not (tmp_path / "run" / "alpha=1" / "results.json").exists()
+    assert not (tmp_path / "run" / "weight=1" / "results.json").exists()
     results = sweep_run.run(small(spec), tmp_path / "run", spec=spec, sweep="two")
     assert (results["ran"], results["finished"]) == (1, 2)
-    for name in ("alpha=0", "alpha=1"):
+    for name in ("weight=0", "weight=1"):
         assert rows_of(tmp_path / "run" / name) == rows_of(alphas[0] / name)
 
 
@@ -179,7 +181,7 @@ def test_one_failing_point_does_not_lose_the_others(spec, files, tmp_path, monke
 
 def test_bugs_are_shown_once_and_the_others_run(spec, tmp_path, monkeypatch, capsys):
     def run(config, directory, shared):
-        if config.nucl.alpha != 10:
+        if config.losses.nucl.weight != 10:
             raise ZeroDivisionError("a bug")
         (directory / "results.json").write_text("{}")
 
@@ -191,14 +193,14 @@ def test_bugs_are_shown_once_and_the_others_run(spec, tmp_path, monkeypatch, cap
 
 def test_printed_commands_are_the_points(spec, tmp_path):
     flags = [f"--config={spec}", "--sweep=two", f"--workdir={tmp_path / 'run'}"]
-    tuples = "--config.nucl.targets=('ffn_out', 'attention_out')"
+    tuples = "--config.losses.nucl.targets=('ffn_out', 'attention_out')"
     for line in run_script("sweep", *flags, tuples, "--print").out.splitlines():
         assert tuples in shlex.split(line)
     flags = [flag.replace("/run", "/other") for flag in flags] + ["--config.steps=2"]
     printed = run_script("sweep", *flags, "--print")
     assert printed.code == 0, printed.err
     lines = printed.out.splitlines()
-    assert len(lines) == 2 and not list((tmp_path / "other").glob("alpha*"))
+    assert len(lines) == 2 and not list((tmp_path / "other").glob("weight*"))
     python, script, *arguments = shlex.split(lines[1])
     assert python == sys.executable and script == str(REPOSITORY / "scripts/train.py")
     assert run_script("train", *arguments).code == 0

@@ -13,13 +13,16 @@ from tiny_models import LLAMA, batch_of, config_of, random_params, tiny_of
 
 from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.losses.diversity import diversity_term, similarity
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train.build import build, check_config, hyper_function, static_key
+from ffn_heterogeneity.train.build import build, check_config, hyper_function
 from ffn_heterogeneity.train.state import create_state
 
 GEMMA = tiny_of("gemma2", layers=4)
+
+CONTEXT = TermContext("diversity", "diversity_weight")
 
 
 @jax.jit
@@ -151,7 +154,7 @@ def test_term_is_the_sum_over_layers(stacked):
     config = GEMMA.with_widths([12, 9, 12, 12])
     params = random_params(config)
     tree = params if stacked else unstack(params)
-    term = diversity_term()
+    term = diversity_term(CONTEXT)
     value = jax.jit(term.function)(tree)
     exact = [oracle(leaves["kernel"]) for _, leaves in layer_leaves(params, "ffn/down")]
     np.testing.assert_allclose(value.total, sum(exact), rtol=1e-5)
@@ -171,7 +174,7 @@ def test_masks_are_seen():
     for layer in params["layers"]:
         down = layer["ffn"]["down"]
         down["mask"] = (rng.random(down["kernel"].shape) < 0.6).astype(np.float32)
-    value = jax.jit(diversity_term().function)(restack(LLAMA, params))
+    value = jax.jit(diversity_term(CONTEXT).function)(restack(LLAMA, params))
     exact = [oracle(layer["ffn"]["down"]["kernel"] * layer["ffn"]["down"]["mask"])
              for layer in params["layers"]]  # fmt: skip
     np.testing.assert_allclose(value.metrics["layer_mean"], exact, rtol=1e-5)
@@ -180,8 +183,8 @@ def test_masks_are_seen():
 @pytest.mark.usefixtures("compiled_quickly")
 def test_descending_it_makes_neurons_less_alike():
     params = random_params(LLAMA)
-    slope = jax.jit(jax.grad(lambda p: diversity_term().function(p).total))
-    value = jax.jit(lambda p: diversity_term().function(p).metrics["layer_mean"])
+    slope = jax.jit(jax.grad(lambda p: diversity_term(CONTEXT).function(p).total))
+    value = jax.jit(lambda p: diversity_term(CONTEXT).function(p).metrics["layer_mean"])
     before = value(params)
     for _ in range(20):
         params = jax.tree.map(lambda p, g: p - 0.3 * g, params, slope(params))
@@ -194,24 +197,17 @@ def test_a_config_key_builds_it():
     params = random_params(LLAMA)
 
     def small(alpha):
-        return config_of("nucl_finetune", "x,text", diversity__weight=alpha, batch_size=3,
-                         seq_len=10, dropout=0.0, optimizer__name="sgd")  # fmt: skip
+        return config_of("nucl_finetune", "x,text,diversity", losses__diversity__weight=alpha,
+                         batch_size=3, seq_len=10, dropout=0.0, optimizer__name="sgd")  # fmt: skip
 
-    names = [[term.name for term in build(small(alpha), LLAMA, params, mesh).terms]
-             for alpha in (0.0, 5.0)]  # fmt: skip
-    assert names == [["nll", "nucl"], ["nll", "nucl", "diversity"]]
-    assert "diversity_weight" not in hyper_function(small(0.0))(0)
-    assert hyper_function(small(5.0))(3)["diversity_weight"] == 5.0
-    keys = [static_key(small(alpha), LLAMA, params, mesh) for alpha in (0.0, 1.0, 5.0)]
-    assert keys[1] == keys[2] != keys[0], "its weight is in no program"
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"diversity.weight={bad} must be finite"):
+        with pytest.raises(ValueError, match=f"losses.diversity.weight={bad} must be finite"):
             check_config(small(bad))
     built = build(small(5.0), LLAMA, params, mesh)
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
     batch = {name: leaf[None] for name, leaf in batch_of(258).items()}
     hyper = {name: jnp.float32(x) for name, x in hyper_function(small(5.0))(0).items()}
-    weights = {"alpha": 0.0, "learning_rate": 0.0}
+    weights = {"losses.nucl.weight": 0.0, "learning_rate": 0.0}
     _, metrics = built.train_step(
         state, batch, hyper | {k: jnp.float32(v) for k, v in weights.items()}
     )

@@ -15,12 +15,13 @@ from tiny_models import LLAMA, batch_of, random_params, tiny_of
 from ffn_heterogeneity.losses.jreg import jreg_term, layer_weights
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block_cosine import cosine
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.probes.displacement import displacement_probe, jump_rates
+from ffn_heterogeneity.probes.displacement import jump_rates
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state
@@ -30,6 +31,8 @@ GEMMA = tiny_of("gemma2", layers=3)
 SMALL = dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])
 STATES = Probe("states", lambda seen, batch, _: (seen.block_input, seen.block_output))
 quickly = pytest.mark.usefixtures("compiled_quickly")
+
+CONTEXT = TermContext("jreg", "jreg_weight")
 
 
 def hidden_states(config, params, batch, final_norm):
@@ -63,7 +66,7 @@ def test_value_is_the_formula(config, final_norm, positions):
         counted = last_tokens(batch["segment_ids"])
     states = jax.jit(lambda p: hidden_states(config, p, batch, final_norm))(params)
     psi = oracle.displacement(states, counted)
-    term = jreg_term(1.0, alpha=0.5, final_norm=final_norm, positions=positions)
+    term = jreg_term(CONTEXT, alpha=0.5, final_norm=final_norm, positions=positions)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
 
@@ -81,14 +84,21 @@ def test_value_is_the_formula(config, final_norm, positions):
         expected = oracle.jump_rate(psi, len(psi) - back)
         assert float(found[f"jreg/{name}"]) == pytest.approx(expected, abs=2e-3), name
     assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
-    # Validation says the same of the same rows, in batches.
+    # Validation says the same of the same rows, in batches; and of a monitor, the other reading.
+    other = jreg_term(TermContext("other"), final_norm=not final_norm, positions=positions)
     evaluate = make_evaluator(
-        make_eval_step(forward, (term,)), None,
-        lambda: ({k: v[i] for k, v in halves.items()} for i in range(2)), terms=(term,),
+        make_eval_step(forward, (term, other)), None,
+        lambda: ({k: v[i] for k, v in halves.items()} for i in range(2)), terms=(term, other),
     )  # fmt: skip
     again = evaluate(params)
     for name in ("jreg", "jreg/zeta_L", "jreg/zeta_L-1"):
         assert float(again[f"validation/{name}"]) == pytest.approx(float(found[name]), rel=1e-4)
+    states = jax.jit(lambda p: hidden_states(config, p, batch, not final_norm))(params)
+    psi = oracle.displacement(states, counted)
+    np.testing.assert_allclose(again["validation/other/psi"], psi, rtol=2e-5)
+    assert abs(psi[-1] - found["jreg/psi"][-1]) > 1e-3, "they differ"
+    expected = oracle.jump_rate(psi, len(psi))
+    assert float(again["validation/other/zeta_L"]) == pytest.approx(expected, abs=2e-3)
 
 
 def test_weights_are_a_softmax_of_depth():
@@ -98,10 +108,10 @@ def test_weights_are_a_softmax_of_depth():
         np.testing.assert_allclose(layer_weights(12, alpha), exact / exact.sum(), rtol=1e-12)
     assert layer_weights(80, 100.0)[-1] == 1.0, "only the last layer in the limit, and no overflow"
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"jreg.alpha=.* must be finite and >= 0"):
-            jreg_term(alpha=bad)
+        with pytest.raises(ValueError, match=r"alpha=.* must be finite and >= 0"):
+            jreg_term(CONTEXT, alpha=bad)
     with pytest.raises(ValueError, match="positions='some'"):
-        jreg_term(positions="some")
+        jreg_term(CONTEXT, positions="some")
 
 
 def test_jump_rates_of_known_curves():
@@ -122,7 +132,7 @@ def test_in_the_scan_as_from_stacked_states(final_norm):
     params = random_params(config)
     counted = jnp.asarray(batch["segment_ids"] > 0)
     weights = jnp.asarray(layer_weights(3, 1.0))
-    term = jreg_term(1.0, final_norm=final_norm)
+    term = jreg_term(CONTEXT, final_norm=final_norm)
 
     def inside(params):
         options = causal_lm.RunOptions(remat="full")
@@ -153,7 +163,11 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
     batch = batch_of(config.vocab_size)
-    terms = (nll_term(config), jreg_term(), nucl_term("mstd", weight="alpha"))
+    terms = (
+        nll_term(TermContext("nll", model=config)),
+        jreg_term(CONTEXT),
+        nucl_term(TermContext("nucl", "alpha")),
+    )
     weights = (1.0, 0.7, 0.3)
 
     def forward(params, batch, *, probes, dropout):
@@ -189,14 +203,14 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
 @quickly
 def test_gradients_through_vmap():
     """grad of vmap, over rows and over parameters: the link must be batched as the states are."""
-    term, plain = jreg_term(1.0), Probe("plain", _plain_cosine)
+    term, plain = jreg_term(CONTEXT), Probe("plain", _plain_cosine)
     batch = {name: leaf[:, None] for name, leaf in batch_of(SMALL.vocab_size).items()}
     trees = [random_params(SMALL, seed=seed) for seed in range(3)]
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
     def value(probe, params, batch):
         outputs = causal_lm.forward(SMALL, params, batch, probes=(probe,))
-        found = outputs["probes"][probe.name]
+        found = outputs["probes"][probe.name]["all"]
         return jnp.sum(found["sum"]) / found["count"][0]
 
     def slopes(probe, axes, params):
@@ -215,7 +229,8 @@ def test_gradients_through_vmap():
 def _plain_cosine(seen, batch, _):
     psi = (1 - cosine(seen.block_input, seen.block_output)) / 2
     counted = batch["segment_ids"] > 0
-    return {"sum": jnp.sum(jnp.where(counted, psi, 0)), "count": jnp.sum(counted, dtype=psi.dtype)}
+    total, count = jnp.sum(jnp.where(counted, psi, 0)), jnp.sum(counted, dtype=psi.dtype)
+    return {"all": {"sum": total, "count": count}}
 
 
 @quickly
@@ -236,11 +251,6 @@ def test_zero_and_extreme_states_are_safe():
     assert half.dtype == jnp.float32
 
 
-def test_equal_settings_are_one_probe():
-    assert displacement_probe() is displacement_probe(False, "all")
-    assert len({displacement_probe(f, p).name for f in (0, 1) for p in ("all", "last")}) == 4
-
-
 def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: int, **options):
     """The train step of a model as wide as the paper's smallest, compiled for abstract arrays."""
     config = ModelConfig(
@@ -255,7 +265,10 @@ def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: i
     params = causal_lm.abstract_params(config)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("adamw"), params, trainable)
-    terms = (nll_term(config), jreg_term())[: 1 + with_jreg]
+    terms = (
+        nll_term(TermContext("nll", model=config)),
+        jreg_term(CONTEXT),
+    )[: 1 + with_jreg]
     step = make_train_step(forward, terms, optimizer, trainable)
     state = abstract_state(params, optimizer, trainable)
     batch = {
@@ -295,7 +308,7 @@ def test_a_small_model_turns_less_at_the_end_when_it_is_trained_on():
     def forward(params, batch, *, probes, dropout):
         return causal_lm.forward(config, params, batch, probes=probes)
 
-    step = make_train_step(forward, (jreg_term(),), optimizer, trainable)
+    step = make_train_step(forward, (jreg_term(CONTEXT),), optimizer, trainable)
     state, seen = create_state(params, optimizer, trainable), []
     hyper = {"learning_rate": jnp.float32(0.01), "jreg_weight": jnp.float32(1)}
     for _ in range(30):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ffn_heterogeneity.bench.losses import nll_temporary_bytes
 from ffn_heterogeneity.losses import nll
 from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 
 B, T, D, V = 3, 23, 16, 97
@@ -196,7 +197,7 @@ def test_term_reads_the_head_and_the_softcap(tied):
     hidden, kernel, targets, mask = inputs(layout)
     params = {"embed": {"embedding": kernel}} if tied else {"head": {"kernel": kernel}}
     batch = {"targets": targets, "loss_mask": mask}
-    term = nll_term(config(tied, 5.0))
+    term = nll_term(TermContext("nll", model=config(tied, 5.0)))
     value = jax.jit(term.function)(params, {"hidden": hidden}, batch)
     values = oracle(hidden, kernel, targets, mask, layout, 5.0)[0]
     np.testing.assert_allclose(value.total, (values * np.asarray(mask)).sum(), rtol=1e-6)
@@ -209,7 +210,7 @@ def test_sum_reduction_divides_by_documents_and_adds_up():
     hidden, kernel, targets, _ = inputs(shape=(2, 8, D, V))
     segments = jnp.asarray([[1, 1, 1, 2, 2, 3, 3, 0], [1, 1, 1, 1, 1, 2, 2, 2]])
     mask = jnp.asarray([[0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 1, 0, 0, 1]], bool)
-    term = nll_term(config(True, None), "sum")
+    term = nll_term(TermContext("nll", model=config(True, None)), "sum")
     params = {"embed": {"embedding": kernel}}
 
     def value(rows, with_segments=True):
@@ -243,7 +244,7 @@ def test_what_cannot_be_computed_is_named():
     with pytest.raises(ValueError, match="must be"):
         chunked_nll(hidden[0], kernel, targets, mask, **good)
     with pytest.raises(ValueError, match="'total'"):
-        nll_term(config(True, None), "total")
+        nll_term(TermContext("nll", model=config(True, None)), "total")
 
 
 def test_automatic_chunks_keep_to_the_budget(monkeypatch):

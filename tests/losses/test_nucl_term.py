@@ -19,6 +19,7 @@ from ffn_heterogeneity.losses.nucl import (
     nucl,
     nucl_term,
 )
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 # Slots of two widths and a remainder: segments of [24, 40] x 2 and one layer of 24.
 WIDTHS = (24, 40, 24, 40, 24)
+
+CONTEXT = TermContext("nucl", "alpha")
 
 
 def model(widths=WIDTHS, kind="gated"):
@@ -61,7 +64,7 @@ def moved(term, params):
 def test_gradient_is_not_zero_on_exactly_the_targets(target, stacked):
     _, params = model()
     params = params if stacked else unstack(params)
-    term = nucl_term("mstd", (target,))
+    term = nucl_term(CONTEXT, "mstd", (target,))
     paths = set(flatten(params))
     expected = {path for path in paths if path.endswith(f"{TARGETS[target]}/kernel")}
     assert len(expected) == (3 if stacked else 5)
@@ -77,7 +80,7 @@ def test_gradient_is_not_zero_on_exactly_the_targets(target, stacked):
 def test_total_and_metrics_of_several_targets(variant, stacked):
     _, params = model()
     params = params if stacked else unstack(params)
-    value = jax.jit(nucl_term(variant, tuple(TARGETS)).function)(params)
+    value = jax.jit(nucl_term(CONTEXT, variant, tuple(TARGETS)).function)(params)
     total = 0.0
     for target, place in TARGETS.items():
         matrices = kernels(params, place)
@@ -101,7 +104,7 @@ def test_total_and_metrics_of_several_targets(variant, stacked):
 def test_axis_outputs_takes_one_distribution_per_input():
     _, params = model()
     targets = ("ffn_in_linear", "ffn_in_gated")
-    value = nucl_term("gini", targets, axis="outputs").function(params)
+    value = nucl_term(CONTEXT, "gini", targets, axis="outputs").function(params)
     expected = sum(
         oracle.rows(matrix, "gini").sum()
         for place in ("ffn/up", "ffn/gate")
@@ -115,7 +118,7 @@ def test_chosen_layers_only(stacked):
     _, params = model()
     chosen = (1, 4)
     tree = params if stacked else unstack(params)
-    term = nucl_term("mstd", layers=chosen)
+    term = nucl_term(CONTEXT, "mstd", layers=chosen)
     value = term.function(tree)
     rows = [oracle.rows(matrix, "mstd") for matrix in kernels(params, "ffn/down")]
     np.testing.assert_allclose(value.total, sum(rows[i].sum() for i in chosen), rtol=1e-5)
@@ -145,13 +148,13 @@ def test_reads_the_effective_kernel(stacked):
     config, params = model()
     params = masked(unstack(params))
     tree = restack(config, params) if stacked else params
-    value = jax.jit(nucl_term("ent").function)(tree)
+    value = jax.jit(nucl_term(CONTEXT, "ent").function)(tree)
     expected = [
         oracle.rows(np.asarray(leaves["kernel"]) * np.asarray(leaves["mask"]), "ent")
         for _, leaves in layer_leaves(params, "ffn/down")
     ]
     np.testing.assert_allclose(value.total, sum(row.sum() for row in expected), rtol=1e-5)
-    gradient = jax.jit(jax.grad(lambda p: nucl_term("ent").function(p).total))(tree)
+    gradient = jax.jit(jax.grad(lambda p: nucl_term(CONTEXT, "ent").function(p).total))(tree)
     for (_, leaves), (_, slopes) in zip(
         layer_leaves(tree, "ffn/down"), layer_leaves(gradient, "ffn/down"), strict=True
     ):
@@ -162,7 +165,7 @@ def test_reads_the_effective_kernel(stacked):
 
 def test_a_stack_with_adapters_is_never_copied_whole():
     kernel = jnp.ones((16, 512, 256))
-    term = nucl_term("mstd")
+    term = nucl_term(CONTEXT, "mstd")
 
     def total(kernel, mask):
         down = {"kernel": kernel, "mask": mask}
@@ -174,14 +177,14 @@ def test_a_stack_with_adapters_is_never_copied_whole():
 
 def test_bias_alone_is_no_target():
     _, params = model()
-    (pattern,) = nucl_term("mstd").targets
+    (pattern,) = nucl_term(CONTEXT, "mstd").targets
     assert any(path.endswith("ffn/down/bias") for path in flatten(params))
     assert not any(re.search(pattern, path) for path in flatten(params) if "bias" in path)
 
 
 def test_one_compilation_for_any_alpha():
     _, params = model()
-    term, traces = nucl_term("mstd"), []
+    term, traces = nucl_term(CONTEXT, "mstd"), []
 
     @jax.jit
     def step(params, hyper):
@@ -200,7 +203,7 @@ def test_one_compilation_for_any_alpha():
 
 def test_descending_the_term_lowers_entropy():
     _, params = model()
-    term = nucl_term("mstd")
+    term = nucl_term(CONTEXT, "mstd")
     slope = jax.jit(jax.grad(lambda p: term.function(p).total))
     before = layer_statistics(params)
     for _ in range(20):
@@ -212,19 +215,19 @@ def test_descending_the_term_lowers_entropy():
 def test_what_cannot_be_done_is_named():
     _, params = model(kind="plain")
     with pytest.raises(ValueError, match="'variance': choose"):
-        nucl_term("variance")
+        nucl_term(CONTEXT, "variance")
     with pytest.raises(ValueError, match="ffn_up"):
-        nucl_term(targets=("ffn_up",))
+        nucl_term(CONTEXT, targets=("ffn_up",))
     with pytest.raises(ValueError, match="at most once"):
-        nucl_term(targets=("ffn_out", "ffn_out"))
+        nucl_term(CONTEXT, targets=("ffn_out", "ffn_out"))
     with pytest.raises(ValueError, match="axis='rows'"):
-        nucl_term(axis="rows")
+        nucl_term(CONTEXT, axis="rows")
     with pytest.raises(ValueError, match="layers is empty"):
-        nucl_term(layers=())
+        nucl_term(CONTEXT, layers=())
     with pytest.raises(ValueError, match=r"layers \[5, 9\].*0 to 4"):
-        nucl_term(layers=(0, 5, 9)).function(params)
+        nucl_term(CONTEXT, layers=(0, 5, 9)).function(params)
     with pytest.raises(ValueError, match="plain FFN has no gate"):
-        nucl_term(targets=("ffn_in_gated",)).function(params)
+        nucl_term(CONTEXT, targets=("ffn_in_gated",)).function(params)
 
 
 @pytest.mark.parametrize("as_numpy", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,11 +13,13 @@ import pytest
 
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.attention import (
+    Mask,
     attention_mask,
     blocked_attention,
     choose_kernel,
     plain_attention,
 )
+from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 
@@ -66,7 +69,7 @@ def test_both_forms_equal_the_oracle(softcap, window):
         mask = attention_mask(positions, positions, window, segments, segments)
         arguments = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask)
         plain, _ = plain_attention(*arguments, scale=0.3, softcap=softcap)
-        blocked = blocked_attention(*arguments, scale=0.3, softcap=softcap, window=window)
+        blocked = blocked_attention(*arguments, scale=0.3, softcap=softcap)
         assert np.abs(plain - expected).max() < 1e-12
         assert np.abs(blocked - expected).max() < 1e-12
 
@@ -88,7 +91,7 @@ def test_gradients_of_both_forms_agree(softcap, window):
             return jnp.sum(jnp.sin(out))
 
         def blocked(q, k, v):
-            out = blocked_attention(q, k, v, mask, scale=0.4, softcap=softcap, window=window)
+            out = blocked_attention(q, k, v, mask, scale=0.4, softcap=softcap)
             return jnp.sum(jnp.sin(out))
 
         first = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(*arguments)
@@ -106,9 +109,7 @@ def test_bfloat16_gradients_are_as_near_to_the_truth_as_autodiffs():
     mask = attention_mask(positions, positions, None, None, None)
     forms = {
         "plain": lambda q, k, v: plain_attention(q, k, v, mask, scale=0.125, softcap=5.0)[0],
-        "blocked": lambda q, k, v: blocked_attention(
-            q, k, v, mask, scale=0.125, softcap=5.0, window=None
-        ),
+        "blocked": lambda q, k, v: blocked_attention(q, k, v, mask, scale=0.125, softcap=5.0),
     }
 
     def gradients(form, dtype):
@@ -219,6 +220,44 @@ def test_llama3_scaling_slows_only_long_wavelengths():
     np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
     between = (wavelength >= 2048) & (wavelength <= 8192)
     assert between.any() and (scaled[between] < plain[between]).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocked_attention_refuses_what_it_would_get_wrong(compiled):
+    """A mask not known to be causal, of ours or a bare array, and keys of another row; the plain
+    form takes both."""
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 300, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    params = Block(CONFIG, LayerConfig(24)).init(
+        jax.random.key(0), x := jnp.ones((2, 300, 16)), tables := rotary_tables(
+            RopeConfig(), 8, positions := jnp.arange(300)[None]
+        ), attention_mask(positions, positions, None),
+    )  # fmt: skip
+
+    def refused(function, *arguments, match):
+        with pytest.raises(ValueError, match=match):
+            (jax.jit(function) if compiled else function)(*arguments)
+
+    everything = jnp.ones((2, 300, 300), bool)
+    blocked = functools.partial(blocked_attention, scale=0.3)
+    layer = functools.partial(Block(CONFIG, LayerConfig(24)).apply, params)
+    for mask in (everything, Mask(everything)):
+        refused(blocked, q, k, v, mask, match="not known to hide them: use attention='plain'")
+        refused(layer, x, tables, mask, match="not known to hide them: use attention='plain'")
+    few = attention_mask(positions[:, 297:], positions, None)
+    refused(blocked, q[:, 297:], k, v, few, match="3 queries on 300 keys: use attention='plain'")
+    out, weights = plain_attention(q, k, v, Mask(everything), scale=0.3)
+    assert (weights > 0).all() and weights.shape == (2, 2, 2, 300, 300)
+    expected = oracle_of_everything(q, k, v, 0.3)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def oracle_of_everything(q, k, v, scale):
+    """float64, every query seeing every key."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    weights = np.exp(np.einsum("btnh,bsnh->bnts", q, k) * scale)
+    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
 
 
 def test_kernel_choice_is_static_and_says_no_clearly():

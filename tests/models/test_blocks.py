@@ -12,7 +12,9 @@ import pytest
 from tiny_models import batch_of, mask_neurons, random_params, tiny_of
 
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.attention import Mask
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 from ffn_heterogeneity.models.norms import Norm
@@ -132,7 +134,9 @@ def test_a_block_of_one_token_equals_its_formula(name):
     @jax.jit
     def run(layer, x):
         block = Block(config, config.layers[1])
-        return block.apply({"params": layer}, x[:, None], tables, jnp.ones((9, 1, 1), bool))[0]
+        return block.apply(
+            {"params": layer}, x[:, None], tables, Mask(jnp.ones((9, 1, 1), bool), causal=True)
+        )[0]
 
     found = np.asarray(run(layer, x))[:, 0]
     expected = block_oracle(config, layer, x.astype(np.float64))
@@ -184,7 +188,7 @@ def test_removing_neurons_of_a_plain_ffn_with_biases_equals_masking():
 
 def test_nucl_reads_the_kernels_of_plain_ffns_and_never_their_biases():
     params = random_params(NEOX)
-    term = nucl_term("ent", ("ffn_out", "ffn_in_linear"))
+    term = nucl_term(TermContext("nucl"), "ent", ("ffn_out", "ffn_in_linear"))
     value, gradient = jax.jit(jax.value_and_grad(lambda p: term.function(p).total))(params)
     expected = 0.0
     for layer in unstack(params)["layers"]:
@@ -198,4 +202,4 @@ def test_nucl_reads_the_kernels_of_plain_ffns_and_never_their_biases():
     at = "stack/segment_0/slot_0/ffn"
     assert acted == {f"{at}/down/kernel", f"{at}/up/kernel"}
     with pytest.raises(ValueError, match="a plain FFN has no gate"):
-        nucl_term("ent", ("ffn_in_gated",)).function(params)
+        nucl_term(TermContext("nucl"), "ent", ("ffn_in_gated",)).function(params)

@@ -198,9 +198,11 @@ def test_probes_see_every_layer_in_order(params):
     for before, after in zip(states[:-1], states[1:], strict=True):
         cos = (before * after).sum(-1) / np.linalg.norm(before, axis=-1)
         expected.append(((1 - cos / np.linalg.norm(after, axis=-1)) / 2).sum())
-    seen = compute(CONFIG, params, {"tokens": TOKENS}, probes=(DISPLACEMENT,))["probes"]
-    np.testing.assert_allclose(seen["displacement"]["sum"], expected, rtol=1e-5)
-    assert seen["displacement"]["count"].tolist() == [26] * 7
+    probes = compute(CONFIG, params, {"tokens": TOKENS}, probes=(DISPLACEMENT,))["probes"]
+    seen = probes["displacement"]
+    np.testing.assert_allclose(seen["all"]["sum"], expected, rtol=1e-5)
+    assert seen["all"]["count"].tolist() == [26] * 7
+    assert seen["last"]["count"].tolist() == [2] * 7
 
 
 def test_per_layer_inputs_reach_their_layer(params):

@@ -191,7 +191,7 @@ def test_seeds_are_means_with_intervals(seeds):
     (run,) = read_runs([seeds])
     assert run.state == "3 seeds, finished"
     # The summary where there is one, else the seeds' own numbers.
-    assert run.values["final validation/nll"] == Spread(2.25, 2.125, 2.5, 3)
+    assert run.values["final validation/nll"] == Spread(2.25, 2.125, 2.5, 3, "t")
     assert run.values["tokens_per_second"] == Spread(30.0, 10.0, 60.0, 3)
     assert run.values["first validation/nll"] == Spread(4.0, 3.0, 6.0, 3)
     assert run.values["best validation/nll"] == Spread(5 / 3, 0.0, 3.0, 3)

@@ -6,11 +6,14 @@ What each reader says in detail is tested in tests/io; here, that it reaches the
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import run_script, save_tiny
+from tiny_models import REPOSITORY, run_script, save_tiny
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 
@@ -121,3 +124,41 @@ def test_a_model_without_tokenizer_evaluates_ids_but_no_text(tmp_path):
     arguments += [f"--config.data.path={tmp_path / 'text.txt'}", f"--workdir={tmp_path / 'c'}"]
     assert "no tokenizer" in run_script("train", *arguments).error
     assert run_script("compress", model, f"--workdir={tmp_path / 'd'}").code == 0
+
+
+FOREIGN = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import PretrainedConfig, PreTrainedTokenizer
+class Config(PretrainedConfig):
+    model_type = "foreign"
+class Tokenizer(PreTrainedTokenizer):
+    pass
+"""
+
+
+@pytest.mark.parametrize("vocabulary", ["vocab.txt", "tokenizer.json"])
+def test_code_in_a_directory_never_runs(vocabulary, tmp_path):
+    """Whoever types "y" where transformers would ask: another process, so that it may ask."""
+    directory, marker = save_tiny(tmp_path / "model"), tmp_path / "marker"
+    (directory / "foreign.py").write_text(FOREIGN.format(marker=str(marker)))
+    if vocabulary == "vocab.txt":
+        for path in directory.glob("*token*"):
+            path.unlink()
+        (directory / "vocab.txt").write_text("a\nb\n")
+    settings(auto_map={"AutoConfig": "foreign.Config"}, model_type="foreign")(directory)
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["foreign.Tokenizer", None]}})
+    )
+    load = "import sys; from ffn_heterogeneity.io.load import load_tokenizer\n"
+    load += "try: print(len(load_tokenizer(sys.argv[1])))\nexcept ValueError as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", load, directory], input="y\n" * 9, capture_output=True, text=True,
+        cwd=REPOSITORY, env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )  # fmt: skip
+    assert not marker.exists() and done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    if vocabulary == "tokenizer.json":
+        assert line == "258"
+    else:
+        assert line.startswith(str(directory)) and "code in a model's directory is never" in line

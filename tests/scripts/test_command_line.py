@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, run_script, save_tiny
 
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import unstack
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -53,6 +54,14 @@ def test_help_is_of_the_config_that_is_asked_for():
     assert "--config.model='some/model'" in done.out and "--config.data.task='jsonl'" in done.out
 
 
+def test_compiled_programs_are_kept_unless_the_flag_says_no(monkeypatch, tmp_path):
+    wanted = []
+    monkeypatch.setattr(cli, "keep_compiled", wanted.append)
+    for flag in ([], ["--nocompilation_cache"]):
+        assert "nothing" in run_script("report", f"{tmp_path}/nothing", *flag).error
+    assert wanted == [True, False]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_unknown_flags_and_positional_arguments(name, tmp_path):
     given = ["--model=x", f"--output={tmp_path}/x"] if name == "convert" else []
@@ -70,8 +79,8 @@ def test_unknown_flags_and_positional_arguments(name, tmp_path):
         ("compress", ["--config.ration=1", "--config=configs/prune.py"], ["mean 'ratio'?"]),
         ("compress", ["--noconfig.reverze"], ["'reverze'", "mean 'reverse'?"]),
         ("train", ["--config.optimizer.learning_rat=1"], ["mean 'optimizer.learning_rate'?"]),
-        ("train", ["--config.nucl=1"], ["'nucl' is a group", "nucl.alpha"]),
-        ("train", ["--config.alpha=1"], ["unknown config key 'alpha'", "mean 'nucl.alpha'?"]),
+        ("train", ["--config.losses.nucl=1"], ["'losses.nucl' is a group", "losses.nucl.weight"]),
+        ("train", ["--config.nucl.weight=1"], ["unknown config key", "mean 'losses.nucl.weight'?"]),
         ("compress", ["--config.ratio=abc"], ["config.ratio=abc", "float"]),
         ("compress", ["--config.seed=1.5"], ["config.seed=1.5"]),
         ("compress", ["--config.count=many"], ["config.count=many"]),
@@ -219,7 +228,8 @@ def test_train_from_the_command_line(model, text, tmp_path):
     workdir = tmp_path / "run"
     flags = [
         f"--config=configs/nucl_finetune.py:{model},text", f"--config.data.path={text}",
-        "--config.nucl.targets=('ffn_out','attention_out')", "--config.nucl.variant=ent",
+        "--config.losses.nucl.targets=('ffn_out','attention_out')",
+        "--config.losses.nucl.variant=ent",
         "--config.steps=2", "--config.batch_size=2", "--config.seq_len=16",
         "--config.optimizer.name=sgd", "--config.dropout=0", "--config.eval.max_batches=1",
         "--config.data.validation_fraction=0.2", "--config.data.passage_chars=500",
@@ -228,7 +238,7 @@ def test_train_from_the_command_line(model, text, tmp_path):
     done = run_script("train", *flags)
     assert done.code == 0, done.err
     results = json.loads((workdir / "results.json").read_text())
-    assert results["steps"] == 2 and results["variant"] == "ent"
+    assert results["steps"] == 2 and results["losses"] == {"nll": 1.0, "nucl": 1.0}
     assert any("attention_out" in key for key in results["final"])
     stamp = (workdir / "model" / "model.safetensors").stat().st_mtime_ns
     again = run_script("train", *flags)

@@ -28,6 +28,7 @@ from tiny_models import batch_of
 
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
@@ -78,7 +79,9 @@ def lower_step(family: str, depth: int, remat: str = "dots", nucl: bool = True):
             config, params, batch, options=options, probes=probes, dropout=dropout
         )
 
-    terms = (nll_term(config), nucl_term("mstd")) if nucl else (nll_term(config),)
+    terms = (nll_term(TermContext("nll", model=config)), nucl_term(TermContext("nucl", "alpha")))[
+        : 1 + nucl
+    ]
     step = make_train_step(forward, terms, optimizer, mask)
     hyper = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in ("learning_rate", "alpha")}
     return step.lower(abstract_state(params, optimizer, mask), abstract_batch(1), hyper)
@@ -87,7 +90,7 @@ def lower_step(family: str, depth: int, remat: str = "dots", nucl: bool = True):
 def lower_gradient(family: str, depth: int, remat: str):
     """The gradient of the text loss; the gradients themselves are outputs, not temporaries."""
     config, options = model_of(family, depth), causal_lm.RunOptions(remat=remat)
-    term = nll_term(config)
+    term = nll_term(TermContext("nll", model=config))
 
     def loss(params, batch):
         outputs = causal_lm.forward(config, params, batch, options=options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import jax
 import numpy as np
@@ -65,7 +64,7 @@ def test_a_new_model_is_the_seeds(files):
 def test_baseline_and_jreg_from_text(files, tmp_path):
     found = {}
     for name, weight in (("baseline", 0.0), ("jreg", 1.0)):
-        config = config_of("jreg_pretrain", "local", **files, jreg__weight=weight)
+        config = config_of("jreg_pretrain", "local", **files, losses__jreg__weight=weight)
         results = training.run(config, tmp_path / name)
         rows = read_metrics(tmp_path / name / "metrics.jsonl")
         checked = [row for row in rows if "validation/nll" in row]
@@ -76,11 +75,13 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
             assert len(psi) == 3
             assert row["validation/jreg/zeta_L"] == pytest.approx(100 * rises[-1], abs=1e-4)
             assert row["validation/jreg/zeta_L-1"] == pytest.approx(100 * sum(rises), abs=1e-4)
-            assert math.isfinite(row["validation/entropy/ent/ffn_out/mean"])
-        # In training it is measured where it is trained on.
+            after = row["validation/jreg_after_norm/psi"]
+            assert after[:-1] == psi[:-1] and after[-1] != psi[-1], "both readings of the norm"
+        # A weight of 0 is a baseline whose jumps are seen, in training as well.
         trained = [row for row in rows if "train/loss" in row]
         assert len(trained) == 6
-        assert all(("train/jreg/zeta_L" in row) == (weight > 0) for row in trained)
+        assert all(row["train/losses.jreg.weight"] == weight for row in trained)
+        assert all((row["train/loss"] == row["train/nll"]) == (weight == 0) for row in trained)
         assert results["parameters"] == count_parameters(model_shape(config))["total"]
         found[name] = load_model(tmp_path / name / "model")
     for path, leaf in flatten(found["baseline"].params).items():
@@ -119,9 +120,9 @@ def test_a_dry_run_plans_it(files, tmp_path, capsys):
         ({"shape__vocab_size": 200}, "ids up to 257, but model of shape.vocab_size=200 has"),
         ({"shape__n_heads": 3}, "shape.d_model=16 must be a multiple of shape.n_heads=3"),
         ({"shape__layers": 0}, "shape.layers=0 must be at least 1"),
-        ({"jreg__weight": -1.0}, "jreg.weight=-1.0 must be finite"),
-        ({"jreg__alpha": -1.0}, "jreg.alpha=-1.0 must be finite"),
-        ({"jreg__positions": "first"}, "positions='first'"),
+        ({"losses__jreg__weight": -1.0}, "losses.jreg.weight=-1.0 must be finite"),
+        ({"losses__jreg__alpha": -1.0}, "losses.jreg: alpha=-1.0 must be finite"),
+        ({"losses__jreg__positions": "first"}, "positions='first'"),
     ],
 )
 def test_what_cannot_be(files, tmp_path, changes, message):

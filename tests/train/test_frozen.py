@@ -16,6 +16,7 @@ from tiny_models import batch_of
 
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.parallel.partition import trainable_mask
@@ -30,6 +31,10 @@ CONFIG = ModelConfig(
     "llama", vocab_size=V, d_model=D, n_heads=4, n_kv_heads=2, head_dim=16,
     layers=(LayerConfig(M),) * LAYERS, bos_id=0, eos_id=1, max_position=128,
 )  # fmt: skip
+TERMS = (
+    nll_term(TermContext("nll", model=CONFIG)),
+    nucl_term(TermContext("nucl", "alpha")),
+)
 ONLY_DOWN = ("ffn/down/kernel$",)
 
 
@@ -65,7 +70,11 @@ def lowered(name, train_only=(), accumulation=1, dtype=jnp.bfloat16):
         )
 
     step = make_train_step(
-        forward, (nll_term(CONFIG), nucl_term("mstd")), optimizer, mask, accumulation=accumulation
+        forward,
+        TERMS,
+        optimizer,
+        mask,
+        accumulation=accumulation,
     )
     return step.lower(abstract_state(params, optimizer, mask), *inputs(accumulation))
 

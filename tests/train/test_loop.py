@@ -23,6 +23,7 @@ from ffn_heterogeneity.parallel.partition import (
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
 from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.state import create_state, state_shardings
@@ -53,6 +54,7 @@ def compiled(terms, accumulation):
 
 def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **options):
     options = {"steps": 12, "eval_every": 4, "accumulation": 2} | options
+    every = options.pop("eval_every")
     mask, optimizer, placed, step, evaluators = compiled(terms, options["accumulation"])
     validation = [toy_batch(3, seed=900 + i) for i in range(2)]
     evaluator = make_evaluator(*evaluators, lambda: iter(validation))
@@ -64,7 +66,7 @@ def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **o
         batches=ToyBatches(4, hook),
         hyper=hyper or (lambda s: HYPER | {"learning_rate": SCHEDULE(s), "dropout": 0.2}),
         workdir=workdir,
-        evaluate=evaluator if evaluate else None,
+        hooks=(Hook(lambda state, check: evaluator(state.params, check), every),) * evaluate,
         shardings=placed,
         gradient_paths=tuple(sorted(path for path, trains in mask.items() if trains)),
         tensorboard=False,

@@ -92,12 +92,12 @@ def test_products_are_those_the_compiler_counts():
         unroll=0,
         remat="none",
         dropout=0.0,
-        **{"nucl.variant": "none"},
+        **{"losses.nucl.weight": None},
     )
     mesh = partition.make_mesh()
     built = build(config, model, causal_lm.abstract_params(model), mesh)
     batch = {k: jax.ShapeDtypeStruct((1, 4, 64), v) for k, v in plan.BATCH.items()}
-    hyper = dict.fromkeys(("learning_rate", "alpha"), jax.ShapeDtypeStruct((), jnp.float32))
+    hyper = dict.fromkeys(plan.hyper_function(config)(0), jax.ShapeDtypeStruct((), jnp.float32))
     cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
     ours = plan.step_flops(config, built)["model"]
     assert 1 <= cost["flops"] / ours < 1.1

@@ -1,13 +1,19 @@
 """The whole trainer on a tiny real model directory and real text; and its config."""
 
+import contextlib
 import json
 import runpy
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import jax
 import numpy as np
 import pytest
 
+from ffn_heterogeneity.data.corpus.prepare import prepare
+from ffn_heterogeneity.data.corpus.shards import check_vocabulary
+from ffn_heterogeneity.data.pipeline import make_pipeline
+from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
@@ -20,17 +26,16 @@ from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import run as training
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"
 
 
-def byte_tokenizer():
-    """One token a byte, and the two special ones."""
+def byte_tokenizer(**ids):
+    """One token a byte, and the two special ones; `ids`: of tokens that have others."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])} | ids
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,8 +45,6 @@ def byte_tokenizer():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """(model directory, text file)."""
-    import jax
-
     root = tmp_path_factory.mktemp("files")
     config = ModelConfig(
         "llama", vocab_size=258, d_model=16, n_heads=2, n_kv_heads=1, head_dim=8,
@@ -62,7 +65,7 @@ def make_config(files, **changes):
     small = {
         "steps": 6, "batch_size": 4, "accumulation": 2, "seq_len": 32, "dropout": 0.0,
         "optimizer.learning_rate": 3e-3, "optimizer.warmup_steps": 2, "eval.every": 3,
-        "eval.max_batches": 2, "nucl.alpha": 10.0, "tensorboard": False,
+        "eval.max_batches": 2, "losses.nucl.weight": 10.0, "tensorboard": False,
     }  # fmt: skip
     for key, value in (small | changes).items():
         config.update_from_flattened_dict({key: value})
@@ -83,10 +86,10 @@ def test_a_run_trains_and_exports(files, finished):
     before, after = load_model(str(files[0])), load_model(str(workdir / "model"))
     assert results["parameters"] == sum(x.size for x in flatten(before.params).values())
     assert after.tokenizer.encode("ab") == before.tokenizer.encode("ab")
-    for key, model in (("before", before), ("after", after)):
-        for row, layer in zip(results[key], layer_statistics(model.params), strict=True):
-            assert row["entropy"] == layer["entropy"]
-            assert row["mstd_mean"] == pytest.approx(layer["mstd"] / 24)
+    for row, model in ((results["first"], before), (results["final"], after)):
+        entropy = sum(layer["entropy"] for layer in layer_statistics(model.params))
+        rows = sum(model.config.ffn_widths)
+        assert row["validation/entropy/ent/ffn_out/mean"] == pytest.approx(entropy / rows)
     moved = {
         p: np.abs(x - flatten(before.params)[p]).max() for p, x in flatten(after.params).items()
     }
@@ -95,14 +98,49 @@ def test_a_run_trains_and_exports(files, finished):
 
 
 def test_nucl_lowers_the_entropy(files, finished, tmp_path):
-    plain = training.run(make_config(files, **{"nucl.alpha": 0.0}), tmp_path / "plain")
+    plain = training.run(make_config(files, **{"losses.nucl.weight": 0.0}), tmp_path / "plain")
 
-    def entropy(rows):
-        return sum(row["entropy"] for row in rows)
-
-    assert entropy(finished[1]["after"]) < entropy(plain["after"])
-    assert entropy(plain["before"]) == entropy(finished[1]["before"])
+    name = "validation/entropy/ent/ffn_out/mean"
+    assert finished[1]["final"][name] < plain["final"][name]
+    assert plain["first"][name] == finished[1]["first"][name]
     assert finished[1]["final"]["validation/nucl"] < plain["final"]["validation/nucl"]
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
+    """Before anything is compiled: such an id would be read as NaN."""
+    text = tmp_path / "text.txt"
+    text.write_text("zeros and ones " * 500)
+    config = ModelConfig(
+        "llama", vocab_size=49_152, d_model=4, n_heads=1, n_kv_heads=1, head_dim=4,
+        layers=(LayerConfig(4),), bos_id=0, eos_id=1,
+    )  # fmt: skip
+    params = jax.tree.map(np.asarray, causal_lm.init(config, jax.random.key(0)))
+    save_pretrained(config, params, tmp_path / "model", tokenizer=byte_tokenizer(z=60_000))
+    with pytest.raises(DataError) as error:
+        training.run(make_config((tmp_path / "model", text)), tmp_path / "run")
+    for words in ("'z'", "60000", "49152", "Use the model's own tokenizer"):
+        assert words in str(error.value)
+
+
+def test_a_special_token_beyond_the_vocabulary_is_refused_where_it_is_used(files, tmp_path):
+    """As Gemma 3's for images, which its text models have no embedding for."""
+    model = load_model(files[0])
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_vocabulary(tokenizer, model.config.vocab_size, "tiny")
+    text, shards = tmp_path / "text.txt", tmp_path / "shards"
+    for words, refused in (("plain words ", False), ("a picture: <image> ", True)):
+        text.write_text(words * 50)
+        prepare([str(text)], tokenizer, shards / str(refused))
+        for data in ({"path": str(text)}, {"task": "tokens", "path": str(shards / str(refused))}):
+            pipeline = make_pipeline(data, tokenizer, 2, 16, 0, vocab_size=258)
+            with pipeline_error(refused):
+                next(pipeline.train_iterator())
+
+
+def pipeline_error(refused: bool):
+    words = "token '<image>', id 258, beyond the model's vocabulary of 258"
+    return pytest.raises(DataError, match=words) if refused else contextlib.nullcontext()
 
 
 def test_a_complete_run_is_only_read(files, finished, capsys):
@@ -131,7 +169,7 @@ def test_an_interrupted_run_ends_with_the_same_numbers(files, finished, tmp_path
     assert stop.value.code == 143 and not (tmp_path / "b" / "results.json").exists()
     results = training.run(make_config(files), tmp_path / "b")
     whole = finished[1]
-    for key in ("history", "best", "before", "after", "steps"):
+    for key in ("history", "best", "steps"):
         assert results[key] == whole[key], key
 
     def rows(workdir):
@@ -144,14 +182,23 @@ def test_an_interrupted_run_ends_with_the_same_numbers(files, finished, tmp_path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"optimizer.name": "adafactor", "dropout": 0.1, "nucl.variant": "ent"},
+        {"optimizer.name": "adafactor", "dropout": 0.1, "losses.nucl.variant": "ent"},
         {"optimizer.name": "sgd", "freeze": ("^embed/",), "compute_dtype": "bfloat16"},
         pytest.param(
-            {"data.validation_fraction": 0.0, "nucl.variant": "none", "remat": "full", "unroll": 0},
+            {
+                "data.validation_fraction": 0.0,
+                "losses.nucl.weight": None,
+                "remat": "full",
+                "unroll": 0,
+            },
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"export.weights": "best", "nll_reduction": "sum", "nucl.targets": ("ffn_in_gated",)},
+            {
+                "export.weights": "best",
+                "losses.nll.reduction": "sum",
+                "losses.nucl.targets": ("ffn_in_gated",),
+            },
             marks=pytest.mark.slow,
         ),
     ],
@@ -186,7 +233,7 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
     }
     results = training.run(make_config(files, steps=1, **changes), tmp_path / "x")
     assert results["final"]["validation/nll"] > results["best"]["value"]
-    assert results["best"]["step"] == 0 and results["after"] == results["before"]
+    assert results["best"]["step"] == 0
     assert "no evaluation was better" in capsys.readouterr().out
     before = flatten(load_model(str(files[0])).params)
     for path, leaf in flatten(load_model(str(tmp_path / "x" / "model")).params).items():
@@ -197,8 +244,8 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
     ("changes", "error", "message"),
     [
         ({"dropout": 1.0}, ValueError, r"dropout=1.0 is outside \[0, 1\)"),
-        ({"nucl.alpha": -1.0}, ValueError, "nucl.alpha=-1.0"),
-        ({"nucl.variant": "std"}, ValueError, "variant='std'"),
+        ({"losses.nucl.weight": -1.0}, ValueError, "losses.nucl.weight=-1.0"),
+        ({"losses.nucl.variant": "std"}, ValueError, "variant='std'"),
         ({"batch_size": 5}, ValueError, "batch_size=5 must be a multiple of accumulation=2"),
         ({"compute_dtype": "fp8"}, ValueError, "compute_dtype='fp8': choose one of"),
         ({"freeze": ("ffn/down/kernal",)}, RuleError, "decides nothing"),
@@ -225,12 +272,12 @@ def test_the_config_is_small_and_typed():
     assert config.model == "some/model" and config.data.task == "gsm8k"
     assert len(flatten_config(config.to_dict())) <= 60
     config.lock()
-    config.nucl.alpha = 1  # an integer is a float on the command line
-    assert config.nucl.alpha == 1.0 and isinstance(config.nucl.alpha, float)
+    config.losses.nucl.weight = 1  # an integer is a float on the command line
+    assert config.losses.nucl.weight == 1.0 and isinstance(config.losses.nucl.weight, float)
     with pytest.raises(TypeError):
         config.steps = 1.5
     with pytest.raises(AttributeError):
-        config.nucl.alhpa = 1
+        config.losses.nucl.wieght = 1
     paper = {"batch_size": 16, "dropout": 0.1}
     assert {key: config[key] for key in paper} == paper
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-6, 100)

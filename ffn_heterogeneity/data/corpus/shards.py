@@ -68,16 +68,22 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def check_vocabulary(tokenizer: Any, model_size: int, model: str) -> None:
-    """Refuses a tokenizer that has ids the model has no embedding for.
+    """Refuses a tokenizer (of `transformers`) with ids that the model has no embedding for.
+
+    Special tokens may lie beyond, but bos and eos may not: Gemma 3's tokenizer has one for images,
+    of which its text models know nothing. Should a text name it, `batches.check_ids` refuses that.
 
     Raises:
-      DataError: with both sizes.
+      DataError: names such a token, its id, and both sizes.
     """
-    size = vocab_size(tokenizer)
-    if size > model_size:
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    spare = special - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    largest, token = max((i, token) for token, i in tokenizer.get_vocab().items() if i not in spare)
+    if largest >= model_size:
         raise DataError(
-            f"the tokenizer has ids up to {size - 1}, but model {model} has a vocabulary of "
-            f"{model_size}: use the model's own tokenizer, or a model with vocab_size >= {size}"
+            f"the tokenizer has ids up to {largest}, but model {model} has a vocabulary of "
+            f"{model_size}: token {token!r} (id {largest}) has no embedding. Use the model's own "
+            f"tokenizer, or a model with vocab_size >= {largest + 1}"
         )
 
 

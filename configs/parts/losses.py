@@ -1,0 +1,71 @@
+"""One group a loss: `config.losses.<name> = {weight, settings of the term}`.
+
+`term` says which term a group is (default: the group's name), so that two instances of one can
+stand side by side. A weight of None builds nothing; 0 is built and adds nothing, so that a sweep
+over the weight is one program. The terms are listed in ffn_heterogeneity/losses/__init__.py.
+"""
+
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
+
+
+def nll() -> ConfigDict:
+    # reduction: the mean over target tokens, or the "sum" over each document's.
+    return ConfigDict({"weight": 1.0, "reduction": "mean"})
+
+
+def nucl(weight: float = 1.0) -> ConfigDict:
+    return ConfigDict(
+        {
+            "weight": weight,  # the paper's alpha; try powers of ten between 1e-2 and 1e4
+            "variant": "mstd",  # ent | gini | mstd
+            # Table 3: ffn_out, ffn_in_linear, ffn_in_gated, attention_out.
+            "targets": ("ffn_out",),
+            "axis": "neurons",  # of the incoming kernels: neurons | outputs
+        }
+    )
+
+
+def diversity(weight: float = 1.0) -> ConfigDict:
+    return ConfigDict({"weight": weight})  # neurons of a layer less alike
+
+
+def jreg(weight: float = 1.0) -> ConfigDict:
+    return ConfigDict(
+        {
+            "weight": weight,  # lambda; the paper trains with 1. 0: a baseline whose jumps are seen
+            "alpha": 1.0,  # sharpness of softmax(alpha * (1..L)); not the weight
+            "final_norm": False,  # h_L before (False) or after the final norm
+            "positions": "all",  # tokens that count: all, or the last of each document
+        }
+    )
+
+
+LOSSES = {
+    "nll": nll,
+    "nucl": nucl,
+    "diversity": diversity,
+    "jreg": jreg,
+}
+
+
+def add(config: ConfigDict, names: Sequence[str]) -> None:
+    """The groups of `names` added to `config.losses`.
+
+    Raises:
+      ValueError: no such loss, or it is there already.
+    """
+    for name in names:
+        if name not in LOSSES or name in config.losses:
+            raise ValueError(
+                f"loss {name!r}: add one of {', '.join(set(LOSSES) - set(config.losses))}"
+            )
+        config.losses[name] = LOSSES[name]()
+
+
+def entropy(config: ConfigDict) -> ConfigDict:
+    """A monitor: the entropy of the connections that `config.losses.nucl` acts on."""
+    nucl = config.losses.get("nucl")
+    targets = nucl.get_ref("targets") if nucl else ("ffn_out",)
+    return ConfigDict({"term": "nucl", "variant": "ent", "targets": targets})

@@ -1,0 +1,43 @@
+"""The keys of tasks with metrics, by lm-evaluation-harness (configs/harness.py)."""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            # Model: a directory, a .gguf file, a hub id or the name of a preset.
+            "model": "",
+            "revision": placeholder(str),
+            # Names of tasks, groups and tags of the harness, or with data_root of the pack here:
+            # arc_challenge arc_easy boolq cb copa gsm8k hellaswag lambada_openai mbpp mmlu nq_open
+            # piqa race sciq sglue_rte social_iqa swag triviaqa wic winogrande.
+            "tasks": ("piqa",),
+            # Directory of <task's folder>/<split>.jsonl; "": the harness fetches its data sets.
+            "data_root": "",
+            # Examples before each question, for all tasks; unset: each task's own number.
+            "num_fewshot": placeholder(int),
+            "fewshot_seed": 1234,
+            # auto: from the training file where it is there; train | evaluation.
+            "fewshot_from": "auto",
+            # The first so many questions of each task or group, or all there are; 0: all.
+            "limit": 0,
+            # bos before every text: auto (the tokenizer's rule) | always | never.
+            "add_bos": "auto",
+            # Questions as the tokenizer's chat template writes them.
+            "chat_template": False,
+            # Strings that end an answer beside the task's own: "('\n[eod]',)" after such training.
+            "stop": (),
+            # Longest input, of generation with what is generated; 0: the model's positions.
+            "max_length": 0,
+            # MBPP runs programs that the model wrote, in a sandbox.
+            "allow_code_execution": False,
+            # Write every question with its answers to <workdir>/samples/<task>.jsonl.
+            "save_samples": True,
+            # Tokens scored at once, prompts continued at once, dtype of the computation.
+            "batch_tokens": 2048,
+            "generation_batch_size": 8,
+            "compute_dtype": "float32",
+        }
+    )

@@ -1,0 +1,72 @@
+"""The keys that every training experiment has, commented once."""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    # Model: a directory, a .gguf file, a hub id or the name of a preset.
+    config.model = ""
+    config.revision = placeholder(str)
+    config.seed = 0  # of dropout and of the order of the data
+    config.data = ConfigDict()
+    config.data.task = "text"
+    config.data.path = ""  # file, directory or hub name; "" takes the task's own
+    config.data.validation_fraction = 0.05  # held out, the same part whatever the seed
+    config.data.validation_path = ""  # or data of its own (then set the fraction to 0)
+
+    # Length of the run and of a step. batch_size is rows a step, over all micro-batches.
+    config.steps = 1000
+    config.batch_size = 16
+    config.accumulation = 1  # micro-batches a step
+    config.seq_len = 512
+
+    # One group a loss (configs/parts/losses.py), and what is only measured.
+    config.losses = ConfigDict()
+    config.monitors = ConfigDict()
+    config.dropout = 0.0  # on the outputs of the residual branches; 0 compiles none
+
+    config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw | adafactor | sgd
+    config.optimizer.learning_rate = 1e-4
+    config.optimizer.schedule = "constant"  # after the warm-up: constant | linear | cosine
+    config.optimizer.warmup_steps = 100
+    config.optimizer.final_fraction = 0.0  # of the rate, at the end of linear and cosine
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.b2 = 0.999
+    config.optimizer.clip_norm = placeholder(float)  # global gradient norm; None: no clipping
+
+    # Regexes of parameter paths that stay as they are, and of the only ones that train (none: all).
+    config.freeze = ()
+    config.train_only = ()
+
+    # Devices along each axis; one may be -1: all that are left. Batches are cut over data x fsdp,
+    # weights and their optimiser state over fsdp x tensor.
+    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "tensor": 1})
+    config.compute_dtype = "auto"  # float32 | bfloat16; auto: float32 on CPU, else bfloat16
+    config.remat = "auto"  # none | full | dots | attention_output; auto: dots on CPU, else full
+    config.unroll = 1  # layers a scan step; 0: all (best on one GPU)
+
+    config.eval = ConfigDict()
+    config.eval.every = 100  # steps; besides before the first and after the last
+    config.eval.max_batches = 0  # 0: the whole held-out part
+    # What is best: the smallest value of it; with "max:" before the name the largest.
+    config.eval.best_metric = "validation/nll"
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = 500  # steps; 0: only when best, at the end and at a stop
+    config.checkpoint.keep = 1  # latest ones
+    config.checkpoint.keep_best = True
+    config.checkpoint.at_end = True
+
+    config.export = ConfigDict()
+    config.export.weights = "last"  # last | best
+    config.export.form = "auto"  # auto | padded | native
+    # bfloat16 would round away updates as small as those of fine-tuning.
+    config.export.dtype = "float32"  # float32 | bfloat16 | float16
+    config.tensorboard = True
+    config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
+    config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
+    config.seeds = ()  # (0, 1, 2): one run each, and their mean with an interval
+    return config

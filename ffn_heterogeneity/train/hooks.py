@@ -1,0 +1,109 @@
+"""What a run measures between its steps, how it remembers the best, and how it hears a signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ffn_heterogeneity.train.console import StopRequested
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """`function(state, check_stop) -> metrics`, called between two steps.
+
+    Attributes:
+      function: of the `TrainState`, which it only reads, and of `check_stop`, which long work calls
+        now and then so that a signal is heard. Returns numbers and arrays on the host, by name.
+      every: steps; besides before the first and after the last; 0: only then.
+    """
+
+    function: Callable[[Any, Callable[[], None]], dict[str, Any]]
+    every: int = 0
+
+    def due(self, step: int, last: int) -> bool:
+        return step in (0, last) or bool(self.every) and step % self.every == 0
+
+
+@dataclasses.dataclass
+class Best:
+    """The best value so far of one metric; `row` is {"step", "metric", "value"}, or None."""
+
+    metric: str
+    mode: str = "min"
+    row: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"best_mode={self.mode!r}: choose 'min' or 'max'")
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Whether the metric has never been as good. One that is not finite is no value.
+
+        Raises:
+          ValueError: `metrics` lacks it.
+        """
+        if self.metric not in metrics:
+            raise ValueError(
+                f"best_metric={self.metric!r} is not among the evaluation metrics {sorted(metrics)}"
+            )
+        value = float(metrics[self.metric])
+        sign = 1.0 if self.mode == "min" else -1.0
+        better = self.row is None or sign * value < sign * self.row["value"]
+        if better and math.isfinite(value):
+            self.row = {"step": step, "metric": self.metric, "value": value}
+        return better
+
+
+class Throughput:
+    """Tokens a second, counting the steps alone: `restart` after anything else took time."""
+
+    def __init__(self):
+        self._clock, self._steps = time.perf_counter(), []
+
+    def restart(self) -> None:
+        self._clock = time.perf_counter()
+
+    def step(self, tokens: float, counts: bool = True) -> float:
+        """Seconds since the last step (or restart); `counts`: they enter the mean."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        if counts and seconds > 0:
+            self._steps.append((tokens, seconds))
+        return seconds
+
+    @property
+    def mean(self) -> float | None:
+        steps = self._steps[1:] or self._steps
+        seconds = sum(seconds for _, seconds in steps)
+        return sum(tokens for tokens, _ in steps) / seconds if seconds else None
+
+
+class Stopping:
+    """Whether a signal has come, heard by all processes at the same step.
+
+    Of several processes one alone may get it: it then goes with the next batch (`wanted`), and all
+    read from that step's metrics that they are to stop (`hear`).
+    """
+
+    def __init__(self):
+        self._many, self.wanted, self.signal = jax.process_count() > 1, None, None
+
+    def on_signal(self, name: str) -> None:
+        self.wanted = name
+        if not self._many:
+            self.signal = name
+
+    def hear(self, stop: Any) -> None:
+        if stop:
+            self.signal = self.wanted or "SIGTERM"
+
+    def check(self) -> None:
+        """Raises `StopRequested` once a signal has come."""
+        if self.signal:
+            raise StopRequested

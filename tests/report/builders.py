@@ -1,0 +1,214 @@
+"""Small run directories, written by hand as the scripts write them, for the tests of reports.
+
+`golden/*.csv` are the tables that the engine of paper modules made of `nucl_runs` and `jreg_runs`
+before one engine replaced it (commit 3ace6c5).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+
+NLL, ZETA = "validation/nll", "validation/jreg/zeta_L"
+ENTROPY = "validation/entropy/ent/ffn_out/mean"
+EVALUATION = {"text": "wiki.txt", "window": 512, "max_windows": 40, "bos": "segment"}
+LAMBADA = {"text": "lambada.txt", "token_ids": "", "window": 64, "max_windows": 4, "bos": "segment"}
+SHAPE = {"layers": 4, "d_model": 8, "ffn_width": 24}
+# step -> (zeta_L, validation NLL)
+RISING = {0: (0.0, 8.0), 10: (6.0, 5.0), 20: (12.0, 4.0)}
+FLAT = {0: (0.0, 8.0), 10: (0.3, 5.2), 20: (0.2, 4.1)}
+
+
+def write_run(path, config, results=None, rows=()):
+    """A work directory; without results it is not finished."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if rows:
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if results is not None:
+        (path / "results.json").write_text(json.dumps(results))
+    return str(path)
+
+
+def score(value, metric="acc", *, n=100, shots=0):
+    """One task's results; the interval is a tenth to either side."""
+    return {"n": n, "shots": shots, metric: value, f"{metric}_low": value - 0.1,
+            f"{metric}_high": value + 0.1}  # fmt: skip
+
+
+def removal(path, perplexity=None, *, model="models/small.gguf", gone=10.0, tasks=None, **config):
+    """A point of configs/prune_table.py; without a perplexity it is not finished."""
+    values = {"criterion": "entropy", "reverse": False, "compensation": "none", "layers": "all",
+              "ratio": 0.25, "seed": 0, "model": model, **EVALUATION, **config}  # fmt: skip
+    found = {"perplexity": perplexity, "parameters_removed_percent": gone}
+    found |= {"tasks": tasks} if tasks else {}
+    return write_run(path, values, None if perplexity is None else found)
+
+
+def training(path, alpha, curve, *, variant="mstd", targets=("ffn_out",), finished=True,
+             tasks=None, model="hub/tuned", task="gsm8k", new=True):  # fmt: skip
+    """A fine-tuning run; `curve`: step -> (entropy, nll); `new`: keys of the loss by groups."""
+    nucl = {"variant": variant, "targets": list(targets)}
+    losses = {"losses": {"nucl": {**nucl, "weight": alpha}}} if new else {
+        "nucl": {**nucl, "alpha": alpha}}  # fmt: skip
+    values = {
+        "model": model, "batch_size": 4, "steps": 20, "dropout": 0.1, "seeds": [], **losses,
+        "data": {"task": task, "path": ""},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 10},
+    }  # fmt: skip
+    rows = [{"step": s, ENTROPY: e, NLL: n} for s, (e, n) in curve.items()]
+    found = {"final": rows[-1], "device": "cpu"} | ({"tasks": tasks} if tasks else {})
+    return write_run(path, values, found if finished else None, rows)
+
+
+def pretrain(path, weight, curve, *, alpha=1.0, seed=0, steps=20, finished=True, psi=(), new=True,
+             **settings):  # fmt: skip
+    """A run of configs/jreg_pretrain.py; `psi`: the displacements of its last evaluation."""
+    jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all"}
+    losses = {"losses": {"jreg": jreg, "nll": {"reduction": "mean"}}} if new else {
+        "jreg": jreg, "nll_reduction": "mean",
+        "nucl": {"variant": "none", "alpha": 0.0}}  # fmt: skip
+    values = {
+        "model": "", "tokenizer": "tokens", "batch_size": 4, "seq_len": 16, "steps": steps,
+        "seed": seed, "seeds": [], "shape": SHAPE, "data": {"task": "tokens", "path": "corpus"},
+        "optimizer": {"learning_rate": 1e-3}, **losses, **settings,
+    }  # fmt: skip
+    rows = evaluations(curve, psi)
+    found = {"final": rows[-1], "parameters": 1234, "device": "cpu"}
+    return write_run(path, values, found if finished else None, rows)
+
+
+def evaluations(curve, psi=()):
+    """Rows of metrics.jsonl; every jump rate is the same."""
+    rows = [
+        {"step": step, ZETA: zeta, f"{ZETA}-1": zeta, f"{ZETA}-2": zeta, NLL: nll, ENTROPY: 5.5}
+        for step, (zeta, nll) in curve.items()
+    ]
+    if psi:
+        rows[-1]["validation/jreg/psi"] = list(psi)
+    return rows
+
+
+def reading(psi, **rates):
+    """What an analysis found in one reading of h_L."""
+    return {"psi": list(psi), "zeta_L": 9.5, "zeta_L-1": 9.75, "zeta_L-2": 10.25, **rates}
+
+
+def analysed(path, model, config=(), **results):
+    """A run of configs/analyze.py:displacement."""
+    values = {"analysis": "displacement", "model": model, "positions": "all", **LAMBADA}
+    default = {
+        "before_final_norm": reading([0.5, 0.1, 0.2]),
+        "after_final_norm": reading([0.5, 0.1, 0.6], zeta_L=50.0),
+        "tokens": 260,
+    }
+    return write_run(path, values | dict(config), results or default)
+
+
+def scored(path, model, tasks):
+    """A run of scripts/evaluate.py that scored tasks."""
+    return write_run(
+        path, {"model": model, "evaluation": "tasks"}, {"model": model, "tasks": tasks}
+    )
+
+
+def nucl_runs(root, new=True):
+    """Removals of two models, fine-tuning of one: every kind of row the NUCL report has."""
+    hellaswag = score(0.5, shots=10) | {"acc_norm": 0.55}
+    runs = [
+        removal(root / "unpruned", 20.0, criterion="none", gone=0.0),
+        removal(root / "entropy", 45.0, tasks={"hellaswag": hellaswag}),
+        *(removal(root / f"random{i}", x, criterion="random", seed=i,
+                  tasks={"piqa": score(0.5 + i / 10)})
+          for i, x in enumerate((400.0, 500.0, 900.0))),
+        removal(root / "gini", 50.0, criterion="gini"),
+        removal(root / "magnitude", 12345.6, criterion="magnitude"),
+        removal(root / "babu", 2000.0, criterion="similarity", compensation="sum"),
+        removal(root / "byrne", 3000.0, criterion="similarity", compensation="least_squares"),
+        removal(root / "ridge", 2500.0, criterion="similarity", compensation="ridge"),
+        removal(root / "lowest", 9000.0, reverse=True),
+        removal(root / "unfinished", criterion="mstd"),
+        *(removal(root / layers, 20.0 + i, layers=layers)
+          for i, layers in enumerate(("top", "bottom", "even", "odd", "pair:0", "pair:1"))),
+        removal(root / "other", 7.0, model="org/Other-1B"),
+    ]  # fmt: skip
+    curves = {
+        "m0": (0.0, {0: (6.0, 3.0), 10: (6.0, 2.5), 20: (6.0, 2.0)}),
+        "m10": (10.0, {0: (6.0, 3.0), 10: (5.9, 2.4), 20: (5.8, 1.9)}),
+        "m1000": (1000.0, {0: (6.0, 3.0), 10: (5.0, 2.8), 20: (4.0, 2.6)}),
+    }
+    runs += [training(root / name, *curve, new=new) for name, curve in curves.items()]
+    last = {0: (6.0, 3.0), 20: (6.0, 2.3)}
+    runs += [
+        training(root / "g1", 1.0, {0: (6.0, 3.0), 20: (5.9, 2.1)}, variant="gini", new=new),
+        training(root / "late", 100.0, {0: (6.0, 3.0), 10: (5.5, 0.1)}, finished=False, new=new),
+        training(root / "attention", 10.0, last, targets=["attention_out"], new=new,
+                 tasks={"gsm8k": score(0.25, "exact_match", n=8)}),
+        scored(root / "score0", f"{root}/m0/model", {"gsm8k": score(0.2, "exact_match")}),
+        scored(root / "score10", f"{root}/m10/model", {"gsm8k": score(0.25, "exact_match")}),
+    ]  # fmt: skip
+    return runs
+
+
+def jreg_runs(root, new=True):
+    """Pre-training over seeds and setups, analyses of models and of checkpoints, accuracies."""
+    other = {0: (0.0, 8.0), 10: (8.0, 5.0), 20: (14.0, 4.2)}
+    runs = [
+        pretrain(root / "base0", 0.0, RISING, psi=[0.4, 0.2, 0.1, 0.22], new=new),
+        pretrain(root / "base1", 0.0, other, seed=1, psi=[0.4, 0.2, 0.1, 0.26], new=new),
+        pretrain(root / "jreg0", 1.0, FLAT, psi=[0.4, 0.2, 0.1, 0.1], new=new),
+        pretrain(root / "jreg1", 1.0, {0: (0.0, 8.0), 20: (0.4, 4.2)}, seed=1, new=new),
+        pretrain(root / "sharp", 1.0, {0: (0.0, 8.0), 20: (1.5, 4.5)}, alpha=3.0, new=new),
+        pretrain(root / "rate", 0.0, {20: (99.0, 9.0)}, optimizer={"learning_rate": 2e-3}, new=new),
+        pretrain(root / "begun", 1.0, {0: (0.0, 8.0), 10: (1.0, 5.0)}, alpha=0.5, finished=False,
+                 new=new),
+        pretrain(root / "again" / "again", 0.0, {20: (50.0, 9.0)}, new=new),
+    ]  # fmt: skip
+    many = root / "many"
+    config = {"shape": SHAPE | {"layers": 6}, "new": new}
+    runs.append(pretrain(many, 0.0, RISING, seeds=[3, 4], **config))
+    for seed, last in ((3, 4.0), (4, 5.0)):
+        (many / f"seed_{seed}").mkdir()
+        rows = evaluations({0: (0.0, 8.0), 20: (2.0 * seed, last)}, [0.1 * seed, 0.2, 0.3, 0.4])
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (many / f"seed_{seed}" / "metrics.jsonl").write_text(text)
+        (many / f"seed_{seed}" / "results.json").write_text(json.dumps({"final": rows[-1]}))
+    (many / "metrics.jsonl").unlink()
+    (many / "results.json").write_text(json.dumps({"seeds": [3, 4]}))
+    runs.append(pretrain(root / "after", 1.0, {0: (0.0, 8.0), 20: (0.0, 4.75)}, seed=4, **config))
+    points = [
+        {"checkpoint": f"step{n}", "step": n, "after_final_norm": reading([0.1, 0.2], zeta_L=40.0),
+         "before_final_norm": reading([0.1, 0.2], zeta_L=n / 100)} for n in (2000, 1000)
+    ]  # fmt: skip
+    return [
+        *runs,
+        analysed(root / "one", "models/little.gguf"),
+        analysed(root / "two", f"{runs[0]}/model"),
+        analysed(root / "series", "hub/pythia", checkpoints=points),
+        scored(root / "score0", f"{runs[0]}/model", {"piqa": score(0.25)}),
+        scored(root / "score1", f"{runs[1]}/model", {"piqa": score(0.75)}),
+        scored(root / "score2", f"{runs[2]}/model", {"piqa": score(0.5)}),
+    ]
+
+
+def read_csv(path):
+    """Header and rows of a table."""
+    with path.open() as file:
+        header, *rows = csv.reader(file)
+    return header, rows
+
+
+def claim(tables, statement, where=""):
+    """(measured, verdict)."""
+    rows = [r for r in tables["claims"] if r["statement"].startswith(statement)]
+    (row,) = [r for r in rows if where in r["run on"]]
+    return row["measured"], row["verdict"]
+
+
+def lines(tables, key):
+    """(panel, line, seed) -> [(x, y)]."""
+    found = {}
+    for row in tables[key]:
+        *name, x, y = row.values()
+        found.setdefault((name[0], name[2], name[3]), []).append((float(x), float(y)))
+    return found

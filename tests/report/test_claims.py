@@ -1,0 +1,106 @@
+"""Verdicts on the papers' statements, from directories written by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from builders import FLAT, RISING, claim, nucl_runs, pretrain, training
+
+from ffn_heterogeneity.report import claims
+
+BELOW, NLL = "zeta_L is below the baseline's at every alpha", "the validation NLL is no worse"
+GROWS, PUBLISHED = "zeta_L grows from checkpoint to checkpoint", "zeta_L of a published model"
+
+
+def test_claims_that_hold(seeds, report):
+    tables = report("jreg", seeds)
+    assert claim(tables, BELOW)[1] == "holds"
+    assert claim(tables, GROWS) == ("step 20 6 [6, 6] t n=2", "holds")
+    measured, verdict = claim(tables, "zeta_L is 0 at alpha 0.5")
+    assert measured.startswith("lambda 1, alpha 1 0.3 [0.2, 0.4] range n=2")
+    assert verdict == "does not hold (lambda 1, alpha 1; lambda 1, alpha 3)"
+    assert claim(tables, NLL)[1] == "does not hold (lambda 1, alpha 3)"
+
+
+@pytest.mark.parametrize(
+    ("change", "statement", "verdict"),
+    [
+        ({"curve": {20: (0.1, 3.9)}}, NLL, "holds"),
+        ({"curve": {20: (0.1, 4.001)}}, NLL, "does not hold"),
+        ({"curve": {20: (12.0, 3.9)}}, BELOW, "cannot be told"),
+        ({"curve": {20: (0.0, 3.9)}}, "zeta_L is 0", "holds"),
+        ({"curve": {20: (0.006, 3.9)}}, "zeta_L is 0", "does not hold"),
+        ({"curve": {20: (0.006, 3.9)}, "alpha": 0.3}, "zeta_L is 0", "cannot be told"),
+        ({"curve": {20: ("nan", "nan")}}, NLL, "cannot be told"),
+        ({"curve": {20: ("nan", "nan")}}, "zeta_L is 0", "cannot be told"),
+        ({"curve": FLAT, "batch_size": 8}, NLL, "cannot be told"),
+        ({"curve": FLAT, "steps": 10}, NLL, "cannot be told"),
+        ({"curve": FLAT, "data": {"task": "tokens", "path": "x"}}, NLL, "cannot be told"),
+    ],
+)
+def test_one_seed_and_what_cannot_be_told(report, tmp_path, change, statement, verdict):
+    base = pretrain(tmp_path / "base", 0.0, RISING)
+    other = pretrain(tmp_path / "jreg", 1.0, **change)
+    assert claim(report("jreg", [base, other]), statement)[1] == verdict
+
+
+def test_several_seeds_decide_by_their_interval():
+    for values, sign, verdict in (
+        ([1.0, 1.1, 0.9], 1, "holds"), ([1.0, 1.1, 0.9], -1, "does not hold"),
+        ([1.0, -0.1, 0.9], 1, "cannot be told"), ([0.0, 0.0], -1, "cannot be told"),
+        ([], 1, "cannot be told"), ([math.nan, 1.0], 1, "cannot be told"),
+    ):  # fmt: skip
+        assert claims.verdict_of(values, sign) == verdict
+
+
+@pytest.mark.parametrize(
+    ("curve", "verdict"),
+    [
+        ({0: 9.0, 4: 1.0, 8: 2.0, 12: 3.0, 16: 4.0, 20: 5.0}, "holds"),
+        ({0: 0.0, 4: 1.0, 8: 2.0, 12: 1.5, 16: 4.0, 20: 5.0}, "does not hold (step 12)"),
+        ({4: 1.0, 7: 0.5, 8: 2.0, 12: 3.0, 16: 4.0, 20: 5.0}, "holds"),  # 7: no fifth
+        ({0: 0.0, 7: 1.0, 20: 0.5}, "does not hold"),
+        ({0: 0.0, 7: 1.0, 20: 1.0}, "does not hold"),
+        ({0: 0.0, 20: 1.0}, "cannot be told"),
+    ],
+)
+def test_growth_is_from_each_fifth_to_the_next(report, tmp_path, curve, verdict):
+    run = pretrain(tmp_path / "base", 0.0, {step: (zeta, 4.0) for step, zeta in curve.items()})
+    rows = report("jreg", [run])["claims"]
+    assert next(r["verdict"] for r in rows if r["statement"] == GROWS) == verdict
+
+
+def test_mstd_against_gini_is_computed(report, tmp_path):
+    runs = [
+        training(tmp_path / f"{variant}{alpha}", alpha, {0: (6.0, 3.0), 20: (entropy, nll)},
+                 variant=variant)
+        for variant, alpha, entropy, nll in (
+            ("mstd", 1.0, 5.9, 2.0), ("gini", 1.0, 5.8, 2.1),
+            ("mstd", 10.0, 5.0, 2.0), ("gini", 10.0, 5.5, 2.1), ("mstd", 100.0, 5.0, 9.0))
+    ]  # fmt: skip
+    tables = report("nucl", runs)
+    measured, verdict = claim(tables, "mstd's entropy")
+    assert measured == "alpha = 1 0.1; alpha = 10 -0.5" and verdict == "does not hold (alpha = 1)"
+    assert claim(tables, "mstd's text loss")[1] == "holds"
+
+
+@pytest.mark.parametrize(
+    ("change", "statement", "verdict"),
+    [
+        ({}, "removal by entropy", "holds"),
+        ({}, "the three weak", "holds"),
+        ({"entropy": 7000.0}, "removal by entropy", "does not hold"),
+        ({"byrne": 5.0}, "the three weak", "does not hold (Stahlberg and Byrne (2017))"),
+    ],
+)
+def test_the_order_of_criteria(report, tmp_path, change, statement, verdict):
+    runs = nucl_runs(tmp_path / "runs")
+    for name, perplexity in change.items():
+        results = {"perplexity": perplexity, "parameters_removed_percent": 10.0}
+        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(results))
+    for i in range(3):  # closer to one another: the interval is narrow
+        results = {"perplexity": 600.0 + i, "parameters_removed_percent": 10.0}
+        (tmp_path / "runs" / f"random{i}" / "results.json").write_text(json.dumps(results))
+    assert claim(report("nucl", runs), statement, "small, all")[1] == verdict

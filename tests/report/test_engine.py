@@ -1,0 +1,408 @@
+"""scripts/report.py --paper: tables, curves and claims, from directories written by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from builders import (
+    RISING,
+    analysed,
+    claim,
+    evaluations,
+    lines,
+    nucl_runs,
+    pretrain,
+    reading,
+    removal,
+    score,
+    scored,
+    training,
+    write_run,
+)
+from tiny_models import run_script
+
+from ffn_heterogeneity.papers import jreg
+from ffn_heterogeneity.papers.specs import printed, two_proportions
+from ffn_heterogeneity.report import records
+from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, write_paper
+from ffn_heterogeneity.report.runs import Spread, read_runs
+from ffn_heterogeneity.report.tables import number
+
+PUBLISHED = "zeta_L of a published model"
+
+
+# ---- printed tables
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_printed_table_is_always_drawn(report, tmp_path, paper):
+    (tmp_path / "sweep").mkdir()
+    points = [{"name": "baseline", "settings": {}}]
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"points": points}))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "figure_4.png").write_bytes(b"of other runs")
+    tables = report(paper, [str(tmp_path / "sweep")])
+    for key, table in printed(paper)["tables"].items():
+        width = len(table["labels"])
+        rows = [list(row.values()) for row in tables[key] if row.get("from", "paper") == "paper"]
+        rows = [row[:width] + row[width + ("from" in tables[key][0]) :] for row in rows]
+        for row, expected in zip(rows, table["rows"], strict=True):
+            assert row[: len(expected)] == ["-" if x is None else str(x) for x in expected]
+        ours = [row for row in tables[key] if row.get("from", "paper") != "paper"]
+        assert all(set(list(row.values())[width + 1 :]) == {"-"} for row in ours)
+        assert table["caption"].rstrip(".") in tables["text"]
+    assert not list((tmp_path / "out").glob("*.png")) and "sweep/baseline" in tables["text"]
+    assert {row["verdict"] for row in tables["claims"]} == {"cannot be told"}
+
+
+def test_ours_stands_below_the_papers_row(report, tmp_path):
+    gone = {"mmlu": (0.3, 5), "hellaswag": (0.4, 10), "arc_easy": (0.5, 0), "piqa": (0.6, 0),
+            "social_iqa": (0.2, 0), "triviaqa": (0.1, 5), "nq_open": (0.0, 5)}  # fmt: skip
+    tasks = {task: score(value, shots=shots) for task, (value, shots) in gone.items()}
+    tasks["hellaswag"] |= {"acc_norm": 0.7, "acc_norm_low": 0.6, "acc_norm_high": 0.8}
+    runs = [
+        removal(tmp_path / "entropy", 45.0, tasks=tasks),
+        removal(tmp_path / "odd", 45.0, tasks=tasks, layers="odd"),
+        removal(tmp_path / "half", 45.0, tasks=tasks, criterion="random", ratio=0.5),
+        removal(tmp_path / "shots", 45.0, tasks={"mmlu": score(0.9)}, criterion="magnitude"),
+    ]
+    tables = report("nucl", runs)
+    rows = [row for row in tables["table_4"] if row["from"] != "paper"]
+    (mine,) = [row for row in rows if row["PIQA 0-shot"] != "-"]
+    assert (mine["Method"], mine["from"]) == ("Entropy-based", "here: small")
+    assert mine["HellaSwag 10-shot"] == "70.0", "acc_norm where there is one"
+    assert float(mine["Average"]) == pytest.approx(240 / 7)
+    assert {row["MMLU 5-shot"] for row in rows} == {"30.0", "-"}, "other shots, other ratio: no row"
+    (even,) = [row for row in tables["table_5"] if row["from"] == "here: small"]
+    assert even["Layers"].startswith("Even") and float(even["Average accuracy"]) > 34
+    assert "30 [20, 40] Wilson n=100" in tables["text"]
+
+
+def test_gains_are_relative_and_have_their_z(report, tmp_path):
+    curve = {0: (6.0, 3.0), 20: (6.0, 2.0)}
+    runs = [
+        training(tmp_path / name, alpha, {20: (6.0, nll)}, model="google/gemma-2-2b",
+                 tasks={"gsm8k": score(value, "exact_match", n=1000)})
+        for name, alpha, nll, value in (("m0", 0.0, 2.0, 0.4), ("m1", 1.0, 1.9, 0.5),
+                                        ("m2", 100.0, 2.2, 0.9))
+    ]  # fmt: skip
+    runs.append(training(tmp_path / "in", 1.0, curve, targets=["ffn_in_gated"],
+                         model="google/gemma-2-2b", tasks={"gsm8k": score(0.44)}))  # fmt: skip
+    tables = report("nucl", runs)
+    rows = {row["from"]: row["GSM8K"] for row in tables["table_2"] if row["Model size"] == "2B"}
+    assert rows["paper"] == "2.71"
+    assert float(rows["here: gsm8k"]) == pytest.approx(25.0), "of the alpha of the lowest loss"
+    ours = {row["Weight matrices"]: row for row in tables["table_3"] if row["from"][:5] == "here:"}
+    assert {k: round(float(v["Relative gain (in %)"])) for k, v in ours.items()} == {
+        "FFN outgoing": 25, "FFN incoming (gated)": 10}  # fmt: skip
+    scores = {r["Method"]: r["Gemma-2B"] for r in tables["table_8"] if r["from"][:5] == "here:"}
+    assert scores == {"Standard fine-tuning": "40.0", "NUCL fine-tuning": "50.0"}
+    gains = {(r["task"], r["model"], r["from"]): r for r in tables["gains"]}
+    assert float(gains["GSM8K", "Gemma-2B", "paper"]["relative gain (in %)"]) == pytest.approx(
+        2.71, abs=0.005
+    )
+    assert gains["SuperGLUE", "Bison", "paper"]["z (ours)"] == "-"
+    ours = gains["GSM8K", "gemma-2-2b", "here"]
+    assert float(ours["absolute gain"]) == pytest.approx(10.0)
+    p1, p2, n = 0.4, 0.5, 1000
+    z = (p2 - p1) / math.sqrt(((p1 + p2) / 2) * (1 - (p1 + p2) / 2) * 2 / n)
+    assert float(ours["z (ours)"]) == pytest.approx(z, rel=1e-6)
+
+
+def test_two_proportions():
+    assert two_proportions(44.66, 45.87, 1319) == pytest.approx(0.624, abs=0.001)
+    assert two_proportions(0.0, 0.0, 10) is None and two_proportions(1.0, 2.0, None) is None
+
+
+def test_models_of_one_name_do_not_mix(report, tmp_path):
+    """Every model that a run writes lies in a directory called "model"."""
+    names = ("runs/a/model", "runs/b/model", "x/a/model")
+    runs = [removal(tmp_path / str(i), 10.0 * (i + 1), model=name) for i, name in enumerate(names)]
+    runs.append(removal(tmp_path / "r", 99.0, model="runs/b/model", revision="step5"))
+    found = {row["model"]: row["perplexity"] for row in report("nucl", runs)["removal"]}
+    assert found == {"runs/a/model": "10.0", "b": "20.0", "x/a/model": "30.0", "b step5": "99.0"}
+
+
+def test_a_compensation_is_a_method_of_its_own(report, tmp_path):
+    runs = [
+        removal(tmp_path / "solved", 7.0, criterion="magnitude", compensation="least_squares"),
+        removal(tmp_path / "turned", 8.0, criterion="similarity", compensation="sum", reverse=True),
+        removal(tmp_path / "plain", 9.0, criterion="magnitude"),
+    ]
+    found = {row["method"]: row["perplexity"] for row in report("nucl", runs)["removal"]}
+    assert found["Magnitude-based"] == "9.0" and "Srinivas and Babu (2015)" not in found
+    assert found["magnitude, least_squares, reverse False"] == "7.0" and len(found) == 3
+
+
+def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
+    runs = [
+        removal(tmp_path / "u", 5.0, criterion="none", ratio=0.1),
+        removal(tmp_path / "x", 7.0),
+        removal(tmp_path / "y", 7.0, criterion="gini", window=128, ratio=0.5),
+    ]
+    text = report("nucl", runs)["text"]
+    assert "These runs differ in window (512, 128): not comparable." in text
+    assert "These runs differ in ratio (0.25, 0.5): not comparable." in text
+
+
+def test_one_text_under_two_paths_is_one_text(report, tmp_path):
+    """What counts is what was in the file when the run began."""
+    paths = [
+        removal(tmp_path / name, 7.0, text=text, criterion=criterion, data_root=text)
+        for name, text, criterion in (("x", "wiki.txt", "gini"), ("y", "../wiki.txt", "mstd"),
+                                      ("z", "other.txt", "random"))
+    ]  # fmt: skip
+    for path, text in zip(paths, ("1", "1", "2"), strict=True):
+        inputs = {"text": text, "model": "m", "gone": "0"}
+        (tmp_path / path / "inputs.json").write_text(json.dumps(inputs))
+    x, y, z = (run.config for run in read_runs(paths))
+    assert (x["text"], y["text"], z["text"]) == ("wiki.txt", "wiki.txt", "other.txt")
+    assert y["data_root"] == "../wiki.txt" and "gone" not in y
+    assert "differ in text" not in report("nucl", paths[:2])["text"]
+    assert "differ in text" in report("nucl", paths, "both")["text"]
+
+
+# ---- seeds and setups
+
+
+def test_differences_are_seed_by_seed(seeds, report):
+    tables = report("jreg", seeds)
+    apart = {row["loss"]: float(row["validation NLL"]) for row in tables["paired"]}
+    # (0.1 + 0) / 2, and 4.5 - 4.0 of seed 0, not 4.5 less the mean of both.
+    assert apart == pytest.approx({"lambda 1, alpha 1": 0.05, "lambda 1, alpha 3": 0.5})
+    assert "0.05 [-0.5853, 0.6853] t n=2" in tables["text"], "0.05 -+ 12.7062 x 0.05"
+    assert "13 [12, 14] range n=2" in tables["text"] and "Student's 95% interval" in tables["text"]
+
+
+def test_the_interval_is_students():
+    values = [1.0, 2.0, 4.0]
+    half = 4.302653 * np.std(values, ddof=1) / 3**0.5
+    found = records.interval(values)
+    assert found == Spread(np.mean(values), pytest.approx(found.mean - half, rel=1e-6),
+                           pytest.approx(found.mean + half, rel=1e-6), 3, "t")  # fmt: skip
+    assert records.interval([3.0]) == 3.0 and records.interval([]) is None
+
+
+@pytest.mark.parametrize(
+    "settings, key, here, there",
+    [
+        ({"optimizer": {"learning_rate": 2e-3}}, "optimizer.learning_rate", "0.001", "0.002"),
+        ({"revision": "step64"}, "revision", "unset", '"step64"'),
+        ({"eval": {"max_batches": 8}}, "eval.max_batches", "unset", "8"),
+        ({"monitors": {"x": {"term": "jreg"}}}, "monitors.x.term", "unset", '"jreg"'),
+    ],
+)
+def test_setups_that_differ_do_not_mix(seeds, report, tmp_path, settings, key, here, there):
+    changed = pretrain(tmp_path / "x", 0.0, {20: (99.0, 9.0)}, seed=2, **settings)
+    rows = report("jreg", [*seeds, changed])["pretraining"]
+    mine = {row["from"]: row["validation NLL"] for row in rows if row["loss"] == "baseline"}
+    assert mine[f"here, {key} {there}"] == "9.0"
+    assert float(mine[f"here, {key} {here}"]) == pytest.approx(4.1)
+
+
+def test_a_loss_of_weight_0_is_none(seeds, report, tmp_path):
+    """A sweep of NUCL in pre-training has its baseline among the others'."""
+    jreg = {"weight": 0.0, "alpha": 3.0, "final_norm": False, "positions": "all"}
+    idle = {"nll": {"reduction": "mean"}, "jreg": jreg, "nucl": {"weight": 0.0, "variant": "mstd"}}
+    more = [pretrain(tmp_path / "idle", 0.0, {20: (12.0, 4.4)}, seed=2, losses=idle)]
+    (row,) = [r for r in report("jreg", [*seeds, *more])["pretraining"] if r["loss"] == "baseline"]
+    assert float(row["validation NLL"]) == pytest.approx((4.0 + 4.2 + 4.4) / 3)
+    on = idle | {"nucl": {"weight": 1.0, "variant": "mstd"}}
+    more += [pretrain(tmp_path / "on", 0.0, {20: (12.0, 9.0)}, seed=2, losses=on)]
+    rows = report("jreg", [*seeds, *more], "two")["pretraining"]
+    assert [r["validation NLL"] for r in rows if "nucl.weight 1.0" in r["from"]] == ["9.0"]
+
+
+def test_the_papers_rows_and_ours_are_told_apart(report, tmp_path):
+    shape = {"layers": 12, "d_model": 768, "ffn_width": 2048}
+    run = pretrain(tmp_path / "x", 1.0, {20: (0.0, 3.0)}, alpha=3.0, shape=shape)
+    tables = report("jreg", [run])
+    rows = [r for r in tables["table_3"] if (r["Size"], r["alpha"]) == ("170M", "3.0")]
+    assert [(r["from"], r["zeta_L-2"]) for r in rows] == [
+        ("paper", "1.55"), ("here: lambda 1, 20 steps of 4 x 16", "0.0")]  # fmt: skip
+
+
+def test_a_run_that_is_in_two_sweeps_counts_once(seeds, report, tmp_path):
+    again = pretrain(tmp_path / "lambda" / "again", 0.0, {20: (50.0, 9.0)})
+    begun = pretrain(tmp_path / "begun", 0.0, {0: (0.0, 8.0)}, seed=5, finished=False)
+    tables = report("jreg", [*seeds, again, begun])
+    assert float(tables["pretraining"][0]["validation NLL"]) == pytest.approx(4.1)
+    runs = [line.split("|") for line in tables["text"].split("## Runs")[1].splitlines()]
+    used = {row[1].strip(): row[3].strip() for row in runs if len(row) > 3}
+    assert used["again"] == "no" and used["base0"] == "yes" and used["begun"] == "yes"
+
+
+def test_seeds_within_one_run(report, tmp_path):
+    folder = tmp_path / "many"
+    pretrain(folder, 0.0, RISING, seeds=[3, 4])
+    (folder / "metrics.jsonl").unlink()
+    for seed, last in ((3, 4.0), (4, 5.0)):
+        rows = evaluations({0: (0.0, 8.0), 20: (2.0 * seed, last)}, [0.1 * seed, 0.2, 0.3, 0.4])
+        write_run(folder / f"seed_{seed}", {}, {"final": rows[-1]}, rows)
+    (folder / "results.json").write_text(json.dumps({"seeds": [3, 4]}))
+    other = pretrain(tmp_path / "jreg", 1.0, {0: (0.0, 8.0), 20: (0.0, 4.75)}, seed=4)
+    mine = [analysed(tmp_path / f"own{seed}", f"{folder}/seed_{seed}/model") for seed in (3, 4)]
+    scores = [scored(tmp_path / f"score{seed}", f"{folder}/seed_{seed}/model",
+                     {"piqa": score(acc)}) for seed, acc in ((3, 0.25), (4, 0.5))]  # fmt: skip
+    tables = report("jreg", [str(folder), other, *mine, *scores])
+    base, jreg = tables["pretraining"]
+    assert (float(base["validation NLL"]), float(jreg["validation NLL"])) == (4.5, 4.75)
+    assert tables["paired"][0]["validation NLL"] == "-0.25", "against seed 4, not the mean"
+    psi = lines(tables, "psi")
+    assert psi["4x8/24", "baseline, 20 steps", "3"][0] == (1, pytest.approx(0.3))
+    assert psi["4x8/24", "baseline, 20 steps", "4"][0] == (1, pytest.approx(0.4))
+    assert claim(tables, PUBLISHED) == ("-", "cannot be told"), "they are ours, not published"
+    assert base["piqa acc, 0 shots"] == "0.375"
+    assert "0.375 [0.25, 0.5] range n=2" in tables["text"]
+
+
+def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_path):
+    names = {task.name for task in jreg.TASKS.values()}
+    assert len(names) == 9
+    scores = [
+        scored(tmp_path / f"s{i}", f"{seeds[i]}/model", {name: score(acc) for name in names})
+        for i, acc in ((0, 0.25), (1, 0.75), (2, 0.5), (3, 0.95))
+    ]
+    tables = report("jreg", [*seeds, *scores])
+    rows = {r["Method"]: r for r in tables["table_2"] if r["from"][:5] == "here:"}
+    assert float(rows["Baseline"]["avg"]) == pytest.approx(50.0)
+    assert float(rows["JREG (ours)"]["PIQA"]) == pytest.approx(72.5)
+    statement = "the mean of the nine accuracies"
+    measured, verdict = claim(tables, statement)
+    # 25 and 20 points, seed by seed; alpha 3 was not scored.
+    assert measured.startswith("lambda 1, alpha 1 22.5 [-9.266, 54.27] t n=2; lambda 1, alpha 3 -")
+    assert verdict == "cannot be told (lambda 1, alpha 1; lambda 1, alpha 3)"
+    assert "s0" in [line.split("|")[1].strip() for line in tables["text"].splitlines()
+                    if "yes" in line]  # fmt: skip
+
+
+# ---- models and curves
+
+
+def test_jump_rates_of_models(report, tmp_path, seeds):
+    own = analysed(tmp_path / "own", f"{seeds[0]}/model")
+    first = analysed(tmp_path / "first", "hub/small")
+    second = analysed(tmp_path / "second", "hub/small", {"window": 128})
+    short = {name: {"psi": [0.5, 0.25], "zeta_L": 8.0} for name in records.READINGS}
+    runs = [*seeds, first, second, own, analysed(tmp_path / "short", "x", **short)]
+    tables = report("jreg", runs)
+    rows = {(r["model"], r["h_L"].split()[0]): r for r in tables["models"]}
+    names = {"small (first)", "small (second)", "base0", "x"}
+    assert {model for model, _ in rows} == names, "two analyses of one model have two names"
+    assert rows["small (first)", "after"]["zeta_L"] == "50.0"
+    assert rows["x", "before"]["zeta_L-1"] == rows["x", "before"]["tokens"] == "-"
+    assert "These runs differ in window (64, 128): not comparable." in tables["text"]
+    measured, verdict = claim(tables, PUBLISHED, "before")
+    assert measured == "small (first) 9.5; small (second) 9.5; x 8" and verdict == "holds"
+    assert claim(tables, PUBLISHED, "after")[1] == (
+        "does not hold (small (first); small (second))")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {"before_final_norm": reading([0.1]), "after_final_norm": {"psi": []}},
+        {"before_final_norm": reading([0.1]), "after_final_norm": {"psi": ["x"]}},
+        {"before_final_norm": 3, "after_final_norm": reading([0.1])},
+        {"checkpoints": 3},
+        {"checkpoints": [3]},
+        {"checkpoints": [{"checkpoint": "step1", "step": 1}]},
+    ],
+)
+def test_damaged_analyses_are_named(tmp_path, results):
+    path = analysed(tmp_path / "bad", "x", **results)
+    with pytest.raises(ValueError, match=r"bad/results\.json.*is it damaged\?"):
+        write_paper("jreg", [path], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_table_7_and_figure_4_are_of_checkpoints(report, tmp_path):
+    points = [
+        {"checkpoint": f"step{n}", "step": n, "after_final_norm": reading([0.1, n / 1000]),
+         "before_final_norm": reading([0.1, 0.2], zeta_L=n / 100)} for n in (1000, 200, 400)
+    ]  # fmt: skip
+    series = analysed(tmp_path / "series", "hub/pythia", checkpoints=points)
+    psi = {"validation/jreg/psi": [0.1, 0.2]}
+    rows = [row | psi for row in evaluations({4 * i: (float(i), 4.0) for i in range(6)})]
+    run = pretrain(tmp_path / "run", 0.0, RISING)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tables = report("jreg", [series, run])
+    fifths = [f"{x}%" for x in (20, 40, 60, 80, 100)]
+    mine = {r["from"]: [r[x] for x in fifths] for r in tables["table_7"] if r["from"] != "paper"}
+    assert mine["here: pythia, h_L before the final norm"] == ["2.0", "4.0", "-", "-", "10.0"]
+    assert mine["here: baseline, 20 steps"] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
+    drawn = lines(tables, "figure_4")
+    assert [line for panel, line, _ in drawn if "after" in panel] == [
+        "step 200", "step 400", "step 1,000"]  # fmt: skip
+    assert drawn["pythia, h_L after the final norm", "step 400", "-"] == [(1, 0.1), (2, 0.4)]
+    assert len([1 for panel, *_ in drawn if "baseline" in panel]) == 5, "at most five"
+
+
+def test_figures_show_means_over_seeds(seeds, tmp_path):
+    paper, runs = PAPERS["jreg"], gather(seeds).runs
+    figures = {one.key: one.figure for one in draw_all(paper, runs) if one.figure}
+    assert set(figures) == {"psi", "curves"}
+    (axis,) = figures["psi"].axes
+    np.testing.assert_allclose(axis.lines[0].get_xydata(), [[1, 0.4], [2, 0.2], [3, 0.1],
+                                                            [4, 0.24]])  # fmt: skip
+    assert axis.lines[0].get_label() == "baseline, 20 steps (mean of 2 seeds)"
+    zeta, *_, nll = figures["curves"].axes
+    np.testing.assert_allclose(zeta.lines[0].get_xydata(), [[0, 0], [10, 7], [20, 13]])
+    assert [axis.get_ylabel() for axis in (zeta, nll)] == ["zeta_L (%)", "validation NLL"]
+    assert len(nll.lines) == 3 and len(zeta.collections) == 2, "a band where there are seeds"
+
+
+def test_figure_4_of_nucl_is_by_pair(report, tmp_path):
+    ratios = {0: 1.1, 2: 30.0, 1: 1.3, 10: 2.0}
+    runs = [removal(tmp_path / "u", 10.0, criterion="none")]
+    runs += [removal(tmp_path / f"p{i}", 10 * x, layers=f"pair:{i}") for i, x in ratios.items()]
+    tables = report("nucl", runs)
+    points = lines(tables, "figure_4")["by perplexity (ours)", "small", "-"]
+    np.testing.assert_allclose(points, sorted(ratios.items()))
+    assert (tmp_path / "out" / "figure_4.png").read_bytes()[:4] == b"\x89PNG"
+    (figure,) = [x.figure for x in draw_all(PAPERS["nucl"], gather(runs).runs) if x.figure]
+    assert figure.axes[0].get_yscale() == "log"
+
+
+# ---- cells, sweeps, the command line
+
+
+def test_numbers_as_cells():
+    assert number(None) == "-" and number("x") == "x"
+    assert number(1234567.0) == "1,234,567" and number(0.000123456) == "0.0001235"
+    assert number(float("inf")) == "inf" and number(float("nan")) == "nan"
+    assert number(Spread(2.0, 1.0, 3.0, 4)) == "2 [1, 3] range n=4"
+    assert records.over([]) is None and records.over([2.0, 2.0]) == 2.0
+    assert records.over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
+
+
+def test_a_sweep_stands_for_its_points(report, tmp_path):
+    runs = nucl_runs(tmp_path / "runs")
+    points = [{"name": name} for name in ("random0", "random1", "nothing", "entropy")]
+    (tmp_path / "runs" / "sweep.json").write_text(json.dumps({"points": points}))
+    given = gather([str(tmp_path / "runs"), runs[0]])
+    assert [run.label for run in given.runs] == ["random0", "random1", "entropy", "unpruned"]
+    text = report("nucl", [str(tmp_path / "runs"), runs[0]])["text"]
+    listed = [[x.strip() for x in line.split("|")[1:4]] for line in text.splitlines()]
+    assert ["runs/nothing", "not run", "no"] in listed and ["entropy", "finished", "yes"] in listed
+    assert "450 [400, 500] range n=2" in text
+
+
+def test_from_the_command_line(seeds, tmp_path):
+    out = tmp_path / "out"
+    done = run_script("report", "--paper=jreg", *seeds, f"--out={out}")
+    assert done.code == 0, done.err
+    assert done.out == (out / "jreg.md").read_text() and "jreg.md" in done.err
+    assert (out / "curves.md").read_text().strip() in done.out
+    for name in ("psi", "curves"):
+        assert f"]({name}.png)" in done.out and (out / f"{name}.png").exists()
+    assert "--paper" in run_script("report", "--paper=other", *seeds).error
+    assert "no run given" in run_script("report", "--paper=nucl", f"--out={tmp_path / 'x'}").error
+    error = run_script("report", "--paper=nucl", "nowhere", f"--out={tmp_path / 'x'}").error
+    assert "'nowhere' is no run" in error and not (tmp_path / "x").exists()
+    (tmp_path / "file").write_text("")
+    error = run_script("report", "--paper=jreg", *seeds, f"--out={tmp_path}/file").error
+    assert "is a file" in error

@@ -1,0 +1,269 @@
+"""The one engine against the engine of paper modules that it replaced: equal cells.
+
+golden/*.csv are the old engine's tables of the runs that `builders` makes, with the old config
+keys. Every measured cell of them stands in one of the new tables; `EXCEPTIONS` are the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import jreg_runs, nucl_runs, read_csv
+
+from ffn_heterogeneity.report.engine import write_paper
+
+GOLDEN = Path(__file__).parent / "golden"
+ABSENT = ("not run", "-", "")
+OLD_METHODS = {
+    "unpruned": "Pre-trained baseline", "highest entropy (NUCL)": "Entropy-based",
+    "highest gini": "gini", "highest mstd": "mstd", "random": "Random",
+    "smallest magnitude": "Magnitude-based",
+    "Srinivas & Babu 2015: merged into the nearest": "Srinivas and Babu (2015)",
+    "Stahlberg & Byrne 2017: least squares, minimum norm": "Stahlberg and Byrne (2017)",
+    "Stahlberg & Byrne 2017: ridge": "Stahlberg and Byrne (2017), ridge",
+    "lowest entropy (sanity row)": "lowest entropy (sanity row)",
+}  # fmt: skip
+OLD_LAYERS = {
+    "none: unpruned": "all", "all layers": "all", "top half": "Top half of the layers",
+    "bottom half": "Bottom half of the layers", "even": "Odd layers (after local attention)",
+    "odd": "Even layers (after global attention)",
+}  # fmt: skip
+PLACES = {"FFN, outgoing": "FFN outgoing", "attention, outgoing": "Attention outgoing"}
+# (table, cell, old, new, why)
+EXCEPTIONS = [
+    ("nucl_table_7", "alpha", "0.0, 10.0, 1000.0, 1.0, 100.0", "1.0, 0.0, 10.0, 1000.0",
+     "a run that is not finished is in no table"),
+    ("nucl_table_7", "hardware", "cpu, -", "cpu", "a run that is not finished is in no table"),
+    ("nucl_table_7", "hardware, PaLM-2", "-", "TPU v4", "the paper prints it"),
+    ("nucl_table_1", "every cell", "closed weights", "-",
+     "the paper's Table 1 has no rows for MBPP, ent or plain fine-tuning"),
+    ("nucl_table_2", "GSM8K, Gemma-2 2B", "2.71 points", "2.71 percent", "the gain is relative"),
+    ("jreg_table_3", "170M, alpha 0.5 to 3, zeta_L", "text: no jump", "0.0", "Table 3 prints it"),
+    ("jreg_claims", "zeta_L lies between", "7 and 28%", "7.16 and 22.2",
+     "28.2 is zeta_L-1 of Table 1; zeta_L is 7.16 to 22.2"),
+    ("jreg_claims", "larger at the end than at first", "first and last evaluation",
+     "from checkpoint to checkpoint", "the paper: monotone over five checkpoints"),
+    ("jreg_claims", "ends at about 0 (below 0.5%)", "every alpha, 0.5%", "alpha 0.5 and above, 0",
+     "the paper: below the baseline's at every alpha, 0.00 from alpha 0.5 on"),
+    ("jreg_claims", "alpha 1 has the lowest validation NLL", "alpha 1 is best by NLL",
+     "the mean of nine accuracies", "the paper prints no loss"),
+    ("jreg_claims", "alpha 1, NLL", "holds within the seeds' spread", "cannot be told",
+     "two seeds 0 and 0.1 above: the paired interval holds 0"),
+    ("jreg_claims", "learning_rate 0.002, zeta_L", "does not hold", "-",
+     "one evaluation is no growth and no lack of it"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory):
+    """Table's key -> rows as dicts, of both papers."""
+    tables = {}
+    for paper, build in (("nucl", nucl_runs), ("jreg", jreg_runs)):
+        root = tmp_path_factory.mktemp(paper)
+        write_paper(paper, build(root / "runs"), root / "out")
+        tables |= {f"{paper}_{x.stem}": table(x) for x in (root / "out").glob("*.csv")}
+    return tables
+
+
+def table(path):
+    header, rows = read_csv(path)
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def old(key):
+    return table(GOLDEN / f"{key}.csv")
+
+
+def cell(rows, column, **where):
+    """The one cell of the rows that fit; "-" without any."""
+    (row,) = [r for r in rows if all(r[k] == str(v) for k, v in where.items())] or [{column: "-"}]
+    return row.get(column, "-")
+
+
+def same(before, after):
+    if before in ABSENT:
+        return after in ABSENT
+    return after not in ABSENT and float(after) == pytest.approx(float(before), rel=1e-12)
+
+
+def removed(row, key, new):
+    """The cells of one row of Table 4, Table 5 or Figure 4 in the one table of removals."""
+    model = key.rpartition("_")[2]
+    if "table_4" in key:
+        where = {"method": OLD_METHODS[row["removed by"]], "layers": "all"}
+    elif "table_5" in key:
+        name = row["removed from"]
+        layers = next(new for start, new in OLD_LAYERS.items() if name.startswith(start))
+        where = {"method": OLD_METHODS["unpruned" if name[:4] == "none" else
+                                       "highest entropy (NUCL)"], "layers": layers}  # fmt: skip
+    else:
+        first = row["layers from 0"].split(",")[0]
+        where = {"method": "Entropy-based", "layers": f"pair:{first}"}
+    measured = ("perplexity", "x unpruned", "% of parameters", "hellaswag acc, 10 shots",
+                "piqa acc, 0 shots")  # fmt: skip
+    for column in measured:
+        if column in row:
+            yield row[column], cell(new["nucl_removal"], column, model=model, **where)
+
+
+@pytest.mark.parametrize("key", [p.stem for p in sorted(GOLDEN.glob("nucl_*_[sO]*.csv"))])
+def test_removal(new, key):
+    cells = [pair for row in old(key) for pair in removed(row, key, new)]
+    assert len(cells) >= 3 and all(same(*pair) for pair in cells), cells
+
+
+def test_fine_tuning(new):
+    rows = new["nucl_finetuning"]
+    for row in old("nucl_table_2")[:4]:
+        where = {"model": row["model"], "connections": "FFN outgoing", "alpha": row["alpha"],
+                 "loss": row["loss"].replace("plain", "mstd")}  # fmt: skip
+        assert same(row["validation NLL"], cell(rows, "validation NLL", **where))
+        below = cell(rows, "less standard", **where)
+        assert row["below plain"] in ABSENT or same(row["below plain"], str(-float(below)))
+        if row["gsm8k exact_match, 0 shots"].startswith("0"):
+            score = row["gsm8k exact_match, 0 shots"].split(" ")[0]
+            assert same(score, cell(rows, "gsm8k exact_match, 0 shots", **where))
+    for row in old("nucl_table_3")[1:]:
+        if row["variant, alpha"] not in ABSENT:
+            loss, alpha = row["variant, alpha"].split(", ")
+            where = {"connections": PLACES[row["connections"]], "loss": loss, "alpha": alpha}
+            assert same(row["validation NLL"], cell(rows, "validation NLL", **where))
+    for row in old("nucl_table_8"):
+        mine = [r for r in rows if r["loss"] == row["loss"] and r["connections"] == "FFN outgoing"]
+        best = min((r for r in mine if r["alpha"] != "0"), key=lambda r: float(r["validation NLL"]))
+        assert best["alpha"] == row["lowest NLL at alpha"]
+        tried = [r["line"] for r in new["nucl_figure_3"] if r["panel"].endswith(row["loss"])]
+        assert {x.removeprefix("alpha = ") for x in tried} == set(row["tried"].split(", "))
+
+
+@pytest.mark.parametrize("key", ["nucl_figure_2", "nucl_figure_3"])
+def test_curves_of_fine_tuning(new, key):
+    rows = old(key)
+    metric = list(rows[0])[-1]
+    assert len(rows) == len(new[key])
+    for row in rows:
+        where = {"panel": f"{row['model']}, {row['variant']}", "step": row["step"],
+                 "line": f"alpha = {float(row['alpha']):g}"}  # fmt: skip
+        assert same(row[metric], cell(new[key], "y", **where))
+
+
+def test_settings(new):
+    listed = {cell for table, cell, *_ in EXCEPTIONS if table == "nucl_table_7"}
+    for row in old("nucl_table_7"):
+        for before, after in (("paper: Gemma-2", "Gemma-2"), ("paper: PaLM-2", "PaLM-2"),
+                              ("here", "here")):  # fmt: skip
+            name = row["setting"] + (", PaLM-2" if after == "PaLM-2" else "")
+            if name not in listed:
+                assert cell(new["nucl_settings"], after, setting=row["setting"]) == row[before]
+
+
+def where_of(row):
+    """Labels of a condition in our table of pre-training."""
+    size, _, differs = row["run on"].partition(", ")
+    found = differs or "optimizer.learning_rate 0.001"
+    loss = f"lambda 1, alpha {row['alpha']}" if row["loss"] == "JREG" else "baseline"
+    return {"size": size, "loss": loss, "from": f"here, {found}"}
+
+
+def test_pre_training(new):
+    for key in ("jreg_table_2", "jreg_table_3"):
+        columns = ("tokens", "parameters", "validation NLL", "entropy", "piqa acc, 0 shots",
+                   "zeta_L", "zeta_L-1", "zeta_L-2")  # fmt: skip
+        for row in old(key):
+            for column in set(columns) & set(row):
+                after = cell(new["jreg_pretraining"], column, **where_of(row))
+                assert same(row[column], after), (key, row, column)
+            if row["loss"] == "JREG" and "above baseline" in row:
+                where = {k: v for k, v in where_of(row).items() if k != "from"}
+                assert same(row["above baseline"],
+                            cell(new["jreg_paired"], "validation NLL", **where))  # fmt: skip
+
+
+def curve_of(name):
+    """(panel, line) of an old curve's name."""
+    if "final norm" in name:
+        return "checkpoints", name.replace(", ", ", h_L ")
+    group, _, rest = name.partition(", ")
+    differs = "optimizer.learning_rate 0.001"
+    if rest.startswith("optimizer"):
+        differs, _, rest = rest.partition(", ")
+    return group, f"{rest.replace('weight', 'lambda')}, {differs}"
+
+
+def test_curves_of_pre_training(new):
+    values = {}
+    for r in new["jreg_curves"]:
+        line = (r["panel"], r["line"], r["value"].removesuffix(" (%)"), int(r["step"]))
+        values.setdefault(line, {})[r["seed"]] = float(r["y"])
+    metrics = ("zeta_L", "zeta_L-1", "zeta_L-2", "validation NLL")
+    points = 0
+    for row in old("jreg_figure_4"):
+        for metric in metrics:
+            after = values.get((*curve_of(row["curve"]), metric, int(row["step"])), {})
+            assert same(row[metric], str(after.get(row["seed"], "-"))), row
+            points += row[metric] not in ABSENT
+    assert points == len(new["jreg_curves"]), "and no point more"
+    for row in old("jreg_table_7"):  # "13 [12, 14] n=2": of the seeds
+        for metric in metrics:
+            step = int(row["step"].replace(",", ""))
+            seeds = list(values.get((*curve_of(row["curve"]), metric, step), {}).values())
+            assert same(row[metric].split(" ")[0], str(np.mean(seeds)) if seeds else "-")
+
+
+@pytest.mark.parametrize(("before", "after"), [("figure_1", "figure_2"), ("figure_2", "psi")])
+def test_displacements_by_layer(new, before, after):
+    rows = old(f"jreg_{before}")
+    assert len(rows) == len(new[f"jreg_{after}"])
+    for row in rows:
+        if before == "figure_1":
+            where = {"panel": row["model"], "line": f"{row['final norm']} the final norm"}
+        else:
+            where = dict(zip(("panel", "line"), curve_of(row["curve"]), strict=True))
+            where["seed"] = row["seed"]
+        assert same(row["Psi"], cell(new[f"jreg_{after}"], "y", layer=row["layer"], **where))
+
+
+def test_models(new):
+    for row in old("jreg_table_1")[:2]:
+        for reading in ("before", "after"):
+            where = {"model": row["model"], "h_L": f"{reading} the final norm"}
+            for column in ("zeta_L", "zeta_L-1", "zeta_L-2"):
+                after = cell(new["jreg_models"], column, **where)
+                assert same(row[f"{column} {reading}"], after)
+            for column in ("layers", "tokens", "text"):
+                assert cell(new["jreg_models"], column, **where) == row[column]
+
+
+def test_claims(new):
+    """(statement, run on) -> verdict, as the old engine's last column said or as EXCEPTIONS say."""
+    rows = {(r["statement"].split(" lies")[0], r["run on"]): r["verdict"]
+            for r in new["jreg_claims"]}  # fmt: skip
+    here, there = (f"{n}x8/24, 20 steps, optimizer.learning_rate 0.001" for n in (4, 6))
+    grows, nll = "zeta_L grows from checkpoint to checkpoint", "the validation NLL is no worse"
+    nll = next(statement for statement, _ in rows if statement.startswith(nll))
+    published, zero = "zeta_L of a published model", "zeta_L is 0 at alpha 0.5 and above"
+    assert rows[published, "before the final norm"] == "holds"
+    assert rows[published, "after the final norm"] == "does not hold"
+    assert rows[grows, here] == "holds" and rows[zero, there] == "holds"
+    assert rows[zero, here] == "does not hold (lambda 1, alpha 1; lambda 1, alpha 3)"
+    assert rows[nll, there] == "holds" and rows[nll, here].startswith("does not hold")
+    assert "alpha 3" in rows[nll, here] and "alpha 1" not in rows[nll, here]
+    assert rows["zeta_L is below the baseline's at every alpha", here] == "holds"
+    assert not [on for _, on in rows if "learning_rate 0.002" in on]
+
+
+def test_every_old_cell_that_changed_is_listed(new):
+    """What EXCEPTIONS call old stands in the golden files."""
+    for key, name, before, after, why in EXCEPTIONS:
+        assert (GOLDEN / f"{key}.csv").exists() and before != after and why, name
+    mine = {row[1]: row[2:4] for row in EXCEPTIONS if row[0] == "nucl_table_7"}
+    for name in ("alpha", "hardware"):
+        before = cell(old("nucl_table_7"), "here", setting=name)
+        assert (before, cell(new["nucl_settings"], "here", setting=name)) == mine[name]
+    assert {row["here"] for row in old("nucl_table_1")} == {"closed weights"}
+    assert {row["from"] for row in new["nucl_table_1"]} == {"paper"}
+    assert (
+        cell(new["jreg_table_3"], "zeta_L", Size="170M", alpha="3.0", **{"from": "paper"}) == "0.0"
+    )

@@ -1,0 +1,104 @@
+"""papers/*.json: every number that the papers print, against a second typing of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ffn_heterogeneity.papers.specs import printed
+from ffn_heterogeneity.report.engine import PAPERS
+
+NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
+
+
+def rows_of(table):
+    """labels -> numbers."""
+    n = len(table["labels"])
+    return {tuple(row[:n]): row[n:] for row in table["rows"]}
+
+
+@pytest.fixture(scope="module")
+def typed(shared_data):
+    """The other typing, by paper: table's key -> numbers."""
+    folder = shared_data.parent / "papers" / "printed"
+    typed = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("nucl", "jreg")}
+    return {name: {"_".join(key.split()[0].split("_")[:2]): value for key, value in tables.items()}
+            for name, tables in typed.items()}  # fmt: skip
+
+
+def test_nucl(typed):
+    other = typed["nucl"]
+    first = other["table_1"]
+    blocks = [first["first task (accuracy)"], first["second task (avg. score)"]]
+    numbers = [row for block in blocks for row in block.values()] + [first["average"]]
+    assert list(rows_of(NUCL["table_1"]).values()) == numbers
+    assert [x[1] for x in rows_of(NUCL["table_1"])][:3] == list(blocks[0])
+    assert {key[0]: row for key, row in rows_of(NUCL["table_2"]).items()} == other["table_2"]
+    assert [row[0] for row in rows_of(NUCL["table_3"]).values()] == list(other["table_3"].values())
+    keys = ("unpruned", "srinivas_babu", "stahlberg_byrne", "random", "magnitude", "entropy")
+    expected = [list(other["table_4"][key].values()) for key in keys]
+    assert list(rows_of(NUCL["table_4"]).values()) == expected
+    assert [row[0] for row in rows_of(NUCL["table_5"]).values()] == list(other["table_5"].values())
+    for key in ("table_7", "table_8"):
+        expected = [row for task in other[key].values() for row in task.values()]
+        assert list(rows_of(NUCL[key]).values()) == expected
+
+
+def test_jreg(typed):
+    other = typed["jreg"]
+    assert {key[0]: row for key, row in rows_of(JREG["table_1"]).items()} == other["table_1"]
+    for key in ("table_2", "table_3"):
+        expected = {(size, 0.0 if name == "baseline" else 1.0, name.rpartition("=")[2]): row
+                    for size, rows in other[key].items() for name, row in rows.items()}  # fmt: skip
+        expected = {
+            (size, None if name == "baseline" else float(name)):
+            list(row.values()) if isinstance(row, dict) else row
+            for (size, _, name), row in expected.items()
+        }  # fmt: skip
+        assert {
+            (size, None if alpha == "-" else float(alpha)): row
+            for (size, _, alpha), row in rows_of(JREG[key]).items()
+        } == expected
+    assert list(rows_of(JREG["table_4"]).values()) == list(other["table_4"].values())
+    rows, sizes = rows_of(JREG["table_5"]), JREG["table_5"]["columns"]
+    names = {"layers": "Layers", "d_model": "Model Dim", "ffn": "FFN Dim",
+             "heads": "Attention Heads"}  # fmt: skip
+    for i, size in enumerate(sizes):
+        mine = {key: rows[name,][i] for key, name in names.items()}
+        assert mine == other["table_5"][size]
+    assert set(rows["Vocabulary Size",]) == {other["table_5"]["vocabulary"]}
+    assert {" ".join(key): row for key, row in rows_of(JREG["table_7"]).items()} == other["table_7"]
+    steps = {key[1].replace(",", ""): row[0] for key, row in rows_of(JREG["figure_5"]).items()}
+    assert steps == other["figure_5"]
+
+
+def test_means_and_gains_are_those_of_their_rows():
+    """What follows from other numbers; the two slips of JREG's Table 2 are the only ones."""
+    for row in rows_of(NUCL["table_4"]).values():
+        assert sum(row[:7]) / 7 == pytest.approx(row[7], abs=0.0051)
+    wrong = {key for key, row in rows_of(JREG["table_2"]).items()
+             if abs(sum(row[:9]) / 9 - row[9]) > 0.0501}  # fmt: skip
+    assert wrong == {("170M", "JREG (ours)", "0.3"), ("1B", "JREG (ours)", "1.0")}
+    scores, gains = rows_of(NUCL["table_8"]), rows_of(NUCL["table_2"])
+    for task, column in (("MBPP (3-shot success rate in %)", 0), ("GSM8K (accuracy in %)", 1)):
+        pairs = zip(scores[task, "Standard fine-tuning"], scores[task, "NUCL fine-tuning"],
+                    gains.values(), strict=True)  # fmt: skip
+        for standard, nucl, gain in pairs:
+            assert 100 * (nucl / standard - 1) == pytest.approx(gain[column], abs=0.0051)
+    assert gains["2B",][1] == rows_of(NUCL["table_3"])["FFN outgoing",][0] == 2.71
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_specs_name_what_is_printed(name):
+    """A spec of a paper's table has its labels and columns; every printed table has a spec."""
+    tables = {spec.key: spec for spec in PAPERS[name].tables}
+    assert set(printed(name)["tables"]) == {key for key, x in tables.items() if not x.title}
+    for key, table in printed(name)["tables"].items():
+        spec = tables[key]
+        for header, mine in ((table["labels"], spec.labels), (table["columns"], spec.columns)):
+            assert not mine or list(mine) == header, key
+        assert all(len(row) == len(table["labels"] + table["columns"]) for row in table["rows"])
+        assert set(spec.settings) <= {row[0] for row in table["rows"]}
+    curves = {spec.key for spec in PAPERS[name].curves if not spec.title}
+    assert curves == set(printed(name)["figures"])

@@ -1,0 +1,71 @@
+"""What CONTRIBUTING.md says a new piece costs: its diffs, applied to a copy of the tree and run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tiny_models import REPOSITORY, TEXT, save_tiny
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of what runs, with every diff of CONTRIBUTING.md in it."""
+    root = tmp_path_factory.mktemp("copy")
+    for name in ("ffn_heterogeneity", "configs", "scripts"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
+    diffs = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.S)
+    assert len(diffs) == 4, "a loss, a probe, a criterion, a table"
+    for diff in (part for each in diffs for part in re.split(r"(?m)^(?=--- )", each) if part):
+        command = ["git", "apply", "--recount", "-"]
+        done = subprocess.run(command, input=diff, cwd=root, text=True, capture_output=True)
+        assert done.returncode == 0, f"{done.stderr}\n{diff}"
+    save_tiny(root / "tiny")
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def run(copy, script, *flags) -> None:
+    command = [sys.executable, f"scripts/{script}.py", *flags]
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_loss_and_a_probe(copy):
+    run(
+        copy, "train", "--config=configs/nucl_finetune.py:tiny,text,l1", "--workdir=run",
+        "--config.data.path=text.txt", "--config.losses.l1.weight=0.5", "--config.steps=2",
+        "--config.batch_size=2", "--config.seq_len=16", "--config.eval.max_batches=1",
+        "--config.tensorboard=false",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (copy / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = next(row for row in rows if "train/l1" in row)
+    assert 0.1 < trained["train/l1"] < 0.3, "a normal deviation of 0.25 has the mean 0.2"
+    parts = trained["train/nll"] + trained["train/nucl"] + 0.5 * trained["train/l1"]
+    assert trained["train/loss"] == pytest.approx(parts, rel=1e-5)
+    lengths = next(row for row in rows if "validation/nll" in row)["validation/lengths/mean"]
+    assert len(lengths) == 3 and min(lengths) > 0
+
+
+def test_a_criterion(copy):
+    run(copy, "compress", "--config.model=tiny", "--config.criterion=largest", "--workdir=pruned")
+    results = json.loads((copy / "pruned" / "results.json").read_text())
+    assert [len(layer) for layer in results["removed"]] == [6, 6, 6]
+
+
+def test_a_table(copy):
+    run(
+        copy, "sweep", "--config=configs/prune_table.py", "--sweep=halves", "--workdir=halves",
+        "--config.model=tiny", "--config.text=text.txt", "--config.window=16",
+        "--config.max_windows=1",
+    )  # fmt: skip
+    run(copy, "report", "--paper=nucl", "halves", "--out=tables")
+    rows = (copy / "tables" / "what_went.csv").read_text().splitlines()
+    assert "parameters" in rows[0] and len(rows) > 1

@@ -1,0 +1,142 @@
+"""Losses and monitors as groups of a config: several of one kind, free weights, nothing unknown."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from tiny_models import batch_of, config_of, random_params, tiny_of
+
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train.build import build, hyper_function, make_terms, static_key
+from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.state import create_state
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+LLAMA = tiny_of("llama", layers=3)
+SMALL = {"batch_size": 2, "seq_len": 8, "dropout": 0.0, "tensorboard": False}
+TWO = {
+    "spread": {"term": "nucl", "weight": 2.0, "variant": "ent", "targets": ("attention_out",)},
+    "nucl": {"weight": 0.5, "variant": "mstd", "targets": ("ffn_out",)},
+}
+
+
+def config_with(losses=None, monitors=None, argument="smollm2_135m,text", **changes):
+    config = config_of("nucl_finetune", argument, **SMALL | changes)
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 1.0
+    config.optimizer.schedule, config.optimizer.warmup_steps = "constant", 0
+    if losses is not None:
+        config.losses = ConfigDict({"nll": {"weight": 1.0}, **losses})
+    if monitors is not None:
+        config.monitors = ConfigDict(monitors)
+    return config
+
+
+def built_of(config):
+    mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
+    params = jax.eval_shape(lambda: random_params(LLAMA))
+    return build(config, LLAMA, params, mesh)
+
+
+def one_step(config):
+    """(gradient by path, metrics): SGD at rate 1 moves by minus the gradient."""
+    built, params = built_of(config), random_params(LLAMA)
+    state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
+    batch = {k: np.asarray(v)[None, :2, :8] for k, v in batch_of(LLAMA.vocab_size).items()}
+    hyper = {key: jnp.float32(value) for key, value in hyper_function(config)(0).items()}
+    after, metrics = built.train_step(state, batch, hyper)
+    before, after = flatten(params), flatten(after.params)
+    return {p: np.asarray(before[p], np.float64) - after[p] for p in before}, metrics
+
+
+def test_two_instances_of_one_term_train_together():
+    plain, _ = one_step(config_with({}))
+    both, metrics = one_step(config_with(TWO))
+    params = random_params(LLAMA)
+    terms = (
+        (2.0, nucl_term(TermContext("spread"), "ent", ("attention_out",))),
+        (0.5, nucl_term(TermContext("nucl"), "mstd", ("ffn_out",))),
+    )
+
+    def penalty(params):
+        return sum(weight * term.function(params).total for weight, term in terms)
+
+    for path, gradient in flatten(jax.grad(penalty)(params)).items():
+        added = both[path] - plain[path]
+        assert np.abs(added - gradient).max() <= 1e-5 * max(np.abs(both[path]).max(), 1e-3), path
+        assert np.any(gradient) == path.endswith(("attention/out/kernel", "ffn/down/kernel"))
+    for _, term in terms:
+        np.testing.assert_allclose(metrics[term.name], term.function(params).total, rtol=1e-5)
+
+
+def test_a_monitor_alone_costs_the_step_nothing():
+    def flops(config):
+        built = built_of(config)
+        batch = {k: np.asarray(v)[None, :2, :8] for k, v in batch_of(LLAMA.vocab_size).items()}
+        hyper = dict.fromkeys(hyper_function(config)(0), jnp.float32(0))
+        compiled = built.train_step.lower(built.state, batch, hyper).compile()
+        return compiled.cost_analysis()["flops"], {term.name for term in built.evaluated_terms}
+
+    watched = {"jumps": {"term": "jreg"}, "entropy": {"term": "nucl", "variant": "ent"}}
+    without, _ = flops(config_with({}, {}))
+    beside, names = flops(config_with({}, watched))
+    trained, _ = flops(config_with({"jumps": {"term": "jreg", "weight": 0.0}}, {}))
+    assert beside == without < trained
+    assert names == {"nll", "jumps", "entropy"}
+
+
+def test_a_probe_is_logged_by_its_name():
+    config = config_with({}, {"turns": {"probe": "displacement"}, "jumps": {"term": "jreg"}})
+    built, params = built_of(config), random_params(LLAMA)
+    batches = [batch_of(LLAMA.vocab_size, seed=seed) for seed in range(2)]
+    evaluate = make_evaluator(
+        built.eval_step, None, lambda: iter(batches), terms=built.evaluated_terms
+    )
+    found = evaluate(params)
+    names = {key for key in found if key.startswith("validation/turns")}
+    assert names == {"validation/turns", "validation/turns/all/mean", "validation/turns/last/mean"}
+    psi = found["validation/jumps/psi"]
+    np.testing.assert_allclose(found["validation/turns/all/mean"], psi, rtol=1e-6)
+    with pytest.raises(ValueError, match="monitors.x: no probe 'y'; there are displacement"):
+        built_of(config_with({}, {"x": {"probe": "y"}}))
+
+
+def test_weights_are_no_part_of_the_program_but_for_none():
+    mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
+    params = jax.eval_shape(lambda: random_params(LLAMA))
+
+    def key(weight):
+        config = config_with(losses__nucl__weight=weight)
+        return static_key(config, LLAMA, params, mesh)
+
+    assert key(0.0) == key(1000.0) != key(None)
+    terms, monitors = make_terms(config_with(losses__nucl__weight=None), LLAMA, mesh)
+    assert [term.name for term in terms] == ["nll"] and monitors[0].name == "entropy"
+    assert "losses.nucl.weight" not in hyper_function(config_with(losses__nucl__weight=None))(0)
+
+
+def test_terms_are_summed_in_the_registrys_order():
+    losses = {"b": {"term": "jreg", "weight": 1.0}, "a": {"term": "jreg", "weight": 1.0}, **TWO}
+    terms, _ = make_terms(config_with(losses), LLAMA, partition.make_mesh())
+    assert [term.name for term in terms] == ["nll", "nucl", "spread", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "monitors", "message"),
+    [
+        ({"x": {"weight": 1.0}}, {}, "losses.x: no term 'x'; choose one of nll, nucl"),
+        ({"nucl": {"weight": 1.0, "aplha": 2}}, {}, "losses.nucl has no setting 'aplha'; it has"),
+        ({"jreg": {"weight": 1.0, "alpha": -1.0}}, {}, "losses.jreg: alpha=-1.0 must be finite"),
+        ({"nucl": {"variant": "ent"}}, {}, "losses.nucl.weight is not given"),
+        ({"nucl": {"weight": -1.0}}, {}, "losses.nucl.weight=-1.0 must be finite and >= 0"),
+        (TWO, {"nucl": {}}, "two loss terms are named 'nucl'"),
+    ],
+)
+def test_what_cannot_be_built_is_named(losses, monitors, message):
+    with pytest.raises(ValueError, match=message):
+        built_of(config_with(losses, monitors))
