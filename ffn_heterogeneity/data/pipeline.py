@@ -198,21 +198,6 @@ class Pipeline:
         batches, _ = self._batches(records, self.held_out, training=False)
         return finite(batches, max_batches)
 
-    def count_epoch(self) -> dict[str, int]:
-        """One epoch tokenised and packed: its global `batches`, and the numbers of `Counts`.
-
-        The same in every process. Shows a progress bar on a terminal.
-        """
-        import tqdm
-
-        iterator, batches = self.train_iterator(epochs=1), 0
-        with tqdm.tqdm(total=len(self.train), desc="tokenising", unit="doc", disable=None) as bar:
-            for batches, _ in enumerate(iterator, 1):  # noqa: B007 (the count is what we want)
-                bar.update(iterator.counts.documents - bar.n)
-            bar.update(iterator.counts.documents - bar.n)
-        iterator.close()
-        return {"batches": batches, **dataclasses.asdict(iterator.counts)}
-
     def _batches(self, records: Any, subset: Subset, training: bool) -> tuple[Any, Counts]:
         """Records -> this process's rows of the global batches, prepared ahead by a thread.
 

@@ -90,16 +90,6 @@ class TokenPipeline:
         numbers = grain.MapDataset.range(len(self.held_out))
         return finite(self._batches(numbers, self.held_out, Counts()), max_batches)
 
-    def count_epoch(self) -> dict[str, int]:
-        """Of one epoch the global `batches`, and `documents`, `input_tokens`, `loss_tokens`."""
-        return {
-            "batches": -(-len(self.train) // self.batch_size),
-            "documents": self.train.documents,
-            "kept": self.train.documents,
-            "input_tokens": self.train.positions,
-            "loss_tokens": self.train.positions,
-        }
-
     def _batches(self, numbers: Any, rows: TokenRows, counts: Counts) -> Any:
         import grain
 

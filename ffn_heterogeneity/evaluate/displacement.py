@@ -13,7 +13,12 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import check_rows, input_documents, input_rows
+from ffn_heterogeneity.evaluate.inputs import (
+    check_rows,
+    input_documents,
+    input_rows,
+    padded_batches,
+)
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
@@ -61,17 +66,9 @@ def displacements(
     Raises:
       ValueError: ids that do not fit (`check_rows`), or a displacement that is not finite.
     """
-    from tqdm import tqdm
-
     check_rows(documents, config.vocab_size)
-    params, batch_size = jax.device_put(params), min(batch_size, len(documents))
-    longest = max(map(len, documents))  # one shape, one program
-    total: Any = None
-    starts = range(0, len(documents), batch_size)
-    for start in tqdm(starts, desc=progress, disable=None if progress else True, file=sys.stderr):
-        batch = np.full((batch_size, longest), -1, np.int32)
-        for row, ids in zip(batch, documents[start : start + batch_size], strict=False):
-            row[: len(ids)] = ids
+    params, total = jax.device_put(params), None
+    for batch in padded_batches(documents, batch_size, progress):
         sums = jax.device_get(_sums(config, options, params, batch))
         sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
         total = sums if total is None else jax.tree.map(np.add, total, sums)

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
@@ -39,7 +37,6 @@ class HarnessLM(TemplateLM):
       max_length: longest input, of generation with what is generated; None: the model's positions.
       add_bos: None: as the tokenizer does; or True, False.
       stop: strings that end every text, beside those of its request.
-      mesh: see `Generator`.
 
     Raises:
       ValueError: the model has no tokenizer.
@@ -55,7 +52,6 @@ class HarnessLM(TemplateLM):
         max_length: int | None = None,
         add_bos: bool | None = None,
         stop: Sequence[str] = (),
-        mesh: Mesh | None = None,
     ):
         super().__init__()
         if model.tokenizer is None:
@@ -65,7 +61,7 @@ class HarnessLM(TemplateLM):
         self.add_bos, self.batch_tokens, self.stop = add_bos, batch_tokens, stop
         self.generator = Generator(
             model.config, model.params, model.tokenizer,
-            options=options, batch_size=batch_size, mesh=mesh,
+            options=options, batch_size=batch_size,
         )  # fmt: skip
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,25 @@ def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids.min() if ids.min() < 0 else ids.max()
         raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+
+
+def padded_batches(
+    rows: Sequence[np.ndarray], batch_size: int, progress: str | None
+) -> Iterator[np.ndarray]:
+    """int32 [batch_size, longest] of all rows; -1 is padding, so that one program does them all.
+
+    Args:
+      progress: label of the progress bar; None: no bar.
+    """
+    from tqdm import tqdm
+
+    shape = min(batch_size, len(rows)), max(map(len, rows))
+    starts = range(0, len(rows), shape[0])
+    for start in tqdm(starts, desc=progress, disable=None if progress else True, file=sys.stderr):
+        batch = np.full(shape, -1, np.int32)
+        for row, ids in zip(batch, rows[start : start + shape[0]], strict=False):
+            row[: len(ids)] = ids
+        yield batch
 
 
 def read_token_ids(path: str) -> np.ndarray:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.evaluate.inputs import check_rows
+from ffn_heterogeneity.evaluate.inputs import check_rows, padded_batches
 from ffn_heterogeneity.losses.nll import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, head_kernel
 from ffn_heterogeneity.models.config import ModelConfig
@@ -54,22 +53,14 @@ def perplexity(
       ValueError: rows are not 2-D integers of at least two columns, or hold ids outside the
         vocabulary.
     """
-    from tqdm import tqdm
-
     rows = np.asarray(rows)
     check_rows(rows, config.vocab_size)
-    params = jax.device_put(params)
-    batch_size = min(batch_size, len(rows))
-    starts = range(0, len(rows), batch_size)
-    total, tokens = 0.0, 0
-    for start in tqdm(starts, desc=progress, disable=None if progress else True, file=sys.stderr):
-        batch = np.full((batch_size, rows.shape[1]), -1, np.int32)
-        part = rows[start : start + batch_size]
-        batch[: len(part)] = part
+    params, total, tokens = jax.device_put(params), 0.0, 0
+    for number, batch in enumerate(padded_batches(rows, batch_size, progress)):
         nll, count = window_nll(config, options, params, batch)
         if math.isnan(nll):
             raise ValueError(
-                f"the NLL of windows {start} to {start + len(part) - 1} is NaN: the weights or the "
+                f"the NLL of the windows from {number * len(batch)} on is NaN: the weights or the "
                 "computation overflow; try compute_dtype=float32, or check the checkpoint"
             )
         total, tokens = total + float(nll), tokens + int(count)

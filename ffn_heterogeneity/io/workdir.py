@@ -114,9 +114,7 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
             os.close(held.pop())
 
 
-def prepare_workdir(
-    workdir: str | os.PathLike, config: Mapping[str, Any], *, resume: bool = True
-) -> Workdir:
+def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> Workdir:
     """Claims `workdir` for the run that `config` describes.
 
     Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
@@ -125,11 +123,10 @@ def prepare_workdir(
     Args:
       workdir: local path or bucket (`gs://...`).
       config: nested dict of plain values (`ConfigDict.to_dict()`).
-      resume: whether a directory that already holds this run may be continued.
 
     Raises:
       WorkdirError: it holds another run (the differing keys are named), one of files that have
-        changed since, or this one and `resume` is False, or outputs without a config.
+        changed since, or outputs without a config.
     """
     if not os.fspath(workdir):
         raise WorkdirError("no work directory given: add --workdir=<directory>")
@@ -150,11 +147,6 @@ def prepare_workdir(
                 "Use another --workdir, remove that directory, or repeat its config"
             )
         _check_inputs(path, config)
-        if not resume:
-            raise WorkdirError(
-                f"work directory {path} already holds this run and resuming is off: use another "
-                "--workdir or remove that directory"
-            )
     else:
         foreign = [name for name in OUTPUTS if (path / name).exists()]
         if foreign:

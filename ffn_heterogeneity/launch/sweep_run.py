@@ -219,7 +219,7 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
             try:
                 run_one(kind, task.config, task.directory, shared)
             except Exception as error:  # one point must not lose the others
-                line = one_line(error)
+                line = cli.one_line(error)
                 if line not in failed.values() and not isinstance(error, cli.USER_ERRORS):
                     traceback.print_exception(error)
                 failed[name] = line
@@ -249,7 +249,7 @@ def run_alone(
         run_one(kind, config, directory, Shared(keep_model=False))
     except Exception as error:
         traceback.print_exception(error)  # into the job's log
-        return one_line(error)
+        return cli.one_line(error)
     return None
 
 
@@ -294,13 +294,6 @@ def span(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def one_line(error: BaseException) -> str:
-    """What went wrong in one line."""
-    text = " ".join(str(error).split())
-    named = isinstance(error, cli.USER_ERRORS) and not isinstance(error, KeyError) and text
-    return text if named else f"{type(error).__name__}: {text}"
 
 
 def say(line: str) -> None:

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ffn_heterogeneity.papers import specs
-from ffn_heterogeneity.papers.specs import Against, Cell, Claim, Curves, Kind, Label, Table, Task
+from ffn_heterogeneity.papers.specs import (
+    Accuracy,
+    Against,
+    Cell,
+    Claim,
+    Curves,
+    Kind,
+    Label,
+    Table,
+)
 
 NUCL = "losses.nucl."
 WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
@@ -45,10 +54,10 @@ LAYERS = Label("{layers}", {
     "Even layers (after global attention)": {"layers": "odd"},
     "Odd layers (after local attention)": {"layers": "even"}})  # fmt: skip
 TASKS = {
-    "MMLU 5-shot": Task("mmlu", 5), "HellaSwag 10-shot": Task("hellaswag", 10),
-    "ARC-e 0-shot": Task("arc_easy"), "PIQA 0-shot": Task("piqa"),
-    "SIQA 0-shot": Task("social_iqa"), "TriviaQA 5-shot": Task("triviaqa", 5),
-    "NQ 5-shot": Task("nq_open", 5),
+    "MMLU 5-shot": Accuracy("mmlu", 5), "HellaSwag 10-shot": Accuracy("hellaswag", 10),
+    "ARC-e 0-shot": Accuracy("arc_easy"), "PIQA 0-shot": Accuracy("piqa"),
+    "SIQA 0-shot": Accuracy("social_iqa"), "TriviaQA 5-shot": Accuracy("triviaqa", 5),
+    "NQ 5-shot": Accuracy("nq_open", 5),
 }  # fmt: skip
 MEAN = tuple(TASKS.values())
 UNPRUNED = {"where": {"criterion": "none"}, "free": REMOVAL}
@@ -65,7 +74,7 @@ PLACES = {
 }
 STANDARD, MSTD = {WEIGHT: (0, None)}, {WEIGHT: bool, VARIANT: "mstd"}
 OUTGOING = PLACES["FFN outgoing"]
-SCORE, PLAINLY = Task("{data.task}", None), {"where": STANDARD, "free": (NUCL,)}
+SCORE, PLAINLY = Accuracy("{data.task}", None), {"where": STANDARD, "free": (NUCL,)}
 GAIN, Z = Against(SCORE, **PLAINLY, how="percent"), Against(SCORE, **PLAINLY, how="z")
 QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
 SETTINGS = {
@@ -100,7 +109,8 @@ TABLES = (
         "Pruning": Label("25%", {"0%": {"criterion": "none"}}), "Method": METHOD},
         {**TASKS, "Average": MEAN}, {"layers": "all", "ratio": (0.25, None)}),
     Table("table_5", ("removal",), {"Layers": LAYERS}, {"Average accuracy": MEAN},
-          {**METHODS["Entropy-based"], "layers": ("bottom", "top", "odd", "even")}),
+          {**METHODS["Entropy-based"], "layers": ("bottom", "top", "odd", "even")}, notes=(
+              'The paper counts layers from 1, a config from 0: its "odd" is the paper\'s even.',)),
     Table("table_6"),
     Table("table_7", notes=(CLOSED,)),
     Table("table_8", ("training",), {
@@ -126,7 +136,9 @@ TABLES = (
     Table("removal", ("removal",), {
         "model": Label("{model}"), "method": METHOD, "layers": LAYERS},
         {"perplexity": "perplexity", "x unpruned": Against("perplexity", **UNPRUNED, how="ratio"),
-         "% of parameters": "parameters_removed_percent", "*": None}, here="here",
+         "% of parameters": "parameters_removed_percent", "norm of lambda": "largest_lambda_norm",
+         "condition": "largest_condition", "*": None}, here="here", notes=(
+            "Norm and condition number: the largest over the layers, of least squares.",),
         title="Ours: perplexity after removal"),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Tables, curves and claims as plain data; `report/engine.py` draws them.
 
 A path names a value of a record (`report/records.py`): a config key, a number of its results, or
-one of `Task`, `At`, `Against` (a tuple of them: their mean). A match is {config key: value}; a
+one of `Accuracy`, `At`, `Against` (a tuple of them: their mean). A match is {config key: value}; a
 tuple of values is one of them, `bool` any that is true of itself.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 NONE: Mapping[str, Any] = {}
 
 
-class Task(NamedTuple):
+class Accuracy(NamedTuple):
     """An accuracy in percent: a task of the harness ("{data.task}": the run's own), and how many
     examples the prompt holds (None: however many)."""
 
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
       shown: those of them that labels show; where others differ, the record's name says so.
       name: of a record, "{name}" in formats.
       chance: whether the seed matters; without it one run meets every seed of another record.
-      kept: keys under "losses.<name>." that stay where the loss has no weight; the others go.
+      always: keys under "losses.<name>." that stay where the loss has no weight; the others go.
     """
 
     where: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
     shown: tuple[str, ...]
     name: Label
     chance: Mapping[str, Any] = NONE
-    kept: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
 
 
 class Table(NamedTuple):

@@ -231,13 +231,12 @@ def test_tokenises_no_more_than_it_needs(write, characters):
     assert tokenizer.calls < 20
 
 
-def test_count_epoch(numbered, characters, capsys):
+def test_counts_of_an_epoch(numbered, characters):
     config = {"path": numbered, "packing": False}
-    counts = make_pipeline(config, characters(), 4, 8, 0).count_epoch()
-    characters_in_all = sum(len(str(i)) for i in range(103))
-    assert counts["batches"] == 26 and counts["documents"] == counts["kept"] == 103
-    assert counts["loss_tokens"] == characters_in_all + 103
-    assert capsys.readouterr().err == ""  # a bar on a terminal only
+    iterator = make_pipeline(config, characters(), 4, 8, 0).train_iterator(epochs=1)
+    assert len(list(iterator)) == 26
+    assert iterator.counts.documents == iterator.counts.kept == 103
+    assert iterator.counts.loss_tokens == sum(len(str(i)) for i in range(103)) + 103
 
 
 def test_a_closed_iterator_says_so(numbered, characters):

@@ -224,8 +224,9 @@ def test_processes_share_the_rows_and_any_number_goes_on(root, characters):
 
 def test_a_finite_pass_is_as_many_draws_as_records(root, characters):
     pipeline = pipeline_of(root, characters(), packing=False)
-    counts = pipeline.count_epoch()
-    assert counts["documents"] == counts["kept"] == len(pipeline.train)
+    iterator = pipeline.train_iterator(epochs=1)
+    list(iterator)
+    assert iterator.counts.documents == iterator.counts.kept == len(pipeline.train)
     batches = list(pipeline.train_iterator(epochs=2))
     assert len(prompts_of(batches)) == 2 * len(pipeline.train)
 

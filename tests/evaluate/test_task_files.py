@@ -210,8 +210,6 @@ def test_bad_files(lm_eval, tmp_path, content, message):
         ({"num_fewshot": {"gsm8k": 1}}, "a setting for gsm8k, which is not among piqa"),
         ({"num_fewshot": {"piqqa": 1}}, "unknown task 'piqqa'"),
         ({"fewshot_from": "dev"}, "fewshot_from is 'dev'; it must be auto or train or evaluation"),
-        ({"files": {"piqa": "piqa/none.jsonl"}}, "piqa/none.jsonl: no such file"),
-        ({"files": {"boolq": "x"}}, "a setting for boolq"),
         ({"data_root": "/nowhere"}, "/nowhere: no such directory"),
     ],
 )
@@ -220,13 +218,6 @@ def test_bad_settings(lm_eval, shared_data, settings, message):
     with pytest.raises(DataError, match=message) as caught:
         make_task_pack(settings.pop("data_root"), settings.pop("names"), **settings)
     assert "\n" not in str(caught.value)
-
-
-def test_another_file_of_a_task(lm_eval, shared_data):
-    files = {"arc_challenge": "arc_challenge/test_llm_adapters.jsonl"}
-    [task] = make_task_pack(str(shared_data), "arc_challenge", files=files).tasks
-    assert len(task.eval_docs) == 1172
-    assert task.config.metadata["evaluation_file"].endswith("test_llm_adapters.jsonl")
 
 
 BAD_ROWS = [

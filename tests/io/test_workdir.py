@@ -120,12 +120,6 @@ def test_a_series_of_checkpoints_may_grow(tmp_path):
     assert prepare_workdir(tmp_path / "run", config).resumed
 
 
-def test_resuming_can_be_refused(tmp_path):
-    prepare_workdir(tmp_path, CONFIG)
-    with pytest.raises(WorkdirError, match="resuming is off"):
-        prepare_workdir(tmp_path, CONFIG, resume=False)
-
-
 def test_outputs_without_a_config_are_foreign(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(WorkdirError, match="holds model but no config.json"):

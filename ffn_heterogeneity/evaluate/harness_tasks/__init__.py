@@ -52,7 +52,6 @@ def make_task_pack(
     *,
     num_fewshot: int | Mapping[str, int] | None = None,
     fewshot_from: str = "auto",
-    files: Mapping[str, str] | None = None,
     allow_code: bool = False,
 ) -> TaskPack:
     """The named tasks and groups, with their rows read and checked.
@@ -64,7 +63,6 @@ def make_task_pack(
       num_fewshot: examples before every question, for all tasks or by name (a group's counts for
         its subjects); None: the task's own number.
       fewshot_from: "auto", "train" or "evaluation", see above.
-      files: evaluation files by task name, relative to the root, instead of the task's own.
       allow_code: whether programs written by the model may be run (in the sandbox); without it
         MBPP is refused.
 
@@ -76,9 +74,8 @@ def make_task_pack(
     """
     names = list(dict.fromkeys([names] if isinstance(names, str) else names))
     shots = num_fewshot if isinstance(num_fewshot, Mapping) else dict.fromkeys(names, num_fewshot)
-    files = files or {}
-    _check(data_root, names, shots, fewshot_from, files, allow_code)
-    reader = Reader(str(data_root), fewshot_from, files)
+    _check(data_root, names, shots, fewshot_from, allow_code)
+    reader = Reader(str(data_root), fewshot_from)
     built = [_build(reader, name, shots) for name in names]
     from lm_eval.tasks import TaskManager
 
@@ -106,7 +103,7 @@ def _task(reader: Reader, name: str, shots: Mapping[str, int | None]) -> Any:
     local, above = settings.pop("local"), tables().above(name)
     given = [shots[one] for one in above if shots.get(one) is not None]
     count = settings["num_fewshot"] = given[0] if given else settings["num_fewshot"]
-    questions, path = reader.evaluation(local, above)
+    questions, path = reader.evaluation(local)
     rows, files = {EVALUATION: questions}, {"evaluation_file": path}
     if count:
         examples, source = reader.fewshot(local, count)
@@ -132,10 +129,9 @@ def _check(
     names: Sequence[str],
     shots: Mapping[str, int | None],
     fewshot_from: str,
-    files: Mapping[str, str],
     allow_code: bool,
 ) -> None:
-    for name in [*names, *shots, *files]:
+    for name in [*names, *shots]:
         tables().check(name)
     if not names:
         raise DataError(f"no tasks asked for: there are {', '.join(tables().names())}")
@@ -144,7 +140,7 @@ def _check(
     if twice:
         raise DataError(f"{twice[0]} is asked for twice, alone and in a group: {', '.join(names)}")
     reached = {name for leaf in leaves for name in tables().above(leaf)}
-    idle = [name for name in [*shots, *files] if name not in reached]
+    idle = [name for name in shots if name not in reached]
     if idle:
         raise DataError(f"a setting for {idle[0]}, which is not among {', '.join(names)}")
     for name, count in shots.items():

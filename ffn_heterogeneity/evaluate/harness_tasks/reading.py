@@ -25,23 +25,17 @@ class Reader:
     Attributes:
       root: directory with a folder for every task.
       fewshot_from: "auto", "train" or "evaluation".
-      files: evaluation files by task name, relative to the root.
     """
 
     root: str
     fewshot_from: str = "auto"
-    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _sources: dict[str, ListSource] = dataclasses.field(default_factory=dict)
     _read: dict[tuple[str, str], Rows] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
 
-    def evaluation(self, local: Mapping[str, Any], names: list[str]) -> tuple[Rows, str]:
-        """The questions, and the file they are in; `names`: of the task and its groups."""
-        named = [self.files[name] for name in names if name in self.files]
-        if named:
-            path = str(epath.Path(self.root) / named[0])
-        else:
-            path = self._first(local, "evaluation")
+    def evaluation(self, local: Mapping[str, Any]) -> tuple[Rows, str]:
+        """The questions, and the file they are in."""
+        path = self._first(local, "evaluation")
         return self._rows(path, local), path
 
     def fewshot(self, local: Mapping[str, Any], count: int) -> tuple[Rows | None, str]:
