@@ -41,7 +41,8 @@ def run(copy, script, *flags) -> None:
 def test_a_loss_and_a_probe(copy):
     run(
         copy, "train", "--config=configs/nucl_finetune.py:tiny,text,l1", "--workdir=run",
-        "--config.data.path=text.txt", "--config.losses.l1.weight=0.5", "--config.steps=2",
+        "--config.data.path=text.txt", "--config.data.validation_path=text.txt",
+        "--config.data.validation_fraction=0", "--config.losses.l1.weight=0.5", "--config.steps=2",
         "--config.batch_size=2", "--config.seq_len=16", "--config.eval.max_batches=1",
         "--config.tensorboard=false",
     )  # fmt: skip
