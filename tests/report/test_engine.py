@@ -24,7 +24,7 @@ from builders import (
 )
 from tiny_models import run_script
 
-from ffn_heterogeneity.papers import jreg
+from ffn_heterogeneity.papers.jreg import TASKS
 from ffn_heterogeneity.papers.specs import printed, two_proportions
 from ffn_heterogeneity.report import records
 from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, write_paper
@@ -205,7 +205,7 @@ def test_setups_that_differ_do_not_mix(seeds, report, tmp_path, settings, key, h
 
 def test_a_loss_of_weight_0_is_none(seeds, report, tmp_path):
     """A sweep of NUCL in pre-training has its baseline among the others'."""
-    jreg = {"weight": 0.0, "alpha": 3.0, "final_norm": False, "positions": "all"}
+    jreg = {"term": "jreg", "weight": 0.0, "alpha": 3.0, "final_norm": False, "positions": "all"}
     idle = {"nll": {"reduction": "mean"}, "jreg": jreg, "nucl": {"weight": 0.0, "variant": "mstd"}}
     more = [pretrain(tmp_path / "idle", 0.0, {20: (12.0, 4.4)}, seed=2, losses=idle)]
     (row,) = [r for r in report("jreg", [*seeds, *more])["pretraining"] if r["loss"] == "baseline"]
@@ -260,7 +260,7 @@ def test_seeds_within_one_run(report, tmp_path):
 
 
 def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_path):
-    names = {task.name for task in jreg.TASKS.values()}
+    names = {task.name for task in TASKS.values()}
     assert len(names) == 9
     scores = [
         scored(tmp_path / f"s{i}", f"{seeds[i]}/model", {name: score(acc) for name in names})
