@@ -132,7 +132,13 @@ def test_a_compensation_is_a_method_of_its_own(report, tmp_path):
         removal(tmp_path / "turned", 8.0, criterion="similarity", compensation="sum", reverse=True),
         removal(tmp_path / "plain", 9.0, criterion="magnitude"),
     ]
-    found = {row["method"]: row["perplexity"] for row in report("nucl", runs)["removal"]}
+    path = tmp_path / "solved" / "results.json"
+    solution = {"largest_lambda_norm": 28.5, "largest_condition": 1e7}
+    path.write_text(json.dumps(json.loads(path.read_text()) | solution))
+    rows = report("nucl", runs)["removal"]
+    assert {(r["norm of lambda"], r["condition"]) for r in rows} == {
+        ("28.5", "10000000.0"), ("-", "-")}  # fmt: skip
+    found = {row["method"]: row["perplexity"] for row in rows}
     assert found["Magnitude-based"] == "9.0" and "Srinivas and Babu (2015)" not in found
     assert found["magnitude, least_squares, reverse False"] == "7.0" and len(found) == 3
 
