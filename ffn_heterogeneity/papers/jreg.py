@@ -23,7 +23,8 @@ KINDS = {
          "losses.", "monitors."),
         ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len"),
         NAME, {"shape.layers": bool},
-        (WEIGHT, "losses.jreg.final_norm", "losses.jreg.positions", "losses.nll.")),
+        (WEIGHT, "losses.jreg.final_norm", "losses.jreg.positions", "losses.jreg.term",
+         "losses.nll.")),
     "displacement": Kind({"analysis": "displacement"}, ("path", "reading"), ("path", "reading"),
                          Label("{model}, h_L {reading} the final norm")),
 }  # fmt: skip

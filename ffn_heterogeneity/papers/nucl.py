@@ -100,7 +100,8 @@ TABLES = (
         "Pruning": Label("25%", {"0%": {"criterion": "none"}}), "Method": METHOD},
         {**TASKS, "Average": MEAN}, {"layers": "all", "ratio": (0.25, None)}),
     Table("table_5", ("removal",), {"Layers": LAYERS}, {"Average accuracy": MEAN},
-          {**METHODS["Entropy-based"], "layers": ("bottom", "top", "odd", "even")}),
+          {**METHODS["Entropy-based"], "layers": ("bottom", "top", "odd", "even")}, notes=(
+              'The paper counts layers from 1, a config from 0: its "odd" is the paper\'s even.',)),
     Table("table_6"),
     Table("table_7", notes=(CLOSED,)),
     Table("table_8", ("training",), {
@@ -126,7 +127,9 @@ TABLES = (
     Table("removal", ("removal",), {
         "model": Label("{model}"), "method": METHOD, "layers": LAYERS},
         {"perplexity": "perplexity", "x unpruned": Against("perplexity", **UNPRUNED, how="ratio"),
-         "% of parameters": "parameters_removed_percent", "*": None}, here="here",
+         "% of parameters": "parameters_removed_percent", "norm of lambda": "largest_lambda_norm",
+         "condition": "largest_condition", "*": None}, here="here", notes=(
+            "Norm and condition number: the largest over the layers, of least squares.",),
         title="Ours: perplexity after removal"),
 )  # fmt: skip
 

@@ -66,7 +66,7 @@ class Kind(NamedTuple):
       shown: those of them that labels show; where others differ, the record's name says so.
       name: of a record, "{name}" in formats.
       chance: whether the seed matters; without it one run meets every seed of another record.
-      kept: keys under "losses.<name>." that stay where the loss has no weight; the others go.
+      always: keys under "losses.<name>." that stay where the loss has no weight; the others go.
     """
 
     where: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
     shown: tuple[str, ...]
     name: Label
     chance: Mapping[str, Any] = NONE
-    kept: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
 
 
 class Table(NamedTuple):

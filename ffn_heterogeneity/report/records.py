@@ -80,12 +80,12 @@ def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Rec
                 members.setdefault(seed if kind.chance and chance else None, member)
     differing = {k for k in union(dict(key) for key in groups) if not _among(k, kind.shown)
                  and len({dict(key).get(k) for key in groups}) > 1}  # fmt: skip
-    found: list[Record] = []
+    result: list[Record] = []
     for key, (config, members) in groups.items():
         differs = [f", {k} {dict(key).get(k, 'unset')}" for k in sorted(differing)]
-        found.append(Record(kind, config, dict(key), members, "".join(differs), found))
-    found.sort(key=lambda r: [_rank(r.config.get(k)) for k in kind.shown])
-    return found
+        result.append(Record(kind, config, dict(key), members, "".join(differs), result))
+    result.sort(key=lambda r: [_rank(r.config.get(k)) for k in kind.shown])
+    return result
 
 
 def _rank(value: Any) -> tuple:
@@ -101,7 +101,7 @@ def _without_idle_losses(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """A loss of weight 0 is none: its other settings are no difference."""
     idle = [key.removesuffix("weight") for key, value in config.items()
             if re.fullmatch(r"losses\.\w+\.weight", key) and not value]  # fmt: skip
-    return {k: v for k, v in config.items() if _among(k, kind.kept) or not _among(k, idle)}
+    return {k: v for k, v in config.items() if _among(k, kind.always) or not _among(k, idle)}
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _members(run: Run, everyone: Sequence[Run]) -> dict[Any, Member]:
     places = written_models(run)[1:] if run.config.get("seeds") else written_models(run)
     if len(seeds) != len(run.curves):
         seeds, places = [f"?{i}" for i in range(len(run.curves))], [None] * len(run.curves)
-    found = {}
+    result = {}
     for i, (seed, place) in enumerate(zip(seeds, places, strict=True)):
         users = [other for other in everyone if other is not run and other.config.get("model")
                  and os.path.realpath(str(other.config["model"])) == place]  # fmt: skip
@@ -131,21 +131,21 @@ def _members(run: Run, everyone: Sequence[Run]) -> dict[Any, Member]:
         tasks = {name: x for one in (run, *users) for name, x in _tasks(one).items()}
         layers = run.layers[i] if i < len(run.layers) else {}
         seed = run.path if seed is None else seed
-        found[seed] = Member(run, run.curves[i], layers, tasks, tuple(x.path for x in users))
-    return found
+        result[seed] = Member(run, run.curves[i], layers, tasks, tuple(x.path for x in users))
+    return result
 
 
 def _tasks(run: Run) -> dict[str, Spread]:
     """ "piqa acc, 0 shots" -> accuracy with Wilson's interval."""
-    values, found = {k[6:]: v for k, v in run.values.items() if k.startswith("tasks.")}, {}
+    values, result = {k[6:]: v for k, v in run.values.items() if k.startswith("tasks.")}, {}
     for name, value in values.items():
         task, _, metric = name.partition(".")
         low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
         if None not in (low, high) and number_of(value) is not None:
             shots = values.get(f"{task}.shots")
             label = f"{task} {metric}" + (f", {shots} shots" if isinstance(shots, int) else "")
-            found[label] = Spread(value, low, high, values.get(f"{task}.n", 0), "Wilson")
-    return found
+            result[label] = Spread(value, low, high, values.get(f"{task}.n", 0), "Wilson")
+    return result
 
 
 def displacements(runs: Sequence[Run]) -> list[Run]:
@@ -155,7 +155,7 @@ def displacements(runs: Sequence[Run]) -> list[Run]:
       ValueError: a results.json is not one of that analysis; the message names it.
     """
     ours = {p for run in runs if "shape.layers" in run.config for p in written_models(run)}
-    found = []
+    result = []
     for run in runs:
         path = epath.Path(run.path) / "results.json"
         if run.config.get("analysis") != "displacement" or not path.exists():
@@ -170,7 +170,7 @@ def displacements(runs: Sequence[Run]) -> list[Run]:
             "written here": os.path.realpath(str(run.config.get("model", ""))) in ours,
             "text": os.path.basename(str(run.config.get("text") or run.config.get("token_ids"))),
         }  # fmt: skip
-        for reading, says in READINGS.items():
+        for reading, where in READINGS.items():
             layers, curves = {}, {}
             for row in sorted(rows, key=lambda row: row.get("step", 0)):
                 psi = row[reading].get("psi") if isinstance(row.get(reading), dict) else None
@@ -182,11 +182,11 @@ def displacements(runs: Sequence[Run]) -> list[Run]:
                     if number_of(value) is not None:
                         curves.setdefault(f"validation/jreg/{name}", {})[row.get("step", 0)] = value
             model = f"{run.model} ({run.label})" if len(same) > 1 else run.model
-            found.append(dataclasses.replace(
-                run, config=config | {"reading": says, "layers": len(psi)}, curves=[curves],
+            result.append(dataclasses.replace(
+                run, config=config | {"reading": where, "layers": len(psi)}, curves=[curves],
                 layers=[{"validation/jreg/psi": layers}], model=model,
             ))  # fmt: skip
-    return found
+    return result
 
 
 # ---- values
@@ -240,16 +240,16 @@ def fill(record: Record, text: str) -> str:
     def value(match: re.Match) -> str:
         if match[1] == "name":
             return label(record, record.kind.name)
-        found = record.config.get(match[1])
-        found = ", ".join(found) if isinstance(found, list) else found
-        return format(found, match[2] or "") if found not in (None, "") else "-"
+        result = record.config.get(match[1])
+        result = ", ".join(result) if isinstance(result, list) else result
+        return format(result, match[2] or "") if result not in (None, "") else "-"
 
     return re.sub(r"\{([^:}]+):?([^}]*)\}", value, text)
 
 
 def by_seed(record: Record, path: Any) -> dict[Any, Any]:
     """seed -> value, of the seeds that have it: at the last evaluation; tasks in percent."""
-    found = {}
+    result = {}
     for seed, member in record.members.items():
         if isinstance(path, tuple) and not isinstance(path, (Task, At)):  # the mean of all of them
             values = [by_seed(record, one).get(seed) for one in path]
@@ -268,8 +268,8 @@ def by_seed(record: Record, path: Any) -> dict[Any, Any]:
             else:
                 value = member.run.values.get(f"final {path}", member.run.values.get(path))
         if value is not None:
-            found[seed] = value
-    return found
+            result[seed] = value
+    return result
 
 
 def _task(record: Record, member: Member, task: Task) -> Any:
@@ -296,23 +296,23 @@ def value_of(record: Record, path: Any) -> Any:
 
 def reference_of(record: Record, path: Against) -> Record | None:
     """The record that it stands against."""
-    mine, *others = ({k: v for k, v in r.key.items() if not _among(k, path.free)}
+    own, *others = ({k: v for k, v in r.key.items() if not _among(k, path.free)}
                      for r in (record, *record.peers))  # fmt: skip
-    same = (r for r, its in zip(record.peers, others, strict=True) if its == mine)
+    same = (r for r, its in zip(record.peers, others, strict=True) if its == own)
     return next((r for r in same if fits(r, path.where)), None)
 
 
 def _against(record: Record, reference: Record, path: Against) -> Any:
-    mine, other = (middle(value_of(r, path.path)) for r in (record, reference))
-    if record is reference and path.how != "ratio" or None in (mine, other):
+    own, other = (middle(value_of(r, path.path)) for r in (record, reference))
+    if record is reference and path.how != "ratio" or None in (own, other):
         return None
     if path.how == "difference":
         return interval(differences(record, reference, path.path))
     if path.how == "z":
         score = value_of(record, path.path)
         n = score.n if isinstance(score, Spread) and score.kind == "Wilson" else None
-        return two_proportions(other, mine, n)
-    ratio = mine / other if other else None
+        return two_proportions(other, own, n)
+    ratio = own / other if other else None
     return ratio if path.how == "ratio" or ratio is None else 100 * (ratio - 1)
 
 
@@ -321,13 +321,13 @@ def differences(record: Record, reference: Record, path: Any) -> list[float]:
 
     Where the two have no seed in common: of the means, one value.
     """
-    mine, other = ({k: middle(v) for k, v in by_seed(r, path).items()} for r in (record, reference))
-    if not mine or not other:
+    own, other = ({k: middle(v) for k, v in by_seed(r, path).items()} for r in (record, reference))
+    if not own or not other:
         return []
-    if None in mine or None in other:
-        seeds = [seed for seed in {**mine, **other} if seed is not None] or [None]
-        return [mine.get(s, mine.get(None)) - other.get(s, other.get(None)) for s in seeds]
-    common = [seed for seed in mine if seed in other]
+    if None in own or None in other:
+        seeds = [seed for seed in {**own, **other} if seed is not None] or [None]
+        return [own.get(s, own.get(None)) - other.get(s, other.get(None)) for s in seeds]
+    common = [seed for seed in own if seed in other]
     if common:
-        return [mine[seed] - other[seed] for seed in common]
-    return [float(np.mean(list(mine.values())) - np.mean(list(other.values())))]
+        return [own[seed] - other[seed] for seed in common]
+    return [float(np.mean(list(own.values())) - np.mean(list(other.values())))]
