@@ -24,7 +24,7 @@ FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 def main() -> None:
     config_file = Path(__file__).resolve().parent.parent / "configs" / "nucl_finetune.py"
     demo.run(
-        demo.Settings(
+        demo.DemoSettings(
             workdir=WORKDIR.value, models=MODELS.value, steps=STEPS.value, alpha=ALPHA.value,
             fresh=FRESH.value,
         ),

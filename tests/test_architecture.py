@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ffn_heterogeneity"
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "ffn_heterogeneity"
 # Rooms by floor: a room may import rooms of lower floors, and its own. Every room stands here.
 FLOORS = [
     {"paths", "memory", "papers", "wording"},
@@ -21,6 +22,11 @@ ALONE = {"data": set(), "report": {"papers"}, "adapters": set(), "papers": set()
 ONLY_FOR = {"papers": "report"}  # a room that one other alone imports
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.
 SHARED = {"paths", "wording", "io.files", "io.errors"}
+# Longer than files (400 lines) and functions (60) may be: none may be added.
+TO_BE_CUT = {
+    "loop.py", "nucl_finetune.py:get_config",
+    "test_compensation.py", "test_jreg_report.py", "test_judge.py", "test_sandbox.py",
+}  # fmt: skip
 
 
 def room(path: Path) -> str:
@@ -41,6 +47,10 @@ def imports(path: Path) -> set[str]:
                 if alias.name.startswith("ffn_heterogeneity.")
             }
     return found
+
+
+def sources(*tops: str) -> list[Path]:
+    return [path for top in tops for path in sorted((REPOSITORY / top).rglob("*.py"))]
 
 
 def modules() -> list[Path]:
@@ -73,17 +83,28 @@ def code_lines(function: ast.FunctionDef) -> int:
 
 def test_files_and_functions_stay_short():
     long = []
-    for path in modules():
+    for path in [*sources("ffn_heterogeneity", "scripts", "configs"), *sources("tests")]:
         text = path.read_text()
-        if text.count("\n") > 420:
+        if text.count("\n") > 400 and path.name not in TO_BE_CUT:
             long.append(f"{path.name}: {text.count(chr(10))} lines")
+        if path.is_relative_to(REPOSITORY / "tests"):
+            continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and code_lines(node) > 55:
+            if not isinstance(node, ast.FunctionDef) or f"{path.name}:{node.name}" in TO_BE_CUT:
+                continue
+            if code_lines(node) > 60:
                 long.append(f"{path.name}: {node.name} has {code_lines(node)} lines of code")
-    for path in Path(__file__).parent.rglob("*.py"):
-        if path.read_text().count("\n") > 430:
-            long.append(f"{path.name} is a long file of tests")
     assert not long, long
+
+
+def test_no_class_name_stands_twice():
+    where: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert len(where) > 50
+    assert not {name: paths for name, paths in where.items() if len(paths) > 1}
 
 
 def test_families_and_scripts_stay_short():

@@ -101,8 +101,7 @@ def test_every_key_can_be_set_on_the_command_line(name):
     flag_values = flags.FlagValues()
     holder = config_flags.DEFINE_config_file("config", path, flag_values=flag_values, sys_argv=argv)
     flag_values(argv)
-    configs = (config_of(name), holder.value)
-    before, after = (flatten_config(plain(config.to_dict())) for config in configs)
+    before, after = (flatten_config(plain(c.to_dict())) for c in (config_of(name), holder.value))
     assert after.keys() == before.keys()
     for key, value in before.items():
         assert after[key] in ((1, 1.0, "1") if value is None else (value,)), key

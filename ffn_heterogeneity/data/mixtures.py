@@ -174,7 +174,7 @@ def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | No
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """What a model is asked, what its answer is compared with, and where it stands."""
 
     prompt: str
@@ -182,7 +182,7 @@ class Question:
     where: str
 
 
-def questions(task: Task, source: Source, fields: Fields | None = None) -> list[Question]:
+def questions(task: Task, source: Source, fields: Fields | None = None) -> list[TaskQuestion]:
     """Every question of a file, once, for the metrics that the task names.
 
     Args:
@@ -203,7 +203,7 @@ def questions(task: Task, source: Source, fields: Fields | None = None) -> list[
             reference = task.reference(source[row]) if task.reference else example.target.strip()
         except DataError as error:
             raise DataError(f"{source.where(row)}: {error}") from error
-        found.append(Question(example.prompt, reference, source.where(row)))
+        found.append(TaskQuestion(example.prompt, reference, source.where(row)))
     return found
 
 

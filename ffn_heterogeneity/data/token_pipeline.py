@@ -19,7 +19,7 @@ from ffn_heterogeneity.data.corpus.shards import Corpus, check_tokenizer, open_c
 from ffn_heterogeneity.data.packing import Counts, Encoder
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import get_task
-from ffn_heterogeneity.data.token_rows import Part, TokenRows, split, whole
+from ffn_heterogeneity.data.token_rows import ShardPart, TokenRows, split, whole
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class TokenPipeline:
             )  # fmt: skip
         return corpus
 
-    def _make(self, parts: Sequence[Part]) -> TokenRows:
+    def _make(self, parts: Sequence[ShardPart]) -> TokenRows:
         return TokenRows(parts, self._encoder, self.seq_len)
 
     def _identity(self, epochs: int | None) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class TokenPipeline:
         }
 
 
-def _digest(corpus: Corpus, parts: Sequence[Part]) -> int:
+def _digest(corpus: Corpus, parts: Sequence[ShardPart]) -> int:
     """Of the shards' hashes and of the documents taken from them."""
     hashes = [entry["sha256"] for entry in corpus.manifest["shards"]]
     taken = [(part.shard.name, part.first, part.last) for part in parts]

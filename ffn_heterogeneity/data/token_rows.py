@@ -24,7 +24,7 @@ from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import DataError
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Documents [first, last) of a shard."""
 
     shard: Shard
@@ -32,12 +32,12 @@ class Part(NamedTuple):
     last: int
 
 
-def whole(corpus: Corpus) -> list[Part]:
+def whole(corpus: Corpus) -> list[ShardPart]:
     """All documents."""
-    return [Part(shard, 0, shard.documents_count) for shard in corpus.shards]
+    return [ShardPart(shard, 0, shard.documents_count) for shard in corpus.shards]
 
 
-def split(corpus: Corpus, fraction: float) -> tuple[list[Part], list[Part]]:
+def split(corpus: Corpus, fraction: float) -> tuple[list[ShardPart], list[ShardPart]]:
     """(training, held-out) documents: the last ones of every shard are held out.
 
     So both parts stay slices, and where the shards are of several sources each gives its share.
@@ -66,8 +66,8 @@ def split(corpus: Corpus, fraction: float) -> tuple[list[Part], list[Part]]:
         out = min(max(target - before, 0), shard.documents_count)
         before += out
         middle = shard.documents_count - out
-        kept.append(Part(shard, 0, middle))
-        held.append(Part(shard, middle, shard.documents_count))
+        kept.append(ShardPart(shard, 0, middle))
+        held.append(ShardPart(shard, middle, shard.documents_count))
     return [p for p in kept if p.first < p.last], [p for p in held if p.first < p.last]
 
 
@@ -81,7 +81,7 @@ class TokenRows:
       DataError: no position to predict in them.
     """
 
-    def __init__(self, parts: Sequence[Part], encoder: Encoder, seq_len: int):
+    def __init__(self, parts: Sequence[ShardPart], encoder: Encoder, seq_len: int):
         self._parts, self._bos, self._seq_len = parts, encoder.bos, seq_len
         self._bos_id = encoder.bos_id
         self._skipped = int(encoder.bos_id is None)  # a document's first id is an input only
@@ -134,7 +134,7 @@ class TokenRows:
         if self._bos == "segment":
             row["tokens"][0] = self._bos_id
 
-    def _fill_part(self, row: Batch, part: Part, start: int, stop: int) -> int:
+    def _fill_part(self, row: Batch, part: ShardPart, start: int, stop: int) -> int:
         """Positions [start, stop) of a part, segments from 1; returns how many there are."""
         tokens, offsets, skipped = part.shard.tokens, part.shard.offsets, self._skipped
         base = int(offsets[part.first])

@@ -212,7 +212,7 @@ class Generator:
             "rows": ids,
         }
         hyper, tokens, pads = self._place(hyper, tokens, pads)
-        watch = [_Watch(self.config, self.tokenizer, wanted[i]) for i in batch]
+        watch = [_AnswerSoFar(self.config, self.tokenizer, wanted[i]) for i in batch]
         state = _prefill(self.config, self.options, length, self.params, tokens, pads, hyper)
         for new in self._chunks(state, pads, hyper, first.max_new_tokens, watch):
             for one, row in zip(watch, new, strict=False):
@@ -242,7 +242,7 @@ class Generator:
         return hyper, jax.device_put(tokens, rows), jax.device_put(pads, rows)
 
 
-class _Watch:
+class _AnswerSoFar:
     """One row's tokens so far, and why it ended."""
 
     def __init__(self, config: ModelConfig, tokenizer: Any, sampling: Sampling):

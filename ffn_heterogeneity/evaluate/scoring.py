@@ -54,14 +54,14 @@ class Row:
     asked: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """Rows, and for every request (row, indices of what it asks there)."""
 
     rows: list[Row]
     places: list[tuple[int, list[int]]]
 
 
-def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_tokens: int) -> Plan:
+def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_tokens: int) -> RowPlan:
     """Lays requests (context ids, continuation ids) out in rows of at most `row_tokens` places.
 
     Args:
@@ -94,7 +94,7 @@ def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_token
         ]
         places[i] = len(rows) - 1, asked
         before = ids
-    return Plan(rows, places)
+    return RowPlan(rows, places)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

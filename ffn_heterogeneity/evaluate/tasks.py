@@ -24,7 +24,7 @@ from ffn_heterogeneity.models.causal_lm import RunOptions
 SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
 
 
-class Job(NamedTuple):
+class NamedTasks(NamedTuple):
     """What one name of `config.tasks` stands for.
 
     Attributes:
@@ -123,7 +123,7 @@ def _check_code(config: ConfigDict) -> None:
         )
 
 
-def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, Job]]:
+def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, NamedTasks]]:
     """The harness's task manager, and what each name stands for."""
     specs: list[Any] = names
     if config.data_root:
@@ -142,7 +142,7 @@ def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, Job]]:
     return manager, jobs
 
 
-def _refuse_foreign_code(jobs: Mapping[str, Job]) -> None:
+def _refuse_foreign_code(jobs: Mapping[str, NamedTasks]) -> None:
     """The harness's own code tasks run what the model wrote in this very process."""
     for job in jobs.values():
         for leaves in job.leaves.values():
@@ -155,7 +155,7 @@ def _refuse_foreign_code(jobs: Mapping[str, Job]) -> None:
                     )
 
 
-def _job(loaded: Mapping[str, Any]) -> Job:
+def _job(loaded: Mapping[str, Any]) -> NamedTasks:
     tasks, groups = loaded["tasks"], loaded.get("groups", {})
     inner = {child for group in groups.values() for child in group.child_names}
     roots = {name: one for name, one in {**groups, **tasks}.items() if name not in inner}
@@ -165,11 +165,11 @@ def _job(loaded: Mapping[str, Any]) -> Job:
         else {name: one}
         for name, one in roots.items()
     }
-    return Job(roots, leaves)
+    return NamedTasks(roots, leaves)
 
 
 def _evaluate(
-    config: ConfigDict, lm: Any, manager: Any, job: Job, samples_dir: epath.Path | None
+    config: ConfigDict, lm: Any, manager: Any, job: NamedTasks, samples_dir: epath.Path | None
 ) -> dict[str, dict[str, Any]]:
     """The rows of one name; its samples are written."""
     import lm_eval
@@ -224,7 +224,7 @@ def leaf_tasks(name: str) -> list[str]:
     return [leaf for one in group.members for leaf in leaf_tasks(one)] if group else [name]
 
 
-def _summary(found: Mapping[str, Any], job: Job) -> dict[str, dict[str, Any]]:
+def _summary(found: Mapping[str, Any], job: NamedTasks) -> dict[str, dict[str, Any]]:
     """A row for every root; and for every task that no root's row is of."""
     summary, told = {}, set()
     for name, tasks in job.leaves.items():

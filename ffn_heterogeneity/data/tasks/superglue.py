@@ -18,7 +18,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import (
     Example,
     Fields,
-    Member,
+    MixedTask,
     Task,
     list_of,
     mapping_of,
@@ -268,7 +268,7 @@ _ONE_EACH = (
 )
 _BY_NAME = {task.name: task for task in _ONE_EACH}
 _MEMBERS = tuple(
-    Member(
+    MixedTask(
         f"superglue_{name}",
         size,
         (f"superglue_{name}", OFFICIAL_FOLDERS[name], name),

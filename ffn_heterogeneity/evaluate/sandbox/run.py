@@ -161,7 +161,7 @@ def run_once(mechanism: str, program: str, limits: Limits) -> Outcome:
         raise
     finally:
         os.close(writer)
-    watch = _Watch(process, reader, limits)
+    watch = _Supervisor(process, reader, limits)
     try:
         with contextlib.suppress(OSError):  # where memory runs out, this goes first
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
@@ -174,7 +174,7 @@ def run_once(mechanism: str, program: str, limits: Limits) -> Outcome:
     return watch.outcome(cut, order["token"])
 
 
-class _Watch:
+class _Supervisor:
     """Reads what a sandbox says, bounded, and ends it at its limits."""
 
     def __init__(self, process: subprocess.Popen, reader: int, limits: Limits):
