@@ -41,7 +41,8 @@ def run(copy, script, *flags) -> None:
 def test_a_loss_and_a_probe(copy):
     run(
         copy, "train", "--config=configs/nucl_finetune.py:tiny,text,l1", "--workdir=run",
-        "--config.data.path=text.txt", "--config.losses.l1.weight=0.5", "--config.steps=2",
+        "--config.data.path=text.txt", "--config.data.validation_path=text.txt",
+        "--config.data.validation_fraction=0", "--config.losses.l1.weight=0.5", "--config.steps=2",
         "--config.batch_size=2", "--config.seq_len=16", "--config.eval.max_batches=1",
         "--config.tensorboard=false",
     )  # fmt: skip
@@ -51,13 +52,13 @@ def test_a_loss_and_a_probe(copy):
     parts = trained["train/nll"] + trained["train/nucl"] + 0.5 * trained["train/l1"]
     assert trained["train/loss"] == pytest.approx(parts, rel=1e-5)
     lengths = next(row for row in rows if "validation/nll" in row)["validation/lengths/mean"]
-    assert len(lengths) == 3 and min(lengths) > 0
+    assert len(lengths) == 4 and min(lengths) > 0
 
 
 def test_a_criterion(copy):
     run(copy, "compress", "--config.model=tiny", "--config.criterion=largest", "--workdir=pruned")
     results = json.loads((copy / "pruned" / "results.json").read_text())
-    assert [len(layer) for layer in results["removed"]] == [6, 6, 6]
+    assert [len(layer) for layer in results["removed"]] == [6, 6, 6, 6]
 
 
 def test_a_table(copy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -105,6 +106,18 @@ def test_no_class_name_stands_twice():
                 where.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert len(where) > 50
     assert not {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_the_trainer_names_no_paper():
+    """What a paper adds reaches train/ through registries, specs and configs."""
+    papers = r"nucl|jreg|massive|macdrop|p32|fusion"
+    named = re.compile(rf"\b(\w*_)?({papers})(_\w*)?\b|\b(Table|Figure) \d", re.I)
+    found = [
+        f"{path.name}: {match[0]}"
+        for path in sorted((PACKAGE / "train").glob("*.py"))
+        for match in named.finditer(path.read_text())
+    ]
+    assert not found, found
 
 
 def test_families_and_scripts_stay_short():

@@ -48,6 +48,16 @@ def get_config() -> ConfigDict:
     config.remat = "auto"  # none | full | dots | attention_output; auto: dots on CPU, else full
     config.unroll = 1  # layers a scan step; 0: all (best on one GPU)
 
+    _what_is_kept(config)
+    config.tensorboard = True
+    config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
+    config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
+    config.seeds = ()  # (0, 1, 2): one run each, and their mean with an interval
+    return config
+
+
+def _what_is_kept(config: ConfigDict) -> None:
+    """Evaluations, checkpoints, the exported model."""
     config.eval = ConfigDict()
     config.eval.every = 100  # steps; besides before the first and after the last
     config.eval.max_batches = 0  # 0: the whole held-out part
@@ -65,8 +75,3 @@ def get_config() -> ConfigDict:
     config.export.form = "auto"  # auto | padded | native
     # bfloat16 would round away updates as small as those of fine-tuning.
     config.export.dtype = "float32"  # float32 | bfloat16 | float16
-    config.tensorboard = True
-    config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
-    config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
-    config.seeds = ()  # (0, 1, 2): one run each, and their mean with an interval
-    return config

@@ -33,7 +33,8 @@ def keep_compiled(wanted: bool = True) -> None:
     directory = cache_directory()
     if directory is None:
         return
-    # An entry that another process is just writing, or was killed writing, is compiled once more.
+    # An entry that another process is just writing, or was killed writing, is compiled once more;
+    # so is one for devices that are not here (a dry run's), which cannot be loaded.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:

@@ -36,8 +36,8 @@ def verdict_of(differences: Sequence[float], sign: int) -> str:
     """Whether they lie above 0 (sign 1), or below (-1)."""
     if not differences or not all(map(math.isfinite, differences)):
         return OPEN
-    found = values.interval([sign * x for x in differences])
-    low, high = (found.low, found.high) if isinstance(found, Spread) else (found, found)
+    result = values.interval([sign * x for x in differences])
+    low, high = (result.low, result.high) if isinstance(result, Spread) else (result, result)
     return HOLDS if low > 0 else FAILS if high < 0 else OPEN
 
 

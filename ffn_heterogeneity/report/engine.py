@@ -114,25 +114,27 @@ def draw_all(paper: Paper, runs: Sequence[Run]) -> Iterator[Drawn]:
     specs = [*paper.tables, *paper.curves]
     yield draw_claims(paper, done)
     for spec in sorted(specs, key=lambda spec: bool(spec.title)):
-        mine = done if isinstance(spec, Table) else begun
-        mine = [r for kind in spec.kinds for r in mine[kind] if fits(r, spec.where)]
+        chosen = done if isinstance(spec, Table) else begun
+        chosen = [r for kind in spec.kinds for r in chosen[kind] if fits(r, spec.where)]
         if isinstance(spec, Table):
-            yield draw_table(spec, paper, mine)
+            yield draw_table(spec, paper, chosen)
         else:
-            yield draw_curves(spec, paper, mine)
+            yield draw_curves(spec, paper, chosen)
 
 
 # ---- tables
 
 
-def draw_table(spec: Table, paper: Paper, mine: Sequence[Record]) -> Drawn:
+def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     """The paper's rows, below each what was measured here; then what the paper has not."""
     source = printed(paper.name)["tables"].get(spec.key, {})
     if spec.settings:
-        return _settings(spec, source, mine)
+        return _settings(spec, source, chosen)
     labels = source.get("labels", list(spec.labels))
     columns = [x for x in spec.columns if x != "*"] or source["columns"]
-    tasks = union(m.tasks for r in mine for m in r.members.values()) if "*" in spec.columns else []
+    tasks = (
+        union(m.tasks for r in chosen for m in r.members.values()) if "*" in spec.columns else []
+    )
     rows: dict[tuple, list] = {}
     for row in source.get("rows", ()):
         name = tuple(row[: len(labels)])
@@ -141,8 +143,8 @@ def draw_table(spec: Table, paper: Paper, mine: Sequence[Record]) -> Drawn:
             rows[(*name, "here")] = [None] * len(columns)
     rows |= {row[: len(labels) + 1]: list(row[len(labels) + 1 :]) for row in spec.rows}
     groups: dict[tuple, list[Record]] = {}
-    known = [[*x.names, *(label(r, x) for r in mine)] for x in spec.labels.values()]
-    for record in sorted(mine, key=lambda r: [
+    known = [[*x.names, *(label(r, x) for r in chosen)] for x in spec.labels.values()]
+    for record in sorted(chosen, key=lambda r: [
         names.index(label(r, x)) for x, names in zip(spec.labels.values(), known, strict=True)
     ]):  # fmt: skip
         name = (*(label(record, x) for x in spec.labels.values()), fill(record, spec.here))
@@ -162,7 +164,7 @@ def draw_table(spec: Table, paper: Paper, mine: Sequence[Record]) -> Drawn:
     if not source and len({row[len(labels)] for row in table}) < 2:  # one origin, no column for it
         table = [(*row[: len(labels)], *row[len(labels) + 1 :]) for row in table]
         header = (*labels, *columns, *tasks)
-    notes = [*spec.notes, *source.get("notes", ()), *_apart(paper, mine)]
+    notes = [*spec.notes, *source.get("notes", ()), *_apart(paper, chosen)]
     notes += [source["unit"]] if "unit" in source else []
     return Drawn(spec.key, _title(spec, source.get("caption")), header, table, notes, used)
 
@@ -178,16 +180,16 @@ def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _settings(spec: Table, source: dict, mine: Sequence[Record]) -> Drawn:
+def _settings(spec: Table, source: dict, chosen: Sequence[Record]) -> Drawn:
     rows = []
     for name, *cells in source["rows"]:
         key = spec.settings.get(name, "")
-        values = [r.config.get(key, m.run.values.get(key)) for r in mine
+        values = [r.config.get(key, m.run.values.get(key)) for r in chosen
                   for m in r.members.values()]  # fmt: skip
         here = ", ".join(union([str(x)] for x in values if x is not None))
         rows.append((name, *cells, here or None))
     header = (*source["labels"], *source["columns"], "here")
-    used = [path for record in mine for path in record.used]
+    used = [path for record in chosen for path in record.used]
     return Drawn(spec.key, _title(spec, source["caption"]), header, rows, source.get("notes", ()),
                  used)  # fmt: skip
 
@@ -199,15 +201,15 @@ def _title(spec: Table | Curves, caption: str | None) -> str:
     return f"{name}: {caption.rstrip('.')}"
 
 
-def _apart(paper: Paper, mine: Sequence[Record]) -> list[str]:
+def _apart(paper: Paper, chosen: Sequence[Record]) -> list[str]:
     """What keeps the numbers of these records from being compared."""
-    found = []
+    result = []
     for key in paper.comparable:
-        values = union([str(m.run.config[key])] for r in mine for m in r.members.values()
+        values = union([str(m.run.config[key])] for r in chosen for m in r.members.values()
                        if key in m.run.config and r.config.get(key) is not None)  # fmt: skip
         if len(values) > 1:
-            found.append(f"These runs differ in {key} ({', '.join(values)}): not comparable.")
-    return found
+            result.append(f"These runs differ in {key} ({', '.join(values)}): not comparable.")
+    return result
 
 
 def draw_claims(paper: Paper, done: dict) -> Drawn:
@@ -218,11 +220,11 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
         for record in done[claim.kind]:
             if fits(record, claim.where):
                 groups.setdefault(label(record, claim.run_on) + record.differs, []).append(record)
-        for name, mine in groups.items():
-            parts = COMPUTE[claim.compute](mine, **claim.settings)
+        for name, chosen in groups.items():
+            parts = COMPUTE[claim.compute](chosen, **claim.settings)
             if parts:
                 rows.append((claim.statement, claim.stated, name, *whole(parts)))
-                used += [path for record in mine for path in record.used]
+                used += [path for record in chosen for path in record.used]
         if claim.statement not in [row[0] for row in rows]:
             rows.append((claim.statement, claim.stated, None, None, OPEN))
     notes = (
@@ -236,11 +238,11 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
 # ---- curves
 
 
-def draw_curves(spec: Curves, paper: Paper, mine: Sequence[Record]) -> Drawn:
+def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     """A figure, and its points as (panel, line, seed, x, y)."""
     panels: dict[tuple[str, str], dict[str, dict[Any, dict[float, float]]]] = {}
     used = []
-    for record in mine:
+    for record in chosen:
         for ylabel, path in spec.y.items():
             for line, points in _lines(spec, record, path).items():
                 panel = label(record, spec.panel) + record.differs * spec.by_step
@@ -265,7 +267,7 @@ def draw_curves(spec: Curves, paper: Paper, mine: Sequence[Record]) -> Drawn:
     notes = ["First and last point of each line, x: y; the CSV holds them all."]
     return Drawn(
         spec.key, _title(spec, caption), ("panel", "value", "line", "seed", spec.x, "y"), rows,
-        [*notes, *_apart(paper, mine)], used, ends, ("panel", "line", "value", "first", "last"),
+        [*notes, *_apart(paper, chosen)], used, ends, ("panel", "line", "value", "first", "last"),
         draw(drawn, columns=max(len(spec.y), min(3, len(drawn)))) if drawn else None,
     )  # fmt: skip
 
@@ -274,8 +276,8 @@ def _lines(spec: Curves, record: Record, path: Any) -> dict[str, dict]:
     """line -> seed -> x -> y."""
     name, members = label(record, spec.line) + record.differs, record.members.items()
     if spec.x == "step":
-        found = {seed: dict(m.curves[path]) for seed, m in members if m.curves.get(path)}
-        return {name: found} if found else {}
+        result = {seed: dict(m.curves[path]) for seed, m in members if m.curves.get(path)}
+        return {name: result} if result else {}
     if spec.x != "layer":
         x, y = record.config.get(spec.x), middle(value_of(record, path))
         return {name: {None: {x: y}}} if None not in (x, y) else {}

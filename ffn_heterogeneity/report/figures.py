@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ffn_heterogeneity.io.files import atomic_path
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
+WIDTH = 40  # characters of a line in a legend
 MANY = 50  # points; a marker shows a lone one, many of them hide the line
 
 
@@ -68,8 +70,10 @@ def draw(panels: Sequence[Panel], *, columns: int = 3, one_legend: bool = False)
         if panel.log and values.size and 0 < 10 * values.min() < values.max():
             axis.set_yscale("log")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
-        if not one_legend and axis.lines:
-            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
+        if not one_legend and any(line.label for line in panel.lines if len(line.x)):
+            handles, names = axis.get_legend_handles_labels()
+            names = [textwrap.fill(name, WIDTH) for name in names]
+            axis.legend(handles, names, fontsize="small", edgecolor="none", framealpha=0.7)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     if one_legend:
@@ -127,13 +131,12 @@ def connectivity_figure(layers: Sequence[Mapping], d_model: int, path: str | os.
     panels = []
     for name in bounds:
         means = np.array([[layer[name] / layer["neurons"] for layer in layers]])
-        panels.append(Panel(f"{name}, mean over neurons", [Line("", range(len(layers)), means)],
-                            xlabel="layer"))  # fmt: skip
+        title = f"{name}, mean over neurons (dashed: uniform)"
+        panels.append(Panel(title, [Line("", range(len(layers)), means)], "layer"))
     figure = draw(panels)
     for axis, bound, colour in zip(figure.axes, bounds.values(), COLOURS, strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
         axis.lines[0].set_color(colour)
-        axis.get_legend().remove()
     save(figure, path)
 
 
@@ -148,10 +151,8 @@ def training_figure(
     """
 
     def line(label: str, metric: str) -> Line:
-        return Line(
-            label,
-            *common_points([{row["step"]: row[metric] for row in runs[label] if metric in row}]),
-        )
+        points = {row["step"]: row[metric] for row in runs[label] if metric in row}
+        return Line(label, *common_points([points]))
 
     drawn = [Panel(title, [line(x, metric) for x in runs]) for metric, title in panels.items()]
     save(draw(drawn), path)

@@ -24,7 +24,7 @@ from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.paths import flatten
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIMES = ("seconds", "tokens_per_second", "compile_seconds")
 
 

@@ -65,9 +65,9 @@ def pretrain(path, weight, curve, *, alpha=1.0, seed=0, steps=20, finished=True,
              **settings):  # fmt: skip
     """A run of configs/jreg_pretrain.py; `psi`: the displacements of its last evaluation."""
     jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all"}
-    losses = {"losses": {"jreg": jreg, "nll": {"reduction": "mean"}}} if new else {
-        "jreg": jreg, "nll_reduction": "mean",
-        "nucl": {"variant": "none", "alpha": 0.0}}  # fmt: skip
+    losses = {"jreg": jreg, "nll_reduction": "mean", "nucl": {"variant": "none", "alpha": 0.0}}
+    if new:
+        losses = {"losses": {"jreg": jreg | {"term": "jreg"}, "nll": {"reduction": "mean"}}}
     values = {
         "model": "", "tokenizer": "tokens", "batch_size": 4, "seq_len": 16, "steps": steps,
         "seed": seed, "seeds": [], "shape": SHAPE, "data": {"task": "tokens", "path": "corpus"},

@@ -24,6 +24,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from tiny_models import batch_of
 
 from ffn_heterogeneity.losses.nll import nll_term
@@ -43,10 +44,13 @@ SLOW_GEMMA2 = ["llama", pytest.param("gemma2", marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_cached():
+    """JAX decides once in a process whether it uses a cache, unless it is told to decide again."""
     before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
+    for wanted in (False, before):
+        jax.config.update("jax_enable_compilation_cache", wanted)
+        reset_cache()
+        if not wanted:
+            yield
 
 
 def model_of(family: str, depth: int):
