@@ -24,7 +24,7 @@ from ffn_heterogeneity.launch.stages import Stage
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train import run as training
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIMES = ("seconds", "tokens_per_second", "compile_seconds")
 
 

@@ -18,7 +18,7 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.train.build import build, static_key
 from ffn_heterogeneity.train.plan import BATCH
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 # ---- combinators

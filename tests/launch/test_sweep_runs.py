@@ -22,7 +22,7 @@ from ffn_heterogeneity.launch import experiment, sweep_run
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import shared
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ALPHAS = (0.0, 1.0, 10.0, 100.0, 1000.0)
 
 

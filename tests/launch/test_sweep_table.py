@@ -30,7 +30,7 @@ from ffn_heterogeneity.launch import slurm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.train import shared
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def table_flags(files, sweep, workdir):
