@@ -17,15 +17,14 @@ document goes on in the next row), examples by `FirstFitPackIterDataset` (whole 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.data.sources import DataError, Source
+from ffn_heterogeneity.data.sources import DataError, Source, named_place
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
 
 BOS_POLICIES = ("auto", "segment", "document", "none")
@@ -224,15 +223,6 @@ def read_example(
     """`task.example`, whose errors then name the file and row."""
     with named_place(source, row):
         return task.example(record, fields)
-
-
-@contextlib.contextmanager
-def named_place(source: Source, row: int) -> Iterator[None]:
-    """Errors of the block name the file and row."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{source.where(row)}: {error}") from error
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -38,11 +38,16 @@ from ffn_heterogeneity.data.packing import (
     Encoder,
     ExampleReader,
     encode,
-    named_place,
     pack,
     read_example,
 )
-from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset
+from ffn_heterogeneity.data.sources import (
+    PASSAGE_CHARS,
+    DataError,
+    Source,
+    Subset,
+    named_place,
+)
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
 from ffn_heterogeneity.wording import unknown

@@ -14,7 +14,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from etils import epath
@@ -45,6 +45,22 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
     def where(self, index: int) -> str: ...
+
+
+@contextlib.contextmanager
+def named_place(source: Source, row: int) -> Iterator[None]:
+    """Errors of the block name the file and row."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{source.where(row)}: {error}") from error
+
+
+def read_each(source: Source, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
+    """`read` of every record, in order; its errors name the file and row."""
+    for row in range(len(source)):
+        with named_place(source, row):
+            yield read(source[row])
 
 
 class ListSource:

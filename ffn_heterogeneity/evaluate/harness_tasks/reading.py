@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.data.sources import DataError, ListSource, read_jsonl
+from ffn_heterogeneity.data.sources import DataError, ListSource, read_each, read_jsonl
 from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
 
 FEWSHOT_FROM = ("auto", "train", "evaluation")
@@ -25,23 +25,17 @@ class Reader:
     Attributes:
       root: directory with a folder for every task.
       fewshot_from: "auto", "train" or "evaluation".
-      files: evaluation files by task name, relative to the root.
     """
 
     root: str
     fewshot_from: str = "auto"
-    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _sources: dict[str, ListSource] = dataclasses.field(default_factory=dict)
     _read: dict[tuple[str, str], Rows] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
 
-    def evaluation(self, local: Mapping[str, Any], names: list[str]) -> tuple[Rows, str]:
-        """The questions, and the file they are in; `names`: of the task and its groups."""
-        named = [self.files[name] for name in names if name in self.files]
-        if named:
-            path = str(epath.Path(self.root) / named[0])
-        else:
-            path = self._first(local, "evaluation")
+    def evaluation(self, local: Mapping[str, Any]) -> tuple[Rows, str]:
+        """The questions, and the file they are in."""
+        path = self._first(local, "evaluation")
         return self._rows(path, local), path
 
     def fewshot(self, local: Mapping[str, Any], count: int) -> tuple[Rows | None, str]:
@@ -89,13 +83,7 @@ class Reader:
     def _rows(self, path: str, local: Mapping[str, Any]) -> Rows:
         key = (path, local["rows"])
         if key not in self._read:
-            source, read = self._source(path), ROWS[local["rows"]]
-            rows = []
-            for i in range(len(source)):
-                try:
-                    rows.append(read(source[i]))
-                except DataError as error:
-                    raise DataError(f"{source.where(i)}: {error}") from error
+            rows = read_each(self._source(path), ROWS[local["rows"]])
             self._read[key] = [dict(row) for row in rows if row is not None]
         rows, only = self._read[key], local.get("only")
         if only:
