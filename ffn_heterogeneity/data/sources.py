@@ -238,24 +238,29 @@ def read_jsonl(paths: Sequence[str]) -> ListSource:
         for number, line in enumerate(read_utf8(path).split("\n"), 1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                shown = line if len(line) <= 60 else line[:57] + "..."
-                raise DataError(
-                    f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}): "
-                    f"{shown!r}; each line must be one JSON object"
-                ) from error
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{path}, line {number}: {type(record).__name__}, but each line must be one "
-                    "JSON object"
-                )
-            records.append(record)
             places.append(f"{path}, line {number}")
+            try:
+                records.append(parse_object(line))
+            except DataError as error:
+                raise DataError(f"{places[-1]}: {error}") from error
     if not records:
         raise DataError(f"{_name(paths)}: no JSON objects, only blank lines")
     return ListSource(_name(paths), records, places)
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """The JSON object that a line is; an error says what else it is."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        shown = line if len(line) <= 60 else line[:57] + "..."
+        raise DataError(
+            f"not JSON ({error.msg} at column {error.colno}): {shown!r}; each line must be one "
+            "JSON object"
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(f"{type(record).__name__}, but each line must be one JSON object")
+    return record
 
 
 def read_utf8(path: str) -> str:
@@ -268,17 +273,21 @@ def read_utf8(path: str) -> str:
         data = epath.Path(path).read_bytes()
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start} "
-            f"({error.reason}); convert the file to UTF-8 first"
-        ) from error
-    text = text.removeprefix("\ufeff")
+    text = decode_utf8(path, data).removeprefix("\ufeff")
     if not text:
         raise DataError(f"{path}: the file is empty")
     return text
+
+
+def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
+    """The text of bytes from `offset` of a file on."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8: byte 0x{data[error.start]:02x} at offset {offset + error.start} "
+            f"({error.reason}); convert the file to UTF-8 first"
+        ) from error
 
 
 def _expand(name: str) -> list[str]:

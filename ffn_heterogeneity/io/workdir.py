@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import importlib.metadata
@@ -39,17 +38,6 @@ class WorkdirError(ValueError):
     """The work directory holds another run; the message names what differs and the way out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Workdir:
-    """`path`, and whether the directory already held this very run."""
-
-    path: epath.Path
-    resumed: bool
-
-    def __truediv__(self, name: str) -> epath.Path:
-        return self.path / name
-
-
 @contextlib.contextmanager
 def working_in(
     workdir: str | os.PathLike, config: Mapping[str, Any], *, alone: bool = True
@@ -68,16 +56,16 @@ def working_in(
     """
     with contextlib.ExitStack() as stack:
 
-        def claim() -> Workdir:
+        def claim() -> bool:
             if alone:
                 stack.enter_context(_locked(workdir))
             return prepare_workdir(workdir, config)
 
-        claimed = on_main(claim)
+        resumed = on_main(claim)
         try:
             yield
         except Exception:
-            if claimed and not claimed.resumed:
+            if resumed is False:  # None where this is not the main process
                 release_workdir(workdir)
             raise
 
@@ -114,10 +102,8 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
             os.close(held.pop())
 
 
-def prepare_workdir(
-    workdir: str | os.PathLike, config: Mapping[str, Any], *, resume: bool = True
-) -> Workdir:
-    """Claims `workdir` for the run that `config` describes.
+def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bool:
+    """Claims `workdir` for the run that `config` describes; whether it held this very run already.
 
     Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
     `command.txt` (one line per different command) and `versions.json`.
@@ -125,11 +111,10 @@ def prepare_workdir(
     Args:
       workdir: local path or bucket (`gs://...`).
       config: nested dict of plain values (`ConfigDict.to_dict()`).
-      resume: whether a directory that already holds this run may be continued.
 
     Raises:
       WorkdirError: it holds another run (the differing keys are named), one of files that have
-        changed since, or this one and `resume` is False, or outputs without a config.
+        changed since, or outputs without a config.
     """
     if not os.fspath(workdir):
         raise WorkdirError("no work directory given: add --workdir=<directory>")
@@ -150,11 +135,6 @@ def prepare_workdir(
                 "Use another --workdir, remove that directory, or repeat its config"
             )
         _check_inputs(path, config)
-        if not resume:
-            raise WorkdirError(
-                f"work directory {path} already holds this run and resuming is off: use another "
-                "--workdir or remove that directory"
-            )
     else:
         foreign = [name for name in OUTPUTS if (path / name).exists()]
         if foreign:
@@ -166,7 +146,7 @@ def prepare_workdir(
         write_json(path / "inputs.json", inputs_of(config))
         write_json(path / "config.json", config)
     _record_start(path)
-    return Workdir(path, resumed)
+    return resumed
 
 
 def release_workdir(workdir: str | os.PathLike) -> None:

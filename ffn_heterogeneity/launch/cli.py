@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -9,7 +10,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,7 +76,7 @@ def launch(
         )  # fmt: skip
         return argv, holder
 
-    with _OneLine():
+    with _one_line():
         argv, holder = prepare(list(sys.argv))
 
     def main() -> None:
@@ -126,7 +127,7 @@ def launch_flags(
         logging.set_verbosity(logging.WARNING)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         keep_compiled(compiled.value)
-        with _OneLine():
+        with _one_line():
             extra = list(rest[1:])
             while positional and extra:
                 positional(extra.pop(0))
@@ -209,19 +210,16 @@ def beside_script(path: str) -> str:
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
-    with _OneLine():
+    with _one_line():
         return flags.FLAGS(list(argv))
 
 
-class _OneLine:
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
     """Ends the program with one line and exit code 2 where the block raises a user's error."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None or not isinstance(error, (*USER_ERRORS, flags.Error)):
-            return
+    try:
+        yield
+    except (*USER_ERRORS, flags.Error) as error:
         if {"--traceback", "-traceback"} & set(sys.argv):
             traceback.print_exception(error)
         _fail(error)

@@ -17,13 +17,20 @@ import dataclasses
 import functools
 import glob
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, DataError, HubSource, kind_of
+from ffn_heterogeneity.data.sources import (
+    TEXT_SUFFIXES,
+    DataError,
+    HubSource,
+    decode_utf8,
+    kind_of,
+    parse_object,
+)
 from ffn_heterogeneity.data.tasks.base import text_of
+from ffn_heterogeneity.wording import first_line
 
 KNOWN = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
 SEPARATORS = {"blank_line": b"\n\n", "line": b"\n"}
@@ -246,12 +253,11 @@ def _open_parquet(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, memory_map=True)
     except (pyarrow.ArrowException, OSError) as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise DataError(f"{path}: not a readable parquet file ({line})") from error
+        raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from error
 
 
 def _read_text(piece: Piece, layout: Layout) -> Iterator[str]:
-    text = _decode(piece, _read_bytes(piece), piece.start)
+    text = decode_utf8(piece.path, _read_bytes(piece), piece.start)
     if not piece.start:
         text = text.removeprefix("\ufeff")
     if not layout.separator:
@@ -270,33 +276,16 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[str]:
 def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[str]:
     offset = piece.start
     for line in _read_bytes(piece).split(b"\n"):
-        text = _decode(piece, line, offset)
+        text = decode_utf8(piece.path, line, offset)
         text = text if offset else text.removeprefix("\ufeff")
         if text.strip():
             try:
-                yield _text_of_line(text, layout.text_field)
+                yield text_of(parse_object(text), layout.text_field)
             except DataError as error:
                 with open(piece.path, "rb") as file:
                     number = file.read(offset).count(b"\n") + 1
                 raise DataError(f"{piece.path}, line {number}: {error}") from error
         offset += len(line) + 1
-
-
-def _text_of_line(line: str, field: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        raise DataError(
-            f"not JSON ({error.msg} at column {error.colno}): {shown!r}; each line must be one "
-            "JSON object"
-        ) from error
-    if not isinstance(record, dict):
-        raise DataError(f"{type(record).__name__}, but each line must be one JSON object")
-    if field not in record:
-        seen = ", ".join(map(str, record)) or "none"
-        raise DataError(f"no field {field!r}; fields seen: {seen}; set text_field")
-    return text_of(record, field)
 
 
 def _read_parquet(piece: Piece, layout: Layout) -> Iterator[str]:
@@ -306,39 +295,27 @@ def _read_parquet(piece: Piece, layout: Layout) -> Iterator[str]:
     for batch in file.iter_batches(row_groups=groups, columns=[layout.text_field]):
         for value in batch.column(0).to_pylist():
             before += 1
-            yield _field(value, layout.text_field, f"{piece.path}, row {before}")
+            record = {layout.text_field: value}
+            yield _text(record, layout.text_field, f"{piece.path}, row {before}")
 
 
 def _read_hub(piece: Piece, layout: Layout) -> Iterator[str]:
     source = _hub(piece.path, layout.split, layout.revision)
     for row in range(piece.start, piece.stop):
-        try:
-            yield text_of(source[row], layout.text_field)
-        except DataError as error:
-            raise DataError(f"{source.where(row)}: {error}; set text_field") from error
+        yield _text(source[row], layout.text_field, source.where(row))
 
 
-def _field(value: Any, field: str, where: str) -> str:
+def _text(record: Mapping[str, Any], field: str, where: str) -> str:
     try:
-        return text_of({field: value}, field)
+        return text_of(record, field)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where}: {error}; set text_field") from error
 
 
 def _read_bytes(piece: Piece) -> bytes:
     with open(piece.path, "rb") as file:
         file.seek(piece.start)
         return file.read(piece.stop - piece.start)
-
-
-def _decode(piece: Piece, data: bytes, offset: int) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{piece.path}: not UTF-8: byte 0x{data[error.start]:02x} at offset "
-            f"{offset + error.start} ({error.reason}); convert the file to UTF-8 first"
-        ) from error
 
 
 _READERS = {

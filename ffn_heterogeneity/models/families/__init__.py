@@ -11,21 +11,9 @@ from typing import Any
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, gpt_neox, llama, olmo, qwen3
 from ffn_heterogeneity.models.families.common import Family
-from ffn_heterogeneity.models.families.rules import Rule
-from ffn_heterogeneity.models.shapes import count_parameters, expected_shapes
-
-__all__ = [
-    "FAMILIES",
-    "PRESETS",
-    "Family",
-    "Rule",
-    "config_from_hf",
-    "count_parameters",
-    "expected_shapes",
-    "family_by_name",
-    "family_from_gguf",
-    "preset",
-]
+from ffn_heterogeneity.models.families.rules import Rule as Rule
+from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
+from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 
 _MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, olmo, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
