@@ -1,8 +1,8 @@
-"""What errors say alike: the nearest of the known names, and another error in one line."""
+"""What errors say alike: the nearest of the known names, some of many, an error in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:
@@ -46,6 +46,12 @@ def _edits(a: str, b: str) -> int:
             row.append(fewest)
         before, last = last, row
     return last[-1]
+
+
+def some(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, quoted, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
 
 
 def first_line(error: BaseException) -> str:

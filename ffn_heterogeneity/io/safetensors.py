@@ -1,4 +1,4 @@
-"""Safetensors files as named numpy views (bf16 through ml_dtypes; no torch), and back.
+"""Safetensors files as named numpy views (bf16 through ml_dtypes; no torch); `pieces` writes them.
 
 The `safetensors` library validates the header; the bytes are then memory-mapped, so a tensor costs
 nothing until it is used and a checkpoint is never held twice.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.wording import some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -112,7 +113,7 @@ def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, 
                 )
             tensors[name] = (view, file)
     if lost := sorted(set(index) - set(tensors)):
-        raise CheckpointError(f"{directory / INDEX}: tensors {_some(lost)} are in no shard")
+        raise CheckpointError(f"{directory / INDEX}: tensors {some(lost)} are in no shard")
     return tensors
 
 
@@ -120,42 +121,11 @@ def _nothing_there(directory: Path) -> str:
     pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         return (
-            f"{directory} holds only pickled weights ({_some(pickles)}), which can run code when "
+            f"{directory} holds only pickled weights ({some(pickles)}), which can run code when "
             "opened and are never read: convert them to safetensors first (save_pretrained in "
             "transformers does)"
         )
     return f"{directory} has neither {SINGLE} nor {INDEX}"
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def write_shards(
-    directory: Path,
-    sizes: Mapping[str, int],
-    tensors: Iterable[tuple[str, np.ndarray]],
-    max_shard_bytes: int,
-) -> None:
-    """Writes `tensors` (in the order of `sizes`, name -> bytes) as one file, or shards and index.
-
-    One shard is in memory at a time.
-    """
-    from safetensors.numpy import save_file
-
-    shards = plan_shards(sizes, max_shard_bytes)
-    stream: Iterator[tuple[str, np.ndarray]] = iter(tensors)
-    for file, names in shards.items():
-        shard = dict(next(stream) for _ in names)
-        if list(shard) != names:
-            raise CheckpointError(f"tensors came as {list(shard)}, planned as {names}")
-        shard = {name: np.ascontiguousarray(array) for name, array in shard.items()}
-        # transformers refuses files without this metadata.
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        # The library leaves them readable by their owner alone, whatever the umask.
-        (directory / file).chmod(directory.stat().st_mode & 0o666)
-    write_index(directory, sizes, shards)
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:

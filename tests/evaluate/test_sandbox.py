@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -25,7 +24,6 @@ from ffn_heterogeneity.evaluate.sandbox.programs import (
     Outcome,
     SandboxError,
     run_code,
-    run_many,
 )
 
 SANDBOX = Path(sandbox.__file__).parent
@@ -239,28 +237,12 @@ def test_known_limit_a_program_made_to_cheat_passes(namespaces):
     assert run_code(cheat + "assert f(10) == 45", allow=True, mechanism=namespaces).passed
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_many_programs_keep_their_order(sandbox, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    programs = [f"print({i})\nassert {i} % 3" for i in range(12)]
-    outcomes = run_many(programs, allow=True, workers=3)
-    assert [outcome.stdout for outcome in outcomes] == [f"{i}\n" for i in range(12)]
-    assert [outcome.passed for outcome in outcomes] == [i % 3 > 0 for i in range(12)]
-    assert "run code: 100%" in sys.stderr.getvalue()
-
-
 def test_nothing_runs_unless_allowed(monkeypatch):
     monkeypatch.setattr(sandbox, "run_once", lambda *_: pytest.fail("it ran"))
     for allow in (False, None, 0, "false", "true"):
         with pytest.raises(SandboxError, match="--config.allow_code_execution=true") as error:
             run_code("pass", allow=allow)
         assert "\n" not in str(error.value)
-        with pytest.raises(SandboxError, match="allow_code_execution"):
-            run_many(["pass"], allow=allow)
 
 
 FORBIDDEN = """
