@@ -76,7 +76,7 @@ SETTINGS = {
 
 
 def _gains():
-    """(task, model, "paper", standard, NUCL, absolute and relative gain, z)."""
+    """(task, model, standard, NUCL, absolute and relative gain, z)."""
     for key in ("table_7", "table_8"):
         table = specs.printed("nucl")["tables"][key]
         scores = {tuple(row[:2]): row[2:] for row in table["rows"]}
@@ -85,7 +85,7 @@ def _gains():
             name = task.split()[0]
             for model, a, b in zip(table["columns"], *pairs, strict=True):
                 z = specs.two_proportions(a, b, QUESTIONS.get(name))
-                yield (name, model, "paper", a, b, b - a, 100 * (b / a - 1), z)
+                yield (name, model, a, b, b - a, 100 * (b / a - 1), z)
 
 
 CLOSED = "PaLM-2's weights are closed: nothing to run. The same recipe runs on any open model."

@@ -91,7 +91,7 @@ class Table(NamedTuple):
       best: of records with equal labels the one where this path is lowest; "": all of them.
       here: a format: what the column "from" says of a record.
       settings: label -> config key: the column "here" then shows what the runs were given.
-      rows: rows of a paper's numbers in a table of ours.
+      rows: labels and a paper's numbers, in a table of ours.
     """
 
     key: str
