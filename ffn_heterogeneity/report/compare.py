@@ -7,18 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ffn_heterogeneity.report import tables
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
 from ffn_heterogeneity.report.runs import Run, read_runs, union
-from ffn_heterogeneity.report.tables import (
-    UNKNOWN,
-    directory,
-    interval,
-    markdown_table,
-    middle,
-    number,
-    number_of,
-    write,
-)
+from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, middle, number, number_of
 
 FIRST_ROWS = ("first.", "final.", "best.", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
@@ -37,10 +29,9 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
       ValueError: `output` is a file; none of the runs is given, one is given twice or is no run, or
         a file in it is damaged.
     """
-    output, runs = directory(output), read_runs(paths)
+    output, runs = tables.directory(output), read_runs(paths)
     labels = [run.label for run in runs]
-    panels, left_out = choose_panels(runs)
-    picture = save_if(draw_runs(runs, panels) if panels else None, output / f"{name}.png")
+    picture = save_if(draw_runs(runs), output / f"{name}.png")
     states = [(run.label, run.state, run.path) for run in runs]
     parts = ["# " + ", ".join(labels), markdown_table(("run", "state", "directory"), states)]
     if len(runs) > 1:
@@ -54,11 +45,9 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
     if any(len(run.seeds) > 1 for run in runs):
         parts.append(NOTE)
     parts += ["## Curves", picture or "No run has any."]
-    if left_out:
-        parts.append(f"Without a panel: {', '.join(left_out)}.")
     notes = [f"- {run.label}: {note}" for run in runs for note in run.notes]
     parts += ["## Notes", "\n".join(notes)] if notes else []
-    return write(output / f"{name}.md", "\n\n".join(parts) + "\n")
+    return tables.write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
 
 
 def differing_keys(runs: Sequence[Run]) -> list[list[str]]:
@@ -98,7 +87,7 @@ def _value(run: Run, name: str) -> Any:
         return found[0] if found else None
     if any(number_of(value) is None for value in found):
         return ", ".join(union([str(value)] for value in found))
-    return interval(found)
+    return tables.interval(found)
 
 
 def _against(value: Any, first: Any) -> tuple[str, str]:
@@ -109,18 +98,18 @@ def _against(value: Any, first: Any) -> tuple[str, str]:
     return sign + number(value - first), number(value / first, 5) if first else UNKNOWN
 
 
-def choose_panels(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """(metrics to draw, those left out): training and validation loss, then what most runs have."""
+def choose_panels(runs: Sequence[Run]) -> list[str]:
+    """Metrics to draw: validation and training loss, then what most runs have."""
     having = [union(run.curves) for run in runs]
     names = [x for x in union(having) if x.startswith("validation/") or x in FIRST_PANELS]
     names.sort(key=lambda name: -sum(name in others for others in having))
-    names = union([[x for x in FIRST_PANELS if x in names], names])
-    return names[:MAX_PANELS], names[MAX_PANELS:]
+    return union([[x for x in FIRST_PANELS if x in names], names])[:MAX_PANELS]
 
 
-def draw_runs(runs: Sequence[Run], panels: Sequence[str]):
-    """The matplotlib figure: a panel per metric, a colour per run."""
-    return draw([
+def draw_runs(runs: Sequence[Run]):
+    """The matplotlib figure: a panel per metric, a colour per run; None where nothing has begun."""
+    panels = [
         Panel(name, [of_seeds(r.label, [x[name] for x in r.curves if name in x]) for r in runs])
-        for name in panels
-    ])  # fmt: skip
+        for name in choose_panels(runs)
+    ]
+    return draw(panels) if panels else None

@@ -14,11 +14,10 @@ from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.papers import jreg, nucl
-from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Table, printed
-from ffn_heterogeneity.report import records
+from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Scored, Table, printed
 from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
-from ffn_heterogeneity.report.records import Record, fill, fits, label, value_of
+from ffn_heterogeneity.report.records import Record, fill, fits, label, records, value_of
 from ffn_heterogeneity.report.runs import Run, read_runs, union
 from ffn_heterogeneity.report.tables import (
     csv_text,
@@ -26,10 +25,10 @@ from ffn_heterogeneity.report.tables import (
     markdown_table,
     middle,
     number,
-    over,
-    write,
+    write_text,
 )
 
+Kinds = dict[str, list[Record]]
 PAPERS = {paper.name: paper for paper in (nucl.PAPER, jreg.PAPER)}
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
@@ -46,7 +45,6 @@ class Drawn(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
     notes: Sequence[str]
-    used: Sequence[str]
     figure: Any = None  # shows the rows
 
 
@@ -63,17 +61,17 @@ def write_paper(name: str, paths: Sequence[str], output: str | os.PathLike) -> s
     """
     output, paper = directory(output), PAPERS[name]
     runs, missing = gather(paths)
-    everything = list(draw_all(paper, runs))
+    done, begun = (kinds(paper, runs, begun=flag) for flag in (False, True))
     parts = [f"# {name.upper()}: tables and figures", printed(name)["paper"] + "."]
-    for one in everything:
+    for one in draw_all(paper, done, begun):
         parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
-        write(output / f"{one.key}.csv", csv_text(one.header, one.rows))
-        write(output / f"{one.key}.md", parts[-1] + "\n")
-    used = {path for one in everything for path in one.used}
+        write_text(output / f"{one.key}.csv", csv_text(one.header, one.rows))
+        write_text(output / f"{one.key}.md", parts[-1] + "\n")
+    used = {path for chosen in begun.values() for record in chosen for path in record.used}
     rows = [(run.label, run.state, "yes" if run.path in used else "no") for run in runs]
     rows += [(name, "not run", "no") for name in missing]
-    parts += ["## Runs", markdown_table(("run", "state", "used above"), rows)]
-    return write(output / f"{name}.md", "\n\n".join(parts) + "\n")
+    parts += ["## Runs", markdown_table(("run", "state", "used"), rows)]
+    return write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
 
 
 def gather(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -96,12 +94,16 @@ def gather(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
     return (read_runs(places) if places or not missing else []), missing
 
 
-def draw_all(paper: Paper, runs: Sequence[Run]) -> Iterator[Drawn]:
-    """The claims, the paper's tables and figures in their order, then ours."""
-    done, begun = (
-        {name: records.records(runs, kind, begun=flag) for name, kind in paper.kinds.items()}
-        for flag in (False, True)
-    )
+def kinds(paper: Paper, runs: Sequence[Run], *, begun: bool) -> Kinds:
+    """Name of a kind -> its records; see `records`."""
+    return {name: records(runs, kind, begun=begun) for name, kind in paper.kinds.items()}
+
+
+def draw_all(paper: Paper, done: Kinds, begun: Kinds) -> Iterator[Drawn]:
+    """The claims, the paper's tables and figures in their order, then ours.
+
+    Curves are of the runs that have begun, all else of those that are done.
+    """
     tables = {spec.key: spec for spec in paper.tables}
     tables = {key: Table(key) for key in printed(paper.name)["tables"]} | tables
     yield draw_claims(paper, done)
@@ -123,11 +125,10 @@ def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     title, notes = _title(spec, source.get("caption")), [*spec.notes, *source.get("notes", ())]
     if spec.settings:
         return _settings(spec, source, chosen, title)
-    columns = {k: v for k, v in spec.columns.items() if k != "*"}
-    columns = columns or dict.fromkeys(source["columns"])
-    tasks = (
-        union(m.tasks for r in chosen for m in r.members.values()) if "*" in spec.columns else []
-    )
+    columns = dict(spec.columns or dict.fromkeys(source["columns"]))
+    if columns.pop("*", False):
+        tasks = union(m.tasks for r in chosen for m in r.members.values())
+        columns |= {name: Scored(name) for name in tasks}
     labels = source.get("labels", list(spec.labels))
     # Labels of a row -> where it is from -> cells.
     rows: dict[tuple, dict[str, list]] = {}
@@ -138,19 +139,15 @@ def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
         rows[tuple(row[: len(labels)])] = origins
     for row in spec.rows:
         rows.setdefault(row[: len(labels)], {})["paper"] = list(row[len(labels) :])
-    used: list[str] = []
     for (name, origin), group in _groups(spec, chosen).items():
         cells = [_cell(spec, column, group) for column in columns.values()]
-        members = [m for r in group for m in r.members.values()]
-        cells += [over([m.tasks[x] for m in members if x in m.tasks]) for x in tasks]
         if any(cell is not None for cell in cells):
             rows.setdefault(name, {}).pop("here", None)
             rows[name][origin] = cells
-            used += [path for record in group for path in record.used]
     table = [(*name, origin, *cells) for name, origins in rows.items()
              for origin, cells in origins.items()]  # fmt: skip
     notes += [*_apart(paper, chosen), *([source["unit"]] if "unit" in source else [])]
-    return Drawn(spec.key, title, (*labels, "from", *columns, *tasks), table, notes, used)
+    return Drawn(spec.key, title, (*labels, "from", *columns), table, notes)
 
 
 def _groups(spec: Table, chosen: Sequence[Record]) -> dict[tuple, list[Record]]:
@@ -186,8 +183,7 @@ def _settings(spec: Table, source: dict, chosen: Sequence[Record], title: str) -
         here = ", ".join(union([str(x)] for x in values if x is not None))
         rows.append((name, *cells, here or None))
     header = (*source["labels"], *source["columns"], "here")
-    used = [path for record in chosen for path in record.used]
-    return Drawn(spec.key, title, header, rows, source.get("notes", ()), used)
+    return Drawn(spec.key, title, header, rows, source.get("notes", ()))
 
 
 def _title(spec: Table | Curves, caption: str | None) -> str:
@@ -210,7 +206,7 @@ def _apart(paper: Paper, chosen: Sequence[Record]) -> list[str]:
 
 def draw_claims(paper: Paper, done: dict) -> Drawn:
     """Every claim wherever it can be looked at."""
-    rows, used = [], []
+    rows = []
     for claim in paper.claims:
         groups: dict[str, list[Record]] = {}
         for record in done[claim.kind]:
@@ -220,7 +216,6 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
             parts = COMPUTE[claim.compute](chosen, **claim.settings)
             if parts:
                 rows.append((claim.statement, claim.stated, name, *whole(parts)))
-                used += [path for record in chosen for path in record.used]
         if claim.statement not in [row[0] for row in rows]:
             rows.append((claim.statement, claim.stated, None, None, OPEN))
     notes = (
@@ -228,7 +223,7 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
         "where it holds 0. Of one seed its number decides, which says nothing of other seeds.",
     )
     header = ("statement", "stated", "run on", "measured", "verdict")
-    return Drawn("claims", "Claims: what the numbers below say", header, rows, notes, used)
+    return Drawn("claims", "Claims: what the numbers below say", header, rows, notes)
 
 
 # ---- curves
@@ -237,7 +232,6 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
 def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     """A figure, and its points as (panel, line, seed, x, y)."""
     panels: dict[tuple[str, str], dict[str, dict[Any, dict[float, float]]]] = {}
-    used = []
     for record in chosen:
         panel = label(record, spec.panel) + record.differs * spec.by_step
         for ylabel, path in spec.y.items():
@@ -245,7 +239,6 @@ def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
                 lines = panels.setdefault((panel, ylabel), {}).setdefault(line, {})
                 for seed, values in points.items():
                     lines.setdefault(seed, {}).update(values)
-                used += record.used
     rows, drawn = [], []
     for (panel, ylabel), lines in panels.items():
         shapes = []
@@ -257,7 +250,7 @@ def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     title = _title(spec, printed(paper.name)["figures"].get(spec.key))
     figure = draw(drawn, columns=max(len(spec.y), min(3, len(drawn)))) if drawn else None
     header = ("panel", "value", "line", "seed", spec.x, "y")
-    return Drawn(spec.key, title, header, rows, _apart(paper, chosen), used, figure)
+    return Drawn(spec.key, title, header, rows, _apart(paper, chosen), figure)
 
 
 def _lines(spec: Curves, record: Record, path: Any) -> dict[str, dict]:

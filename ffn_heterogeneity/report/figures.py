@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from ffn_heterogeneity.io.files import atomic_path
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
-WIDTH = 40  # characters of a line in a legend
 MANY = 50  # points; a marker shows a lone one, many of them hide the line
 
 
@@ -70,10 +68,8 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
         if panel.log and values and 0 < 10 * min(values) < max(values):
             axis.set_yscale("log")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
-        handles, names = axis.get_legend_handles_labels()
-        if names:
-            names = [textwrap.fill(name, WIDTH) for name in names]
-            axis.legend(handles, names, fontsize="small", edgecolor="none", framealpha=0.7)
+        if any(axis.get_legend_handles_labels()):
+            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     return figure
@@ -134,13 +130,12 @@ def connectivity_figure(layers: Sequence[Mapping], d_model: int, path: str | os.
     bounds = {"entropy": math.log(d_model), "gini": 1 - 1 / d_model, "mstd": 0.0}
     panels = []
     for name in bounds:
-        means = np.array([[layer[name] / layer["neurons"] for layer in layers]])
+        means = {i: layer[name] / layer["neurons"] for i, layer in enumerate(layers)}
         title = f"{name}, mean over neurons (dashed: uniform)"
-        panels.append(Panel(title, [Line("", range(len(layers)), means)], "layer"))
+        panels.append(Panel(title, [of_seeds("", [means])], "layer"))
     figure = draw(panels)
-    for axis, bound, colour in zip(figure.axes, bounds.values(), COLOURS, strict=False):
+    for axis, bound in zip(figure.axes, bounds.values(), strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
-        axis.lines[0].set_color(colour)
     save(figure, path)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.papers.specs import Against, At, Kind, Label, Task, two_proportions
+from ffn_heterogeneity.papers.specs import Against, At, Kind, Label, Scored, Task, two_proportions
 from ffn_heterogeneity.report.runs import Run, Seed, union
 from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
 
@@ -228,6 +228,8 @@ def _of_member(record: Record, member: Member, path: Any) -> Any:
     match path:
         case Task():
             return _task(record, member, path)
+        case Scored():
+            return member.tasks.get(path.name)
         case At():
             points = member.seed.curves.get(path.metric, {})
             steps = record.config.get("steps", max(points, default=0))

@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
       path: as it was given.
-      label: the shortest end of the path that no other run has.
+      label: the path below the directory that all of these runs lie in.
       config: dotted key -> value; the same data under two paths has the first run's.
       seeds: by seed, those whose directories are there; of a run without seeds the config's own.
       finished: whether it has its results, of every seed.
@@ -180,11 +180,8 @@ def _short(path: str) -> str:
 
 def _labels(places: Sequence[str]) -> list[str]:
     parts = [place.strip("/").split("/") for place in places]
-    for depth in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(part[-depth:]) for part in parts]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
+    common = len(os.path.commonprefix([part[:-1] for part in parts]))
+    return ["/".join(part[common:]) for part in parts]
 
 
 def _read_object(path: epath.Path) -> dict[str, Any]:

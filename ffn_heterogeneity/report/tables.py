@@ -111,7 +111,7 @@ def directory(output: str | os.PathLike) -> epath.Path:
     return epath.Path(output)
 
 
-def write(path: epath.Path, text: str) -> str:
+def write_text(path: epath.Path, text: str) -> str:
     """Writes the text whole, and returns it."""
     with atomic_path(path) as temporary:
         temporary.write_text(text)

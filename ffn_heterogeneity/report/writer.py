@@ -18,7 +18,7 @@ from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain
 BUCKET_SECONDS = 30.0
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """Appends metrics; a resumed run continues as if it had never stopped.
 
     Of several processes only the first writes; in the others every call does nothing.
@@ -125,9 +125,6 @@ class MetricsWriter:
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
