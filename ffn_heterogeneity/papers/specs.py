@@ -1,13 +1,8 @@
 """Tables, curves and claims as plain data; `report/engine.py` draws them.
 
 A path names a value of a record (`report/records.py`): a config key, a number of its results, or
-<<<<<<< HEAD
-one of `Accuracy`, `At`, `Against` (a tuple of them: their mean). A match is {config key: value}; a
-tuple of values is one of them, `bool` any that is true of itself.
-=======
-one of `Task`, `Scored`, `At`, `Against` (a tuple of them: their mean). A match is {config key:
+one of `Accuracy`, `Scored`, `At`, `Against` (a tuple of them: their mean). A match is {config key:
 value}; a tuple of values is one of them, `bool` any that is true of itself.
->>>>>>> h6
 """
 
 from __future__ import annotations

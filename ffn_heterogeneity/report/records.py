@@ -13,14 +13,17 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-<<<<<<< HEAD
-from ffn_heterogeneity.papers.specs import Accuracy, Against, At, Kind, Label, two_proportions
-from ffn_heterogeneity.report.runs import Run, Spread, number_of, union, written_models
-=======
-from ffn_heterogeneity.papers.specs import Against, At, Kind, Label, Scored, Task, two_proportions
+from ffn_heterogeneity.papers.specs import (
+    Accuracy,
+    Against,
+    At,
+    Kind,
+    Label,
+    Scored,
+    two_proportions,
+)
 from ffn_heterogeneity.report.runs import Run, Seed, union
 from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
->>>>>>> h6
 
 READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
 FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
@@ -224,29 +227,6 @@ def fill(record: Record, text: str) -> str:
 
 def by_seed(record: Record, path: Any) -> dict[Any, Any]:
     """seed -> value, of the seeds that have it: at the last evaluation; tasks in percent."""
-<<<<<<< HEAD
-    result = {}
-    for seed, member in record.members.items():
-        if isinstance(path, tuple) and not isinstance(path, (Accuracy, At)):  # their mean
-            values = [by_seed(record, one).get(seed) for one in path]
-            value = None if None in values else float(np.mean([middle(x) for x in values]))
-        elif isinstance(path, Accuracy):
-            value = _task(record, member, path)
-        else:
-            metric = path.metric if isinstance(path, At) else path
-            points = member.curves.get(metric, {})
-            if isinstance(path, At):
-                value = points.get(
-                    round(path.share * record.config.get("steps", max(points or [0])))
-                )
-            elif points:
-                value = points[max(points)]
-            else:
-                value = member.run.values.get(f"final {path}", member.run.values.get(path))
-        if value is not None:
-            result[seed] = value
-    return result
-=======
     found = {seed: _of_member(record, member, path) for seed, member in record.members.items()}
     return {seed: value for seed, value in found.items() if value is not None}
 
@@ -254,7 +234,7 @@ def by_seed(record: Record, path: Any) -> dict[Any, Any]:
 def _of_member(record: Record, member: Member, path: Any) -> Any:
     values = member.seed.values
     match path:
-        case Task():
+        case Accuracy():
             return _task(record, member, path)
         case Scored():
             return member.tasks.get(path.name)
@@ -267,7 +247,6 @@ def _of_member(record: Record, member: Member, path: Any) -> Any:
             return None if None in several else float(np.mean(several))
     points = member.seed.curves.get(path)
     return points[max(points)] if points else values.get(f"final.{path}", values.get(path))
->>>>>>> h6
 
 
 def _task(record: Record, member: Member, task: Accuracy) -> Any:
