@@ -27,9 +27,9 @@ from tiny_models import run_script
 from ffn_heterogeneity.papers.jreg import TASKS
 from ffn_heterogeneity.papers.specs import printed, two_proportions
 from ffn_heterogeneity.report import records
-from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, write_paper
-from ffn_heterogeneity.report.runs import Spread, read_runs
-from ffn_heterogeneity.report.tables import number
+from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, kinds, write_paper
+from ffn_heterogeneity.report.runs import read_runs
+from ffn_heterogeneity.report.tables import Spread, interval, number, over
 
 PUBLISHED = "zeta_L of a published model"
 
@@ -186,10 +186,10 @@ def test_differences_are_seed_by_seed(seeds, report):
 def test_the_interval_is_students():
     values = [1.0, 2.0, 4.0]
     half = 4.302653 * np.std(values, ddof=1) / 3**0.5
-    found = records.interval(values)
+    found = interval(values)
     assert found == Spread(np.mean(values), pytest.approx(found.mean - half, rel=1e-6),
                            pytest.approx(found.mean + half, rel=1e-6), 3, "t")  # fmt: skip
-    assert records.interval([3.0]) == 3.0 and records.interval([]) is None
+    assert interval([3.0]) == 3.0 and interval([]) is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,8 @@ def test_a_run_that_is_in_two_sweeps_counts_once(seeds, report, tmp_path):
     assert float(tables["pretraining"][0]["validation NLL"]) == pytest.approx(4.1)
     runs = [line.split("|") for line in tables["text"].split("## Runs")[1].splitlines()]
     used = {row[1].strip(): row[3].strip() for row in runs if len(row) > 3}
-    assert used["again"] == "no" and used["base0"] == "yes" and used["begun"] == "yes"
+    expected = {"lambda/again": "no", "seeds/base0": "yes", "begun": "yes"}
+    assert used | expected == used
 
 
 def test_seeds_within_one_run(report, tmp_path):
@@ -288,6 +289,13 @@ def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_p
 # ---- models and curves
 
 
+def drawn(name, paths):
+    """Key -> figure."""
+    paper, (runs, _) = PAPERS[name], gather(paths)
+    done, begun = (kinds(paper, runs, begun=flag) for flag in (False, True))
+    return {one.key: one.figure for one in draw_all(paper, done, begun) if one.figure}
+
+
 def test_jump_rates_of_models(report, tmp_path, seeds):
     own = analysed(tmp_path / "own", f"{seeds[0]}/model")
     first = analysed(tmp_path / "first", "hub/small")
@@ -310,7 +318,6 @@ def test_jump_rates_of_models(report, tmp_path, seeds):
 @pytest.mark.parametrize(
     "results",
     [
-        {"before_final_norm": reading([0.1]), "after_final_norm": {"psi": []}},
         {"before_final_norm": reading([0.1]), "after_final_norm": {"psi": ["x"]}},
         {"before_final_norm": 3, "after_final_norm": reading([0.1])},
         {"checkpoints": 3},
@@ -348,8 +355,7 @@ def test_table_7_and_figure_4_are_of_checkpoints(report, tmp_path):
 
 
 def test_figures_show_means_over_seeds(seeds, tmp_path):
-    paper, runs = PAPERS["jreg"], gather(seeds).runs
-    figures = {one.key: one.figure for one in draw_all(paper, runs) if one.figure}
+    figures = drawn("jreg", seeds)
     assert set(figures) == {"psi", "curves"}
     (axis,) = figures["psi"].axes
     np.testing.assert_allclose(axis.lines[0].get_xydata(), [[1, 0.4], [2, 0.2], [3, 0.1],
@@ -369,8 +375,7 @@ def test_figure_4_of_nucl_is_by_pair(report, tmp_path):
     points = lines(tables, "figure_4")["by perplexity (ours)", "small", "-"]
     np.testing.assert_allclose(points, sorted(ratios.items()))
     assert (tmp_path / "out" / "figure_4.png").read_bytes()[:4] == b"\x89PNG"
-    (figure,) = [x.figure for x in draw_all(PAPERS["nucl"], gather(runs).runs) if x.figure]
-    assert figure.axes[0].get_yscale() == "log"
+    assert drawn("nucl", runs)["figure_4"].axes[0].get_yscale() == "log"
 
 
 # ---- cells, sweeps, the command line
@@ -381,16 +386,17 @@ def test_numbers_as_cells():
     assert number(1234567.0) == "1,234,567" and number(0.000123456) == "0.0001235"
     assert number(float("inf")) == "inf" and number(float("nan")) == "nan"
     assert number(Spread(2.0, 1.0, 3.0, 4)) == "2 [1, 3] range n=4"
-    assert records.over([]) is None and records.over([2.0, 2.0]) == 2.0
-    assert records.over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
+    assert over([]) is None and over([2.0, 2.0]) == 2.0
+    assert over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
 
 
 def test_a_sweep_stands_for_its_points(report, tmp_path):
     runs = nucl_runs(tmp_path / "runs")
     points = [{"name": name} for name in ("random0", "random1", "nothing", "entropy")]
     (tmp_path / "runs" / "sweep.json").write_text(json.dumps({"points": points}))
-    given = gather([str(tmp_path / "runs"), runs[0]])
-    assert [run.label for run in given.runs] == ["random0", "random1", "entropy", "unpruned"]
+    given, missing = gather([str(tmp_path / "runs"), runs[0]])
+    assert [run.label for run in given] == ["random0", "random1", "entropy", "unpruned"]
+    assert missing == ["runs/nothing"]
     text = report("nucl", [str(tmp_path / "runs"), runs[0]])["text"]
     listed = [[x.strip() for x in line.split("|")[1:4]] for line in text.splitlines()]
     assert ["runs/nothing", "not run", "no"] in listed and ["entropy", "finished", "yes"] in listed
