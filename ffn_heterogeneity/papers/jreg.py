@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ffn_heterogeneity.papers import specs
-from ffn_heterogeneity.papers.specs import Against, At, Claim, Curves, Kind, Label, Table, Task
+from ffn_heterogeneity.papers.specs import Accuracy, Against, At, Claim, Curves, Kind, Label, Table
 
 WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
 NLL, PSI, ENTROPY = "validation/nll", "validation/jreg/psi", "validation/entropy/ent/ffn_out/mean"
@@ -44,9 +44,9 @@ RUN_ON = Label(SIZES.default + AFTER)
 READING = Label("{model}, h_L {reading} the final norm")
 MODEL, MODELS = Label("{model}"), {"series": False}
 TASKS = {
-    "ARC-e": Task("arc_easy"), "BoolQ": Task("boolq"), "HellaSwag": Task("hellaswag"),
-    "LAMBADA": Task("lambada_openai"), "PIQA": Task("piqa"), "RACE": Task("race"),
-    "SocialIQA": Task("social_iqa"), "SciQ": Task("sciq"), "SWAG": Task("swag"),
+    "ARC-e": Accuracy("arc_easy"), "BoolQ": Accuracy("boolq"), "HellaSwag": Accuracy("hellaswag"),
+    "LAMBADA": Accuracy("lambada_openai"), "PIQA": Accuracy("piqa"), "RACE": Accuracy("race"),
+    "SocialIQA": Accuracy("social_iqa"), "SciQ": Accuracy("sciq"), "SWAG": Accuracy("swag"),
 }  # fmt: skip
 SHAPES = {
     "Layers": "shape.layers", "Model Dim": "shape.d_model", "FFN Dim": "shape.ffn_width",

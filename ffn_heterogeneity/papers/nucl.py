@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ffn_heterogeneity.papers import specs
-from ffn_heterogeneity.papers.specs import Against, Cell, Claim, Curves, Kind, Label, Table, Task
+from ffn_heterogeneity.papers.specs import (
+    Accuracy,
+    Against,
+    Cell,
+    Claim,
+    Curves,
+    Kind,
+    Label,
+    Table,
+)
 
 NUCL = "losses.nucl."
 WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
@@ -45,10 +54,10 @@ LAYERS = Label("{layers}", {
     "Even layers (after global attention)": {"layers": "odd"},
     "Odd layers (after local attention)": {"layers": "even"}})  # fmt: skip
 TASKS = {
-    "MMLU 5-shot": Task("mmlu", 5), "HellaSwag 10-shot": Task("hellaswag", 10),
-    "ARC-e 0-shot": Task("arc_easy"), "PIQA 0-shot": Task("piqa"),
-    "SIQA 0-shot": Task("social_iqa"), "TriviaQA 5-shot": Task("triviaqa", 5),
-    "NQ 5-shot": Task("nq_open", 5),
+    "MMLU 5-shot": Accuracy("mmlu", 5), "HellaSwag 10-shot": Accuracy("hellaswag", 10),
+    "ARC-e 0-shot": Accuracy("arc_easy"), "PIQA 0-shot": Accuracy("piqa"),
+    "SIQA 0-shot": Accuracy("social_iqa"), "TriviaQA 5-shot": Accuracy("triviaqa", 5),
+    "NQ 5-shot": Accuracy("nq_open", 5),
 }  # fmt: skip
 MEAN = tuple(TASKS.values())
 UNPRUNED = {"where": {"criterion": "none"}, "free": REMOVAL}
@@ -65,7 +74,7 @@ PLACES = {
 }
 STANDARD, MSTD = {WEIGHT: (0, None)}, {WEIGHT: bool, VARIANT: "mstd"}
 OUTGOING = PLACES["FFN outgoing"]
-SCORE, PLAINLY = Task("{data.task}", None), {"where": STANDARD, "free": (NUCL,)}
+SCORE, PLAINLY = Accuracy("{data.task}", None), {"where": STANDARD, "free": (NUCL,)}
 GAIN, Z = Against(SCORE, **PLAINLY, how="percent"), Against(SCORE, **PLAINLY, how="z")
 QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
 SETTINGS = {

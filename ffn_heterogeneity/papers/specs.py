@@ -1,7 +1,7 @@
 """Tables, curves and claims as plain data; `report/engine.py` draws them.
 
 A path names a value of a record (`report/records.py`): a config key, a number of its results, or
-one of `Task`, `Scored`, `At`, `Against` (a tuple of them: their mean). A match is {config key:
+one of `Accuracy`, `Scored`, `At`, `Against` (a tuple of them: their mean). A match is {config key:
 value}; a tuple of values is one of them, `bool` any that is true of itself.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 NONE: Mapping[str, Any] = {}
 
 
-class Task(NamedTuple):
+class Accuracy(NamedTuple):
     """An accuracy in percent: a task of the harness ("{data.task}": the run's own), and how many
     examples the prompt holds (None: however many)."""
 

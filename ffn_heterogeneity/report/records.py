@@ -13,7 +13,15 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.papers.specs import Against, At, Kind, Label, Scored, Task, two_proportions
+from ffn_heterogeneity.papers.specs import (
+    Accuracy,
+    Against,
+    At,
+    Kind,
+    Label,
+    Scored,
+    two_proportions,
+)
 from ffn_heterogeneity.report.runs import Run, Seed, union
 from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
 
@@ -226,7 +234,7 @@ def by_seed(record: Record, path: Any) -> dict[Any, Any]:
 def _of_member(record: Record, member: Member, path: Any) -> Any:
     values = member.seed.values
     match path:
-        case Task():
+        case Accuracy():
             return _task(record, member, path)
         case Scored():
             return member.tasks.get(path.name)
@@ -241,7 +249,7 @@ def _of_member(record: Record, member: Member, path: Any) -> Any:
     return points[max(points)] if points else values.get(f"final.{path}", values.get(path))
 
 
-def _task(record: Record, member: Member, task: Task) -> Any:
+def _task(record: Record, member: Member, task: Accuracy) -> Any:
     name, shots = fill(record, task.name), task.shots
     ends = "(, .*)?" if shots is None else f"(, {shots} shots)?"
     names = [x for x in member.tasks if re.fullmatch(re.escape(name) + r" \S+" + ends, x)]

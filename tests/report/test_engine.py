@@ -25,7 +25,7 @@ from builders import (
 from tiny_models import run_script
 
 from ffn_heterogeneity.papers.jreg import TASKS
-from ffn_heterogeneity.papers.specs import printed, two_proportions
+from ffn_heterogeneity.papers.specs import printed
 from ffn_heterogeneity.report import records
 from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, kinds, write_paper
 from ffn_heterogeneity.report.runs import read_runs
@@ -112,11 +112,6 @@ def test_gains_are_relative_and_have_their_z(report, tmp_path):
     assert float(ours["z (ours)"]) == pytest.approx(z, rel=1e-6)
 
 
-def test_two_proportions():
-    assert two_proportions(44.66, 45.87, 1319) == pytest.approx(0.624, abs=0.001)
-    assert two_proportions(0.0, 0.0, 10) is None and two_proportions(1.0, 2.0, None) is None
-
-
 def test_models_of_one_name_do_not_mix(report, tmp_path):
     """Every model that a run writes lies in a directory called "model"."""
     names = ("runs/a/model", "runs/b/model", "x/a/model")
@@ -197,7 +192,6 @@ def test_the_interval_is_students():
     [
         ({"optimizer": {"learning_rate": 2e-3}}, "optimizer.learning_rate", "0.001", "0.002"),
         ({"revision": "step64"}, "revision", "unset", '"step64"'),
-        ({"eval": {"max_batches": 8}}, "eval.max_batches", "unset", "8"),
         ({"monitors": {"x": {"term": "jreg"}}}, "monitors.x.term", "unset", '"jreg"'),
     ],
 )
@@ -220,15 +214,6 @@ def test_a_loss_of_weight_0_is_none(seeds, report, tmp_path):
     more += [pretrain(tmp_path / "on", 0.0, {20: (12.0, 9.0)}, seed=2, losses=on)]
     rows = report("jreg", [*seeds, *more], "two")["pretraining"]
     assert [r["validation NLL"] for r in rows if "nucl.weight 1.0" in r["from"]] == ["9.0"]
-
-
-def test_the_papers_rows_and_ours_are_told_apart(report, tmp_path):
-    shape = {"layers": 12, "d_model": 768, "ffn_width": 2048}
-    run = pretrain(tmp_path / "x", 1.0, {20: (0.0, 3.0)}, alpha=3.0, shape=shape)
-    tables = report("jreg", [run])
-    rows = [r for r in tables["table_3"] if (r["Size"], r["alpha"]) == ("170M", "3.0")]
-    assert [(r["from"], r["zeta_L-2"]) for r in rows] == [
-        ("paper", "1.55"), ("here: lambda 1, 20 steps of 4 x 16", "0.0")]  # fmt: skip
 
 
 def test_a_run_that_is_in_two_sweeps_counts_once(seeds, report, tmp_path):
@@ -413,8 +398,4 @@ def test_from_the_command_line(seeds, tmp_path):
         assert f"]({name}.png)" in done.out and (out / f"{name}.png").exists()
     assert "--paper" in run_script("report", "--paper=other", *seeds).error
     assert "no run given" in run_script("report", "--paper=nucl", f"--out={tmp_path / 'x'}").error
-    error = run_script("report", "--paper=nucl", "nowhere", f"--out={tmp_path / 'x'}").error
-    assert "'nowhere' is no run" in error and not (tmp_path / "x").exists()
-    (tmp_path / "file").write_text("")
-    error = run_script("report", "--paper=jreg", *seeds, f"--out={tmp_path}/file").error
-    assert "is a file" in error
+    assert not (tmp_path / "x").exists()
