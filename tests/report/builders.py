@@ -46,14 +46,12 @@ def removal(path, perplexity=None, *, model="models/small.gguf", gone=10.0, task
 
 
 def training(path, alpha, curve, *, variant="mstd", targets=("ffn_out",), finished=True,
-             tasks=None, model="hub/tuned", task="gsm8k", new=True):  # fmt: skip
-    """A fine-tuning run; `curve`: step -> (entropy, nll); `new`: keys of the loss by groups."""
-    nucl = {"variant": variant, "targets": list(targets)}
-    losses = {"losses": {"nucl": {**nucl, "weight": alpha}}} if new else {
-        "nucl": {**nucl, "alpha": alpha}}  # fmt: skip
+             tasks=None, model="hub/tuned", task="gsm8k"):  # fmt: skip
+    """A fine-tuning run; `curve`: step -> (entropy, nll)."""
+    nucl = {"variant": variant, "targets": list(targets), "weight": alpha}
     values = {
-        "model": model, "batch_size": 4, "steps": 20, "dropout": 0.1, "seeds": [], **losses,
-        "data": {"task": task, "path": ""},
+        "model": model, "batch_size": 4, "steps": 20, "dropout": 0.1, "seeds": [],
+        "losses": {"nucl": nucl}, "data": {"task": task, "path": ""},
         "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 10},
     }  # fmt: skip
     rows = [{"step": s, ENTROPY: e, NLL: n} for s, (e, n) in curve.items()]
@@ -61,17 +59,16 @@ def training(path, alpha, curve, *, variant="mstd", targets=("ffn_out",), finish
     return write_run(path, values, found if finished else None, rows)
 
 
-def pretrain(path, weight, curve, *, alpha=1.0, seed=0, steps=20, finished=True, psi=(), new=True,
+def pretrain(path, weight, curve, *, alpha=1.0, seed=0, steps=20, finished=True, psi=(),
              **settings):  # fmt: skip
     """A run of configs/jreg_pretrain.py; `psi`: the displacements of its last evaluation."""
-    jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all"}
-    losses = {"jreg": jreg, "nll_reduction": "mean", "nucl": {"variant": "none", "alpha": 0.0}}
-    if new:
-        losses = {"losses": {"jreg": jreg | {"term": "jreg"}, "nll": {"reduction": "mean"}}}
+    jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all",
+            "term": "jreg"}  # fmt: skip
     values = {
         "model": "", "tokenizer": "tokens", "batch_size": 4, "seq_len": 16, "steps": steps,
         "seed": seed, "seeds": [], "shape": SHAPE, "data": {"task": "tokens", "path": "corpus"},
-        "optimizer": {"learning_rate": 1e-3}, **losses, **settings,
+        "optimizer": {"learning_rate": 1e-3},
+        "losses": {"jreg": jreg, "nll": {"reduction": "mean"}}, **settings,
     }  # fmt: skip
     rows = evaluations(curve, psi)
     found = {"final": rows[-1], "parameters": 1234, "device": "cpu"}
@@ -112,7 +109,7 @@ def scored(path, model, tasks):
     )
 
 
-def nucl_runs(root, new=True):
+def nucl_runs(root):
     """Removals of two models, fine-tuning of one: every kind of row the NUCL report has."""
     hellaswag = score(0.5, shots=10) | {"acc_norm": 0.55}
     runs = [
@@ -137,12 +134,12 @@ def nucl_runs(root, new=True):
         "m10": (10.0, {0: (6.0, 3.0), 10: (5.9, 2.4), 20: (5.8, 1.9)}),
         "m1000": (1000.0, {0: (6.0, 3.0), 10: (5.0, 2.8), 20: (4.0, 2.6)}),
     }
-    runs += [training(root / name, *curve, new=new) for name, curve in curves.items()]
+    runs += [training(root / name, *curve) for name, curve in curves.items()]
     last = {0: (6.0, 3.0), 20: (6.0, 2.3)}
     runs += [
-        training(root / "g1", 1.0, {0: (6.0, 3.0), 20: (5.9, 2.1)}, variant="gini", new=new),
-        training(root / "late", 100.0, {0: (6.0, 3.0), 10: (5.5, 0.1)}, finished=False, new=new),
-        training(root / "attention", 10.0, last, targets=["attention_out"], new=new,
+        training(root / "g1", 1.0, {0: (6.0, 3.0), 20: (5.9, 2.1)}, variant="gini"),
+        training(root / "late", 100.0, {0: (6.0, 3.0), 10: (5.5, 0.1)}, finished=False),
+        training(root / "attention", 10.0, last, targets=["attention_out"],
                  tasks={"gsm8k": score(0.25, "exact_match", n=8)}),
         scored(root / "score0", f"{root}/m0/model", {"gsm8k": score(0.2, "exact_match")}),
         scored(root / "score10", f"{root}/m10/model", {"gsm8k": score(0.25, "exact_match")}),
@@ -150,22 +147,21 @@ def nucl_runs(root, new=True):
     return runs
 
 
-def jreg_runs(root, new=True):
+def jreg_runs(root):
     """Pre-training over seeds and setups, analyses of models and of checkpoints, accuracies."""
     other = {0: (0.0, 8.0), 10: (8.0, 5.0), 20: (14.0, 4.2)}
     runs = [
-        pretrain(root / "base0", 0.0, RISING, psi=[0.4, 0.2, 0.1, 0.22], new=new),
-        pretrain(root / "base1", 0.0, other, seed=1, psi=[0.4, 0.2, 0.1, 0.26], new=new),
-        pretrain(root / "jreg0", 1.0, FLAT, psi=[0.4, 0.2, 0.1, 0.1], new=new),
-        pretrain(root / "jreg1", 1.0, {0: (0.0, 8.0), 20: (0.4, 4.2)}, seed=1, new=new),
-        pretrain(root / "sharp", 1.0, {0: (0.0, 8.0), 20: (1.5, 4.5)}, alpha=3.0, new=new),
-        pretrain(root / "rate", 0.0, {20: (99.0, 9.0)}, optimizer={"learning_rate": 2e-3}, new=new),
-        pretrain(root / "begun", 1.0, {0: (0.0, 8.0), 10: (1.0, 5.0)}, alpha=0.5, finished=False,
-                 new=new),
-        pretrain(root / "again" / "again", 0.0, {20: (50.0, 9.0)}, new=new),
+        pretrain(root / "base0", 0.0, RISING, psi=[0.4, 0.2, 0.1, 0.22]),
+        pretrain(root / "base1", 0.0, other, seed=1, psi=[0.4, 0.2, 0.1, 0.26]),
+        pretrain(root / "jreg0", 1.0, FLAT, psi=[0.4, 0.2, 0.1, 0.1]),
+        pretrain(root / "jreg1", 1.0, {0: (0.0, 8.0), 20: (0.4, 4.2)}, seed=1),
+        pretrain(root / "sharp", 1.0, {0: (0.0, 8.0), 20: (1.5, 4.5)}, alpha=3.0),
+        pretrain(root / "rate", 0.0, {20: (99.0, 9.0)}, optimizer={"learning_rate": 2e-3}),
+        pretrain(root / "begun", 1.0, {0: (0.0, 8.0), 10: (1.0, 5.0)}, alpha=0.5, finished=False),
+        pretrain(root / "again" / "again", 0.0, {20: (50.0, 9.0)}),
     ]  # fmt: skip
     many = root / "many"
-    config = {"shape": SHAPE | {"layers": 6}, "new": new}
+    config = {"shape": SHAPE | {"layers": 6}}
     runs.append(pretrain(many, 0.0, RISING, seeds=[3, 4], **config))
     for seed, last in ((3, 4.0), (4, 5.0)):
         (many / f"seed_{seed}").mkdir()

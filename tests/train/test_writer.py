@@ -47,11 +47,10 @@ def test_a_torn_line_in_the_middle_is_an_error(tmp_path):
 
 def test_events_are_written(tmp_path):
     with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": 1.0, "layers": np.arange(3.0), "image": np.ones((2, 2)), "s": "x"})
+        writer.write(1, {"loss": 1.0, "layers": np.arange(3.0), "table": np.ones((2, 2)), "s": "x"})
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
-    for name in (b"loss", b"layers/002", b"image"):
-        assert name in content
+    assert b"loss" in content and b"layers/002" in content and b"table" not in content
 
 
 def test_in_a_bucket_the_file_is_written_whole(tmp_path, monkeypatch):
