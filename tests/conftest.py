@@ -195,3 +195,21 @@ def compiled_quickly():
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a tiny Llama and its tokenizer."""
+    from tiny_models import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of running text."""
+    from tiny_models import TEXT
+
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path

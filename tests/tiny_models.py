@@ -30,13 +30,13 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 
 
-def byte_tokenizer():
-    """One token a byte, and the two special ones: ids 0 (bos) and 1 (eos)."""
+def byte_tokenizer(**ids: int):
+    """One token a byte, and the two special ones: ids 0 (bos) and 1 (eos); `ids`: further ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])} | ids
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

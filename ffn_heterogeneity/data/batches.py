@@ -7,6 +7,7 @@ processes: the stream does not know how many there are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -21,6 +22,32 @@ from ffn_heterogeneity.data.sources import DataError
 Batch = dict[str, np.ndarray]
 # 2: places in the stream of all processes (1: in the stream of the process that saved).
 STATE_VERSION = 2
+
+
+@dataclasses.dataclass
+class Feed:
+    """What pipelines of batches have in common.
+
+    Attributes:
+      config: a `pipeline.DataConfig`.
+      seed: of the order of the records, unless the config has its own.
+      rows: the rows of every global batch [batch_size, T] that this process feeds.
+      vocab_size: of the model; None: any id will do.
+    """
+
+    config: Any
+    tokenizer: Any
+    batch_size: int
+    seq_len: int
+    seed: int
+    rows: np.ndarray
+    vocab_size: int | None
+
+    def __post_init__(self):
+        if self.seq_len < 2:
+            raise DataError(f"seq_len is {self.seq_len}; a row needs at least 2 positions")
+        if self.config.shuffle_seed is not None:
+            self.seed = self.config.shuffle_seed
 
 
 class BatchIterator:

@@ -70,10 +70,8 @@ class Part(NamedTuple):
         return self.start + len(self.source)
 
 
-class MixedSource:
+class MixedSource(Source):
     """The members' sources end to end; record i is `{"member": task, "record": ...}`."""
-
-    running_text = False
 
     def __init__(self, name: str, members: Sequence[tuple[str, int, Source]]):
         self.name, self.parts = name, []

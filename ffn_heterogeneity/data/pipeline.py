@@ -19,6 +19,7 @@ import numpy as np
 from ffn_heterogeneity.data.batches import (
     Batch,
     BatchIterator,
+    Feed,
     check_ids,
     chosen_rows,
     finite,
@@ -119,35 +120,23 @@ class DataConfig:
         return cls(**dict(config))
 
 
-class Pipeline:
+class Pipeline(Feed):
     """Training and validation batches of one task; made by `make_pipeline`.
 
     Every batch: "tokens", "targets", "segment_ids" (0 padding, documents from 1), "positions"
     (restart in every segment) int32 and "loss_mask" bool, all [len(rows), T].
 
     Attributes:
-      rows: the rows of every global batch [batch_size, T] that this process feeds.
       train, held_out: the records; `held_out` is None without validation data.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: Any,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        rows: np.ndarray,
-        vocab_size: int | None,
-    ):
-        _check(config, seq_len)
-        self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
-        self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
-        self.rows = rows
+    def __post_init__(self):
+        super().__post_init__()
+        config = self.config
+        _check(config)
         self.task: Task = get_task(config.task)
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._encoder = Encoder(
-            tokenizer, config.bos, config.eos, config.chat_template,
+            self.tokenizer, config.bos, config.eos, config.chat_template,
             config.append, config.loss_on_prompt,
         )  # fmt: skip
         self._fields = Fields(config.prompt_field, config.response_field, config.text_field)
@@ -228,7 +217,7 @@ class Pipeline:
         )
         pad = pad_to(self.batch_size)
         batches = rows.batch(self.batch_size, drop_remainder=False, batch_fn=pad)
-        batches = batches.map(lambda batch: check_ids(batch, self._vocab_size, self._tokenizer))
+        batches = batches.map(lambda batch: check_ids(batch, self.vocab_size, self.tokenizer))
         batches = batches.map(lambda batch: take_rows(batch, self.rows))
         prefetched = grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=self.config.prefetch
@@ -276,7 +265,7 @@ class Pipeline:
             "records": len(self.train),
             **members,
             "data_crc": zlib.crc32(repr([sampled, texts]).encode()),
-            "tokenizer_crc": zlib.crc32(repr(encode(self._tokenizer, probe)).encode()),
+            "tokenizer_crc": zlib.crc32(repr(encode(self.tokenizer, probe)).encode()),
             "seed": self.seed,
             "shuffle": self.config.shuffle,
             "epochs": epochs,
@@ -384,9 +373,7 @@ def _split_rows(source: Source, fraction: float) -> tuple[np.ndarray, np.ndarray
     return np.flatnonzero(~out), np.flatnonzero(out)
 
 
-def _check(config: DataConfig, seq_len: int) -> None:
-    if seq_len < 2:
-        raise DataError(f"seq_len is {seq_len}; a row needs at least 2 positions")
+def _check(config: DataConfig) -> None:
     if config.prefetch < 0:
         raise DataError(f"prefetch is {config.prefetch}; it must be 0 or more batches")
     if config.validation_fraction and (config.validation_path or config.validation_split):

@@ -15,7 +15,7 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 
@@ -29,7 +29,7 @@ class DataError(ValueError):
     """Data that cannot be used; the message names file and row, the value seen and the way out."""
 
 
-class Source(Protocol):
+class Source:
     """Random access to records.
 
     `in_memory`: reading every record is cheap. `running_text`: neighbouring records continue each
@@ -37,14 +37,17 @@ class Source(Protocol):
     """
 
     name: str
-    in_memory: bool
-    running_text: bool
+    in_memory = running_text = False
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        raise NotImplementedError
 
-    def where(self, index: int) -> str: ...
+    def where(self, index: int) -> str:
+        """The place of a record, for errors."""
+        return f"{self.name}, row {index + 1}"
 
 
 @contextlib.contextmanager
@@ -63,7 +66,7 @@ def read_each(source: Source, read: Callable[[Mapping[str, Any]], Any]) -> Itera
             yield read(source[row])
 
 
-class ListSource:
+class ListSource(Source):
     """Records held in memory, each with the place it was read from."""
 
     in_memory = True
@@ -88,10 +91,8 @@ class ListSource:
         return self._places[index]
 
 
-class ParquetSource:
+class ParquetSource(Source):
     """Rows of a parquet file, memory-mapped when it is local."""
-
-    in_memory = running_text = False
 
     def __init__(self, path: str):
         import pyarrow
@@ -111,14 +112,9 @@ class ParquetSource:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self._table.slice(index, 1).to_pylist()[0]
 
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
 
-
-class HubSource:
+class HubSource(Source):
     """One split of a data set loaded by name through `datasets` (cached, memory-mapped)."""
-
-    in_memory = running_text = False
 
     def __init__(self, name: str, split: str, revision: str | None = None):
         import datasets
@@ -146,9 +142,6 @@ class HubSource:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self._data[index]
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
 
 
 class Subset:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.data.batches import Batch, BatchIterator, check_ids, finite
+from ffn_heterogeneity.data.batches import Batch, BatchIterator, Feed, check_ids, finite
 from ffn_heterogeneity.data.corpus.shards import Corpus, check_tokenizer, open_corpus
 from ffn_heterogeneity.data.packing import Counts, Encoder
 from ffn_heterogeneity.data.sources import DataError
@@ -24,28 +24,18 @@ from ffn_heterogeneity.data.token_rows import ShardPart, TokenRows, split, whole
 _log = logging.getLogger(__name__)
 
 
-class TokenPipeline:
+class TokenPipeline(Feed):
     """Training and validation batches of token shards; made by `pipeline.make_pipeline`.
 
     The rows are cut once, from the documents in their order; an epoch is a new order of the rows.
 
     Attributes:
-      rows: the rows of every global batch [batch_size, T] that this process feeds.
       train, held_out: the rows of T positions; `held_out` is None without validation data.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        tokenizer: Any,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        rows: np.ndarray,
-        vocab_size: int | None,
-    ):
-        if seq_len < 2:
-            raise DataError(f"seq_len is {seq_len}; a row needs at least 2 positions")
+    def __post_init__(self):
+        super().__post_init__()
+        config = self.config
         if config.validation_fraction and config.validation_path:
             raise DataError(
                 f"validation_fraction is {config.validation_fraction} and validation_path is set "
@@ -53,12 +43,9 @@ class TokenPipeline:
             )
         if not config.packing:
             raise DataError("task 'tokens' is always packed: set packing=True")
-        self.config, self.batch_size, self.seq_len = config, batch_size, seq_len
-        self.seed = seed if config.shuffle_seed is None else config.shuffle_seed
-        self.rows, self.task = rows, get_task("tokens")
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._encoder = Encoder(tokenizer, config.bos, config.eos)
-        self.train, self.held_out = self._open(tokenizer)
+        self.task = get_task("tokens")
+        self._encoder = Encoder(self.tokenizer, config.bos, config.eos)
+        self.train, self.held_out = self._open()
 
     def train_iterator(self, epochs: int | None = None) -> BatchIterator:
         """This process's rows of the batches of `epochs` passes over the rows, None for ever.
@@ -102,7 +89,7 @@ class TokenPipeline:
             tokens = len(real) * self.seq_len - last * (len(rows) * self.seq_len - rows.positions)
             counts.input_tokens += tokens
             counts.loss_tokens += tokens
-            return check_ids(rows.batch(found[self.rows]), self._vocab_size, self._tokenizer)
+            return check_ids(rows.batch(found[self.rows]), self.vocab_size, self.tokenizer)
 
         batches = numbers.batch(self.batch_size, batch_fn=pad)
         reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -110,24 +97,24 @@ class TokenPipeline:
             batches.to_iter_dataset(reading).map(read), prefetch_buffer_size=self.config.prefetch
         )
 
-    def _open(self, tokenizer: Any) -> tuple[TokenRows, TokenRows | None]:
+    def _open(self) -> tuple[TokenRows, TokenRows | None]:
         config = self.config
         if not isinstance(config.path, str) or not config.path:
             raise DataError(
                 f"task 'tokens' needs the directory of the shards, path is {config.path!r}"
             )
-        corpus = self._corpus(config.path, tokenizer)
+        corpus = self._corpus(config.path)
         if not config.validation_path:
             kept, held = split(corpus, config.validation_fraction)
             self._digest = _digest(corpus, kept)
             return self._make(kept), self._make(held) if held else None
         self._digest = _digest(corpus, whole(corpus))
-        other = self._corpus(str(config.validation_path), tokenizer)
+        other = self._corpus(str(config.validation_path))
         return self._make(whole(corpus)), self._make(whole(other))
 
-    def _corpus(self, path: str, tokenizer: Any) -> Corpus:
+    def _corpus(self, path: str) -> Corpus:
         corpus = open_corpus(path, verify=self.config.verify)
-        check_tokenizer(corpus, tokenizer)
+        check_tokenizer(corpus, self.tokenizer)
         stored = corpus.manifest["policy"]["eos_id"]
         if stored != self._encoder.eos_id:
             _log.warning(

@@ -79,10 +79,7 @@ def read_pretrained(
     """
     config = read_config(directory)
     family = family_by_name(config.family)
-    tensors = {
-        name: Stored(view.shape, str(file), lambda view=view: view)
-        for name, (view, file) in safetensors.open_directory(directory).items()
-    }
+    tensors = stored_tensors(directory)
     params = assemble(
         config,
         family.rules(config),
@@ -92,6 +89,14 @@ def read_pretrained(
         check_finite=check_finite,
     )
     return config, params
+
+
+def stored_tensors(directory: str | os.PathLike) -> dict[str, Stored]:
+    """The directory's tensors by name; errors as `safetensors.open_directory`."""
+    return {
+        name: Stored(view.shape, str(file), lambda view=view: view)
+        for name, (view, file) in safetensors.open_directory(directory).items()
+    }
 
 
 def read_tokenizer(directory: str | os.PathLike) -> Any:

@@ -89,10 +89,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     config = huggingface.read_config(directory)
     family = family_by_name(config.family)
     rules = family.rules(config)
-    tensors = {
-        name: Stored(view.shape, str(file), lambda view=view: view)
-        for name, (view, file) in safetensors.open_directory(directory).items()
-    }
+    tensors = huggingface.stored_tensors(directory)
     check_names(config, rules, tensors, list(family.redundant))
     shapes, by_layer = expected_shapes(config), {}
     for rule in rules:

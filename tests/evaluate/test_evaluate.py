@@ -16,7 +16,6 @@ from tiny_models import (
     our_logits,
     random_params,
     run_script,
-    save_tiny,
     tiny_of,
     torch_model,
     torch_nll,
@@ -27,18 +26,6 @@ from ffn_heterogeneity.evaluate.run import run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GEMMA2 = tiny_of("gemma2", layers=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
 
 
 def windows(bos, window, count):

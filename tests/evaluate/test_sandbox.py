@@ -19,12 +19,7 @@ from hostile_programs import DAEMON, HOSTILE, PRIVILEGES
 
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.evaluate.sandbox import run as sandbox_run
-from ffn_heterogeneity.evaluate.sandbox.programs import (
-    Limits,
-    Outcome,
-    SandboxError,
-    run_code,
-)
+from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, SandboxError, run_code
 
 SANDBOX = Path(sandbox.__file__).parent
 PACKAGE = SANDBOX.parent.parent

@@ -12,10 +12,7 @@ import sys
 
 import jax
 import pytest
-from tiny_models import (
-    REPOSITORY,
-    run_script,
-)
+from tiny_models import REPOSITORY, run_script
 
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import experiment, sweep_run

@@ -14,14 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import (
-    LLAMA,
-    REPOSITORY,
-    config_of,
-    our_logits,
-    random_params,
-    run_script,
-)
+from tiny_models import LLAMA, REPOSITORY, config_of, our_logits, random_params, run_script
 
 from ffn_heterogeneity.evaluate import pruned
 from ffn_heterogeneity.evaluate.perplexity import window_nll

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, run_script, save_tiny
+from tiny_models import LLAMA, REPOSITORY, random_params, run_script
 
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import unstack
@@ -19,18 +19,6 @@ SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
 WITH_CONFIG = [
     "analyze", "benchmark", "compress", "evaluate", "prepare_data", "sweep", "train",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def test_all_scripts_are_here():

@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = np.random.default_rng(3).integers(2, 258, (2, 20))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def entropies(config=LLAMA) -> list[np.ndarray]:
     """H of every row of W, layer by layer, float64."""
     result = []

@@ -42,11 +42,6 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NOT_OURS = ("tokenizer.json", "tokenizer_config.json")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def contents(directory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 

@@ -9,6 +9,7 @@ from pydoc_data.topics import topics
 import jax
 import numpy as np
 import pytest
+from tiny_models import byte_tokenizer
 
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
@@ -28,19 +29,6 @@ from ffn_heterogeneity.train import run as training
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"
-
-
-def byte_tokenizer(**ids):
-    """One token a byte, and the two special ones; `ids`: of tokens that have others."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])} | ids
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_toy import (
-    L1,
-    NLL,
-    NORM,
-    V,
-    accumulated,
-    hyper,
-    toy_batch,
-    toy_forward,
-    toy_params,
-)
+from train_toy import L1, NLL, NORM, V, accumulated, hyper, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.parallel.partition import (

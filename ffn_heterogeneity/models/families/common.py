@@ -8,7 +8,7 @@ two name tables; `rules.py` makes rules of a table, and of fused tensors (GPT-Ne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -299,8 +299,9 @@ def short_float(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def uniform_layers(count: int, width: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
-    return (LayerConfig(ffn_width=width, rope=rope),) * count
+def layers_of(widths: Sequence[int], rope: RopeConfig) -> tuple[LayerConfig, ...]:
+    """Layers that differ in width alone."""
+    return tuple(LayerConfig(width, rope=rope) for width in widths)
 
 
 def windows_from_hf(values: Mapping[str, Any], every: int) -> list[int | None]:

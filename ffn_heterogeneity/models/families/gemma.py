@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
 
 DEFAULTS = {
@@ -54,7 +55,7 @@ def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=256,
-        layers=common.uniform_layers(layers, width, RopeConfig()),
+        layers=common.layers_of([width] * layers, RopeConfig()),
         max_position=8192,
         **preset_fields(d_model),
     )
@@ -70,8 +71,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GemmaForCausalLM."""
     fields = fields_from_hf(values, DEFAULTS)
     rope = common.shared_rope_from_hf(values, fields["max_position"])
-    layers = common.uniform_layers(values["num_hidden_layers"], values["intermediate_size"], rope)
-    return ModelConfig(family="gemma", layers=layers, **fields)
+    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
+    return ModelConfig(family="gemma", layers=common.layers_of(widths, rope), **fields)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -87,16 +88,11 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gemma."""
     fields = common.base_from_gguf(meta) | gemma_fields(meta["embedding_length"])
     rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
-    layers = tuple(LayerConfig(ffn_width=w, rope=rope) for w in common.gguf_widths(meta))
+    layers = common.layers_of(common.gguf_widths(meta), rope)
     return ModelConfig(family="gemma", layers=layers, **fields)
 
 
-FAMILY = common.Family(
-    "gemma",
-    "GemmaForCausalLM",
-    PRESETS,
-    from_hf,
-    to_hf,
-    from_gguf,
-    gguf_transform=common.subtract_one,
-)
+# Of every Gemma; and of those with post-norms.
+gemma_family = functools.partial(common.Family, gguf_transform=common.subtract_one)
+post_norm_family = functools.partial(gemma_family, rules=common.hf_post_norm_rules)
+FAMILY = gemma_family("gemma", "GemmaForCausalLM", PRESETS, from_hf, to_hf, from_gguf)

@@ -101,13 +101,4 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = common.Family(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    PRESETS,
-    from_hf,
-    to_hf,
-    from_gguf,
-    rules=common.hf_post_norm_rules,
-    gguf_transform=common.subtract_one,
-)
+FAMILY = gemma.post_norm_family("gemma2", "Gemma2ForCausalLM", PRESETS, from_hf, to_hf, from_gguf)

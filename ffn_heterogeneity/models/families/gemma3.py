@@ -122,14 +122,6 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = common.Family(
-    "gemma3",
-    "Gemma3ForCausalLM",
-    PRESETS,
-    from_hf,
-    to_hf,
-    from_gguf,
-    model_type="gemma3_text",
-    rules=common.hf_post_norm_rules,
-    gguf_transform=common.subtract_one,
+FAMILY = gemma.post_norm_family(
+    "gemma3", "Gemma3ForCausalLM", PRESETS, from_hf, to_hf, from_gguf, model_type="gemma3_text"
 )

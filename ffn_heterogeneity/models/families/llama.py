@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
 from ffn_heterogeneity.models.families.llama_presets import PRESETS
 
@@ -26,9 +26,9 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a LlamaForCausalLM."""
     fields = common.base_from_hf(values, _DEFAULTS)
     rope = common.shared_rope_from_hf(values, fields["max_position"])
-    layers = common.uniform_layers(values["num_hidden_layers"], values["intermediate_size"], rope)
-    activation = common.activation_from_hf(values.get("hidden_act", "silu"))
-    return ModelConfig(family="llama", layers=layers, activation=activation, **fields)
+    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
+    fields["activation"] = common.activation_from_hf(values.get("hidden_act", "silu"))
+    return ModelConfig(family="llama", layers=common.layers_of(widths, rope), **fields)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("GGUF llama files with experts (expert_count) are not supported")
     fields = common.base_from_gguf(meta)
     rope = _rope_from_gguf(meta, fields["head_dim"])
-    layers = tuple(LayerConfig(ffn_width=w, rope=rope) for w in common.gguf_widths(meta))
+    layers = common.layers_of(common.gguf_widths(meta), rope)
     return ModelConfig(family="llama", layers=layers, **fields)
 
 

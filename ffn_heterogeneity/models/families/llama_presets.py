@@ -29,7 +29,7 @@ def _preset(kind, layers, width, d_model, n_heads, n_kv_heads, factor=None) -> M
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=d_model // n_heads,
-        layers=common.uniform_layers(layers, width, rope),
+        layers=common.layers_of([width] * layers, rope),
         **kind,
     )
 

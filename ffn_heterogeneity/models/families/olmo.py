@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, llama
+from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common
+from ffn_heterogeneity.models.families.llama import gguf_transform
 
 _DEFAULTS = {
     "tie_word_embeddings": False,
@@ -19,10 +20,6 @@ _DEFAULTS = {
 _NORM = {"norm_kind": "layer_without_parameters", "norm_eps": 1e-5}
 
 
-def _layers(widths, rope: RopeConfig) -> tuple[LayerConfig, ...]:
-    return tuple(LayerConfig(width, rope=rope) for width in widths)
-
-
 def _preset(layers, width, d_model, n_heads, tied, max_position=2048, clip=None) -> ModelConfig:
     return ModelConfig(
         family="olmo",
@@ -31,7 +28,7 @@ def _preset(layers, width, d_model, n_heads, tied, max_position=2048, clip=None)
         n_heads=n_heads,
         n_kv_heads=n_heads,
         head_dim=d_model // n_heads,
-        layers=_layers([width] * layers, RopeConfig()),
+        layers=common.layers_of([width] * layers, RopeConfig()),
         qkv_clip=clip,
         tied=tied,
         max_position=max_position,
@@ -56,7 +53,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     rope = common.shared_rope_from_hf(values, fields["max_position"])
     return ModelConfig(
         family="olmo",
-        layers=_layers([values["intermediate_size"]] * values["num_hidden_layers"], rope),
+        layers=common.layers_of([values["intermediate_size"]] * values["num_hidden_layers"], rope),
         activation=common.activation_from_hf(values.get("hidden_act", "silu")),
         qkv_clip=values.get("clip_qkv"),
         **fields,
@@ -80,7 +77,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     clip = meta.get("attention.clamp_kqv") or None
     return ModelConfig(
         family="olmo",
-        layers=_layers(common.gguf_widths(meta), rope),
+        layers=common.layers_of(common.gguf_widths(meta), rope),
         norm_kind=_NORM["norm_kind"],
         qkv_clip=None if clip is None else common.short_float(clip),
         **fields,
@@ -89,11 +86,5 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 # llama.cpp's converter reorders queries and keys as it does Llama's.
 FAMILY = common.Family(
-    "olmo",
-    "OlmoForCausalLM",
-    PRESETS,
-    from_hf,
-    to_hf,
-    from_gguf,
-    gguf_transform=llama.gguf_transform,
+    "olmo", "OlmoForCausalLM", PRESETS, from_hf, to_hf, from_gguf, gguf_transform=gguf_transform
 )

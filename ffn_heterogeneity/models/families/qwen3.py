@@ -27,7 +27,7 @@ def _preset(layers, width, d_model, n_heads, n_kv_heads, tied) -> ModelConfig:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=128,
-        layers=common.uniform_layers(layers, width, RopeConfig(_THETA)),
+        layers=common.layers_of([width] * layers, RopeConfig(_THETA)),
         norm_eps=1e-6,
         qk_norm=True,
         tied=tied,
@@ -95,7 +95,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     if kind != "none":
         raise ConfigError(f"GGUF rope.scaling.type={kind!r} of a qwen3 file is not known: none")
     rope = RopeConfig(common.short_float(meta.get("rope.freq_base", _THETA)))
-    layers = tuple(LayerConfig(width, rope=rope) for width in common.gguf_widths(meta))
+    layers = common.layers_of(common.gguf_widths(meta), rope)
     return ModelConfig(family="qwen3", layers=layers, qk_norm=True, **fields)
 
 
