@@ -1,8 +1,23 @@
-"""What errors say alike: the nearest of the known names, and another error in one line."""
+"""What errors say alike: the choices there are, the nearest name, another error in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
+
+
+def check_choice(
+    name: str, value: Any, choices: Collection[Any], error: type[Exception] = ValueError
+) -> None:
+    """Raises `error`, which names the value and what it may be, where it is none of `choices`."""
+    if value not in choices:
+        raise error(f"{name}={value!r}: choose one of {tuple(choices)}")
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:

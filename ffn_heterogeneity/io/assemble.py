@@ -16,6 +16,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Rule, expected_shapes
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.paths import unflatten
+from ffn_heterogeneity.wording import some
 
 FLOATS = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
@@ -110,7 +111,7 @@ def check_names(
     wanted = {name: rule for rule in rules for name in rule.names}
     source = next(iter(tensors.values())).file if tensors else "the checkpoint"
     if missing := [name for name in wanted if name not in tensors]:
-        raise CheckpointError(f"{source}: missing tensors: {_some(missing)}")
+        raise CheckpointError(f"{source}: missing tensors: {some(missing)}")
     extra = [name for name in tensors if name not in wanted]
     extra = [name for name in extra if not any(re.fullmatch(r, name) for r in redundant)]
     if config.tied:
@@ -118,7 +119,7 @@ def check_names(
     if extra:
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensors that this {config.family} model has no place for: "
-            f"{_some(extra)}"
+            f"{some(extra)}"
         )
 
 
@@ -142,8 +143,3 @@ def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:
     a, b = a.reshape(-1), b.reshape(-1)
     parts = (slice(start, start + chunk) for start in range(0, a.size, chunk))
     return all(np.array_equal(a[part], b[part]) for part in parts)
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(repr, names[:limit])) + more

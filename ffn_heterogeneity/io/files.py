@@ -16,19 +16,13 @@ from etils import epath
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike, *, overwrite: bool = True) -> Iterator[epath.Path]:
+def atomic_path(path: str | os.PathLike) -> Iterator[epath.Path]:
     """Yields a temporary sibling of `path`; on success it is moved over `path`, else removed.
 
-    The caller may make a file or a directory of it. A directory replaces an existing one only
-    with `overwrite`. In a bucket it is `path` itself, and a file: an object appears whole there or
-    not at all, and moving it would be a copy.
-
-    Raises:
-      FileExistsError: `path` exists and `overwrite` is False.
+    The caller may make a file or a directory of it. In a bucket it is `path` itself, and a file: an
+    object appears whole there or not at all, and moving it would be a copy.
     """
     path = epath.Path(path)
-    if not overwrite and path.exists():
-        raise FileExistsError(f"{path} exists already: choose another name or remove it first")
     if is_bucket(path):
         yield path
         return

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.wording import some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -112,7 +113,7 @@ def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, 
                 )
             tensors[name] = (view, file)
     if lost := sorted(set(index) - set(tensors)):
-        raise CheckpointError(f"{directory / INDEX}: tensors {_some(lost)} are in no shard")
+        raise CheckpointError(f"{directory / INDEX}: tensors {some(lost)} are in no shard")
     return tensors
 
 
@@ -120,16 +121,11 @@ def _nothing_there(directory: Path) -> str:
     pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         return (
-            f"{directory} holds only pickled weights ({_some(pickles)}), which can run code when "
+            f"{directory} holds only pickled weights ({some(pickles)}), which can run code when "
             "opened and are never read: convert them to safetensors first (save_pretrained in "
             "transformers does)"
         )
     return f"{directory} has neither {SINGLE} nor {INDEX}"
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def write_shards(

@@ -21,12 +21,6 @@ from ffn_heterogeneity.train.shared import Shared
 
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
 OWN_KEYS = ("kind", "base")
-# 97.5% quantile of Student's t by degrees of freedom, 1 to 30; beyond, the normal one.
-T_975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
-    2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 def run(
@@ -155,6 +149,8 @@ def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     Numbers of `final` keep their names ("validation/nll"), those of stages are "<stage>/<key>".
     The interval is mean -+ t_{0.975, n-1} s / sqrt(n), infinite for a single seed.
     """
+    from scipy import stats
+
     rows = [_numbers(result) for result in results]
     summary = {}
     for name in rows[0]:
@@ -163,8 +159,7 @@ def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
             continue
         n, mean, half = len(values), float(values.mean()), float("inf")
         if n > 1:
-            quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.960
-            half = quantile * float(values.std(ddof=1)) / n**0.5
+            half = float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1)) / n**0.5
         summary[name] = {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
     return summary
 

@@ -28,6 +28,7 @@ from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.surgery.least_squares import solve_together
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups, least_of_rows
 from ffn_heterogeneity.surgery.weights import CACHED, Outgoing, blocks, incoming, outgoing
+from ffn_heterogeneity.wording import check_choice
 
 RIDGE = 0.1
 _PRODUCTS = 1 << 21  # numbers of a block of products with all survivors
@@ -99,8 +100,7 @@ def outgoing_of_survivors(
 
 def check_compensation(name: str) -> None:
     """Raises ValueError where there is no such compensation."""
-    if name not in COMPENSATIONS:
-        raise ValueError(f"compensation={name!r}: choose one of {COMPENSATIONS}")
+    check_choice("compensation", name, COMPENSATIONS)
 
 
 def _sum(problem: Problem) -> tuple[Rows, dict]:

@@ -229,15 +229,13 @@ def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):
     row = results["summary"]["score/perplexity"]
     low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
     np.testing.assert_allclose(
-        [row["mean"], row["low"], row["high"]], [np.mean(values), low, high], 1e-3
+        [row["mean"], row["low"], row["high"]], [np.mean(values), low, high], 1e-9
     )
     assert row["n"] == 3 and "score/perplexity: " in capsys.readouterr().out
     assert experiment.run(config, tmp_path / "run") == results
 
 
-def test_the_quantiles_are_students():
-    expected = stats.t.ppf(0.975, range(1, 31))
-    np.testing.assert_allclose(experiment.T_975, expected, atol=6e-4)
+def test_a_single_seed_has_no_interval():
     one = experiment.summarise([{"x": 1.0}])["x"]
     assert one["mean"] == 1 and one["high"] == math.inf
 
