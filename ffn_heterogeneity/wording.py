@@ -1,4 +1,4 @@
-"""What errors say alike: the choices there are, the nearest name, another error in one line."""
+"""What errors say alike: the choices, the nearest name, some of many, an error in one line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ def check_choice(
     """Raises `error`, which names the value and what it may be, where it is none of `choices`."""
     if value not in choices:
         raise error(f"{name}={value!r}: choose one of {tuple(choices)}")
-
-
-def some(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
 
 
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:
@@ -61,6 +55,12 @@ def _edits(a: str, b: str) -> int:
             row.append(fewest)
         before, last = last, row
     return last[-1]
+
+
+def some(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, quoted, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
 
 
 def first_line(error: BaseException) -> str:

@@ -23,8 +23,8 @@ ALONE = {"data": set(), "report": {"papers"}, "adapters": set(), "papers": set()
 ONLY_FOR = {"papers": "report"}  # a room that one other alone imports
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.
 SHARED = {"paths", "wording", "io.files", "io.errors"}
-# Files of tests that are longer than files may be: none may be added.
-TO_BE_CUT = {"test_compensation.py", "test_engine.py", "test_judge.py", "test_sandbox.py"}
+# Longer than files (400 lines) and functions (60) may be: none may be added.
+TO_BE_CUT = {"test_engine.py"}
 
 
 def room(path: Path) -> str:
@@ -88,7 +88,9 @@ def test_files_and_functions_stay_short():
         if path.is_relative_to(REPOSITORY / "tests"):
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and code_lines(node) > 60:
+            if not isinstance(node, ast.FunctionDef) or f"{path.name}:{node.name}" in TO_BE_CUT:
+                continue
+            if code_lines(node) > 60:
                 long.append(f"{path.name}: {node.name} has {code_lines(node)} lines of code")
     assert not long, long
 

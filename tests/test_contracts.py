@@ -39,7 +39,8 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.removal import remove_neurons
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -340,15 +341,14 @@ def test_adapter_in_a_model(adapter):
         partition.DEFAULT_SHARDING_RULES,
     ):
         partition.match_rules(rules, paths)
-    removed = {0: [1, 4], 2: [0]}
-    tokens = {"tokens": batch_of(29)["tokens"]}
-    masked = restack(LLAMA, mask_neurons(params, removed))
-    full = causal_lm.forward(LLAMA, masked, tokens)["hidden"]
     try:
-        config, smaller = remove_neurons(LLAMA, params, removed)
+        config, smaller, removed, _ = reduce_model(LLAMA, params, Plan("random", count=2))
     except ValueError as error:
         assert any(leaf in str(error) for leaf in adapter.leaves)
         return
+    tokens = {"tokens": batch_of(29)["tokens"]}
+    masked = restack(LLAMA, mask_neurons(params, removed))
+    full = causal_lm.forward(LLAMA, masked, tokens)["hidden"]
     pruned = causal_lm.forward(config, restack(config, smaller), tokens)["hidden"]
     assert np.abs(pruned - full).max() <= 5e-6 * np.abs(full).max()
 

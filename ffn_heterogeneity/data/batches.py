@@ -83,8 +83,8 @@ class BatchIterator:
         self._closing()
 
 
-def chosen_rows(rows: Sequence[int] | slice, batch_size: int, accumulation: int) -> np.ndarray:
-    """Rows of the global batch that the caller names, checked, [R].
+def chosen_rows(rows: Sequence[int] | None, batch_size: int, accumulation: int) -> np.ndarray:
+    """Rows of the global batch that the caller names (None: all), checked, [R].
 
     Raises:
       DataError: none, repeated or outside the batch; or rows that, cut into [A, R/A], would not
@@ -98,18 +98,10 @@ def chosen_rows(rows: Sequence[int] | slice, batch_size: int, accumulation: int)
             f"batch_size is {batch_size}; it must be a positive multiple of the {accumulation} "
             f"micro-batches it is cut into, as {fitting} is"
         )
-    # As a list: an array's own form may take several lines.
-    shown = rows if isinstance(rows, slice) else np.asarray(rows).tolist()
-    shown = f"rows is {shown!r:.80}"
-    if isinstance(rows, slice):
-        bounds = [bound for bound in (rows.start, rows.stop) if bound is not None]
-        # Python's slices say nothing of bounds that are too large: the batch would just be short.
-        if not all(0 <= bound <= batch_size for bound in bounds):
-            raise DataError(f"{shown}; its bounds must be in 0 .. batch_size = {batch_size}")
-        rows = range(batch_size)[rows]
-    found = np.asarray(rows)
+    found = np.arange(batch_size) if rows is None else np.asarray(rows)
+    shown = f"rows is {found.tolist()!r:.80}"
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
-        raise DataError(f"{shown}; it must be a slice or a sequence of one or more row numbers")
+        raise DataError(f"{shown}; it must be a sequence of one or more row numbers")
     if found.min() < 0 or found.max() >= batch_size or len(np.unique(found)) < len(found):
         raise DataError(
             f"{shown}; it must hold different rows of the global batch, 0 .. {batch_size - 1}"

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.data.sources import DataError, ListSource, Source, Subset, open_source
+from ffn_heterogeneity.data.sources import (
+    DataError,
+    ListSource,
+    Source,
+    Subset,
+    named_place,
+    open_source,
+    read_each,
+)
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -35,11 +43,9 @@ class ExpandedSource(ListSource):
 
     def __init__(self, source: Source, task: Task, training: bool = True):
         records, places, groups = [], [], []
-        for row in range(len(source)):
-            try:
-                found = task.expand(source[row], training)
-            except DataError as error:
-                raise DataError(f"{source.where(row)}: {error}") from error
+        for row, found in enumerate(
+            read_each(source, lambda record: task.expand(record, training))
+        ):
             records += found
             places += [source.where(row)] * len(found)
             groups += [row] * len(found)
@@ -182,7 +188,7 @@ class TaskQuestion:
     where: str
 
 
-def questions(task: Task, source: Source, fields: Fields | None = None) -> list[TaskQuestion]:
+def questions(task: Task, source: Source) -> list[TaskQuestion]:
     """Every question of a file, once, for the metrics that the task names.
 
     Args:
@@ -198,11 +204,9 @@ def questions(task: Task, source: Source, fields: Fields | None = None) -> list[
         source = ExpandedSource(source, task, training=False)
     found = []
     for row in range(len(source)):
-        try:
-            example = task.example(source[row], fields or Fields())
+        with named_place(source, row):
+            example = task.example(source[row], Fields())
             reference = task.reference(source[row]) if task.reference else example.target.strip()
-        except DataError as error:
-            raise DataError(f"{source.where(row)}: {error}") from error
         found.append(TaskQuestion(example.prompt, reference, source.where(row)))
     return found
 

@@ -17,15 +17,14 @@ document goes on in the next row), examples by `FirstFitPackIterDataset` (whole 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ffn_heterogeneity.data.sources import DataError, Source
+from ffn_heterogeneity.data.sources import DataError, Source, named_place
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
 
 BOS_POLICIES = ("auto", "segment", "document", "none")
@@ -129,6 +128,7 @@ class Encoder:
         return ids[len(prefix) :] if ids[: len(prefix)] == prefix else None
 
 
+@dataclasses.dataclass
 class ExampleReader:
     """grain flat map: one record -> no, one or several elements `{tokens, targets, loss_mask}`.
 
@@ -138,24 +138,19 @@ class ExampleReader:
     about; if nothing is left of all `total` records, that is an error.
     """
 
-    max_fan_out = 1  # asked for by grain's random-access form only
+    task: Task
+    fields: Fields
+    source: Source
+    encoder: Encoder
+    seq_len: int
+    total: int
+    packing: bool
+    skip_bad: bool = False
+    counts: Counts = dataclasses.field(default_factory=Counts)
+    # Rows, so that reading one again does not count twice.
+    _dropped: set[int] = dataclasses.field(default_factory=set)
 
-    def __init__(
-        self,
-        task: Task,
-        fields: Fields,
-        source: Source,
-        encoder: Encoder,
-        seq_len: int,
-        total: int,
-        packing: bool,
-        skip_bad: bool = False,
-    ):
-        self.counts = Counts()
-        self._skip_bad = skip_bad
-        self._task, self._fields, self._source = task, fields, source
-        self._encoder, self._seq_len, self._total, self._packing = encoder, seq_len, total, packing
-        self._dropped: set[int] = set()  # rows, so that reading one again does not count twice
+    max_fan_out: ClassVar[int] = 1  # asked for by grain's random-access form only
 
     def flat_map(self, item: Mapping[str, Any]) -> Sequence[dict[str, np.ndarray]]:
         self.counts.documents += 1
@@ -166,53 +161,53 @@ class ExampleReader:
         self.counts.kept += 1
         self.counts.input_tokens += len(element["tokens"])
         self.counts.loss_tokens += int(element["loss_mask"].sum())
-        if self._task.split_long and not self._packing:
-            return split_pieces(element, self._seq_len, self._encoder)
+        if self.task.split_long and not self.packing:
+            return split_pieces(element, self.seq_len, self.encoder)
         return [element]
 
     def _check_any_left(self, dropped_row: int) -> None:
         """Without this a stream that repeats for ever would look for its first token for ever."""
         if not self.counts.kept:
             self._dropped.add(dropped_row)
-        if len(self._dropped) >= self._total:
+        if len(self._dropped) >= self.total:
             raise DataError(
-                f"{self._source.name}: none of its {self._total} records leaves a token to predict "
-                f"in rows of {self._seq_len} ({self.counts.empty} empty, {self.counts.no_response} "
+                f"{self.source.name}: none of its {self.total} records leaves a token to predict "
+                f"in rows of {self.seq_len} ({self.counts.empty} empty, {self.counts.no_response} "
                 f"with a prompt that fills the row, {self.counts.bad} unreadable); check the "
                 "fields, or use longer rows"
             )
 
     def _problem(self, name: str, meaning: str) -> None:
-        self.counts.add_problem(self._source.name, name, meaning)
+        self.counts.add_problem(self.source.name, name, meaning)
 
     def _read(self, row: int, record: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
         try:
-            example = read_example(self._task, self._fields, self._source, row, record)
-            with named_place(self._source, row):
+            example = read_example(self.task, self.fields, self.source, row, record)
+            with named_place(self.source, row):
                 return self._element(example)
         except DataError as error:
-            if not self._skip_bad:
+            if not self.skip_bad:
                 raise
             return self._problem("bad", f"dropped, unreadable, the last one: {error}")
 
     def _element(self, example: Any) -> dict[str, np.ndarray] | None:
-        if self._task.encode:
-            ids, scored = self._task.encode(example, self._encoder)
+        if self.task.encode:
+            ids, scored = self.task.encode(example, self.encoder)
             end = last_scored(scored)  # what follows it predicts nothing
             ids, scored = ids[:end], np.asarray(scored[:end], bool)
         elif not example.target.strip():
             ids, scored = [], np.zeros(0, bool)
         else:
-            ids, before = self._encoder.ids(example)
-            scored = np.arange(len(ids)) >= (0 if self._encoder.loss_on_prompt else before)
+            ids, before = self.encoder.ids(example)
+            scored = np.arange(len(ids)) >= (0 if self.encoder.loss_on_prompt else before)
         if len(ids) < 2:
             return self._problem("empty", "dropped, nothing to predict in them")
-        if not self._task.split_long and len(ids) > self._seq_len + 1:
-            end = last_scored(scored[: self._seq_len + 1])
+        if not self.task.split_long and len(ids) > self.seq_len + 1:
+            end = last_scored(scored[: self.seq_len + 1])
             if not end:
-                meaning = f"dropped, the prompt alone fills seq_len = {self._seq_len}"
+                meaning = f"dropped, the prompt alone fills seq_len = {self.seq_len}"
                 return self._problem("no_response", meaning)
-            meaning = f"end of the response cut off to fit seq_len = {self._seq_len}"
+            meaning = f"end of the response cut off to fit seq_len = {self.seq_len}"
             self._problem("truncated", meaning)
             ids, scored = ids[:end], scored[:end]
         return shift(ids, scored)
@@ -224,15 +219,6 @@ def read_example(
     """`task.example`, whose errors then name the file and row."""
     with named_place(source, row):
         return task.example(record, fields)
-
-
-@contextlib.contextmanager
-def named_place(source: Source, row: int) -> Iterator[None]:
-    """Errors of the block name the file and row."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{source.where(row)}: {error}") from error
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

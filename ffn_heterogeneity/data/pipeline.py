@@ -38,11 +38,10 @@ from ffn_heterogeneity.data.packing import (
     Encoder,
     ExampleReader,
     encode,
-    named_place,
     pack,
     read_example,
 )
-from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset
+from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset, named_place
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
 from ffn_heterogeneity.wording import unknown
@@ -311,7 +310,7 @@ def make_pipeline(
     seed: int,
     *,
     accumulation: int = 1,
-    rows: Sequence[int] | slice | None = None,
+    rows: Sequence[int] | None = None,
     vocab_size: int | None = None,
 ) -> Pipeline | TokenPipeline:
     """Opens the data and checks it.
@@ -342,7 +341,7 @@ def make_pipeline(
     """
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
-    fed = chosen_rows(slice(None) if rows is None else rows, batch_size, accumulation)
+    fed = chosen_rows(rows, batch_size, accumulation)
     without_prompts = config.task == "tokens" or get_task(config.task).encode
     if without_prompts and (config.append or config.loss_on_prompt):
         raise DataError(

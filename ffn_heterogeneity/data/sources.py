@@ -14,7 +14,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from etils import epath
@@ -45,6 +45,22 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
     def where(self, index: int) -> str: ...
+
+
+@contextlib.contextmanager
+def named_place(source: Source, row: int) -> Iterator[None]:
+    """Errors of the block name the file and row."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{source.where(row)}: {error}") from error
+
+
+def read_each(source: Source, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
+    """`read` of every record, in order; its errors name the file and row."""
+    for row in range(len(source)):
+        with named_place(source, row):
+            yield read(source[row])
 
 
 class ListSource:
@@ -222,22 +238,18 @@ def read_jsonl(paths: Sequence[str]) -> ListSource:
         for number, line in enumerate(read_utf8(path).split("\n"), 1):
             if not line.strip():
                 continue
-            try:
-                records.append(json_object(line))
-            except DataError as error:
-                raise DataError(f"{path}, line {number}: {error}") from error
             places.append(f"{path}, line {number}")
+            try:
+                records.append(parse_object(line))
+            except DataError as error:
+                raise DataError(f"{places[-1]}: {error}") from error
     if not records:
         raise DataError(f"{_name(paths)}: no JSON objects, only blank lines")
     return ListSource(_name(paths), records, places)
 
 
-def json_object(line: str) -> dict[str, Any]:
-    """The record that a line of JSONL holds.
-
-    Raises:
-      DataError: it holds none; the caller says where the line stands.
-    """
+def parse_object(line: str) -> dict[str, Any]:
+    """The JSON object that a line is; an error says what else it is."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -268,11 +280,7 @@ def read_utf8(path: str) -> str:
 
 
 def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
-    """The text of a file's bytes from `offset` on.
-
-    Raises:
-      DataError: it is not UTF-8 (names the byte and where in the file it stands).
-    """
+    """The text of bytes from `offset` of a file on."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -10,8 +10,8 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.data.packing import encode, named_place
-from ffn_heterogeneity.data.sources import DataError, read_jsonl, read_utf8
+from ffn_heterogeneity.data.packing import encode
+from ffn_heterogeneity.data.sources import DataError, named_place, read_jsonl, read_utf8
 from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model

@@ -121,12 +121,11 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def superglue(scores: Mapping[str, Mapping[str, float]], *, partial: bool = False) -> Scores:
+def superglue(scores: Mapping[str, Mapping[str, float]]) -> Scores:
     """SuperGLUE's number: each task the mean of its metrics, then the mean of the tasks.
 
     Args:
       scores: of every task by name ("boolq" or "superglue_boolq").
-      partial: allow a mean over fewer than the eight.
 
     Raises:
       ValueError: a task that is not one of the eight, or one that is missing.
@@ -134,29 +133,26 @@ def superglue(scores: Mapping[str, Mapping[str, float]], *, partial: bool = Fals
     tasks = {name.removeprefix("superglue_"): values for name, values in scores.items()}
     other = sorted(set(tasks) - set(SUPERGLUE))
     missing = [name for name in SUPERGLUE if name not in tasks]
-    if other or not tasks or (missing and not partial):
+    if other or missing:
         raise ValueError(
-            f"SuperGLUE's score is over {', '.join(SUPERGLUE)}; missing: {', '.join(missing)}; not "
-            f"of them: {', '.join(other) or 'none'}; partial=True allows fewer"
+            f"SuperGLUE's score is over {', '.join(SUPERGLUE)}; missing: "
+            f"{', '.join(missing) or 'none'}; not of them: {', '.join(other) or 'none'}"
         )
     means = {name: _mean(values.values()) for name, values in tasks.items()}
     return {**means, "superglue": _mean(means.values())}
 
 
-def wilson_interval(correct: float, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share p = correct / total (n = total, z the normal quantile):
+def wilson_interval(correct: float, total: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share p = correct / total (n = total, z the normal quantile):
 
         (p + z^2/2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2/n).
 
     Raises:
-      ValueError: total < 1, correct outside 0 .. total, or confidence outside (0, 1).
+      ValueError: total < 1, or correct outside 0 .. total.
     """
-    if total < 1 or not 0 <= correct <= total or not 0 < confidence < 1:
-        raise ValueError(
-            f"{correct} correct of {total} at confidence {confidence}; need 0 <= correct <= total, "
-            "total >= 1 and a confidence between 0 and 1"
-        )
-    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    if total < 1 or not 0 <= correct <= total:
+        raise ValueError(f"{correct} correct of {total}; need 0 <= correct <= total, total >= 1")
+    z = statistics.NormalDist().inv_cdf(0.975)
     share = correct / total
     centre = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))

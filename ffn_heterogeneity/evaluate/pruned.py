@@ -14,6 +14,7 @@ from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import compress
@@ -87,7 +88,8 @@ def remove(config: ConfigDict, model: Model) -> tuple[Model, dict]:
       ValueError: as `compress.run`.
     """
     if config.criterion == UNPRUNED:
-        count, widths = compress.parameter_count(model.params), list(model.config.ffn_widths)
+        widths = list(model.config.ffn_widths)
+        count = count_parameters(model.config)["total"]
         return model, {
             "criterion": UNPRUNED,
             "removed": [[] for _ in widths],

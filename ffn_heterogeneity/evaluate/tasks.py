@@ -103,10 +103,7 @@ def check_tasks(config: ConfigDict) -> None:
 
 
 def _check_code(config: ConfigDict) -> None:
-    codes = [
-        leaf for name in config.tasks for leaf in leaf_tasks(str(name))
-        if tables().tasks[leaf]["local"].get("runs_code")
-    ]  # fmt: skip
+    codes = tables().running_code(map(str, config.tasks))
     if not codes:
         return
     if not config.allow_code_execution:
@@ -216,12 +213,6 @@ def limited(sizes: Mapping[str, int], limit: int) -> dict[str, int]:
             shares[name] += given
             left -= given
     return {name: share for name, share in shares.items() if share}
-
-
-def leaf_tasks(name: str) -> list[str]:
-    """The tasks of a group of the pack; a task is its own."""
-    group = tables().groups.get(name)
-    return [leaf for one in group.members for leaf in leaf_tasks(one)] if group else [name]
 
 
 def _summary(found: Mapping[str, Any], job: NamedTasks) -> dict[str, dict[str, Any]]:

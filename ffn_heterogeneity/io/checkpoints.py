@@ -41,12 +41,7 @@ class Checkpoints:
       ValueError: `keep` is below 1.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike,
-        *,
-        keep: int = 1,
-    ):
+    def __init__(self, directory: str | os.PathLike, *, keep: int = 1):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the latest checkpoint must be kept")
         directory = epath.Path(directory)

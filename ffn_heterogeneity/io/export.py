@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,16 +21,11 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
-from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
+from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
-from ffn_heterogeneity.models.families import (
-    Rule,
-    config_from_hf,
-    expected_shapes,
-    family_by_name,
-)
+from ffn_heterogeneity.models.families import Rule, config_from_hf, expected_shapes, family_by_name
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
@@ -89,10 +83,13 @@ def save_pretrained(
     if dtype is not None:
         leaves = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in leaves.items()}
     rules = family_by_name(config.family).rules(config)
-    sizes, tensors = _tensor_sizes(rules, leaves), _tensors(rules, leaves)
     with local_directory(directory) as temporary:
         temporary.mkdir()
-        safetensors.write_shards(temporary, sizes, tensors, max_shard_bytes)
+        with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
+            for rule in rules:
+                saved = rule.save([leaves[path] for path in rule.paths])
+                for name, array in zip(rule.names, saved, strict=True):
+                    pieces.write(name, array)
         write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, native, extra)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
@@ -184,20 +181,15 @@ def _expressible(config: ModelConfig) -> bool:
     return config_from_hf(family_by_name(config.family).to_hf(config)) == config
 
 
-def _tensor_sizes(rules: list[Rule], leaves: dict[str, np.ndarray]) -> dict[str, int]:
-    """{tensor name: bytes}, in the order in which `_tensors` yields them."""
+def _specs(rules: list[Rule], leaves: dict[str, np.ndarray]) -> dict[str, Spec]:
+    """{tensor name: its shape and type}, file order."""
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    sizes = {}
+    specs = {}
     for rule in rules:
-        itemsize = max(leaves[path].dtype.itemsize for path in rule.paths)
+        dtype = np.result_type(*(leaves[path].dtype for path in rule.paths))
         for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
-            sizes[name] = math.prod(shape) * itemsize
-    return sizes
-
-
-def _tensors(rules: list[Rule], leaves: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    for rule in rules:
-        yield from zip(rule.names, rule.save([leaves[p] for p in rule.paths]), strict=True)
+            specs[name] = Spec(shape, dtype)
+    return specs
 
 
 def write_configs(

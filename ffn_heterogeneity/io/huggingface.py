@@ -15,19 +15,10 @@ from typing import Any
 from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import NATIVE_KEY, save_pretrained
+from ffn_heterogeneity.io.export import NATIVE_KEY
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line
-
-__all__ = [
-    "CheckpointError",
-    "download",
-    "read_config",
-    "read_pretrained",
-    "read_tokenizer",
-    "save_pretrained",
-]
 
 TOKENIZER_FILES = (
     "tokenizer*",

@@ -55,23 +55,14 @@ def load_model(
     Raises:
       CheckpointError: `spec` is none of these, or what it names cannot be read.
     """
-    spec = os.fspath(spec)
-    path = _local(spec)
+    source, path = _find(spec, revision)
     options = {"dtype": dtype, "check_finite": check_finite}
-    if path.suffix == ".gguf" or path.is_file():
-        _no_revision(spec, revision)
+    if _is_file(path):
         file = gguf_file.open_gguf(path)
         config, params = gguf.read_gguf(file, **options)
-        return Model(config, params, gguf_tokenizer.read_tokenizer(file), spec)
-    if spec and path.is_dir():
-        _no_revision(spec, revision)
-        config, params = huggingface.read_pretrained(path, **options)
-        return Model(config, params, huggingface.read_tokenizer(path), spec)
-    repo_id = _hub_id(spec)
-    local = huggingface.download(repo_id, revision)
-    config, params = huggingface.read_pretrained(local, **options)
-    source = f"{repo_id}@{revision}" if revision else repo_id
-    return Model(config, params, huggingface.read_tokenizer(local), source)
+        return Model(config, params, gguf_tokenizer.read_tokenizer(file), source)
+    config, params = huggingface.read_pretrained(path, **options)
+    return Model(config, params, huggingface.read_tokenizer(path), source)
 
 
 def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> ModelConfig:
@@ -83,18 +74,11 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
     Raises:
       CheckpointError: as `load_model`.
     """
-    spec = os.fspath(spec)
-    path = _local(spec, weights=False)
-    if path.suffix == ".gguf" or path.is_file():
-        _no_revision(spec, revision)
-        return gguf.read_gguf_config(path)
-    if spec and path.is_dir():
-        _no_revision(spec, revision)
-        return huggingface.read_config(path)
     for name, (config, repo_id) in PRESETS.items():
-        if spec in (name, repo_id) and revision is None:
+        if spec in (name, repo_id) and revision is None and not Path(spec).exists():
             return config
-    return huggingface.read_config(huggingface.download(_hub_id(spec), revision, weights=False))
+    _, path = _find(spec, revision, weights=False)
+    return gguf.read_gguf_config(path) if _is_file(path) else huggingface.read_config(path)
 
 
 def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> Any:
@@ -103,15 +87,11 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
     Raises:
       CheckpointError: as `load_model`; or there is no tokenizer.
     """
-    spec = os.fspath(spec)
-    path = _local(spec)
-    if path.suffix == ".gguf" or path.is_file():
+    _, path = _find(spec, revision, only=huggingface.TOKENIZER_FILES)
+    if _is_file(path):
         found = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
-    elif spec and path.is_dir():
-        found = huggingface.read_tokenizer(path)
     else:
-        local = huggingface.download(_hub_id(spec), revision, only=huggingface.TOKENIZER_FILES)
-        found = huggingface.read_tokenizer(local)
+        found = huggingface.read_tokenizer(path)
     if found is None:
         raise CheckpointError(f"{spec} holds no tokenizer: give a directory with tokenizer.json")
     return found
@@ -124,20 +104,38 @@ def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> 
     Raises:
       CheckpointError: a GGUF file, or nothing that can be read.
     """
-    spec = os.fspath(spec)
-    path = _local(spec)
-    if path.suffix == ".gguf" or path.is_file():
+    _, path = _find(spec, revision)
+    if _is_file(path):
         raise CheckpointError(
             f"{spec} is a file, not a directory of safetensors: convert it first (python "
             f"scripts/convert.py --model={spec} --output=<directory>)"
         )
-    if spec and path.is_dir():
-        _no_revision(spec, revision)
-        return path
-    return huggingface.download(_hub_id(spec), revision)
+    return path
 
 
-def _local(spec: str, weights: bool = True) -> Path:
+def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tuple[str, Path]:
+    """(what it is called, the file or directory on this machine); hub ids are fetched.
+
+    Args:
+      fetched: what of a hub id, see `huggingface.download`.
+    """
+    spec = os.fspath(spec)
+    path = _local(spec, fetched.get("weights", True))
+    if not _is_file(path) and not (spec and path.is_dir()):
+        repo_id = _hub_id(spec)
+        source = f"{repo_id}@{revision}" if revision else repo_id
+        return source, huggingface.download(repo_id, revision, **fetched)
+    if revision is not None:
+        raise CheckpointError(f"revision={revision!r} is for hub ids; {spec!r} is a local path")
+    return spec, path
+
+
+def _is_file(path: Path) -> bool:
+    """A GGUF file, or what must be one."""
+    return path.suffix == ".gguf" or path.is_file()
+
+
+def _local(spec: str, weights: bool) -> Path:
     """The path, or a copy on this machine's disk of a bucket's file or directory, until the end."""
     if not is_bucket(spec):
         return Path(spec).expanduser()
@@ -165,8 +163,3 @@ def _hub_id(spec: str) -> str:
             f"{', '.join(PRESETS)}"
         )
     return repo_id
-
-
-def _no_revision(spec: str, revision: str | None) -> None:
-    if revision is not None:
-        raise CheckpointError(f"revision={revision!r} is for hub ids; {spec!r} is a local path")

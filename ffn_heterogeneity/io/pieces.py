@@ -1,6 +1,6 @@
 """A safetensors checkpoint written piece by piece, each at its place: never a whole file in memory.
 
-The bytes are those that `safetensors.write_shards` writes.
+The bytes are those that the `safetensors` library writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Safetensors files as named numpy views (bf16 through ml_dtypes; no torch), and back.
+"""Safetensors files as named numpy views (bf16 through ml_dtypes; no torch); `pieces` writes them.
 
 The `safetensors` library validates the header; the bytes are then memory-mapped, so a tensor costs
 nothing until it is used and a checkpoint is never held twice.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -126,32 +126,6 @@ def _nothing_there(directory: Path) -> str:
             "transformers does)"
         )
     return f"{directory} has neither {SINGLE} nor {INDEX}"
-
-
-def write_shards(
-    directory: Path,
-    sizes: Mapping[str, int],
-    tensors: Iterable[tuple[str, np.ndarray]],
-    max_shard_bytes: int,
-) -> None:
-    """Writes `tensors` (in the order of `sizes`, name -> bytes) as one file, or shards and index.
-
-    One shard is in memory at a time.
-    """
-    from safetensors.numpy import save_file
-
-    shards = plan_shards(sizes, max_shard_bytes)
-    stream: Iterator[tuple[str, np.ndarray]] = iter(tensors)
-    for file, names in shards.items():
-        shard = dict(next(stream) for _ in names)
-        if list(shard) != names:
-            raise CheckpointError(f"tensors came as {list(shard)}, planned as {names}")
-        shard = {name: np.ascontiguousarray(array) for name, array in shard.items()}
-        # transformers refuses files without this metadata.
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        # The library leaves them readable by their owner alone, whatever the umask.
-        (directory / file).chmod(directory.stat().st_mode & 0o666)
-    write_index(directory, sizes, shards)
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import importlib.metadata
@@ -39,17 +38,6 @@ class WorkdirError(ValueError):
     """The work directory holds another run; the message names what differs and the way out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Workdir:
-    """`path`, and whether the directory already held this very run."""
-
-    path: epath.Path
-    resumed: bool
-
-    def __truediv__(self, name: str) -> epath.Path:
-        return self.path / name
-
-
 @contextlib.contextmanager
 def working_in(
     workdir: str | os.PathLike, config: Mapping[str, Any], *, alone: bool = True
@@ -68,16 +56,16 @@ def working_in(
     """
     with contextlib.ExitStack() as stack:
 
-        def claim() -> Workdir:
+        def claim() -> bool:
             if alone:
                 stack.enter_context(_locked(workdir))
             return prepare_workdir(workdir, config)
 
-        claimed = on_main(claim)
+        resumed = on_main(claim)
         try:
             yield
         except Exception:
-            if claimed and not claimed.resumed:
+            if resumed is False:  # None where this is not the main process
                 release_workdir(workdir)
             raise
 
@@ -114,8 +102,8 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
             os.close(held.pop())
 
 
-def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> Workdir:
-    """Claims `workdir` for the run that `config` describes.
+def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bool:
+    """Claims `workdir` for the run that `config` describes; whether it held this very run already.
 
     Writes `config.json`, `inputs.json` (fingerprints of the files that the config names),
     `command.txt` (one line per different command) and `versions.json`.
@@ -158,7 +146,7 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> Wo
         write_json(path / "inputs.json", inputs_of(config))
         write_json(path / "config.json", config)
     _record_start(path)
-    return Workdir(path, resumed)
+    return resumed
 
 
 def release_workdir(workdir: str | os.PathLike) -> None:

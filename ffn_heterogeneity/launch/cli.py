@@ -76,7 +76,7 @@ def launch(
         )  # fmt: skip
         return argv, holder
 
-    with _in_one_line():
+    with _one_line():
         argv, holder = prepare(list(sys.argv))
 
     def main() -> None:
@@ -127,7 +127,7 @@ def launch_flags(
         logging.set_verbosity(logging.WARNING)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         keep_compiled(compiled.value)
-        with _in_one_line():
+        with _one_line():
             extra = list(rest[1:])
             while positional and extra:
                 positional(extra.pop(0))
@@ -210,12 +210,12 @@ def beside_script(path: str) -> str:
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
-    with _in_one_line():
+    with _one_line():
         return flags.FLAGS(list(argv))
 
 
 @contextlib.contextmanager
-def _in_one_line() -> Iterator[None]:
+def _one_line() -> Iterator[None]:
     """Ends the program with one line and exit code 2 where the block raises a user's error."""
     try:
         yield

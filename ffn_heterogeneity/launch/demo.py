@@ -26,7 +26,8 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.report.figures import bar_figure, training_figure
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.report.writer import read_metrics
-from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
 
 WINDOW = 256
 WINDOWS = 16
@@ -77,7 +78,7 @@ def run(settings: DemoSettings, get_config: Callable[[str], ConfigDict]) -> dict
             temporary.write_text(text)
     say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
         "characters of the Python language reference")  # fmt: skip
-    pieces, kept = Pretrained(workdir, Lazy(str(path)), heldout_text), workdir / "pieces"
+    pieces, kept = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
     results = {
         "settings": dataclasses.asdict(settings),
         "before": once(kept, "before", pieces.before),
@@ -121,45 +122,35 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Lazy:
-    """The model, loaded when first needed: a second run that finds all pieces needs none."""
-
-    def __init__(self, spec: str):
-        self.spec = spec
-        self._model: Model | None = None
-
-    def __call__(self) -> Model:
-        if self._model is None:
-            self._model = load_model(self.spec)
-        return self._model
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Pretrained:
     """Measurements on the pretrained model."""
 
     workdir: epath.Path
-    model: Lazy
+    spec: str
     heldout: str
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """Loaded when first needed: a second run that finds all pieces needs none."""
+        return load_model(self.spec)
 
     def rows(self) -> np.ndarray:
         return text_windows(
-            self.heldout, self.model().tokenizer, WINDOW, max_windows=WINDOWS, bos="segment"
+            self.heldout, self.model.tokenizer, WINDOW, max_windows=WINDOWS, bos="segment"
         )
 
     def before(self) -> dict:
         """Perplexity and connectivity of the model as it comes."""
-        model = self.model()
+        model = self.model
         found = perplexity(model.config, model.params, self.rows(), progress="perplexity before")
         return {**found, "layers": layer_sums(model, self.workdir)}
 
     def removal(self, criterion: str, reverse: bool) -> dict:
         """Perplexity after removing a quarter of every layer's neurons."""
-        model = self.model()
-        removed = choose_neurons(
-            model.config, model.params, criterion=criterion, reverse=reverse, ratio=RATIO
-        )
-        config, params = remove_neurons(model.config, model.params, removed)
+        model = self.model
+        plan = Plan(criterion, RATIO, reverse=reverse)
+        config, params, *_ = reduce_model(model.config, model.params, plan)
         label = f"without {RATIO:.0%} by {'reversed ' if reverse else ''}{criterion}"
         return perplexity(config, restack(config, params), self.rows(), progress=label)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
+from scipy.special import stdtrit
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.launch import cli
@@ -149,8 +150,6 @@ def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     Numbers of `final` keep their names ("validation/nll"), those of stages are "<stage>/<key>".
     The interval is mean -+ t_{0.975, n-1} s / sqrt(n), infinite for a single seed.
     """
-    from scipy import stats
-
     rows = [_numbers(result) for result in results]
     summary = {}
     for name in rows[0]:
@@ -159,7 +158,7 @@ def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
             continue
         n, mean, half = len(values), float(values.mean()), float("inf")
         if n > 1:
-            half = float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1)) / n**0.5
+            half = float(stdtrit(n - 1, 0.975)) * float(values.std(ddof=1)) / n**0.5
         summary[name] = {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
     return summary
 

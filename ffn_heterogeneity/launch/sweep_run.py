@@ -16,11 +16,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import read_json, write_json
-from ffn_heterogeneity.io.workdir import (
-    WorkdirError,
-    prepare_workdir,
-    working_in,
-)
+from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir, working_in
 from ffn_heterogeneity.launch import cli, experiment, slurm
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep

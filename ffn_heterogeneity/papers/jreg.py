@@ -68,7 +68,6 @@ TABLES = (
     Table("table_2", PRETRAINING, ROW, {**TASKS, "avg": tuple(TASKS.values())}, here=HERE),
     Table("table_3", PRETRAINING, ROW, RATES, here=HERE, notes=(
         "Here: at the end of training, of the displacement averaged over the validation text.",)),
-    Table("table_4"),
     Table("table_5", PRETRAINING, settings=SHAPES),
     Table("table_6", PRETRAINING, settings=SETTINGS),
     Table("table_7", ("displacement", "pretraining"), {
@@ -79,7 +78,7 @@ TABLES = (
     Table("figure_5", PRETRAINING, {"Size": SIZES, "steps": Label("{steps:,d}")},
           {"zeta_L": ZETA}, BASELINE, here=HERE),
     Table("pretraining", PRETRAINING, LABELS, {
-        "tokens": "tokens", "parameters": "parameters", **METRICS, "entropy": ENTROPY, "*": None},
+        "tokens": "tokens", "parameters": "parameters", **METRICS, "entropy": ENTROPY, "*": True},
         here="here", title="Ours: pre-training without and with JREG", notes=(
         "Tokens: steps x batch x length. Entropy: of a neuron's outgoing weights, in nats.",)),
     Table("paired", PRETRAINING, LABELS, {

@@ -1,8 +1,8 @@
 """Tables, curves and claims as plain data; `report/engine.py` draws them.
 
 A path names a value of a record (`report/records.py`): a config key, a number of its results, or
-one of `Accuracy`, `At`, `Against` (a tuple of them: their mean). A match is {config key: value}; a
-tuple of values is one of them, `bool` any that is true of itself.
+one of `Accuracy`, `Scored`, `At`, `Against` (a tuple of them: their mean). A match is {config key:
+value}; a tuple of values is one of them, `bool` any that is true of itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ class Accuracy(NamedTuple):
 
     name: str
     shots: int | None = 0
+
+
+class Scored(NamedTuple):
+    """An accuracy under the name that the results give it: "piqa acc, 0 shots"."""
+
+    name: str
 
 
 class At(NamedTuple):
@@ -86,12 +92,12 @@ class Table(NamedTuple):
       key: "table_4": its name in the paper's JSON, and of the files. Ours is not in the JSON.
       kinds: of records; none: nobody can measure it here.
       labels: header -> label; the printed headers where the table is a paper's.
-      columns: header -> path or `Cell`; "*": a column for each task that was scored.
+      columns: header -> path or `Cell`; "*", True: and a column for each task that was scored.
       where: a match of the records that count.
       best: of records with equal labels the one where this path is lowest; "": all of them.
       here: a format: what the column "from" says of a record.
       settings: label -> config key: the column "here" then shows what the runs were given.
-      rows: rows of a paper's numbers in a table of ours.
+      rows: labels and a paper's numbers, in a table of ours.
     """
 
     key: str

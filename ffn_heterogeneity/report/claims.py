@@ -14,9 +14,8 @@ from typing import Any
 
 from ffn_heterogeneity.papers.specs import Against, Label
 from ffn_heterogeneity.report import records as values
-from ffn_heterogeneity.report.records import Record, by_seed, middle, over
-from ffn_heterogeneity.report.runs import Spread
-from ffn_heterogeneity.report.tables import number
+from ffn_heterogeneity.report.records import Record, by_seed
+from ffn_heterogeneity.report.tables import Spread, interval, middle, number, over
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
 Parts = list[tuple[str, Any, str]]
@@ -36,7 +35,7 @@ def verdict_of(differences: Sequence[float], sign: int) -> str:
     """Whether they lie above 0 (sign 1), or below (-1)."""
     if not differences or not all(map(math.isfinite, differences)):
         return OPEN
-    result = values.interval([sign * x for x in differences])
+    result = interval([sign * x for x in differences])
     low, high = (result.low, result.high) if isinstance(result, Spread) else (result, result)
     return HOLDS if low > 0 else FAILS if high < 0 else OPEN
 
@@ -48,7 +47,7 @@ def compare(records: Sequence[Record], value: Against, sign: int, label: Label) 
         if base := values.reference_of(record, value):
             apart = values.differences(record, base, value.path)
             name = values.label(record, label)
-            parts.append((name, values.interval(apart), verdict_of(apart, sign)))
+            parts.append((name, interval(apart), verdict_of(apart, sign)))
     return parts
 
 
@@ -69,7 +68,7 @@ def between(
 
 def rising(records: Sequence[Record], metric: str) -> Parts:
     """It grows from each fifth of training to the next; else between all evaluated steps."""
-    curves = [member.curves.get(metric, {}) for member in records[0].members.values()]
+    curves = [member.seed.curves.get(metric, {}) for member in records[0].members.values()]
     steps = sorted(set.intersection(*map(set, curves)))
     fifths = [round(x * max(steps, default=0) / 5) for x in range(1, 6)]
     steps = fifths if set(fifths) <= set(steps) else [step for step in steps if step]
@@ -77,7 +76,7 @@ def rising(records: Sequence[Record], metric: str) -> Parts:
     for before, step in pairwise(steps):
         apart = [curve[step] - curve[before] for curve in curves]
         verdict = verdict_of(apart, 1) if any(apart) else FAILS
-        parts.append((f"step {step:,d}", values.interval(apart), verdict))
+        parts.append((f"step {step:,d}", interval(apart), verdict))
     return parts
 
 

@@ -12,16 +12,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io.files import atomic_path, read_json
+from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.papers import jreg, nucl
-from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Table, printed
-from ffn_heterogeneity.report import records
+from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Scored, Table, printed
 from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
-from ffn_heterogeneity.report.figures import Line, Panel, common_points, draw, save
-from ffn_heterogeneity.report.records import Record, fill, fits, label, middle, over, value_of
-from ffn_heterogeneity.report.runs import Run, Spread, read_runs, union
-from ffn_heterogeneity.report.tables import UNKNOWN, csv_text, escaped_table, number
+from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
+from ffn_heterogeneity.report.records import Record, fill, fits, label, records, value_of
+from ffn_heterogeneity.report.runs import Run, read_runs, union
+from ffn_heterogeneity.report.tables import (
+    csv_text,
+    directory,
+    markdown_table,
+    middle,
+    number,
+    write_text,
+)
 
+Kinds = dict[str, list[Record]]
 PAPERS = {paper.name: paper for paper in (nucl.PAPER, jreg.PAPER)}
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
@@ -38,17 +45,7 @@ class Drawn(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
     notes: Sequence[str]
-    used: Sequence[str]
-    shown: Sequence[Sequence[Any]] = ()  # other rows for Markdown
-    shown_header: Sequence[str] = ()
-    figure: Any = None
-
-
-class Given(NamedTuple):
-    """What a report is made of."""
-
-    runs: list[Run]
-    missing: list[tuple[str, str]]  # (sweep directory, point) that has not begun
+    figure: Any = None  # shows the rows
 
 
 def write_paper(name: str, paths: Sequence[str], output: str | os.PathLike) -> str:
@@ -62,58 +59,55 @@ def write_paper(name: str, paths: Sequence[str], output: str | os.PathLike) -> s
       ValueError: `output` is a file, a path is no run, or an analysis is damaged; the message
         names it.
     """
-    output, paper = epath.Path(output), PAPERS[name]
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output={output} is a file: give a directory")
-    given = gather(paths)
-    everything = list(draw_all(paper, given.runs))
+    output, paper = directory(output), PAPERS[name]
+    runs, missing = gather(paths)
+    done, begun = (kinds(paper, runs, begun=flag) for flag in (False, True))
     parts = [f"# {name.upper()}: tables and figures", printed(name)["paper"] + "."]
-    for one in everything:
-        section, picture = _section(one), output / f"{one.key}.png"
-        _write(output / f"{one.key}.csv", csv_text(one.header, one.rows))
-        if one.figure is not None:
-            save(one.figure, picture)
-            section += f"\n\n![{one.key}]({picture.name})"
-        else:
-            picture.unlink(missing_ok=True)  # of runs that were reported here before
-        _write(output / f"{one.key}.md", section + "\n")
-        parts.append(section)
-    used = {path for one in everything for path in one.used}
-    rows = [(run.label, run.state, "yes" if run.path in used else "no") for run in given.runs]
-    rows += [(f"{os.path.basename(sweep)}/{x}", "not run", "no") for sweep, x in given.missing]
-    parts += ["## Runs", escaped_table(("run", "state", "used above"), rows)]
-    text = "\n\n".join(parts) + "\n"
-    _write(output / f"{name}.md", text)
-    return text
+    for one in draw_all(paper, done, begun):
+        parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
+        write_text(output / f"{one.key}.csv", csv_text(one.header, one.rows))
+        write_text(output / f"{one.key}.md", parts[-1] + "\n")
+    used = {path for chosen in begun.values() for record in chosen for path in record.used}
+    rows = [(run.label, run.state, "yes" if run.path in used else "no") for run in runs]
+    rows += [(name, "not run", "no") for name in missing]
+    parts += ["## Runs", markdown_table(("run", "state", "used"), rows)]
+    return write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
 
 
-def gather(paths: Sequence[str]) -> Given:
-    """The runs at `paths`; a sweep stands for its points, in its order.
+def gather(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """The runs at `paths`; a sweep stands for its points, in its order; and those not begun.
 
     Raises:
       ValueError: see `read_runs`.
     """
     places, missing = [], []
-    for path in paths:
-        listing = epath.Path(path) / "sweep.json"
-        for point in read_json(listing)["points"] if listing.exists() else ({"name": ""},):
-            folder = epath.Path(path) / point["name"]
-            if not point["name"] or (folder / "config.json").exists():
-                places.append(os.fspath(folder))
+    for path in map(epath.Path, paths):
+        listing = path / "sweep.json"
+        if not listing.exists():
+            places.append(os.fspath(path))
+            continue
+        for point in read_json(listing)["points"]:
+            if (path / point["name"] / "config.json").exists():
+                places.append(os.fspath(path / point["name"]))
             else:
-                missing.append((os.fspath(path), point["name"]))
-    return Given(read_runs(places) if places or not missing else [], missing)
+                missing.append(f"{path.name}/{point['name']}")
+    return (read_runs(places) if places or not missing else []), missing
 
 
-def draw_all(paper: Paper, runs: Sequence[Run]) -> Iterator[Drawn]:
-    """The claims, the paper's tables and figures in their order, then ours."""
-    done, begun = (
-        {name: records.records(runs, kind, begun=flag) for name, kind in paper.kinds.items()}
-        for flag in (False, True)
-    )
-    specs = [*paper.tables, *paper.curves]
+def kinds(paper: Paper, runs: Sequence[Run], *, begun: bool) -> Kinds:
+    """Name of a kind -> its records; see `records`."""
+    return {name: records(runs, kind, begun=begun) for name, kind in paper.kinds.items()}
+
+
+def draw_all(paper: Paper, done: Kinds, begun: Kinds) -> Iterator[Drawn]:
+    """The claims, the paper's tables and figures in their order, then ours.
+
+    Curves are of the runs that have begun, all else of those that are done.
+    """
+    tables = {spec.key: spec for spec in paper.tables}
+    tables = {key: Table(key) for key in printed(paper.name)["tables"]} | tables
     yield draw_claims(paper, done)
-    for spec in sorted(specs, key=lambda spec: bool(spec.title)):
+    for spec in sorted([*tables.values(), *paper.curves], key=lambda spec: bool(spec.title)):
         chosen = done if isinstance(spec, Table) else begun
         chosen = [r for kind in spec.kinds for r in chosen[kind] if fits(r, spec.where)]
         if isinstance(spec, Table):
@@ -128,45 +122,44 @@ def draw_all(paper: Paper, runs: Sequence[Run]) -> Iterator[Drawn]:
 def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     """The paper's rows, below each what was measured here; then what the paper has not."""
     source = printed(paper.name)["tables"].get(spec.key, {})
+    title, notes = _title(spec, source.get("caption")), [*spec.notes, *source.get("notes", ())]
     if spec.settings:
-        return _settings(spec, source, chosen)
+        return _settings(spec, source, chosen, title)
+    columns = dict(spec.columns or dict.fromkeys(source["columns"]))
+    if columns.pop("*", False):
+        tasks = union(m.tasks for r in chosen for m in r.members.values())
+        columns |= {name: Scored(name) for name in tasks}
     labels = source.get("labels", list(spec.labels))
-    columns = [x for x in spec.columns if x != "*"] or source["columns"]
-    tasks = (
-        union(m.tasks for r in chosen for m in r.members.values()) if "*" in spec.columns else []
-    )
-    rows: dict[tuple, list] = {}
+    # Labels of a row -> where it is from -> cells.
+    rows: dict[tuple, dict[str, list]] = {}
     for row in source.get("rows", ()):
-        name = tuple(row[: len(labels)])
-        rows[(*name, "paper")] = row[len(labels) :]
+        origins = {"paper": row[len(labels) :]}
         if spec.kinds:
-            rows[(*name, "here")] = [None] * len(columns)
-    rows |= {row[: len(labels) + 1]: list(row[len(labels) + 1 :]) for row in spec.rows}
-    groups: dict[tuple, list[Record]] = {}
-    known = [[*x.names, *(label(r, x) for r in chosen)] for x in spec.labels.values()]
-    for record in sorted(chosen, key=lambda r: [
-        names.index(label(r, x)) for x, names in zip(spec.labels.values(), known, strict=True)
-    ]):  # fmt: skip
-        name = (*(label(record, x) for x in spec.labels.values()), fill(record, spec.here))
-        groups.setdefault((*name[:-1], name[-1] + record.differs), []).append(record)
-    used = []
-    for name, group in groups.items():
-        cells = [_cell(spec, spec.columns[x], group) for x in spec.columns if x != "*"]
-        cells += [over([m.tasks[x] for r in group for m in r.members.values() if x in m.tasks])
-                  for x in tasks]  # fmt: skip
+            origins["here"] = [None] * len(columns)
+        rows[tuple(row[: len(labels)])] = origins
+    for row in spec.rows:
+        rows.setdefault(row[: len(labels)], {})["paper"] = list(row[len(labels) :])
+    for (name, origin), group in _groups(spec, chosen).items():
+        cells = [_cell(spec, column, group) for column in columns.values()]
         if any(cell is not None for cell in cells):
-            rows.pop((*name[:-1], "here"), None) if name[-1] != "here" else None
-            rows[name] = cells
-            used += [path for record in group for path in record.used]
-    order = {name: i for i, name in enumerate(union([key[:-1]] for key in rows))}
-    table = [(*key, *rows[key]) for key in sorted(rows, key=lambda key: order[key[:-1]])]
-    header = (*labels, "from", *columns, *tasks)
-    if not source and len({row[len(labels)] for row in table}) < 2:  # one origin, no column for it
-        table = [(*row[: len(labels)], *row[len(labels) + 1 :]) for row in table]
-        header = (*labels, *columns, *tasks)
-    notes = [*spec.notes, *source.get("notes", ()), *_apart(paper, chosen)]
-    notes += [source["unit"]] if "unit" in source else []
-    return Drawn(spec.key, _title(spec, source.get("caption")), header, table, notes, used)
+            rows.setdefault(name, {}).pop("here", None)
+            rows[name][origin] = cells
+    table = [(*name, origin, *cells) for name, origins in rows.items()
+             for origin, cells in origins.items()]  # fmt: skip
+    notes += [*_apart(paper, chosen), *([source["unit"]] if "unit" in source else [])]
+    return Drawn(spec.key, title, (*labels, "from", *columns), table, notes)
+
+
+def _groups(spec: Table, chosen: Sequence[Record]) -> dict[tuple, list[Record]]:
+    """(labels, from) -> the records of a row, in the order of the labels' names."""
+    names = [[*x.names, *(label(r, x) for r in chosen)] for x in spec.labels.values()]
+    groups: dict[tuple, list[Record]] = {}
+    for record in chosen:
+        name = tuple(label(record, x) for x in spec.labels.values())
+        groups.setdefault((name, fill(record, spec.here) + record.differs), []).append(record)
+    return dict(sorted(groups.items(), key=lambda item: [
+        known.index(x) for known, x in zip(names, item[0][0], strict=True)
+    ]))  # fmt: skip
 
 
 def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:
@@ -180,18 +173,17 @@ def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _settings(spec: Table, source: dict, chosen: Sequence[Record]) -> Drawn:
+def _settings(spec: Table, source: dict, chosen: Sequence[Record], title: str) -> Drawn:
+    """The paper's settings, and what the runs were given."""
     rows = []
     for name, *cells in source["rows"]:
         key = spec.settings.get(name, "")
-        values = [r.config.get(key, m.run.values.get(key)) for r in chosen
+        values = [r.config.get(key, m.seed.values.get(key)) for r in chosen
                   for m in r.members.values()]  # fmt: skip
         here = ", ".join(union([str(x)] for x in values if x is not None))
         rows.append((name, *cells, here or None))
     header = (*source["labels"], *source["columns"], "here")
-    used = [path for record in chosen for path in record.used]
-    return Drawn(spec.key, _title(spec, source["caption"]), header, rows, source.get("notes", ()),
-                 used)  # fmt: skip
+    return Drawn(spec.key, title, header, rows, source.get("notes", ()))
 
 
 def _title(spec: Table | Curves, caption: str | None) -> str:
@@ -205,8 +197,8 @@ def _apart(paper: Paper, chosen: Sequence[Record]) -> list[str]:
     """What keeps the numbers of these records from being compared."""
     result = []
     for key in paper.comparable:
-        values = union([str(m.run.config[key])] for r in chosen for m in r.members.values()
-                       if key in m.run.config and r.config.get(key) is not None)  # fmt: skip
+        members = [m for r in chosen if r.config.get(key) is not None for m in r.members.values()]
+        values = union([str(m.run.config[key])] for m in members if key in m.run.config)
         if len(values) > 1:
             result.append(f"These runs differ in {key} ({', '.join(values)}): not comparable.")
     return result
@@ -214,7 +206,7 @@ def _apart(paper: Paper, chosen: Sequence[Record]) -> list[str]:
 
 def draw_claims(paper: Paper, done: dict) -> Drawn:
     """Every claim wherever it can be looked at."""
-    rows, used = [], []
+    rows = []
     for claim in paper.claims:
         groups: dict[str, list[Record]] = {}
         for record in done[claim.kind]:
@@ -224,7 +216,6 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
             parts = COMPUTE[claim.compute](chosen, **claim.settings)
             if parts:
                 rows.append((claim.statement, claim.stated, name, *whole(parts)))
-                used += [path for record in chosen for path in record.used]
         if claim.statement not in [row[0] for row in rows]:
             rows.append((claim.statement, claim.stated, None, None, OPEN))
     notes = (
@@ -232,7 +223,7 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
         "where it holds 0. Of one seed its number decides, which says nothing of other seeds.",
     )
     header = ("statement", "stated", "run on", "measured", "verdict")
-    return Drawn("claims", "Claims: what the numbers below say", header, rows, notes, used)
+    return Drawn("claims", "Claims: what the numbers below say", header, rows, notes)
 
 
 # ---- curves
@@ -241,47 +232,37 @@ def draw_claims(paper: Paper, done: dict) -> Drawn:
 def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     """A figure, and its points as (panel, line, seed, x, y)."""
     panels: dict[tuple[str, str], dict[str, dict[Any, dict[float, float]]]] = {}
-    used = []
     for record in chosen:
+        panel = label(record, spec.panel) + record.differs * spec.by_step
         for ylabel, path in spec.y.items():
             for line, points in _lines(spec, record, path).items():
-                panel = label(record, spec.panel) + record.differs * spec.by_step
-                lines = panels.setdefault((panel, ylabel), {})
+                lines = panels.setdefault((panel, ylabel), {}).setdefault(line, {})
                 for seed, values in points.items():
-                    lines.setdefault(line, {}).setdefault(seed, {}).update(values)
-                used += record.used
-    rows = [(panel, ylabel, line, seed, x, y) for (panel, ylabel), lines in panels.items()
-            for line, points in lines.items() for seed, values in points.items()
-            for x, y in sorted(values.items())]  # fmt: skip
-    ends, drawn = [], []
+                    lines.setdefault(seed, {}).update(values)
+    rows, drawn = [], []
     for (panel, ylabel), lines in panels.items():
         shapes = []
         for line, points in lines.items():
-            x, y = common_points(list(points.values()))
-            more = f" (mean of {len(points)} seeds)" if len(points) > 1 else ""
-            shapes.append(Line(line + more, x, y))
-            cells = [f"{x[i]}: {number(over(list(map(float, y[:, i]))), 6)}" for i in (0, -1) if x]
-            ends.append((panel, line, ylabel, *(cells or (UNKNOWN, UNKNOWN))))
+            rows += [(panel, ylabel, line, seed, x, y) for seed, values in points.items()
+                     for x, y in sorted(values.items())]  # fmt: skip
+            shapes.append(of_seeds(line, list(points.values())))
         drawn.append(Panel(panel, shapes, spec.xlabel or spec.x, ylabel, spec.log))
-    caption = printed(paper.name)["figures"].get(spec.key)
-    notes = ["First and last point of each line, x: y; the CSV holds them all."]
-    return Drawn(
-        spec.key, _title(spec, caption), ("panel", "value", "line", "seed", spec.x, "y"), rows,
-        [*notes, *_apart(paper, chosen)], used, ends, ("panel", "line", "value", "first", "last"),
-        draw(drawn, columns=max(len(spec.y), min(3, len(drawn)))) if drawn else None,
-    )  # fmt: skip
+    title = _title(spec, printed(paper.name)["figures"].get(spec.key))
+    figure = draw(drawn, columns=max(len(spec.y), min(3, len(drawn)))) if drawn else None
+    header = ("panel", "value", "line", "seed", spec.x, "y")
+    return Drawn(spec.key, title, header, rows, _apart(paper, chosen), figure)
 
 
 def _lines(spec: Curves, record: Record, path: Any) -> dict[str, dict]:
     """line -> seed -> x -> y."""
     name, members = label(record, spec.line) + record.differs, record.members.items()
     if spec.x == "step":
-        result = {seed: dict(m.curves[path]) for seed, m in members if m.curves.get(path)}
+        result = {seed: m.seed.curves[path] for seed, m in members if m.seed.curves.get(path)}
         return {name: result} if result else {}
     if spec.x != "layer":
         x, y = record.config.get(spec.x), middle(value_of(record, path))
         return {name: {None: {x: y}}} if None not in (x, y) else {}
-    layers = {seed: m.layers[path] for seed, m in members if m.layers.get(path)}
+    layers = {seed: m.seed.layers[path] for seed, m in members if m.seed.layers.get(path)}
     steps = sorted(set.intersection(*map(set, layers.values()))) if layers else []
     some = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))]
     chosen = some * (len(steps) > 1) if spec.by_step else steps[-1:]
@@ -293,19 +274,16 @@ def _lines(spec: Curves, record: Record, path: Any) -> dict[str, dict]:
 # ---- text
 
 
-def _section(one: Drawn) -> str:
-    rows = [[x if isinstance(x, str) else number(x) for x in row] for row in one.shown or one.rows]
-    kinds = {x.kind for row in one.rows for x in row if isinstance(x, Spread)}
-    text = " ".join(str(cell) for row in rows for cell in row)
-    legend = [why for kind, why in BRACKETS.items() if kind in kinds or f"] {kind} n=" in text]
+def _section(one: Drawn, picture: str) -> str:
+    title = f"## {one.title}"
+    if not one.rows:
+        return "\n\n".join([title, "Nothing was measured.", *one.notes])
+    if picture:
+        return "\n\n".join([title, *one.notes, f"Points: {one.key}.csv.", picture])
+    rows = [[number(x) for x in row] for row in one.rows]
+    text = " ".join(cell for row in rows for cell in row)
+    legend = [why for kind, why in BRACKETS.items() if f"] {kind} n=" in text]
     notes = list(one.notes)
     notes += ["In brackets, " + "; ".join(legend) + "."] if legend else []
     notes += ['"-": not measured here, or not printed.'] if any("-" in row for row in rows) else []
-    header = one.shown_header or one.header
-    table = escaped_table(header, rows) if rows else "Nothing was measured."
-    return "\n\n".join([f"## {one.title}", table, *notes])
-
-
-def _write(path: epath.Path, text: str) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(text)
+    return "\n\n".join([title, markdown_table(one.header, rows), *notes])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
@@ -15,7 +14,6 @@ from ffn_heterogeneity.io.files import atomic_path
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
-WIDTH = 40  # characters of a line in a legend
 MANY = 50  # points; a marker shows a lone one, many of them hide the line
 
 
@@ -51,46 +49,40 @@ def common_points(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.
     return x, np.array([[curve[i] for i in x] for curve in curves])
 
 
-def draw(panels: Sequence[Panel], *, columns: int = 3, one_legend: bool = False):
-    """The matplotlib figure of some panels.
+def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
+    """The line of one run's, or record's, seeds."""
+    more = f" (mean of {len(curves)} seeds)" if len(curves) > 1 else ""
+    return Line(label + more, *common_points(curves))
 
-    Args:
-      one_legend: above all of them, for lines that stand for the same things in every panel.
-    """
+
+def draw(panels: Sequence[Panel], *, columns: int = 3):
+    """The matplotlib figure of some panels."""
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure, axes = _axes(rows, columns, 4.6 * columns, 3.4 * rows)
-    shown: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):
             if len(line.x):
-                shown.setdefault(_safe(line.label), _draw_line(axis, line, i))
-        values = [line.y[np.isfinite(line.y)] for line in panel.lines if len(line.x)]
-        values = np.concatenate(values) if values else np.ones(1)
-        if panel.log and values.size and 0 < 10 * values.min() < values.max():
+                _draw_line(axis, line, i)
+        values = [y for line in panel.lines for y in line.y.ravel() if math.isfinite(y)]
+        if panel.log and values and 0 < 10 * min(values) < max(values):
             axis.set_yscale("log")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
-        if not one_legend and any(line.label for line in panel.lines if len(line.x)):
-            handles, names = axis.get_legend_handles_labels()
-            names = [textwrap.fill(name, WIDTH) for name in names]
-            axis.legend(handles, names, fontsize="small", edgecolor="none", framealpha=0.7)
+        if any(axis.get_legend_handles_labels()):
+            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
-    if one_legend:
-        figure.legend(shown.values(), shown, loc="outside upper center",
-                      ncols=min(3, len(shown) or 1), frameon=False)  # fmt: skip
     return figure
 
 
-def _draw_line(axis, line: Line, i: int):
+def _draw_line(axis, line: Line, i: int) -> None:
     colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
     marker = "o" if len(line.x) <= MANY else ""
-    (drawn,) = axis.plot(line.x, line.y.mean(0), style, color=colour, marker=marker,
-                         markersize=3, label=_safe(line.label))  # fmt: skip
+    axis.plot(line.x, line.y.mean(0), style, color=colour, marker=marker, markersize=3,
+              label=_safe(line.label))  # fmt: skip
     if len(line.y) > 1:
         low, high = line.y.min(0), line.y.max(0)
         axis.fill_between(line.x, low, high, color=colour, alpha=0.2, linewidth=0)
-    return drawn
 
 
 def _safe(text: str) -> str:
@@ -114,15 +106,23 @@ def _axes(rows: int, columns: int, width: float, height: float):
 
 
 def save(figure, path: str | os.PathLike) -> None:
-    """Writes the figure whole, and closes it."""
+    """Writes the figure whole, as PNG, and closes it."""
     from matplotlib import pyplot as plt
 
     try:
         with atomic_path(path) as temporary, temporary.open("wb") as file:
-            kind = epath.Path(path).suffix.lstrip(".")
-            figure.savefig(file, format=kind, dpi=150, bbox_inches="tight")
+            figure.savefig(file, format="png", dpi=150, bbox_inches="tight")
     finally:
         plt.close(figure)
+
+
+def save_if(figure, path: epath.Path) -> str:
+    """Saves the figure, and returns Markdown that shows it; without one "", nor a file of it."""
+    if figure is None:
+        path.unlink(missing_ok=True)  # of runs that were reported here before
+        return ""
+    save(figure, path)
+    return f"![{path.stem}]({path.name})"
 
 
 def connectivity_figure(layers: Sequence[Mapping], d_model: int, path: str | os.PathLike) -> None:
@@ -130,13 +130,12 @@ def connectivity_figure(layers: Sequence[Mapping], d_model: int, path: str | os.
     bounds = {"entropy": math.log(d_model), "gini": 1 - 1 / d_model, "mstd": 0.0}
     panels = []
     for name in bounds:
-        means = np.array([[layer[name] / layer["neurons"] for layer in layers]])
+        means = {i: layer[name] / layer["neurons"] for i, layer in enumerate(layers)}
         title = f"{name}, mean over neurons (dashed: uniform)"
-        panels.append(Panel(title, [Line("", range(len(layers)), means)], "layer"))
+        panels.append(Panel(title, [of_seeds("", [means])], "layer"))
     figure = draw(panels)
-    for axis, bound, colour in zip(figure.axes, bounds.values(), COLOURS, strict=False):
+    for axis, bound in zip(figure.axes, bounds.values(), strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
-        axis.lines[0].set_color(colour)
     save(figure, path)
 
 
@@ -149,12 +148,11 @@ def training_figure(
       runs: label -> rows with "step" and metrics; a row without a panel's metric is left out.
       panels: metric name -> title.
     """
-
-    def line(label: str, metric: str) -> Line:
-        points = {row["step"]: row[metric] for row in runs[label] if metric in row}
-        return Line(label, *common_points([points]))
-
-    drawn = [Panel(title, [line(x, metric) for x in runs]) for metric, title in panels.items()]
+    drawn = []
+    for metric, title in panels.items():
+        curves = {label: {row["step"]: row[metric] for row in rows if metric in row}
+                  for label, rows in runs.items()}  # fmt: skip
+        drawn.append(Panel(title, [of_seeds(label, [curve]) for label, curve in curves.items()]))
     save(draw(drawn), path)
 
 
@@ -171,8 +169,7 @@ def displacement_figure(
         lines = []
         for label, reading in readings.items():
             jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
-            psi = np.array([reading["psi"]], float)
-            lines.append(Line(label + jump, range(1, psi.size + 1), psi))
+            lines.append(of_seeds(label + jump, [dict(enumerate(reading["psi"], 1))]))
         drawn.append(Panel(title, lines, "layer", "angular displacement"))
     figure = draw(drawn)
     for axis in figure.axes:
@@ -185,12 +182,9 @@ def bar_figure(
 ) -> None:
     """Labelled horizontal bars, the first on top."""
     figure, (axis,) = _axes(1, 1, 6.5, 0.5 + 0.42 * len(values))
-    labels = list(values)
-    bars = axis.barh(labels, [values[label] for label in labels], color=COLOURS[0])
-    axis.bar_label(bars, [f"{values[label]:,.4g}" for label in labels], padding=3)
+    bars = axis.barh(list(values), list(values.values()), color=COLOURS[0])
+    axis.bar_label(bars, [f"{value:,.4g}" for value in values.values()], padding=3)
     axis.invert_yaxis()
-    axis.set(title=title)
-    if log:
-        axis.set_xscale("log")
+    axis.set(title=title, xscale="log" if log else "linear")
     axis.margins(x=0.18)
     save(figure, path)

@@ -6,29 +6,39 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.papers.specs import Accuracy, Against, At, Kind, Label, two_proportions
-from ffn_heterogeneity.report.runs import Run, Spread, number_of, union, written_models
+from ffn_heterogeneity.papers.specs import (
+    Accuracy,
+    Against,
+    At,
+    Kind,
+    Label,
+    Scored,
+    two_proportions,
+)
+from ffn_heterogeneity.report.runs import Run, Seed, union
+from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
 
 READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
 FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
+IDLE = {"layers": "all", "compensation": "none", "reverse": False,
+        "ratio": None, "count": None, "budget": None}  # fmt: skip
 
 
 class Member(NamedTuple):
-    """One seed of a record; its model's accuracies, whoever evaluated it."""
+    """One seed of a record; its model's accuracies, whoever evaluated it (the runs `users`)."""
 
     run: Run
-    curves: Mapping[str, Mapping[int, float]]
-    layers: Mapping[str, Mapping[int, Sequence[float]]]
+    seed: Seed
     tasks: Mapping[str, Spread]
-    used: tuple[str, ...]
+    users: Sequence[Run]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,40 +61,32 @@ class Record:
     peers: list[Record] = dataclasses.field(repr=False, compare=False)
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def used(self) -> list[str]:
         """Paths of the runs in it, and of those that evaluated its models."""
-        return tuple(path for m in self.members.values() for path in (m.run.path, *m.used))
-
-
-def finished(run: Run) -> bool:
-    """Whether it has its results, of every seed."""
-    return run.state.split(", ")[-1] == "finished"
+        return [run.path for m in self.members.values() for run in (m.run, *m.users)]
 
 
 def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Record]:
     """Runs of one kind as records; `begun`: with those that have curves but no results yet."""
-    everyone, groups = runs, {}
-    runs = [run for run in runs if run.config.get("analysis") != "displacement"]
-    runs += displacements(everyone)
+    groups: dict[tuple, tuple[dict, dict]] = {}
     # Of two runs of the same settings and seed the finished one is taken.
-    for run in sorted(runs, key=lambda run: not finished(run)):
-        config = {**run.config, **_facts(run)}
-        if not all(fits_value(config.get(k, run.values.get(k)), v) for k, v in kind.where.items()):
-            continue
-        if finished(run) or (begun and any(run.curves)):
-            config = _without_idle_losses(config, kind)
+    for run in sorted(unfolded(runs), key=lambda run: not run.finished):
+        config = _without_idle_losses({**run.config, **_facts(run)}, kind)
+        values = next(iter(run.seeds.values())).values | config if run.seeds else config
+        if matches(values, kind.where) and (run.finished or (begun and run.curves)):
             key = {k: json.dumps(v) for k, v in config.items() if _among(k, kind.same)}
             members = groups.setdefault(tuple(sorted(key.items())), (config, {}))[1]
-            chance = all(fits_value(config.get(k), v) for k, v in kind.chance.items())
-            for seed, member in _members(run, everyone).items():
-                members.setdefault(seed if kind.chance and chance else None, member)
-    differing = {k for k in union(dict(key) for key in groups) if not _among(k, kind.shown)
-                 and len({dict(key).get(k) for key in groups}) > 1}  # fmt: skip
+            chance = kind.chance and matches(config, kind.chance)
+            for seed, member in _members(run, runs):
+                members.setdefault(seed if chance else None, member)
+    keys = [dict(key) for key in groups]
+    differing = [k for k in sorted(union(keys)) if not _among(k, kind.shown)
+                 and len({key.get(k) for key in keys}) > 1]  # fmt: skip
     result: list[Record] = []
-    for key, (config, members) in groups.items():
-        differs = [f", {k} {dict(key).get(k, 'unset')}" for k in sorted(differing)]
-        result.append(Record(kind, config, dict(key), members, "".join(differs), result))
-    result.sort(key=lambda r: [_rank(r.config.get(k)) for k in kind.shown])
+    for key, (config, members) in zip(keys, groups.values(), strict=True):
+        differs = "".join(f", {k} {key.get(k, 'unset')}" for k in differing)
+        result.append(Record(kind, config, key, members, differs, result))
+    result.sort(key=lambda record: [_rank(record.config.get(k)) for k in kind.shown])
     return result
 
 
@@ -112,32 +114,27 @@ def _facts(run: Run) -> dict[str, Any]:
     task, path = str(run.config.get("data.task")), str(run.config.get("data.path") or "")
     own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
     if run.config.get("criterion") == "none":  # nothing goes, from wherever
-        own |= {"layers": "all", "compensation": "none", "reverse": False}
-        own |= dict.fromkeys(("ratio", "count", "budget"))
+        own |= IDLE
     return own | ({"tokens": int(np.prod(size))} if all(size) else {})
 
 
-def _members(run: Run, everyone: Sequence[Run]) -> dict[Any, Member]:
-    """By seed; unnamed where a seed has not begun: which one, its curves do not say."""
-    seeds = run.config.get("seeds") or [run.config.get("seed")]
-    places = written_models(run)[1:] if run.config.get("seeds") else written_models(run)
-    if len(seeds) != len(run.curves):
-        seeds, places = [f"?{i}" for i in range(len(run.curves))], [None] * len(run.curves)
-    result = {}
-    for i, (seed, place) in enumerate(zip(seeds, places, strict=True)):
-        users = [other for other in everyone if other is not run and other.config.get("model")
-                 and os.path.realpath(str(other.config["model"])) == place]  # fmt: skip
-        users = [other for other in users if _tasks(other)]
-        tasks = {name: x for one in (run, *users) for name, x in _tasks(one).items()}
-        layers = run.layers[i] if i < len(run.layers) else {}
-        seed = run.path if seed is None else seed
-        result[seed] = Member(run, run.curves[i], layers, tasks, tuple(x.path for x in users))
-    return result
+def _members(run: Run, everyone: Sequence[Run]) -> Iterator[tuple[Any, Member]]:
+    for name, seed in run.seeds.items():
+        users = [other for other in everyone if other is not run and _tasks(other)
+                 and os.path.realpath(str(other.config.get("model"))) == seed.model]  # fmt: skip
+        tasks = _accuracies(seed.values)
+        for user in users:
+            tasks |= _tasks(user)
+        yield (run.path if name is None else name), Member(run, seed, tasks, users)
 
 
 def _tasks(run: Run) -> dict[str, Spread]:
+    return _accuracies(next(iter(run.seeds.values())).values) if run.seeds else {}
+
+
+def _accuracies(values: Mapping[str, Any]) -> dict[str, Spread]:
     """ "piqa acc, 0 shots" -> accuracy with Wilson's interval."""
-    values, result = {k[6:]: v for k, v in run.values.items() if k.startswith("tasks.")}, {}
+    values, result = {k[6:]: v for k, v in values.items() if k.startswith("tasks.")}, {}
     for name, value in values.items():
         task, _, metric = name.partition(".")
         low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
@@ -148,84 +145,65 @@ def _tasks(run: Run) -> dict[str, Spread]:
     return result
 
 
-def displacements(runs: Sequence[Run]) -> list[Run]:
-    """The analyses of displacement as runs: one a reading of h_L, checkpoints as steps.
+def unfolded(runs: Sequence[Run]) -> Iterator[Run]:
+    """The runs; of an analysis of displacement one for each reading of h_L.
 
     Raises:
       ValueError: a results.json is not one of that analysis; the message names it.
     """
-    ours = {p for run in runs if "shape.layers" in run.config for p in written_models(run)}
-    result = []
+    ours = {seed.model for run in runs if "shape.layers" in run.config
+            for seed in run.seeds.values()}  # fmt: skip
     for run in runs:
         path = epath.Path(run.path) / "results.json"
-        if run.config.get("analysis") != "displacement" or not path.exists():
-            continue
-        results = read_json(path)
-        rows = results.get("checkpoints", [results])
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{path}: its checkpoints are no list of results: is it damaged?")
-        same = [x for x in runs if x.model == run.model and x.config.get("analysis")]
-        config = run.config | {
-            "series": "checkpoints" in results, "tokens": results.get("tokens"),
-            "written here": os.path.realpath(str(run.config.get("model", ""))) in ours,
-            "text": os.path.basename(str(run.config.get("text") or run.config.get("token_ids"))),
-        }  # fmt: skip
-        for reading, where in READINGS.items():
-            layers, curves = {}, {}
-            for row in sorted(rows, key=lambda row: row.get("step", 0)):
-                psi = row[reading].get("psi") if isinstance(row.get(reading), dict) else None
-                if not isinstance(psi, list) or not psi or None in map(number_of, psi):
-                    raise ValueError(f"{path} holds no displacements under {reading}.psi: is it "
-                                     "damaged?")  # fmt: skip
-                layers[row.get("step", 0)] = psi
-                for name, value in row[reading].items():
-                    if number_of(value) is not None:
-                        curves.setdefault(f"validation/jreg/{name}", {})[row.get("step", 0)] = value
+        if run.config.get("analysis") != "displacement":
+            yield run
+        elif path.exists():
+            same = [x for x in runs if x.model == run.model and x.config.get("analysis")]
             model = f"{run.model} ({run.label})" if len(same) > 1 else run.model
-            result.append(dataclasses.replace(
-                run, config=config | {"reading": where, "layers": len(psi)}, curves=[curves],
-                layers=[{"validation/jreg/psi": layers}], model=model,
-            ))  # fmt: skip
-    return result
+            try:
+                yield from _readings(dataclasses.replace(run, model=model), read_json(path), ours)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path} is no analysis: is it damaged? {error!r}") from None
+
+
+def _readings(run: Run, results: Mapping[str, Any], ours: set[str]) -> Iterator[Run]:
+    """A run for each reading, checkpoints as steps."""
+    config = run.config | {
+        "series": "checkpoints" in results, "tokens": results.get("tokens"),
+        "written here": os.path.realpath(str(run.config.get("model", ""))) in ours,
+        "text": os.path.basename(str(run.config.get("text") or run.config.get("token_ids"))),
+    }  # fmt: skip
+    rows = {row.get("step", 0): row for row in results.get("checkpoints", [results])}
+    for reading, where in READINGS.items():
+        psi: dict[int, list[float]] = {}
+        curves: dict[str, dict[int, float]] = {}
+        for step in sorted(rows):
+            found = rows[step][reading]
+            psi[step] = [float(x) for x in found["psi"]]
+            for name, value in found.items():
+                if number_of(value) is not None:
+                    curves.setdefault(f"validation/jreg/{name}", {})[step] = value
+        more = {"reading": where, "layers": len(psi[max(rows)])}
+        seed = Seed("", {}, curves, {"validation/jreg/psi": psi})
+        yield dataclasses.replace(run, config=config | more, seeds={None: seed})
 
 
 # ---- values
 
 
-def middle(value: Any) -> Any:
-    """The number itself; the mean of several."""
-    return value.mean if isinstance(value, Spread) else value
-
-
-def over(values: Sequence[Any]) -> Any:
-    """Mean, lowest and highest of several; the one where they are the same; None of none."""
-    if len(set(map(middle, values))) < 2:
-        return values[0] if values else None
-    values = [middle(value) for value in values]
-    return Spread(float(np.mean(values)), float(np.min(values)), float(np.max(values)), len(values))
-
-
-def interval(values: Sequence[float]) -> Any:
-    """Mean and Student's 95% interval of paired differences; one value alone has none."""
-    from scipy import stats
-
-    if len(values) < 2:
-        return values[0] if values else None
-    mean, n = float(np.mean(values)), len(values)
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5)
-    return Spread(mean, mean - half, mean + half, n, "t")
-
-
-def fits_value(value: Any, wanted: Any) -> bool:
-    """Equal to what is wanted, or to one of several; `bool`: true of itself."""
-    if wanted is bool:
-        return bool(value)
-    return any(value == one for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
+def matches(config: Mapping[str, Any], match: Mapping[str, Any]) -> bool:
+    """Whether every key is as wanted, or one of several wanted; `bool`: true of itself."""
+    for key, wanted in match.items():
+        value = config.get(key)
+        several = wanted if isinstance(wanted, tuple) else (wanted,)
+        if not (bool(value) if wanted is bool else any(value == one for one in several)):
+            return False
+    return True
 
 
 def fits(record: Record, match: Mapping[str, Any]) -> bool:
     """Whether the record's config has what `match` asks for."""
-    return all(fits_value(record.config.get(key), wanted) for key, wanted in match.items())
+    return matches(record.config, match)
 
 
 def label(record: Record, spec: Label) -> str:
@@ -249,27 +227,26 @@ def fill(record: Record, text: str) -> str:
 
 def by_seed(record: Record, path: Any) -> dict[Any, Any]:
     """seed -> value, of the seeds that have it: at the last evaluation; tasks in percent."""
-    result = {}
-    for seed, member in record.members.items():
-        if isinstance(path, tuple) and not isinstance(path, (Accuracy, At)):  # their mean
-            values = [by_seed(record, one).get(seed) for one in path]
-            value = None if None in values else float(np.mean([middle(x) for x in values]))
-        elif isinstance(path, Accuracy):
-            value = _task(record, member, path)
-        else:
-            metric = path.metric if isinstance(path, At) else path
-            points = member.curves.get(metric, {})
-            if isinstance(path, At):
-                value = points.get(
-                    round(path.share * record.config.get("steps", max(points or [0])))
-                )
-            elif points:
-                value = points[max(points)]
-            else:
-                value = member.run.values.get(f"final {path}", member.run.values.get(path))
-        if value is not None:
-            result[seed] = value
-    return result
+    found = {seed: _of_member(record, member, path) for seed, member in record.members.items()}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def _of_member(record: Record, member: Member, path: Any) -> Any:
+    values = member.seed.values
+    match path:
+        case Accuracy():
+            return _task(record, member, path)
+        case Scored():
+            return member.tasks.get(path.name)
+        case At():
+            points = member.seed.curves.get(path.metric, {})
+            steps = record.config.get("steps", max(points, default=0))
+            return points.get(round(path.share * steps))
+        case tuple():  # the mean of all of them
+            several = [middle(_of_member(record, member, one)) for one in path]
+            return None if None in several else float(np.mean(several))
+    points = member.seed.curves.get(path)
+    return points[max(points)] if points else values.get(f"final.{path}", values.get(path))
 
 
 def _task(record: Record, member: Member, task: Accuracy) -> Any:
@@ -324,10 +301,9 @@ def differences(record: Record, reference: Record, path: Any) -> list[float]:
     own, other = ({k: middle(v) for k, v in by_seed(r, path).items()} for r in (record, reference))
     if not own or not other:
         return []
-    if None in own or None in other:
-        seeds = [seed for seed in {**own, **other} if seed is not None] or [None]
-        return [own.get(s, own.get(None)) - other.get(s, other.get(None)) for s in seeds]
-    common = [seed for seed in own if seed in other]
-    if common:
-        return [own[seed] - other[seed] for seed in common]
-    return [float(np.mean(list(own.values())) - np.mean(list(other.values())))]
+    if None in own:
+        own = dict.fromkeys(other, own[None])
+    if None in other:
+        other = dict.fromkeys(own, other[None])
+    common = [own[seed] - other[seed] for seed in own if seed in other]
+    return common or [float(np.mean(list(own.values())) - np.mean(list(other.values())))]

@@ -4,12 +4,58 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ffn_heterogeneity.report.runs import Spread
+import numpy as np
+from etils import epath
+
+from ffn_heterogeneity.io.files import atomic_path
 
 UNKNOWN = "-"
+NOT_FINITE = ("nan", "inf", "-inf")  # as metrics.jsonl and results.json hold them
+
+
+class Spread(NamedTuple):
+    """A number over several seeds."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    kind: str = "range"  # of what low and high are: "range", "t" (95%), "Wilson" (95%)
+
+
+def middle(value: Any) -> Any:
+    """The number itself; the mean of several."""
+    return value.mean if isinstance(value, Spread) else value
+
+
+def over(values: Sequence[Any]) -> Any:
+    """Mean, lowest and highest of several; the one where they are the same; None of none."""
+    if len(set(map(middle, values))) < 2:
+        return values[0] if values else None
+    values = [middle(value) for value in values]
+    return Spread(float(np.mean(values)), float(np.min(values)), float(np.max(values)), len(values))
+
+
+def interval(values: Sequence[float]) -> Any:
+    """Mean and Student's 95% interval of several; one value alone has none."""
+    from scipy import stats
+
+    if len(values) < 2:
+        return values[0] if values else None
+    mean, n = float(np.mean(values)), len(values)
+    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5)
+    return Spread(mean, mean - half, mean + half, n, "t")
+
+
+def number_of(value: Any) -> int | float | None:
+    """The number, also where it is written as "nan"; None: it is none."""
+    if isinstance(value, str) and value in NOT_FINITE:
+        return float(value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def number(value: Any, digits: int = 4) -> str:
@@ -19,8 +65,8 @@ def number(value: Any, digits: int = 4) -> str:
     if isinstance(value, Spread):
         low, high = (number(x, digits) for x in (value.low, value.high))
         return f"{number(value.mean, digits)} [{low}, {high}] {value.kind} n={value.n}"
-    if isinstance(value, str):
-        return value
+    if isinstance(value, (str, bool)):
+        return str(value)
     return f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -30,28 +76,17 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     Raises:
       ValueError: a row has another number of cells than the header.
     """
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    wrong = [row for row in cells if len(row) != len(header)]
-    if wrong:
-        raise ValueError(f"the row {wrong[0]} has {len(wrong[0])} cells, the header {len(header)}")
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([line(cells[0]), "| " + " | ".join(rule) + " |", *map(line, cells[1:])])
-
-
-def escaped_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """`markdown_table` of cells that may hold bars (patterns of paths do) and line breaks."""
+    # Patterns of paths hold bars.
     cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in row]
              for row in (header, *rows)]  # fmt: skip
-    return markdown_table(cells[0], cells[1:])
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        return "| " + " | ".join([row[0].ljust(widths[0]), *padded[1:]]) + " |"
+
+    return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
 def csv_text(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -63,3 +98,21 @@ def csv_text(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         cells = [cell.mean if isinstance(cell, Spread) else cell for cell in row]
         writer.writerow([UNKNOWN if cell is None else cell for cell in cells])
     return text.getvalue()
+
+
+def directory(output: str | os.PathLike) -> epath.Path:
+    """Where a report goes.
+
+    Raises:
+      ValueError: it is a file.
+    """
+    if epath.Path(output).is_file():
+        raise ValueError(f"--output={output} is a file: give a directory")
+    return epath.Path(output)
+
+
+def write_text(path: epath.Path, text: str) -> str:
+    """Writes the text whole, and returns it."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text)
+    return text

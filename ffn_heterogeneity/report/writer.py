@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io.files import is_bucket
+from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain
 
 BUCKET_SECONDS = 30.0
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """Appends metrics; a resumed run continues as if it had never stopped.
 
     Of several processes only the first writes; in the others every call does nothing.
@@ -63,11 +62,11 @@ class MetricsWriter:
             return
         directory.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
-        kept = kept[:resume_rows]
-        _replace_lines(self.path, kept)
-        self.rows = len(kept)
+        lines = [json.dumps(row) + "\n" for row in kept[:resume_rows]]
+        self.rows = len(lines)
+        _write_lines(self.path, lines)
         if is_bucket(directory):
-            self._lines, self._written = [json.dumps(row) for row in kept], time.monotonic()
+            self._lines, self._written = lines, time.monotonic()
             return
         self._file = self.path.open("a")
         if tensorboard:
@@ -79,65 +78,53 @@ class MetricsWriter:
         Raises:
           OSError: names the file; the disk is full, say.
         """
-        if self._file is None and self._lines is None:
-            return
-        row = {"step": int(step), **{name: _plain(value) for name, value in metrics.items()}}
-        line = json.dumps(row, allow_nan=False)
+        line = json.dumps(plain({"step": int(step), **metrics}), allow_nan=False) + "\n"
         if self._lines is not None:
             self._lines.append(line)
-            self.rows += 1
             if time.monotonic() - self._written > BUCKET_SECONDS:
                 self.flush()
+        elif self._file is not None:
+            self._append(line)
+        else:
             return
-        try:
-            self._file.write(line + "\n")
-            self._file.flush()
-        except OSError as error:
-            self._drop()
-            raise OSError(
-                error.errno, f"{error.strerror}; put that right, then resume", str(self.path)
-            ) from None
         self.rows += 1
         if self._events is not None:
             self._write_events(step, metrics)
 
+    def _append(self, line: str) -> None:
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            # Closed without a second try at the line that could not be written.
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
+            what = f"{error.strerror}; put that right, then resume"
+            raise OSError(error.errno, what, str(self.path)) from None
+
     def _write_events(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Scalars, and of per-layer values a curve a layer, named so that they sort by depth."""
         for name, value in metrics.items():
             value = np.asarray(value)
-            if value.dtype.kind not in "fiub":
-                continue
-            if value.ndim == 0:
-                self._events.add_scalar(name, float(value), step)
-            elif value.ndim == 1:
-                # Per-layer values: one curve a layer, named so that they sort by depth.
-                for i, item in enumerate(value):
-                    self._events.add_scalar(f"{name}/{i:03d}", float(item), step)
-            elif np.all(np.isfinite(value)):
-                self._events.add_histogram(name, value.reshape(-1).astype(np.float64), step)
+            if value.dtype.kind in "fiub" and value.ndim < 2:
+                for i, x in enumerate(value.reshape(-1)):
+                    label = f"{name}/{i:03d}" if value.ndim else name
+                    self._events.add_scalar(label, float(x), step)
         self._events.flush()
 
     def flush(self) -> None:
         """Nothing written so far can be lost after it; call it before a checkpoint counts it."""
         if self._lines is not None:
-            self.path.write_text("".join(line + "\n" for line in self._lines))
+            _write_lines(self.path, self._lines)
             self._written = time.monotonic()
-
-    def _drop(self) -> None:
-        """Closes the file without a second try at the line that could not be written."""
-        file, self._file = self._file, None
-        with contextlib.suppress(OSError):
-            file.close()
 
     def close(self) -> None:
         """Closes the files."""
         self.flush()
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -147,28 +134,30 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
     """The rows of a `metrics.jsonl` up to `last_step`; a half-written last line is left out.
 
     Raises:
-      ValueError: a line other than the last is not JSON.
+      ValueError: a line other than the last is not JSON with a step.
     """
     path = epath.Path(path)
-    if not path.exists():
-        return []
-    lines, rows = path.read_text().splitlines(), []
+    lines, rows = path.read_text().splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number} is not JSON with a step: {line[:60]}")
     return [row for row in rows if last_step is None or row["step"] <= last_step]
 
 
-def _replace_lines(path: epath.Path, rows: list[dict]) -> None:
-    if is_bucket(path):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return
-    temporary = path.parent / f".{path.name}.partial"
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    temporary.replace(path)
+def _row(line: str) -> dict | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _write_lines(path: epath.Path, lines: Sequence[str]) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text("".join(lines))
 
 
 def _tensorboard(directory: epath.Path, resume_step: int | None):
@@ -179,18 +168,3 @@ def _tensorboard(directory: epath.Path, resume_step: int | None):
         return None
     purge = None if resume_step is None else resume_step + 1
     return SummaryWriter(os.fspath(directory), purge_step=purge)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str) or value is None:
-        return value
-    value = np.asarray(value).tolist()
-
-    def finite(item):
-        if isinstance(item, list):
-            return [finite(x) for x in item]
-        if isinstance(item, float) and not math.isfinite(item):
-            return str(item)
-        return item
-
-    return finite(value)

@@ -19,6 +19,7 @@ Ties go to the lowest survivor. What is solved is in float64; W returns to its o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -26,7 +27,12 @@ import numpy as np
 
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.surgery.least_squares import solve_together
-from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups, least_of_rows
+from ffn_heterogeneity.surgery.neighbours import (
+    Neighbours,
+    duplicate_groups,
+    least_of_rows,
+    squared_distances,
+)
 from ffn_heterogeneity.surgery.weights import CACHED, Outgoing, blocks, incoming, outgoing
 from ffn_heterogeneity.wording import check_choice
 
@@ -115,7 +121,7 @@ def _sum(problem: Problem) -> tuple[Rows, dict]:
         steps = problem.merges.tolist()
         last = {gone: into for into, gone in steps}
         into = np.array([_root(last, gone) for gone in problem.gone.tolist()])
-        squared = _squared_distances(vectors, problem.gone, into)
+        squared = squared_distances(vectors, problem.gone, into)
     changed: dict[int, np.ndarray] = {}
 
     def row(neuron: int) -> np.ndarray:
@@ -194,14 +200,6 @@ def _factors(products: np.ndarray, squares: np.ndarray, gated: int) -> np.ndarra
     return c if gated else np.maximum(c, 0)
 
 
-def _least_squares(problem: Problem) -> tuple[Rows, dict]:
-    return _solved(problem, 0.0)
-
-
-def _ridge(problem: Problem) -> tuple[Rows, dict]:
-    return _solved(problem, RIDGE)
-
-
 def _solved(problem: Problem, ridge: float) -> tuple[Rows, dict]:
     kept, weights = problem.kept, problem.weights
     added, report = solve_together(problem.vectors, kept, problem.gone, weights.rows, ridge)
@@ -222,14 +220,6 @@ def _changed_rows(problem: Problem, changed: dict[int, np.ndarray]) -> Rows:
     return rows
 
 
-def _squared_distances(vectors: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    squared = np.empty(len(a))
-    for part in blocks(len(a), vectors.shape[1], _PRODUCTS):
-        difference = vectors[a[part]].astype(np.float64) - vectors[b[part]]
-        squared[part] = np.einsum("rp,rp->r", difference, difference)
-    return squared
-
-
 def _report(problem: Problem, factors: np.ndarray, squared: np.ndarray) -> dict:
     total = sum(float(squares.sum()) for squares in problem.squares(problem.gone))
     return {
@@ -242,8 +232,8 @@ def _report(problem: Problem, factors: np.ndarray, squared: np.ndarray) -> dict:
 
 _METHODS: dict[str, Callable[[Problem], tuple[Rows, dict]]] = {
     "sum": _sum,
-    "least_squares": _least_squares,
-    "ridge": _ridge,
+    "least_squares": functools.partial(_solved, ridge=0.0),
+    "ridge": functools.partial(_solved, ridge=RIDGE),
     "scaled": _scaled,
 }
 COMPENSATIONS = ("none", *_METHODS)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -22,11 +20,6 @@ from ffn_heterogeneity.surgery.streaming import compress_directory
 from ffn_heterogeneity.wording import check_choice
 
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
-
-
-def parameter_count(params: Any) -> int:
-    """Number of scalars in a tree."""
-    return sum(int(np.size(leaf)) for leaf in jax.tree.leaves(params))
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:
@@ -70,13 +63,10 @@ def prune(config: ConfigDict, model: Model) -> tuple[ModelConfig, dict, dict]:
     Raises:
       ValueError: as `run`.
     """
-    before = parameter_count(model.params)
     plan = plan_of(config)
     smaller_config, smaller, removed, reports = reduce_model(model.config, model.params, plan)
     check_leaves(smaller_config, restack_shapes(smaller_config, smaller))
-    after = parameter_count(smaller)
-    configs = (model.config, smaller_config)
-    results = results_of(plan, configs, (before, after), removed, reports)
+    results = results_of(plan, (model.config, smaller_config), removed, reports)
     return smaller_config, smaller, results
 
 

@@ -132,7 +132,7 @@ class Neighbours:
         """The nearest of `columns` [r, k], whose squared distances are at least `lower` [r, k]."""
         place = lower.argmin(axis=1)
         index = np.take_along_axis(columns, place[:, None], axis=1)[:, 0].astype(np.int64)
-        distance = self._measure(rows, index)
+        distance = squared_distances(self.points, rows, index)
         dead = np.isinf(lower[np.arange(len(rows)), place])
         distance[dead] = np.inf
         maybe = (lower <= distance[:, None]) & ~np.isinf(lower)
@@ -144,19 +144,23 @@ class Neighbours:
         row = np.concatenate([np.arange(len(rows)), row])
         others = np.concatenate([index, others])
         found = np.concatenate(
-            [distance, self._measure(rows[row[len(rows) :]], others[len(rows) :])]
+            [
+                distance,
+                squared_distances(self.points, rows[row[len(rows) :]], others[len(rows) :]),
+            ]
         )
         best = least_of_rows(row, found, others)
         return others[best], found[best]
 
-    def _measure(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """|a - b|^2 [r] of pairs, float64."""
-        distance = np.empty(len(rows))
-        for part in blocks(len(rows), self.points.shape[1], BLOCK):
-            difference = self.points[rows[part]].astype(np.float64)
-            difference -= self.points[columns[part]]
-            distance[part] = np.einsum("rp,rp->r", difference, difference)
-        return distance
+
+def squared_distances(points: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """|a - b|^2 [r] of pairs of rows of `points`, float64."""
+    squared = np.empty(len(a))
+    for part in blocks(len(a), points.shape[1], BLOCK):
+        difference = points[a[part]].astype(np.float64)
+        difference -= points[b[part]]
+        squared[part] = np.einsum("rp,rp->r", difference, difference)
+    return squared
 
 
 def least_of_rows(row: np.ndarray, value: np.ndarray, index: np.ndarray) -> np.ndarray:

@@ -9,12 +9,7 @@ import numpy as np
 
 from ffn_heterogeneity.surgery.compensation import check_compensation
 from ffn_heterogeneity.surgery.criteria import SIMILARITY, check_criterion, layer_scores
-from ffn_heterogeneity.surgery.selection import (
-    highest,
-    layer_subset,
-    removal_count,
-    select_global,
-)
+from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
 
 # How many neurons a layer loses, or, where layers were compared with each other, which.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
 from ffn_heterogeneity.surgery.plan import Cut, Plan
@@ -77,17 +78,17 @@ def reduce_model(
 def results_of(
     plan: Plan,
     configs: tuple[ModelConfig, ModelConfig],
-    parameters: Sequence[int],
     removed: Mapping[int, np.ndarray],
     reports: list[dict],
 ) -> dict:
     """What `results.json` holds.
 
     Args:
-      configs, parameters: before and after.
+      configs: before and after.
       removed, reports: as from `reduce_model`.
     """
-    (before, after), (total, left) = configs, parameters
+    before, after = configs
+    total, left = (count_parameters(config)["total"] for config in configs)
     return dataclasses.asdict(plan) | {
         "removed": [removed.get(i, np.zeros(0, int)).tolist() for i in range(before.n_layers)],
         "compensated": reports,

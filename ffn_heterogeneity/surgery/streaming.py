@@ -32,13 +32,7 @@ from ffn_heterogeneity.io.files import remove_leftovers, write_json
 from ffn_heterogeneity.io.pieces import Pieces, Spec, open_pieces
 from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.families import (
-    Family,
-    Rule,
-    count_parameters,
-    expected_shapes,
-    family_by_name,
-)
+from ffn_heterogeneity.models.families import Family, Rule, expected_shapes, family_by_name
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
@@ -151,9 +145,7 @@ def compress_directory(
         for pattern in ("generation_config.json", *huggingface.TOKENIZER_FILES):
             for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
                 shutil.copyfile(file, temporary / file.name)
-        configs = (checkpoint.config, smaller)
-        counts = [count_parameters(config)["total"] for config in configs]
-        results = results_of(plan, configs, counts, removed, reports)
+        results = results_of(plan, (checkpoint.config, smaller), removed, reports)
         write_json(temporary / "removed_neurons.json", results)
     return results
 

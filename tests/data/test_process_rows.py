@@ -189,7 +189,7 @@ def test_rows_the_caller_chooses(lettered, characters):
         return batch
 
     whole = first()
-    for rows in (slice(2, 4), slice(None), [6, 1], np.array([0, 1, 4, 5]), range(7, 3, -1)):
+    for rows in (range(2, 4), range(8), [6, 1], np.array([0, 1, 4, 5]), range(7, 3, -1)):
         assert same(first(rows=rows), {k: v[rows] for k, v in whole.items()})
     assert same(
         first(rows=[1, 0, 5, 4], accumulation=2), {k: v[[1, 0, 5, 4]] for k, v in whole.items()}
@@ -208,9 +208,8 @@ def test_rows_the_caller_chooses(lettered, characters):
         ({"rows": [0, 8]}, r"rows is \[0, 8\]; it must hold different rows .* 0 .. 7"),
         ({"rows": [-1]}, "it must hold different rows"),
         ({"rows": [3, 3]}, "it must hold different rows"),
-        ({"rows": slice(4, 9)}, r"rows is slice\(4, 9, None\); its bounds .* batch_size = 8"),
         ({"rows": np.arange(9).repeat(9)}, "it must hold different rows"),
-        ({"rows": slice(4, 4)}, "it must be a slice or a sequence of one or more"),
+        ({"rows": range(4, 4)}, "it must be a sequence of one or more"),
         ({"rows": [0, 1], "accumulation": 2}, "equally many rows of each micro-batch"),
         ({"rows": [4, 0], "accumulation": 2}, r"micro-batch \(4 rows .*\), in their order"),
         ({"rows": [0, 4, 5], "accumulation": 2}, "equally many rows of each micro-batch"),
@@ -231,7 +230,7 @@ def test_fewer_records_than_processes(write, characters):
 def test_counts_are_those_of_all_processes(lettered, characters):
     config = {"path": lettered, "packing": False}
     pipelines = [
-        make_pipeline(config, characters(), 4, 16, 0, rows=rows) for rows in (None, slice(2, 4))
+        make_pipeline(config, characters(), 4, 16, 0, rows=rows) for rows in (None, range(2, 4))
     ]
     alone, shared = (pipeline.train_iterator(epochs=1) for pipeline in pipelines)
     assert len(list(alone)) == len(list(shared)) == 26

@@ -184,7 +184,7 @@ def test_resumes_to_the_very_next_batch(make, characters):
         assert all(map(same, take(again, 25 - step), batches[step:]))
         again.close()
     # Another process's share, and another order of rows: a place is the same number for both.
-    part = make_pipeline(config, characters(), 8, 32, seed=3, rows=slice(2, 5)).train_iterator()
+    part = make_pipeline(config, characters(), 8, 32, seed=3, rows=range(2, 5)).train_iterator()
     part.set_state(json.loads(states[7]))
     for found, batch in zip(take(part, 5), batches[7:], strict=False):
         assert same(found, take_rows(batch, np.arange(2, 5)))

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import config_of, run_script
 
 from ffn_heterogeneity.evaluate.chat import endpoint as endpoints
-from ffn_heterogeneity.evaluate.chat import judge, judge_prompts
+from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 
 KEY = "sk-secret-0123"
@@ -172,37 +172,6 @@ def test_ratings(server, files, tmp_path):
     # All is there: nothing is asked again.
     again = judge.run(config_for(server, files), tmp_path / "out")
     assert len(server.requests) == 6 and again["score"] == results["score"]
-
-
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("[[8]]", 8.0),
-        ("so [[7.5]].", 7.5),
-        ("I thought [[3]], no: [[9]]", 9.0),
-        ("[[ 10/10 ]]", 10.0),
-        ("Rating: [6]", 6.0),
-        ("[[0]]", "outside 1 to 10"),
-        ("[[11]]", "outside 1 to 10"),
-        ("[[nan]] [[-3]] [[8", "no rating"),
-        ("8", "no rating"),
-        ("[[rating]]", "no rating"),
-    ],
-)
-def test_reading_ratings(text, score):
-    if isinstance(score, float):
-        assert judge_prompts.rating(text) == score
-    else:
-        with pytest.raises(ValueError, match=score):
-            judge_prompts.rating(text)
-
-
-def test_reading_verdicts():
-    assert judge_prompts.verdict("not [[A]] but [[ B ]]") == "B"
-    assert judge_prompts.verdict("[[C]]") == "C"
-    for text in ("[[D]]", "A", "[A]", "[[AB]]", ""):
-        with pytest.raises(ValueError, match="no verdict"):
-            judge_prompts.verdict(text)
 
 
 # ---- pairs

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import io
 import json
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -28,7 +24,6 @@ from ffn_heterogeneity.evaluate.sandbox.programs import (
     Outcome,
     SandboxError,
     run_code,
-    run_many,
 )
 
 SANDBOX = Path(sandbox.__file__).parent
@@ -242,28 +237,12 @@ def test_known_limit_a_program_made_to_cheat_passes(namespaces):
     assert run_code(cheat + "assert f(10) == 45", allow=True, mechanism=namespaces).passed
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_many_programs_keep_their_order(sandbox, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    programs = [f"print({i})\nassert {i} % 3" for i in range(12)]
-    outcomes = run_many(programs, allow=True, workers=3)
-    assert [outcome.stdout for outcome in outcomes] == [f"{i}\n" for i in range(12)]
-    assert [outcome.passed for outcome in outcomes] == [i % 3 > 0 for i in range(12)]
-    assert "run code: 100%" in sys.stderr.getvalue()
-
-
 def test_nothing_runs_unless_allowed(monkeypatch):
     monkeypatch.setattr(sandbox, "run_once", lambda *_: pytest.fail("it ran"))
     for allow in (False, None, 0, "false", "true"):
         with pytest.raises(SandboxError, match="--config.allow_code_execution=true") as error:
             run_code("pass", allow=allow)
         assert "\n" not in str(error.value)
-        with pytest.raises(SandboxError, match="allow_code_execution"):
-            run_many(["pass"], allow=allow)
 
 
 FORBIDDEN = """
@@ -316,45 +295,6 @@ def test_limits_are_positive(change):
     name, value = next(iter(change.items()))
     with pytest.raises(ValueError, match=f"{name}={value} must be a positive"):
         Limits(**{name: value})
-
-
-def filtered(code: bytes, architecture: int, number: int, first: int = 0) -> int:
-    """What the filter answers to a system call: the kernel's little machine, written again."""
-    data = struct.pack("<iIQQ", number, architecture, 0, first)
-    instructions = list(struct.iter_unpack("<HBBI", code))
-    place, held = 0, 0
-    while True:
-        kind, yes, no, value = instructions[place]
-        place += 1
-        if kind == 0x06:
-            return value
-        if kind == 0x20:
-            held = struct.unpack_from("<I", data, value)[0]
-        else:
-            truth = {0x15: held == value, 0x35: held >= value, 0x45: held & value != 0}[kind]
-            place += yes if truth else no
-
-
-@pytest.mark.parametrize("name", ["x86_64", "aarch64"])
-def test_filter_of_system_calls(monkeypatch, name):
-    monkeypatch.syspath_prepend(str(SANDBOX))
-    kernel = importlib.import_module("sandbox_kernel")
-    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=name))
-    column, architecture = kernel.MACHINES[name]
-    code, clone = kernel.filter_program(), kernel.SYSCALLS["clone"][column]
-    kill, allow, refuse, missing = 0x80000000, 0x7FFF0000, 0x50000 + 1, 0x50000 + 38
-    assert all(filtered(code, architecture, n[column]) == refuse for n in kernel.DENIED.values())
-    others = set(range(500)) - {n[column] for n in kernel.DENIED.values()} - {435}
-    assert {filtered(code, architecture, number) for number in others} == {allow}
-    assert filtered(code, architecture, 435) == missing
-    for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
-        assert filtered(code, architecture, clone, bit | 17) == refuse
-    assert filtered(code, architecture, clone, 0x3D0F00) == allow  # a thread
-    assert filtered(code, architecture ^ 1, 0) == kill
-    assert filtered(code, architecture, 0x40000000 + 1) == kill
-    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine="z80"))
-    with pytest.raises(ValueError, match="no table of system calls for z80"):
-        kernel.filter_program()
 
 
 # Run as root in a mount namespace of its own: shows Python to everyone, becomes nobody, goes on.

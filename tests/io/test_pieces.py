@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ffn_heterogeneity.io import pieces, safetensors
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -31,7 +32,11 @@ def test_bytes_are_those_of_the_library(tmp_path, limit, monkeypatch):
     whole.mkdir()
     parts.mkdir()
     sizes = {name: array.nbytes for name, array in tensors.items()}
-    safetensors.write_shards(whole, sizes, tensors.items(), limit)
+    shards = safetensors.plan_shards(sizes, limit)
+    for file, names in shards.items():
+        some = {name: tensors[name] for name in names}
+        save_file(some, whole / file, metadata={"format": "pt"})
+    safetensors.write_index(whole, sizes, shards)
     specs = {name: Spec(array.shape, array.dtype) for name, array in tensors.items()}
     with open_pieces(parts, specs, limit) as files:
         assert sorted(files.order) == sorted(tensors)
@@ -40,7 +45,8 @@ def test_bytes_are_those_of_the_library(tmp_path, limit, monkeypatch):
     found = {path.name: path.read_bytes() for path in parts.iterdir()}
     assert found == {path.name: path.read_bytes() for path in whole.iterdir()}
     assert (len(found) > 2) == (limit == 200)
-    modes = {path.stat().st_mode for folder in (whole, parts) for path in folder.iterdir()}
+    (tmp_path / "touched").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "touched", *parts.iterdir())}
     assert len(modes) == 1
 
 

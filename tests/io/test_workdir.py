@@ -20,16 +20,15 @@ CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "pa
 
 
 def test_a_new_directory_is_claimed_and_resumed(tmp_path, monkeypatch):
-    first = prepare_workdir(tmp_path / "run", CONFIG)
-    assert not first.resumed
-    assert json.loads((first / "config.json").read_text())["optimizer"]["betas"] == [0.9, 0.99]
-    assert json.loads((first / "versions.json").read_text())["jax"]
-    prepare_workdir(tmp_path / "run", CONFIG)
+    run = tmp_path / "run"
+    assert prepare_workdir(run, CONFIG) is False
+    assert json.loads((run / "config.json").read_text())["optimizer"]["betas"] == [0.9, 0.99]
+    assert json.loads((run / "versions.json").read_text())["jax"]
+    prepare_workdir(run, CONFIG)
     monkeypatch.setattr("sys.argv", ["train.py", "--config.name=two words"])
-    again = prepare_workdir(tmp_path / "run", CONFIG)
-    assert again.resumed
-    assert "'--config.name=two words'" in (again / "command.txt").read_text()
-    assert len((again / "command.txt").read_text().splitlines()) == 2
+    assert prepare_workdir(run, CONFIG) is True
+    assert "'--config.name=two words'" in (run / "command.txt").read_text()
+    assert len((run / "command.txt").read_text().splitlines()) == 2
 
 
 def test_two_processes_do_not_work_in_one_directory(tmp_path):
@@ -117,7 +116,7 @@ def test_a_series_of_checkpoints_may_grow(tmp_path):
     (tmp_path / "checkpoints" / "10").mkdir(parents=True)
     prepare_workdir(tmp_path / "run", config)
     (tmp_path / "checkpoints" / "20").mkdir()
-    assert prepare_workdir(tmp_path / "run", config).resumed
+    assert prepare_workdir(tmp_path / "run", config) is True
 
 
 def test_outputs_without_a_config_are_foreign(tmp_path):

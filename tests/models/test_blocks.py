@@ -22,7 +22,8 @@ from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, r
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)
@@ -175,8 +176,7 @@ def test_removing_neurons_of_a_plain_ffn_with_biases_equals_masking():
 
     with jax.enable_x64(True):
         params = random_params(NEOX, dtype=np.float64)
-        removed = choose_neurons(NEOX, params, criterion="entropy", ratio=0.4)
-        config, smaller = remove_neurons(NEOX, params, removed)
+        config, smaller, removed, _ = reduce_model(NEOX, params, Plan("entropy", ratio=0.4))
         run = jax.jit(logits, static_argnums=0)
         pruned = run(config, restack(config, smaller))
         masked = run(NEOX, restack(NEOX, mask_neurons(params, removed)))

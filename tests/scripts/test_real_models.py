@@ -15,7 +15,8 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import compress
-from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
 
 WINDOW, WINDOWS = 512, 40
 
@@ -48,11 +49,12 @@ def highest_entropy(kernel_md, count) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def removed(smollm2):
-    return choose_neurons(smollm2.config, smollm2.params, criterion="entropy", ratio=0.25)
+def reduced(smollm2):
+    return reduce_model(smollm2.config, smollm2.params, Plan("entropy", ratio=0.25))
 
 
-def test_entropy_choice_equals_the_oracle_in_every_layer(smollm2, removed):
+def test_entropy_choice_equals_the_oracle_in_every_layer(smollm2, reduced):
+    removed = reduced[2]
     layers = unstack(smollm2.params)["layers"]
     assert sorted(removed) == list(range(30))
     for index, layer in enumerate(layers):
@@ -61,9 +63,9 @@ def test_entropy_choice_equals_the_oracle_in_every_layer(smollm2, removed):
         assert removed[index].tolist() == highest_entropy(kernel, 384), f"layer {index}"
 
 
-def test_removal_equals_masking(smollm2, removed, tokens):
+def test_removal_equals_masking(smollm2, reduced, tokens):
     """The same neurons gone, or the rows of W that they write with set to 0."""
-    config, smaller = remove_neurons(smollm2.config, smollm2.params, removed)
+    config, smaller, removed, _ = reduced
     pruned = our_logits(config, restack(config, smaller), tokens)
     tree = unstack(smollm2.params)
     for index, layer in enumerate(tree["layers"]):
@@ -96,10 +98,10 @@ def test_analysis_equals_the_oracle(smollm2, smollm2_gguf, tmp_path):
 
 
 def test_a_pruned_model_loads_in_transformers_and_agrees(
-    torch, smollm2, smollm2_gguf, removed, tokens, tmp_path
+    torch, smollm2, smollm2_gguf, reduced, tokens, tmp_path
 ):
     results = compress.run(config_of("prune", model=str(smollm2_gguf)), tmp_path)
-    assert results["removed"] == [removed[i].tolist() for i in range(30)]
+    assert results["removed"] == [reduced[2][i].tolist() for i in range(30)]
     assert results["parameters_before"] == 134_515_008
     assert results["parameters_before"] - results["parameters_after"] == 30 * 3 * 576 * 384
     theirs = torch_model(torch, tmp_path / "model")

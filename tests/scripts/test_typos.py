@@ -114,7 +114,7 @@ def test_distance():
     assert distance("ratio", "ratio") == 0
     assert distance("raito", "ratio") == distance("rato", "ratio") == distance("rratio", "ratio")
     assert distance("", "abc") == 3 and distance("kitten", "sitting") == 3
-    assert distance_to_key("alhpa", "losses.nucl.weight") == 1
+    assert distance_to_key("wieght", "losses.nucl.weight") == 1
 
 
 def test_the_typos_are_many_and_of_every_kind():

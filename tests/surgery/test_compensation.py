@@ -391,11 +391,3 @@ def test_bad_settings_are_refused_before_loading(tmp_path, flags, words):
     error = run_script("compress", *arguments).error
     assert all(word in error for word in words), error
     assert not workdir.exists()
-
-
-def test_the_config_names_every_compensation():
-    from tiny_models import REPOSITORY
-
-    listed = (REPOSITORY / "configs" / "prune.py").read_text()
-    for name in (*COMPENSATIONS, "similarity"):
-        assert any(name in line for line in listed.splitlines() if line.strip().startswith("#"))

@@ -14,7 +14,9 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.removal import choose_neurons, remove_neurons
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count, select_global
 
 # Nothing here is large.
@@ -36,6 +38,10 @@ def random_params(dtype=np.float64) -> dict:
     return jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype(dtype), shapes)
 
 
+def chosen(params, criterion: str, **plan) -> dict[int, np.ndarray]:
+    return reduce_model(CONFIG, params, Plan(criterion, **plan))[2]
+
+
 def logits(config, params, dtype) -> np.ndarray:
     options = causal_lm.RunOptions(compute_dtype=dtype)
 
@@ -53,8 +59,8 @@ def logits(config, params, dtype) -> np.ndarray:
 def test_removal_equals_masking_in_float64(criterion, budget):
     with jax.enable_x64(True):
         params = random_params()
-        removed = choose_neurons(CONFIG, params, criterion=criterion, ratio=0.3, budget=budget)
-        config, smaller = remove_neurons(CONFIG, params, removed)
+        plan = Plan(criterion, ratio=0.3, budget=budget)
+        config, smaller, removed, _ = reduce_model(CONFIG, params, plan)
         pruned = logits(config, restack(config, smaller), jnp.float64)
         masked = logits(CONFIG, restack(CONFIG, mask_neurons(params, removed)), jnp.float64)
         full = logits(CONFIG, params, jnp.float64)
@@ -65,13 +71,13 @@ def test_removal_equals_masking_in_float64(criterion, budget):
 
 def test_widths_and_counts():
     params = random_params()
-    removed = choose_neurons(CONFIG, params, criterion="entropy", ratio=0.25, layers="pair:2")
-    config, smaller = remove_neurons(CONFIG, params, removed)
+    plan = Plan("entropy", ratio=0.25, layers="pair:2")
+    config, smaller, *_ = reduce_model(CONFIG, params, plan)
     assert config.ffn_widths == (40, 40, 30, 30, 40, 40)
     assert smaller["layers"][2]["ffn"]["down"]["kernel"].shape == (30, 24)
     assert smaller["layers"][2]["ffn"]["up"]["bias"].shape == (30,)
     assert smaller["layers"][2]["ffn"]["down"]["bias"].shape == (24,)
-    removed = choose_neurons(CONFIG, params, criterion="magnitude", ratio=0.25, budget="global")
+    removed = chosen(params, "magnitude", ratio=0.25, budget="global")
     assert sum(map(len, removed.values())) == 60
     assert removal_count(10, ratio=0.3) == 3, "0.3 * 10 is 2.9999999999999996 in floats"
 
@@ -98,7 +104,7 @@ def oracle_scores(name: str, w: np.ndarray) -> list[float]:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_choice_equals_the_oracle(name, reverse):
     params = random_params(np.float32)
-    removed = choose_neurons(CONFIG, params, criterion=name, ratio=0.25, reverse=reverse)
+    removed = chosen(params, name, ratio=0.25, reverse=reverse)
     for layer, tree in enumerate(unstack(params)["layers"]):
         scores = oracle_scores(name, tree["ffn"]["down"]["kernel"])
         order = sorted(range(40), key=lambda i: scores[i] if reverse else -scores[i])
@@ -107,8 +113,9 @@ def test_choice_equals_the_oracle(name, reverse):
 
 def test_random_is_a_permutation_that_depends_on_seed_and_layer_only():
     params = random_params()
-    choose = lambda **kw: choose_neurons(CONFIG, params, criterion="random", ratio=0.25, **kw)  # noqa: E731
-    everywhere, alone, other = choose(), choose(layers=[3]), choose(seed=1)
+    everywhere, alone, other = (
+        chosen(params, "random", ratio=0.25, **more) for more in ({}, {"layers": [3]}, {"seed": 1})
+    )
     assert everywhere[3].tolist() == alone[3].tolist()
     assert everywhere[3].tolist() != everywhere[4].tolist()
     assert everywhere[3].tolist() != other[3].tolist()
@@ -129,7 +136,7 @@ def test_non_finite_weights_are_refused_by_layer(value):
     params = unstack(random_params())
     params["layers"][4]["ffn"]["down"]["kernel"][7, 2] = value
     with pytest.raises(ValueError, match="layer 4.*row 7, column 2"):
-        choose_neurons(CONFIG, params, criterion="entropy", ratio=0.25)
+        chosen(params, "entropy", ratio=0.25)
 
 
 @pytest.mark.parametrize(
@@ -152,21 +159,7 @@ def test_non_finite_weights_are_refused_by_layer(value):
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        choose_neurons(CONFIG, random_params(), **{"criterion": "entropy", **arguments})
-
-
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [
-        ({9: [0]}, "layer 9 is out of range"),
-        ({0: [40]}, "is not in 0..39"),
-        ({0: [1, 1]}, "named twice"),
-        ({0: list(range(40))}, "all 40 neurons would go"),
-    ],
-)
-def test_bad_indices_are_named(removed, message):
-    with pytest.raises(ValueError, match=message):
-        remove_neurons(CONFIG, random_params(), removed)
+        chosen(random_params(), **{"criterion": "entropy", **arguments})
 
 
 def test_layer_subsets():
@@ -193,7 +186,5 @@ def test_a_global_budget_never_empties_a_layer():
 
 
 def test_unknown_adapter_leaves_are_refused():
-    params = unstack(random_params())
-    params["layers"][0]["ffn"]["up"]["lora_a"] = np.zeros((24, 2))
     with pytest.raises(ValueError, match="ffn/up/lora_a"):
-        remove_neurons(CONFIG, params, {0: [1]})
+        take_neurons({"up": {"lora_a": np.zeros((24, 2))}}, np.arange(8))

@@ -26,6 +26,7 @@ from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import run as training
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"
 
 

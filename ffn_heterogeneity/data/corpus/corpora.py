@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from ffn_heterogeneity.data.sources import (
     DataError,
     HubSource,
     decode_utf8,
-    json_object,
     kind_of,
+    parse_object,
 )
 from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.wording import first_line
@@ -280,20 +280,12 @@ def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[str]:
         text = text if offset else text.removeprefix("\ufeff")
         if text.strip():
             try:
-                yield _text_of_line(text, layout.text_field)
+                yield text_of(parse_object(text), layout.text_field)
             except DataError as error:
                 with open(piece.path, "rb") as file:
                     number = file.read(offset).count(b"\n") + 1
                 raise DataError(f"{piece.path}, line {number}: {error}") from error
         offset += len(line) + 1
-
-
-def _text_of_line(line: str, field: str) -> str:
-    record = json_object(line)
-    if field not in record:
-        seen = ", ".join(map(str, record)) or "none"
-        raise DataError(f"no field {field!r}; fields seen: {seen}; set text_field")
-    return text_of(record, field)
 
 
 def _read_parquet(piece: Piece, layout: Layout) -> Iterator[str]:
@@ -303,23 +295,21 @@ def _read_parquet(piece: Piece, layout: Layout) -> Iterator[str]:
     for batch in file.iter_batches(row_groups=groups, columns=[layout.text_field]):
         for value in batch.column(0).to_pylist():
             before += 1
-            yield _field(value, layout.text_field, f"{piece.path}, row {before}")
+            record = {layout.text_field: value}
+            yield _text(record, layout.text_field, f"{piece.path}, row {before}")
 
 
 def _read_hub(piece: Piece, layout: Layout) -> Iterator[str]:
     source = _hub(piece.path, layout.split, layout.revision)
     for row in range(piece.start, piece.stop):
-        try:
-            yield text_of(source[row], layout.text_field)
-        except DataError as error:
-            raise DataError(f"{source.where(row)}: {error}; set text_field") from error
+        yield _text(source[row], layout.text_field, source.where(row))
 
 
-def _field(value: Any, field: str, where: str) -> str:
+def _text(record: Mapping[str, Any], field: str, where: str) -> str:
     try:
-        return text_of({field: value}, field)
+        return text_of(record, field)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where}: {error}; set text_field") from error
 
 
 def _read_bytes(piece: Piece) -> bytes:

@@ -11,7 +11,7 @@ MultiRC and ReCoRD are flat and WSC has no "target".
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ffn_heterogeneity.data.sources import DataError
@@ -63,34 +63,14 @@ def _form(name: str, target: str, fields: Fields, **texts: str) -> Example:
     return Example(f"{name} {body}\n", target)
 
 
-def boolq(row: Mapping[str, Any], fields: Fields) -> Example:
-    """passage, question -> True | False."""
-    texts = {key: text_of(row, key) for key in ("passage", "question")}
-    return _form("boolq", word_of(row, BOOLEANS), fields, **texts)
+def _labelled(name: str, words: Sequence[str], *keys: str) -> Callable[..., Example]:
+    """The example of a row with a label: the texts of `keys` -> one of `words`."""
 
+    def example(row: Mapping[str, Any], fields: Fields) -> Example:
+        texts = {key: text_of(row, key) for key in keys}
+        return _form(name, word_of(row, words), fields, **texts)
 
-def cb(row: Mapping[str, Any], fields: Fields) -> Example:
-    """hypothesis, premise -> entailment | contradiction | neutral."""
-    texts = {key: text_of(row, key) for key in ("hypothesis", "premise")}
-    return _form("cb", word_of(row, CB_WORDS), fields, **texts)
-
-
-def copa(row: Mapping[str, Any], fields: Fields) -> Example:
-    """choice1, choice2, premise, question (cause | effect) -> choice1 | choice2."""
-    texts = {key: text_of(row, key) for key in ("choice1", "choice2", "premise", "question")}
-    return _form("copa", word_of(row, COPA_WORDS), fields, **texts)
-
-
-def rte(row: Mapping[str, Any], fields: Fields) -> Example:
-    """hypothesis, premise -> entailment | not_entailment."""
-    texts = {key: text_of(row, key) for key in ("hypothesis", "premise")}
-    return _form("rte", word_of(row, RTE_WORDS), fields, **texts)
-
-
-def wic(row: Mapping[str, Any], fields: Fields) -> Example:
-    """sentence1, sentence2, word -> True | False."""
-    texts = {key: text_of(row, key) for key in ("sentence1", "sentence2", "word")}
-    return _form("wic", word_of(row, BOOLEANS), fields, **texts)
+    return example
 
 
 def multirc(row: Mapping[str, Any], fields: Fields) -> Example:
@@ -256,13 +236,13 @@ def _task(
 
 
 _ONE_EACH = (
-    _task("boolq", boolq),
-    _task("cb", cb, "cb"),
-    _task("copa", copa),
+    _task("boolq", _labelled("boolq", BOOLEANS, "passage", "question")),
+    _task("cb", _labelled("cb", CB_WORDS, "hypothesis", "premise"), "cb"),
+    _task("copa", _labelled("copa", COPA_WORDS, "choice1", "choice2", "premise", "question")),
     _task("multirc", multirc, "multirc", expand=multirc_answers, reference=multirc_reference),
     _task("record", record, "record", expand=record_answers, reference=record_reference),
-    _task("rte", rte),
-    _task("wic", wic),
+    _task("rte", _labelled("rte", RTE_WORDS, "hypothesis", "premise")),
+    _task("wic", _labelled("wic", BOOLEANS, "sentence1", "sentence2", "word")),
     _task("wsc", wsc, "wsc", expand=wsc_pairs, reference=wsc_reference),
     _task("dpr", dpr, hub="community-datasets/definite_pronoun_resolution"),
 )

@@ -26,7 +26,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.packing import CHAT_TEMPLATES, Encoder
-from ffn_heterogeneity.data.sources import DataError, ListSource, read_jsonl
+from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
@@ -223,7 +223,7 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
         raise ValueError(f"limit={limit} must be positive, or 0 for all")
     source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])
     read = _wizardlm_question if benchmark == "wizardlm_testset" else _question
-    questions = list(_each(source, read))
+    questions = list(read_each(source, read))
     seen: set = set()
     for i, question in enumerate(questions):
         if question.id in seen:
@@ -253,7 +253,7 @@ def read_answers(path: str) -> tuple[str, dict[int | str, list[str]]]:
       ValueError (DataError): a row that cannot be read, or answers of several models.
     """
     source = read_jsonl([path])
-    found = list(_each(source, _answer))
+    found = list(read_each(source, _answer))
     names = sorted({name for name, _, _ in found})
     if len(names) > 1:
         raise DataError(f"{path} holds answers of several models: {', '.join(names)}")
@@ -297,15 +297,7 @@ def read_rows(path: epath.Path) -> list[dict[str, Any]]:
     """What `write_rows` wrote; nothing where there is no such file, or nothing in it."""
     if not path.exists() or not path.read_text().strip():
         return []
-    return list(_each(read_jsonl([str(path)]), dict))
-
-
-def _each(source: ListSource, read: Any) -> Iterable[Any]:
-    for i in range(len(source)):
-        try:
-            yield read(source[i])
-        except DataError as error:
-            raise DataError(f"{source.where(i)}: {error}") from error
+    return list(read_each(read_jsonl([str(path)]), dict))
 
 
 def _question(row: Mapping[str, Any]) -> Question:

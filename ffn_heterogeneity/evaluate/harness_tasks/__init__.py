@@ -26,7 +26,7 @@ Numbers of examples unless told otherwise: MMLU, TriviaQA, NQ-open and GSM8K 5, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -50,7 +50,7 @@ def make_task_pack(
     data_root: str,
     names: str | Sequence[str],
     *,
-    num_fewshot: int | Mapping[str, int] | None = None,
+    num_fewshot: int | None = None,
     fewshot_from: str = "auto",
     allow_code: bool = False,
 ) -> TaskPack:
@@ -60,8 +60,7 @@ def make_task_pack(
       data_root: directory with a folder for every task.
       names: of the files beside this one; "mmlu" is all subjects, "mmlu_stem" a group,
         "mmlu_virology" one.
-      num_fewshot: examples before every question, for all tasks or by name (a group's counts for
-        its subjects); None: the task's own number.
+      num_fewshot: examples before every question; None: each task's own number.
       fewshot_from: "auto", "train" or "evaluation", see above.
       allow_code: whether programs written by the model may be run (in the sandbox); without it
         MBPP is refused.
@@ -73,36 +72,35 @@ def make_task_pack(
       ImportError: the harness is not installed (the extra `eval`).
     """
     names = list(dict.fromkeys([names] if isinstance(names, str) else names))
-    shots = num_fewshot if isinstance(num_fewshot, Mapping) else dict.fromkeys(names, num_fewshot)
-    _check(data_root, names, shots, fewshot_from, allow_code)
+    _check(data_root, names, num_fewshot, fewshot_from, allow_code)
     reader = Reader(str(data_root), fewshot_from)
-    built = [_build(reader, name, shots) for name in names]
+    built = [_build(reader, name, num_fewshot) for name in names]
     from lm_eval.tasks import TaskManager
 
     return TaskPack(built, TaskManager(include_defaults=False), allow_code)
 
 
-def _build(reader: Reader, name: str, shots: Mapping[str, int | None]) -> Any:
+def _build(reader: Reader, name: str, num_fewshot: int | None) -> Any:
     """A `LocalTask`, or the harness's `Group` of them."""
     group = tables().groups.get(name)
     if group is None:
-        return _task(reader, name, shots)
+        return _task(reader, name, num_fewshot)
     from lm_eval.api.group import Group
     from lm_eval.config.group import GroupConfig
 
     made = Group.from_config(GroupConfig(group=name, **copy.deepcopy(group.settings)))
     for member in group.members:
-        made.add(_build(reader, member, shots))
+        made.add(_build(reader, member, num_fewshot))
     return made
 
 
-def _task(reader: Reader, name: str, shots: Mapping[str, int | None]) -> Any:
+def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
     from ffn_heterogeneity.evaluate.harness_tasks.task import EVALUATION, FEWSHOT, LocalTask
 
     settings = copy.deepcopy(tables().tasks[name])
-    local, above = settings.pop("local"), tables().above(name)
-    given = [shots[one] for one in above if shots.get(one) is not None]
-    count = settings["num_fewshot"] = given[0] if given else settings["num_fewshot"]
+    if num_fewshot is not None:
+        settings["num_fewshot"] = num_fewshot
+    local, count = settings.pop("local"), settings["num_fewshot"]
     questions, path = reader.evaluation(local)
     rows, files = {EVALUATION: questions}, {"evaluation_file": path}
     if count:
@@ -119,38 +117,28 @@ def _task(reader: Reader, name: str, shots: Mapping[str, int | None]) -> Any:
     return LocalTask(settings, rows, leave_out=local.get("split") == "validation")
 
 
-def _leaves(name: str) -> list[str]:
-    group = tables().groups.get(name)
-    return [leaf for member in group.members for leaf in _leaves(member)] if group else [name]
-
-
 def _check(
     data_root: str,
     names: Sequence[str],
-    shots: Mapping[str, int | None],
+    num_fewshot: int | None,
     fewshot_from: str,
     allow_code: bool,
 ) -> None:
-    for name in [*names, *shots]:
+    for name in names:
         tables().check(name)
     if not names:
         raise DataError(f"no tasks asked for: there are {', '.join(tables().names())}")
-    leaves = [leaf for name in names for leaf in _leaves(name)]
+    leaves = tables().leaves(names)
     twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
     if twice:
         raise DataError(f"{twice[0]} is asked for twice, alone and in a group: {', '.join(names)}")
-    reached = {name for leaf in leaves for name in tables().above(leaf)}
-    idle = [name for name in shots if name not in reached]
-    if idle:
-        raise DataError(f"a setting for {idle[0]}, which is not among {', '.join(names)}")
-    for name, count in shots.items():
-        if count is not None and (not isinstance(count, int) or count < 0):
-            raise DataError(f"num_fewshot of {name} is {count!r}; it must be 0 or more examples")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise DataError(f"num_fewshot is {num_fewshot}; it must be 0 or more examples")
     if fewshot_from not in FEWSHOT_FROM:
         raise DataError(f"fewshot_from is {fewshot_from!r}; it must be {' or '.join(FEWSHOT_FROM)}")
     if not epath.Path(data_root).is_dir():
         raise DataError(f"{data_root}: no such directory; it holds a folder for every task")
-    codes = [leaf for leaf in leaves if tables().tasks[leaf]["local"].get("runs_code")]
+    codes = tables().running_code(names)
     if codes and not allow_code:
         raise DataError(
             f"{codes[0]} runs programs written by the model; set allow_code=True to allow it, or "

@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.data.sources import DataError, ListSource, read_jsonl
+from ffn_heterogeneity.data.sources import DataError, ListSource, read_each, read_jsonl
 from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
 
 FEWSHOT_FROM = ("auto", "train", "evaluation")
@@ -83,13 +83,7 @@ class Reader:
     def _rows(self, path: str, local: Mapping[str, Any]) -> Rows:
         key = (path, local["rows"])
         if key not in self._read:
-            source, read = self._source(path), ROWS[local["rows"]]
-            rows = []
-            for i in range(len(source)):
-                try:
-                    rows.append(read(source[i]))
-                except DataError as error:
-                    raise DataError(f"{source.where(i)}: {error}") from error
+            rows = read_each(self._source(path), ROWS[local["rows"]])
             self._read[key] = [dict(row) for row in rows if row is not None]
         rows, only = self._read[key], local.get("only")
         if only:

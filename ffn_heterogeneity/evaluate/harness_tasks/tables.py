@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,17 @@ class Tables:
             known = ", ".join([*few, "mmlu_<subject or group>"])
             raise DataError(unknown("task", name, self.names(), known))
 
-    def above(self, name: str) -> list[str]:
-        """The name and the groups it is in, innermost first."""
-        found = [name]
-        for group in self.groups:
-            if found[-1] in self.groups[group].members:
-                return found + self.above(group)
+    def leaves(self, names: Iterable[str]) -> list[str]:
+        """The tasks that tasks and groups are made of, in order."""
+        found = []
+        for name in names:
+            group = self.groups.get(name)
+            found += self.leaves(group.members) if group else [name]
         return found
+
+    def running_code(self, names: Iterable[str]) -> list[str]:
+        """Those of their tasks that run programs which the model wrote."""
+        return [leaf for leaf in self.leaves(names) if self.tasks[leaf]["local"].get("runs_code")]
 
 
 @functools.cache

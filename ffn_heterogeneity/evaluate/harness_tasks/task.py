@@ -61,9 +61,7 @@ def mbpp_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, fl
     """Runs one program in the sandbox; only tasks made with `allow_code` come here."""
     from ffn_heterogeneity.evaluate import code_metrics
 
-    judged = code_metrics.pass_at_1(
-        [results[0]], [doc["test_list"]], [doc["setup"]], allow=True, progress=None
-    )
+    judged = code_metrics.run_solution(results[0], doc["test_list"], doc["setup"], allow=True)
     return {"pass_at_1": float(judged.passed)}
 
 

@@ -14,12 +14,9 @@ reached. Under bubblewrap the number of files in /tmp is bounded by time only.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import os
 import shutil
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ffn_heterogeneity.evaluate.sandbox.run import (
@@ -32,7 +29,7 @@ from ffn_heterogeneity.evaluate.sandbox.run import (
 
 __all__ = [
     "Limits", "Mechanism", "Outcome", "SandboxError",
-    "available", "failure", "run_code", "run_many",
+    "available", "failure", "run_code",
 ]  # fmt: skip
 
 WAY_OUT = (
@@ -73,11 +70,6 @@ def run_code(
     Raises:
       SandboxError: not allowed; no sandbox here; or this one could not be set up.
     """
-    return run_once(_allowed(allow, mechanism), program, limits)
-
-
-def _allowed(allow: bool, mechanism: str | None = None) -> str:
-    """The name of the mechanism to use; an error where there is none, or no permission."""
     if allow is not True:
         raise SandboxError(
             "this runs code a model wrote: allow it with --config.allow_code_execution=true "
@@ -88,40 +80,7 @@ def _allowed(allow: bool, mechanism: str | None = None) -> str:
             f"code a model wrote cannot be locked in here ({available().reason}), so it was not "
             f"run: {WAY_OUT}"
         )
-    return mechanism or available().name
-
-
-def run_many(
-    programs: Sequence[str],
-    *,
-    allow: bool,
-    limits: Limits = Limits(),
-    workers: int | None = None,
-    progress: str | None = "run code",
-) -> list[Outcome]:
-    """Runs each program in a sandbox of its own; outcomes in the programs' order.
-
-    Args:
-      workers: programs at one time; None: one for each CPU core.
-      progress: label of the progress bar; None: no bar.
-
-    Raises:
-      SandboxError: as `run_code`; no program is started after it.
-    """
-    from tqdm import tqdm
-
-    name = _allowed(allow)
-    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        jobs = [pool.submit(run_once, name, text, limits) for text in programs]
-        done = concurrent.futures.as_completed(jobs)
-        off = None if progress else True
-        try:
-            for job in tqdm(done, total=len(jobs), desc=progress, disable=off, file=sys.stderr):
-                job.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [job.result() for job in jobs]
+    return run_once(mechanism or available().name, program, limits)
 
 
 # What `available` demands of a sandbox before it trusts it.

@@ -11,21 +11,9 @@ from typing import Any
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, gpt_neox, llama, olmo, qwen3
 from ffn_heterogeneity.models.families.common import Family
-from ffn_heterogeneity.models.families.rules import Rule
-from ffn_heterogeneity.models.shapes import count_parameters, expected_shapes
-
-__all__ = [
-    "FAMILIES",
-    "PRESETS",
-    "Family",
-    "Rule",
-    "config_from_hf",
-    "count_parameters",
-    "expected_shapes",
-    "family_by_name",
-    "family_from_gguf",
-    "preset",
-]
+from ffn_heterogeneity.models.families.rules import Rule as Rule
+from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
+from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 
 _MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, olmo, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
@@ -68,11 +56,11 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
                           "original weights or a GGUF file")  # fmt: skip
     kind, architectures = values.get("model_type"), values.get("architectures") or []
     for family in FAMILIES.values():
-        if kind in family.model_types or (
-            kind is None and set(architectures) & {*family.architectures}
+        if kind == (family.model_type or family.name) or (
+            kind is None and family.architecture in architectures
         ):
             return family.from_hf(values)
-    known = [t for family in FAMILIES.values() for t in family.model_types]
+    known = [family.model_type or family.name for family in FAMILIES.values()]
     raise ConfigError(
         f"model_type {kind!r} (architectures {architectures}) is not known: {', '.join(known)}"
     )
@@ -85,7 +73,7 @@ def family_from_gguf(architecture: str) -> Family:
       ConfigError: unknown; the message lists the known ones.
     """
     for family in FAMILIES.values():
-        if architecture in family.gguf_architectures:
+        if architecture == (family.gguf_architecture or family.name):
             return family
-    known = [a for family in FAMILIES.values() for a in family.gguf_architectures]
+    known = [family.gguf_architecture or family.name for family in FAMILIES.values()]
     raise ConfigError(f"GGUF architecture {architecture!r} is not known: {', '.join(known)}")

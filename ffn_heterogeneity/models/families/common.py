@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families.rules import Rule, name_table
+from ffn_heterogeneity.models.families.rules import Rule, name_table, one_to_one
 
 _HF_TOP = {
     "embed/embedding": "model.embed_tokens.weight",
@@ -68,6 +68,21 @@ GGUF_NAMES = name_table(
 )
 
 
+def hf_rules(config: ModelConfig) -> list[Rule]:
+    """One tensor per leaf, with Llama's names."""
+    return one_to_one(config, HF_NAMES)
+
+
+def hf_post_norm_rules(config: ModelConfig) -> list[Rule]:
+    """One tensor per leaf, with the names of Gemma 2 and 3, which have post-norms."""
+    return one_to_one(config, HF_POST_NORM_NAMES)
+
+
+def gguf_rules(config: ModelConfig) -> list[Rule]:
+    """One tensor per leaf, with llama.cpp's names."""
+    return one_to_one(config, GGUF_NAMES)
+
+
 def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
     return array
 
@@ -82,29 +97,30 @@ class Family:
     """One family of models and how it is written by others.
 
     Attributes:
-      model_types, architectures: values of config.json's `model_type` and `architectures`.
-      gguf_architectures: values of GGUF's `general.architecture`.
+      architecture: the class in config.json's `architectures`.
       presets: {name: (config, hub id)} with the published shapes.
       from_hf, to_hf: config.json's dict -> `ModelConfig` and back.
-      rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
-      redundant: regexes of tensors that carry no information of their own and may be ignored.
       from_gguf: metadata (keys without the architecture's prefix; "vocab_size", "tied", token ids
         and, where the file has it, the tensor "rope_freqs" added by the reader) -> `ModelConfig`.
+      model_type, gguf_architecture: config.json's `model_type` and GGUF's `general.architecture`,
+        where they are not the family's name.
+      rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
+      redundant: regexes of tensors that carry no information of their own and may be ignored.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->
         leaf` undoing what llama.cpp's converter did.
     """
 
     name: str
-    model_types: tuple[str, ...]
-    architectures: tuple[str, ...]
+    architecture: str
     presets: Mapping[str, tuple[ModelConfig, str]]
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     to_hf: Callable[[ModelConfig], dict[str, Any]]
-    rules: Callable[[ModelConfig], list[Rule]]
+    from_gguf: Callable[[Mapping[str, Any]], ModelConfig]
+    model_type: str = ""
+    gguf_architecture: str = ""
+    rules: Callable[[ModelConfig], list[Rule]] = hf_rules
     redundant: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
-    gguf_architectures: tuple[str, ...] = ()
-    from_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
-    gguf_rules: Callable[[ModelConfig], list[Rule]] | None = None
+    gguf_rules: Callable[[ModelConfig], list[Rule]] = gguf_rules
     gguf_transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
 
 
@@ -148,6 +164,13 @@ def rope_from_hf(
         scaling = (values["factor"], values["low_freq_factor"], values["high_freq_factor"])
         return RopeConfig(theta, llama3=(*map(float, scaling), old), fraction=fraction)
     raise ConfigError(f"rope type {kind!r} is not known: default, linear, llama3")
+
+
+def shared_rope_from_hf(values: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """The rope of a config.json whose layers share one."""
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = values.get("rope_theta") or 10_000.0
+    return rope_from_hf(scaling, theta, max_position)
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
@@ -210,7 +233,11 @@ def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """Inverse of `base_from_hf`. `intermediate_size` is the widest layer's."""
+    """Inverse of `base_from_hf`, and the first layer's rope for transformers 4 and 5 and vLLM.
+
+    `intermediate_size` is the widest layer's.
+    """
+    rope = rope_to_hf(config.layers[0].rope)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -231,6 +258,9 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
         "use_cache": True,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": classic_scaling(rope),
+        "rope_parameters": rope,
     }
 
 

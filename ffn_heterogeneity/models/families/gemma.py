@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families import common
 
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -29,14 +29,21 @@ def gemma_fields(d_model: int) -> dict[str, Any]:
     }
 
 
-def activation_from_hf(values: Mapping[str, Any]) -> str:
-    """`hidden_activation`, else `hidden_act`; the hub's early "gelu" meant the tanh form."""
+def preset_fields(d_model: int) -> dict[str, Any]:
+    """Fields that are the same in every published Gemma."""
+    ids = {"bos_id": 2, "eos_id": 1, "pad_id": 0}
+    return {"norm_eps": 1e-6, **ids, **gemma_fields(d_model)}
+
+
+def fields_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that are read alike for every Gemma.
+
+    The activation is `hidden_activation`, else `hidden_act`; the hub's early "gelu" meant the tanh
+    form.
+    """
+    fields = common.base_from_hf(values, defaults) | gemma_fields(values["hidden_size"])
     name = values.get("hidden_activation") or values.get("hidden_act") or "gelu"
-    return "gelu_tanh" if name == "gelu" else common.activation_from_hf(name)
-
-
-def special_ids() -> dict[str, Any]:
-    return {"bos_id": 2, "eos_id": 1, "pad_id": 0}
+    return fields if name == "gelu" else fields | {"activation": common.activation_from_hf(name)}
 
 
 def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:
@@ -48,10 +55,8 @@ def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:
         n_kv_heads=n_kv_heads,
         head_dim=256,
         layers=common.uniform_layers(layers, width, RopeConfig()),
-        norm_eps=1e-6,
         max_position=8192,
-        **special_ids(),
-        **gemma_fields(d_model),
+        **preset_fields(d_model),
     )
 
 
@@ -63,25 +68,18 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GemmaForCausalLM."""
-    fields = common.base_from_hf(values, DEFAULTS) | gemma_fields(values["hidden_size"])
-    fields["activation"] = activation_from_hf(values)
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = values.get("rope_theta") or 10_000.0
-    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    fields = fields_from_hf(values, DEFAULTS)
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
     layers = common.uniform_layers(values["num_hidden_layers"], values["intermediate_size"], rope)
     return ModelConfig(family="gemma", layers=layers, **fields)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    rope = common.rope_to_hf(config.layers[0].rope)
     activation = common.activation_to_hf(config.activation)
     return common.base_to_hf(config, "gemma", "GemmaForCausalLM") | {
         "hidden_act": activation,
         "hidden_activation": activation,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": common.classic_scaling(rope),
-        "rope_parameters": rope,
     }
 
 
@@ -94,15 +92,11 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = common.Family(
-    name="gemma",
-    model_types=("gemma",),
-    architectures=("GemmaForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
-    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
-    gguf_architectures=("gemma",),
-    from_gguf=from_gguf,
-    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
+    "gemma",
+    "GemmaForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
     gguf_transform=common.subtract_one,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, gemma, rules
+from ffn_heterogeneity.models.families import common, gemma
 
 _DEFAULTS = gemma.DEFAULTS | {
     "query_pre_attn_scalar": 256,
@@ -26,14 +26,12 @@ def _preset(layers, width, d_model, n_heads, n_kv_heads, head_dim, query_scalar)
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         layers=tuple(kinds),
-        norm_eps=1e-6,
         post_norms=True,
         query_scale=query_scalar**-0.5,
         attention_softcap=50.0,
         final_softcap=30.0,
         max_position=8192,
-        **gemma.special_ids(),
-        **gemma.gemma_fields(d_model),
+        **gemma.preset_fields(d_model),
     )
 
 
@@ -46,12 +44,9 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Gemma2ForCausalLM (an explicit null soft-cap switches it off)."""
-    fields = common.base_from_hf(values, _DEFAULTS) | gemma.gemma_fields(values["hidden_size"])
-    fields["activation"] = gemma.activation_from_hf(values)
+    fields = gemma.fields_from_hf(values, _DEFAULTS)
     values = _DEFAULTS | dict(values)
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = values.get("rope_theta") or 10_000.0
-    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
     windows = common.windows_from_hf(values, every=2)
     return ModelConfig(
         family="gemma2",
@@ -68,7 +63,6 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    rope = common.rope_to_hf(config.layers[0].rope)
     activation = common.activation_to_hf(config.activation)
     return common.base_to_hf(config, "gemma2", "Gemma2ForCausalLM") | {
         "hidden_act": activation,
@@ -78,9 +72,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.final_softcap,
         **common.windows_to_hf(config),
         "cache_implementation": "hybrid",
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": common.classic_scaling(rope),
-        "rope_parameters": rope,
     }
 
 
@@ -111,15 +102,12 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = common.Family(
-    name="gemma2",
-    model_types=("gemma2",),
-    architectures=("Gemma2ForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
-    rules=lambda config: rules.one_to_one(config, common.HF_POST_NORM_NAMES),
-    gguf_architectures=("gemma2",),
-    from_gguf=from_gguf,
-    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
+    "gemma2",
+    "Gemma2ForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    rules=common.hf_post_norm_rules,
     gguf_transform=common.subtract_one,
 )

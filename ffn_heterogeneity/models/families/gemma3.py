@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, gemma, rules
+from ffn_heterogeneity.models.families import common, gemma
 
 _GLOBAL_THETA, _LOCAL_THETA, _EVERY = 1_000_000.0, 10_000.0, 6
 _DEFAULTS = gemma.DEFAULTS | {
@@ -37,13 +37,11 @@ def _preset(layers, width, d_model) -> ModelConfig:
         n_kv_heads=1,
         head_dim=256,
         layers=_layers([width] * layers, windows, *ropes),
-        norm_eps=1e-6,
         post_norms=True,
         qk_norm=True,
         query_scale=256**-0.5,
         max_position=32_768,
-        **gemma.special_ids(),
-        **gemma.gemma_fields(d_model),
+        **gemma.preset_fields(d_model),
     )
 
 
@@ -55,8 +53,7 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Gemma3ForCausalLM: classic keys, or transformers 5's nested ones."""
-    fields = common.base_from_hf(values, _DEFAULTS) | gemma.gemma_fields(values["hidden_size"])
-    fields["activation"] = gemma.activation_from_hf(values)
+    fields = gemma.fields_from_hf(values, _DEFAULTS)
     values = _DEFAULTS | dict(values)
     nested = values.get("rope_parameters") or {}
     full_scaling = nested.get("full_attention") or values.get("rope_scaling") or {}
@@ -126,15 +123,13 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = common.Family(
-    name="gemma3",
-    model_types=("gemma3_text",),
-    architectures=("Gemma3ForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
-    rules=lambda config: rules.one_to_one(config, common.HF_POST_NORM_NAMES),
-    gguf_architectures=("gemma3",),
-    from_gguf=from_gguf,
-    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
+    "gemma3",
+    "Gemma3ForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    model_type="gemma3_text",
+    rules=common.hf_post_norm_rules,
     gguf_transform=common.subtract_one,
 )

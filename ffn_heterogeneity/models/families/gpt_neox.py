@@ -82,16 +82,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     for key in ("num_key_value_heads", "head_dim", "rms_norm_eps"):
         del values[key]
     fraction = config.layers[0].rope.fraction
-    rope = common.rope_to_hf(config.layers[0].rope)
     return values | {
         "layer_norm_eps": config.norm_eps,
         "hidden_act": common.activation_to_hf(config.activation),
         "use_parallel_residual": config.parallel_residual,
         "rotary_pct": fraction,
-        "rotary_emb_base": rope["rope_theta"],
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": common.classic_scaling(rope),
-        "rope_parameters": rope | {"partial_rotary_factor": fraction},
+        "rotary_emb_base": values["rope_theta"],
+        "rope_parameters": values["rope_parameters"] | {"partial_rotary_factor": fraction},
     }
 
 
@@ -136,15 +133,14 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = common.Family(
-    name="gpt_neox",
-    model_types=("gpt_neox",),
-    architectures=("GPTNeoXForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    gguf_architecture="gptneox",
     rules=_rules,
-    redundant=(r".*rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias"),
-    gguf_architectures=("gptneox",),
-    from_gguf=from_gguf,
     gguf_rules=_gguf_rules,
+    redundant=(r".*rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias"),
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families import common
 from ffn_heterogeneity.models.families.llama_presets import PRESETS
 
 _DEFAULTS = {
@@ -25,9 +25,7 @@ _DEFAULTS = {
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a LlamaForCausalLM."""
     fields = common.base_from_hf(values, _DEFAULTS)
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = values.get("rope_theta") or 10_000.0
-    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
     layers = common.uniform_layers(values["num_hidden_layers"], values["intermediate_size"], rope)
     activation = common.activation_from_hf(values.get("hidden_act", "silu"))
     return ModelConfig(family="llama", layers=layers, activation=activation, **fields)
@@ -35,13 +33,9 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    rope = common.rope_to_hf(config.layers[0].rope)
     return common.base_to_hf(config, "llama", "LlamaForCausalLM") | {
         "hidden_act": common.activation_to_hf(config.activation),
         "mlp_bias": config.ffn_bias,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": common.classic_scaling(rope),
-        "rope_parameters": rope,
     }
 
 
@@ -85,15 +79,5 @@ def gguf_transform(config: ModelConfig, path: str, array: np.ndarray) -> np.ndar
 
 
 FAMILY = common.Family(
-    name="llama",
-    model_types=("llama",),
-    architectures=("LlamaForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
-    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
-    gguf_architectures=("llama",),
-    from_gguf=from_gguf,
-    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
-    gguf_transform=gguf_transform,
+    "llama", "LlamaForCausalLM", PRESETS, from_hf, to_hf, from_gguf, gguf_transform=gguf_transform
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, llama, rules
+from ffn_heterogeneity.models.families import common, llama
 
 _DEFAULTS = {
     "tie_word_embeddings": False,
@@ -53,9 +53,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of an OlmoForCausalLM."""
     norm_eps = {"rms_norm_eps": _NORM["norm_eps"]}
     fields = common.base_from_hf({**values, **norm_eps}, _DEFAULTS) | _NORM
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = values.get("rope_theta") or 10_000.0
-    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
     return ModelConfig(
         family="olmo",
         layers=_layers([values["intermediate_size"]] * values["num_hidden_layers"], rope),
@@ -69,13 +67,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
     values = common.base_to_hf(config, "olmo", "OlmoForCausalLM")
     del values["rms_norm_eps"]
-    rope = common.rope_to_hf(config.layers[0].rope)
     return values | {
         "hidden_act": common.activation_to_hf(config.activation),
         "clip_qkv": config.qkv_clip,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": common.classic_scaling(rope),
-        "rope_parameters": rope,
     }
 
 
@@ -93,17 +87,13 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+# llama.cpp's converter reorders queries and keys as it does Llama's.
 FAMILY = common.Family(
-    name="olmo",
-    model_types=("olmo",),
-    architectures=("OlmoForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
-    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
-    gguf_architectures=("olmo",),
-    from_gguf=from_gguf,
-    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
-    # The converter reorders queries and keys as it does Llama's.
+    "olmo",
+    "OlmoForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
     gguf_transform=llama.gguf_transform,
 )

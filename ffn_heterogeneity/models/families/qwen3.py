@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families import common
 
 _THETA = 1_000_000.0
 _DEFAULTS = {
@@ -61,10 +61,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Qwen3ForCausalLM."""
     fields = common.base_from_hf(values, _DEFAULTS)
     values = common.with_defaults(values, _DEFAULTS)
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    # transformers' own default; every published config.json names its theta.
-    theta = values.get("rope_theta") or 10_000.0
-    rope = common.rope_from_hf(scaling, theta, fields["max_position"])
+    # Without a theta transformers' own default; every published config.json names it.
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
     return ModelConfig(
         family="qwen3",
         layers=tuple(
@@ -79,7 +77,6 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    rope = common.rope_to_hf(config.layers[0].rope)
     windows = common.windows_to_hf(config)
     local = "sliding_attention" in windows["layer_types"]
     return common.base_to_hf(config, "qwen3", "Qwen3ForCausalLM") | {
@@ -88,9 +85,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": local,
         "sliding_window": windows["sliding_window"] if local else None,
         "max_window_layers": config.n_layers,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": common.classic_scaling(rope),
-        "rope_parameters": rope,
     }
 
 
@@ -105,15 +99,4 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(family="qwen3", layers=layers, qk_norm=True, **fields)
 
 
-FAMILY = common.Family(
-    name="qwen3",
-    model_types=("qwen3",),
-    architectures=("Qwen3ForCausalLM",),
-    presets=PRESETS,
-    from_hf=from_hf,
-    to_hf=to_hf,
-    rules=lambda config: rules.one_to_one(config, common.HF_NAMES),
-    gguf_architectures=("qwen3",),
-    from_gguf=from_gguf,
-    gguf_rules=lambda config: rules.one_to_one(config, common.GGUF_NAMES),
-)
+FAMILY = common.Family("qwen3", "Qwen3ForCausalLM", PRESETS, from_hf, to_hf, from_gguf)
