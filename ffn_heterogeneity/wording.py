@@ -1,8 +1,17 @@
-"""What errors say alike: the nearest of the known names, some of many, an error in one line."""
+"""What errors say alike: the choices, the nearest name, some of many, an error in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+
+def check_choice(
+    name: str, value: Any, choices: Collection[Any], error: type[Exception] = ValueError
+) -> None:
+    """Raises `error`, which names the value and what it may be, where it is none of `choices`."""
+    if value not in choices:
+        raise error(f"{name}={value!r}: choose one of {tuple(choices)}")
 
 
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:

@@ -33,6 +33,7 @@ from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.wording import check_choice
 
 LEARNING_RATE = 1e-6
 Call = Callable[[], object]
@@ -57,8 +58,7 @@ def benchmark_step(config: ConfigDict) -> dict:
     Raises:
       ValueError: an unknown peer or model.
     """
-    if config.peer not in ("", "transformers"):
-        raise ValueError(f"peer={config.peer!r}: choose 'transformers' or none")
+    check_choice("peer", config.peer, ("", "transformers"))
     subject = make_subject(config)
     # The peer before our steps, which donate their state.
     calls = peer_calls(subject) if config.peer else {}

@@ -19,6 +19,7 @@ from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.wording import check_choice
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:
@@ -38,12 +39,10 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
 def check_config(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
     key, name = _chosen(config)
-    if name not in EVALUATIONS:
-        raise ValueError(f"{key}={name!r}: choose one of {tuple(EVALUATIONS)}")
+    check_choice(key, name, EVALUATIONS)
     if "model" in config and not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    if config.get("compute_dtype", DTYPES[0]) not in DTYPES:
-        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose one of {DTYPES}")
+    check_choice("compute_dtype", config.get("compute_dtype", DTYPES[0]), DTYPES)
     EVALUATIONS[name][0](config)
 
 

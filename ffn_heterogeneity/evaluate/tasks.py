@@ -19,6 +19,7 @@ from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.io.files import atomic_path, once
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.wording import check_choice
 
 # Metrics that are shares of questions: these have a 95% interval.
 SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
@@ -86,8 +87,7 @@ def check_tasks(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded; errors as `evaluate_tasks`."""
     if not config.tasks or isinstance(config.tasks, str):
         raise ValueError(f"tasks={config.tasks!r}: give names, e.g. --config.tasks=\"('piqa',)\"")
-    if config.add_bos not in ("auto", "always", "never"):
-        raise ValueError(f"add_bos={config.add_bos!r}: choose auto, always or never")
+    check_choice("add_bos", config.add_bos, ("auto", "always", "never"))
     for key in ("limit", "max_length"):
         if config[key] < 0:
             raise ValueError(f"{key}={config[key]} must be positive, or 0 for none")

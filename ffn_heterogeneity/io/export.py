@@ -29,6 +29,7 @@ from ffn_heterogeneity.models.families import Rule, config_from_hf, expected_sha
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.wording import check_choice
 
 # Key of config.json under which the native form keeps what no other library can express.
 NATIVE_KEY = "ffn_heterogeneity"
@@ -155,8 +156,7 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, bool]:
     Raises:
       CheckpointError: an unknown form, or one that cannot express the model.
     """
-    if export not in EXPORTS:
-        raise CheckpointError(f"export={export!r}: choose one of {', '.join(EXPORTS)}")
+    check_choice("export", export, EXPORTS, CheckpointError)
     if export == "native":
         return config, True
     if export == "padded" and not config.uniform_width:

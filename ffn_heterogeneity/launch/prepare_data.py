@@ -28,6 +28,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.files import is_bucket, remove_leftovers, write_json
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.workdir import release_workdir
+from ffn_heterogeneity.wording import check_choice
 
 ENGINES = ("local", "datatrove")
 # Of a dry run: what is tokenised to estimate the rest.
@@ -86,8 +87,7 @@ def check_config(config: ConfigDict) -> None:
     Raises:
       ValueError: names the key, its value and what it may be.
     """
-    if config.engine not in ENGINES:
-        raise ValueError(f"engine={config.engine!r}: choose one of {', '.join(ENGINES)}")
+    check_choice("engine", config.engine, ENGINES)
     if config.processes < 1:
         raise ValueError(f"processes={config.processes}: 1 or more")
     if config.shard_mb <= 0:

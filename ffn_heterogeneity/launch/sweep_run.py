@@ -22,7 +22,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.wording import unknown
+from ffn_heterogeneity.wording import check_choice, unknown
 
 LAUNCHERS = ("local", "submitit")
 LISTING = "sweep.json"
@@ -80,8 +80,7 @@ def run(
       WorkdirError: a directory holds a run with other settings (the keys are named); nothing ran.
       SweepFailed: some points failed.
     """
-    if launcher not in LAUNCHERS:
-        raise ValueError(f"launcher={launcher!r}: choose one of {LAUNCHERS}")
+    check_choice("launcher", launcher, LAUNCHERS)
     root = epath.Path(workdir)
     kind, points = points_of(spec, sweep, config)
     tasks = [PointRun(one, apply(config, one), root / one.name) for one in points]
@@ -223,8 +222,8 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
             left, bad = len(todo) - number, failed.get(name)
             # The first run compiles, and may be alone in that.
             typical = sum(seconds[1:]) / len(seconds[1:]) if number > 1 else seconds[0]
-            ended = f"failed: {bad}" if bad else f"finished in {span(seconds[-1])}"
-            more = f"; {left} left, about {span(left * typical)}" if left else ""
+            ended = f"failed: {bad}" if bad else f"finished in {tqdm.format_interval(seconds[-1])}"
+            more = f"; {left} left, about {tqdm.format_interval(left * typical)}" if left else ""
             say(f"[{number}/{len(todo)}] {name} {ended}{more}")
             bar.update()
     return failed
@@ -281,15 +280,6 @@ def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> st
         tokens = sum(steps) * one.batch_size * one.seq_len
         text += f"; {sum(steps):,} steps of {one.batch_size} x {one.seq_len}, {tokens:,} tokens"
     return f"{text}; the first run will tell the time" if todo else text
-
-
-def span(seconds: float) -> str:
-    """Seconds for people."""
-    if seconds < 90:
-        return f"{seconds:.1f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def say(line: str) -> None:

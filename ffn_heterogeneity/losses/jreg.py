@@ -15,6 +15,7 @@ from ffn_heterogeneity.probes.displacement import (
     POSITIONS,
     jump_rates,
 )
+from ffn_heterogeneity.wording import check_choice
 
 
 def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
@@ -51,8 +52,7 @@ def jreg_term(
     """
     if not math.isfinite(alpha) or alpha < 0:
         raise ValueError(f"alpha={alpha} must be finite and >= 0")
-    if positions not in POSITIONS:
-        raise ValueError(f"positions={positions!r}: choose one of {POSITIONS}")
+    check_choice("positions", positions, POSITIONS)
     probe = DISPLACEMENT_AFTER_NORM if final_norm else DISPLACEMENT
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:

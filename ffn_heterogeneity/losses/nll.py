@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.causal_lm import head_kernel, platform_of
+from ffn_heterogeneity.wording import check_choice
 
 # Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
 # before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
@@ -113,8 +114,7 @@ def nll_term(context: TermContext, reduction: str = "mean") -> LossTerm:
     Raises:
       ValueError: unknown reduction.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}: choose 'mean' or 'sum'")
+    check_choice("reduction", reduction, ("mean", "sum"))
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         kernel, layout = head_kernel(context.model, params)
@@ -154,8 +154,7 @@ def _chunk_bytes(mesh: Mesh | AbstractMesh | None = None) -> int:
 def _prepare(
     hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh=None
 ):
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: choose one of {LAYOUTS}")
+    check_choice("layout", layout, LAYOUTS)
     if hidden_btd.ndim != 3 or kernel.ndim != 2:
         raise ValueError(f"hidden {hidden_btd.shape} must be [B, T, D], kernel {kernel.shape} 2-D")
     if kernel.shape[layout.index("d")] != hidden_btd.shape[2]:

@@ -17,6 +17,7 @@ from ffn_heterogeneity.losses.nucl_rows import VARIANTS, nucl_rows
 from ffn_heterogeneity.losses.sites import by_layer, layer_count, pattern, sites
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.stack import layer_leaves
+from ffn_heterogeneity.wording import check_choice
 
 # Table 3's names -> the subtree of a layer that holds the kernel.
 TARGETS = {
@@ -86,14 +87,12 @@ def nucl_term(
       ValueError: unknown variant, target or axis; and, when the term runs: a tree without the
         target, a layer out of range.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant!r}: choose one of {VARIANTS}")
+    check_choice("variant", variant, VARIANTS)
     targets = (targets,) if isinstance(targets, str) else tuple(targets)
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets or len(set(targets)) < len(targets):
         raise ValueError(f"targets={targets}: name each of {tuple(TARGETS)} at most once")
-    if axis not in AXES:
-        raise ValueError(f"axis={axis!r}: choose one of {AXES}")
+    check_choice("axis", axis, AXES)
     chosen = None if layers is None else frozenset(int(layer) for layer in layers)
     if chosen is not None and not chosen:
         raise ValueError("layers is empty: the term would act on nothing; None means all layers")

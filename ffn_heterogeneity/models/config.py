@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from ffn_heterogeneity.wording import check_choice
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 FFN_KINDS = ("gated", "plain")
 NORM_KINDS = ("rms", "layer", "layer_without_parameters")
@@ -120,10 +122,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"activation={self.activation!r}: choose one of {ACTIVATIONS}")
-        if self.norm_kind not in NORM_KINDS:
-            raise ConfigError(f"norm_kind={self.norm_kind!r}: choose one of {NORM_KINDS}")
+        check_choice("activation", self.activation, ACTIVATIONS, ConfigError)
+        check_choice("norm_kind", self.norm_kind, NORM_KINDS, ConfigError)
         if self.qkv_clip is not None and not self.qkv_clip > 0:
             raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive or None")
         if not self.layers:

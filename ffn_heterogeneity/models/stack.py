@@ -20,6 +20,7 @@ from ffn_heterogeneity.models.attention import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.block_cosine import BLOCK_COSINE
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.wording import check_choice
 
 MAX_PATTERN = 8
 
@@ -195,8 +196,7 @@ def run_stack(
     Returns:
       (x, the layers' small trees stacked to [L, ...]; None where they are empty).
     """
-    if remat not in REMAT_POLICIES:
-        raise ValueError(f"remat={remat!r}: choose one of {tuple(REMAT_POLICIES)}")
+    check_choice("remat", remat, REMAT_POLICIES)
     collected = []
     for i, segment in enumerate(check_stack(config, stack)):
         slots = stack[f"segment_{i}"]

@@ -34,6 +34,7 @@ from ffn_heterogeneity.surgery.neighbours import (
     squared_distances,
 )
 from ffn_heterogeneity.surgery.weights import CACHED, Outgoing, blocks, incoming, outgoing
+from ffn_heterogeneity.wording import check_choice
 
 RIDGE = 0.1
 _PRODUCTS = 1 << 21  # numbers of a block of products with all survivors
@@ -105,8 +106,7 @@ def outgoing_of_survivors(
 
 def check_compensation(name: str) -> None:
     """Raises ValueError where there is no such compensation."""
-    if name not in COMPENSATIONS:
-        raise ValueError(f"compensation={name!r}: choose one of {COMPENSATIONS}")
+    check_choice("compensation", name, COMPENSATIONS)
 
 
 def _sum(problem: Problem) -> tuple[Rows, dict]:

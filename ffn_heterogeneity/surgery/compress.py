@@ -17,6 +17,7 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model, results_of
 from ffn_heterogeneity.surgery.streaming import compress_directory
+from ffn_heterogeneity.wording import check_choice
 
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
@@ -87,9 +88,8 @@ def check_config(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
     if not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    for key, choices in (("dtype", DTYPES), ("export", EXPORTS)):
-        if config[key] not in choices:
-            raise ValueError(f"{key}={config[key]!r}: choose one of {choices}")
+    check_choice("dtype", config.dtype, DTYPES)
+    check_choice("export", config.export, EXPORTS)
     plan_of(config).check()
     if config.streaming and str(config.model).endswith(".gguf"):
         model_directory(config.model)  # says what to do

@@ -20,6 +20,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import outgoing
+from ffn_heterogeneity.wording import check_choice
 
 
 def _row_by_row(ffn: dict, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -91,8 +92,7 @@ def check_criterion(name: str, budget: str = "layer") -> None:
     """Raises ValueError where there is no such criterion, or not with this budget."""
     if name not in NAMES:
         raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(NAMES)}")
-    if budget not in ("layer", "global"):
-        raise ValueError(f"budget={budget!r}: choose 'layer' or 'global'")
+    check_choice("budget", budget, ("layer", "global"))
     if name == SIMILARITY and budget == "global":
         raise ValueError(
             f"budget='global' compares scores of different layers, and criterion {name!r} has "

@@ -33,6 +33,7 @@ from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.wording import check_choice
 
 BENCHMARKS = ("mt_bench", "vicuna_bench", "wizardlm_testset")
 QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
@@ -203,8 +204,7 @@ def check_chat(config: ConfigDict) -> None:
     read_questions(config.benchmark, config.data_root, config.limit)
     if model_id(config) in ("id", "instruction"):
         raise ValueError(f"model_id={model_id(config)!r} is a field of WizardLM's answers")
-    if config.chat_template not in CHAT_TEMPLATES:
-        raise ValueError(f"chat_template={config.chat_template!r}: choose one of {CHAT_TEMPLATES}")
+    check_choice("chat_template", config.chat_template, CHAT_TEMPLATES)
     if config.batch_size < 1:
         raise ValueError(f"batch_size={config.batch_size} must be at least 1")
     # Its checks of numbers are those of generation.
@@ -218,8 +218,7 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
       ValueError (DataError): an unknown benchmark, no such file, a question that cannot be read
         (file and line), or an id that comes twice.
     """
-    if benchmark not in BENCHMARKS:
-        raise ValueError(f"benchmark={benchmark!r}: choose one of {BENCHMARKS}")
+    check_choice("benchmark", benchmark, BENCHMARKS)
     if limit < 0:
         raise ValueError(f"limit={limit} must be positive, or 0 for all")
     source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])

@@ -34,6 +34,7 @@ from ffn_heterogeneity.evaluate.chat.answers import (
 )
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.wording import check_choice
 
 MODES = ("single", "pairwise")
 # Categories whose answers are right or wrong: MT-bench's authors show the judge a reference.
@@ -109,8 +110,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       ValueError: names the key, its value and the way out.
     """
-    if config.mode not in MODES:
-        raise ValueError(f"mode={config.mode!r}: choose one of {MODES}")
+    check_choice("mode", config.mode, MODES)
     read_questions(config.benchmark, config.data_root, config.limit)
     if not config.answers:
         raise ValueError("give --config.answers=<file of configs/chat.py's answers>")
