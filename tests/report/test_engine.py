@@ -191,7 +191,6 @@ def test_the_interval_is_students():
     "settings, key, here, there",
     [
         ({"optimizer": {"learning_rate": 2e-3}}, "optimizer.learning_rate", "0.001", "0.002"),
-        ({"revision": "step64"}, "revision", "unset", '"step64"'),
         ({"monitors": {"x": {"term": "jreg"}}}, "monitors.x.term", "unset", '"jreg"'),
     ],
 )

