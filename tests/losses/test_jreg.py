@@ -66,7 +66,7 @@ def test_value_is_the_formula(config, final_norm, positions):
         counted = last_tokens(batch["segment_ids"])
     states = jax.jit(lambda p: hidden_states(config, p, batch, final_norm))(params)
     psi = oracle.displacement(states, counted)
-    term = jreg_term(CONTEXT, alpha=0.5, final_norm=final_norm, positions=positions)
+    term = jreg_term(TermContext("jreg"), alpha=0.5, final_norm=final_norm, positions=positions)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
 

@@ -73,6 +73,13 @@ def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **o
     )
 
 
+def replace_hook(loop, function) -> None:
+    """Has the loop call `function(its hook's function, state, check_stop)` instead."""
+    (hook,) = loop.hooks
+    inner = functools.partial(function, hook.function)
+    loop.hooks = (Hook(inner, hook.every),)
+
+
 def metrics(workdir):
     """All rows without the clock's."""
     rows = read_metrics(workdir / "metrics.jsonl")
@@ -154,14 +161,13 @@ def test_a_finished_run_is_not_trained_again(whole, tmp_path):
 
 def test_a_signal_during_evaluation_is_made_up_for(whole, tmp_path):
     loop = make_loop(tmp_path)
-    inner = loop.evaluate
 
-    def evaluate(params, check_stop):
+    def evaluate(inner, state, check_stop):
         if loop.step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        return inner(params, check_stop=check_stop)
+        return inner(state, check_stop)
 
-    loop.evaluate = evaluate
+    replace_hook(loop, evaluate)
     assert loop.run().step == 8
     assert not any("validation/nll" in row for row in metrics(tmp_path) if row["step"] == 8)
     again = make_loop(tmp_path).run()
@@ -172,16 +178,14 @@ def test_an_evaluation_made_up_for_is_not_written_twice(whole, tmp_path):
     """Stopped in the evaluation of step 8, killed right after making up for it, resumed again."""
 
     def interrupted(loop, then):
-        inner = loop.evaluate
-
-        def evaluate(params, check_stop):
-            found = inner(params, check_stop=check_stop) if loop.step != 8 or then else None
+        def evaluate(inner, state, check_stop):
+            found = inner(state, check_stop) if loop.step != 8 or then else None
             if loop.step == 8 and not then:
                 os.kill(os.getpid(), signal.SIGTERM)
                 check_stop()
             return found
 
-        loop.evaluate = evaluate
+        replace_hook(loop, evaluate)
         return loop
 
     assert interrupted(make_loop(tmp_path), then=False).run().step == 8
@@ -284,13 +288,12 @@ def test_divergence_names_the_term(tmp_path):
 
 def test_a_validation_metric_that_is_not_finite_stops(tmp_path):
     loop = make_loop(tmp_path, checkpoint_every=3)
-    inner = loop.evaluate
 
-    def evaluate(params, check_stop):
-        found = inner(params, check_stop=check_stop)
+    def evaluate(inner, state, check_stop):
+        found = inner(state, check_stop)
         return found | ({"validation/nll": float("nan")} if loop.step == 4 else {})
 
-    loop.evaluate = evaluate
+    replace_hook(loop, evaluate)
     with pytest.raises(TrainingDiverged, match="step 4: validation/nll=nan; .*checkpoints/3"):
         loop.run()
 
@@ -330,6 +333,24 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     assert checkpoints.steps() == [4, 12] and checkpoints.best_step == 4
     by_step = {r["step"]: r["validation/nll"] for r in metrics(tmp_path) if "validation/nll" in r}
     assert result.best["value"] == min(by_step.values()) == by_step[4]
+
+
+def test_the_largest_may_be_the_best(tmp_path):
+    result = make_loop(tmp_path, best_metric="validation/norm", best_mode="max").run()
+    values = {r["step"]: r["validation/norm"] for r in metrics(tmp_path) if "validation/norm" in r}
+    assert result.best["value"] == max(values.values()) == values[result.best["step"]]
+    assert len(set(values.values())) > 1
+    with pytest.raises(ValueError, match="best_mode='most': choose 'min' or 'max'"):
+        make_loop(tmp_path / "other", best_mode="most")
+
+
+def test_hooks_have_their_own_steps(tmp_path):
+    loop = make_loop(tmp_path, eval_every=4)
+    loop.hooks += (Hook(lambda state, check: {"length": float(state.step)}, 3),)
+    loop.run()
+    rows = {key: [r["step"] for r in metrics(tmp_path) if key in r] for key in
+            ("validation/nll", "length")}  # fmt: skip
+    assert rows == {"validation/nll": [0, 4, 8, 12], "length": [0, 3, 6, 9, 12]}
 
 
 def test_a_wrong_best_metric_lists_the_right_ones(tmp_path):
