@@ -75,9 +75,8 @@ def test_value_is_the_formula(config, final_norm, positions):
 
     step = make_train_step(forward, (term,), optimizer, trainable, accumulation=2)
     halves = {name: leaf.reshape(2, 2, *leaf.shape[1:]) for name, leaf in batch.items()}
-    _, found = step(
-        create_state(params, optimizer, trainable), halves, {"learning_rate": jnp.float32(0)}
-    )
+    hyper = {"learning_rate": jnp.float32(0), "jreg_weight": jnp.float32(1)}
+    _, found = step(create_state(params, optimizer, trainable), halves, hyper)
     assert found["jreg"] == pytest.approx(oracle.penalty(psi, 0.5), rel=1e-5)
     np.testing.assert_allclose(found["jreg/psi"], psi, rtol=2e-5)
     for back, name in enumerate(("zeta_L", "zeta_L-1")):
