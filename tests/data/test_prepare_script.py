@@ -68,7 +68,7 @@ def test_script_refuses(corpus, smollm2_gguf, tmp_path):
     for changes, message in (
         ({}, "tokenizer='' and train_tokenizer.vocab_size=0: give one of them"),
         ({"tokenizer": "x", "train_tokenizer.vocab_size": 300}, "give one of them"),
-        ({"tokenizer": "x", "engine": "spark"}, "engine='spark': choose one of local, datatrove"),
+        ({"tokenizer": "x", "engine": "spark"}, r"engine='spark': choose one of \('local', 'da"),
         ({"tokenizer": "x", "processes": 0}, "processes=0: 1 or more"),
         ({"tokenizer": "x", "shard_mb": 0.0}, "shard_mb=0.0"),
         ({"tokenizer": "x"}, "model 'x' is not a directory"),

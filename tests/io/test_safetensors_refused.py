@@ -151,7 +151,7 @@ def test_trees_that_do_not_fit_the_config_are_not_written(tmp_path):
         change(layers[2])
         with pytest.raises(CheckpointError, match=word):
             save_pretrained(config, {**tree, "layers": layers}, tmp_path / "m")
-    with pytest.raises(CheckpointError, match="auto, padded, native"):
+    with pytest.raises(CheckpointError, match="'auto', 'padded', 'native'"):
         save_pretrained(config, tree, tmp_path / "m", export="onnx")
     assert list(tmp_path.iterdir()) == []
 
