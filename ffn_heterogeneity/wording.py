@@ -28,8 +28,8 @@ def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> s
 def nearest(typed: str, names: Collection[str]) -> str | None:
     """The name with the fewest edits from what was typed; None where even that is another word.
 
-    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("alpha" for
-    "nucl.alpha"); of names equally near, the one that is nearest with its groups.
+    Case, and "-" for "_", count for nothing, and neither do groups that were left out ("weight" for
+    "losses.nucl.weight"); of names equally near, the one that is nearest with its groups.
     """
     typed = typed.lower().replace("-", "_")
 

@@ -34,6 +34,7 @@ from ffn_heterogeneity.train.step import (
     make_params_metrics,
     make_train_step,
 )
+from ffn_heterogeneity.wording import check_choice, unknown
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -145,8 +146,7 @@ def check_config(config: ConfigDict) -> None:
         ("export.form", config.export.form, ("auto", "padded", "native")),
         ("export.weights", config.export.weights, ("last", "best")),
     ):
-        if value not in choices:
-            raise ValueError(f"{key}={value!r}: choose one of {choices}")
+        check_choice(key, value, choices)
     if not config.model and "shape" not in config:
         raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
     if not 0 <= config.dropout < 1:
@@ -188,20 +188,18 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
         term, where = group.get("term", name), f"{kind}.{name}"
         if kind == "monitors" and "probe" in group:
             if group.probe not in PROBES:
-                raise ValueError(
-                    f"{where}: no probe {group.probe!r}; there are {', '.join(PROBES)}"
-                )
+                raise ValueError(f"{where}: {unknown('probe', group.probe, tuple(PROBES))}")
             made[len(TERMS), name] = probe_term(TermContext(name, 0.0), PROBES[group.probe])
             continue
         if term not in TERMS:
-            raise ValueError(f"{where}: no term {term!r}; choose one of {', '.join(TERMS)}")
+            raise ValueError(f"{where}: {unknown('term', term, tuple(TERMS))}")
         weight = key_of_weight(name) if kind == "losses" else 0.0
         if weight and weight not in weights:
             continue
         settings = {k: value for k, value in group.items() if k not in ("term", "weight")}
         known = list(inspect.signature(TERMS[term]).parameters)[1:]
-        if unknown := sorted(set(settings) - set(known)):
-            raise ValueError(f"{where} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+        for key in sorted(set(settings) - set(known)):
+            raise ValueError(f"{where}: {unknown('setting', key, known or ('weight',))}")
         try:
             made[list(TERMS).index(term), name] = TERMS[term](
                 TermContext(name, weight, model, mesh), **settings
