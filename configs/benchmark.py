@@ -3,7 +3,6 @@
 Command:   python scripts/benchmark.py nucl | nll | step [--config.peer=transformers] | streaming
            python scripts/benchmark.py jreg --config.repetitions=24 --config.remat=full
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
-           python scripts/benchmark.py similarity --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in the README are from 2 CPU cores.
 Hours:     nucl and nll about a minute, step and streaming a few minutes.
 """
@@ -14,9 +13,9 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # nucl | nll | step | jreg | streaming | similarity.
+            # nucl | nll | step | jreg | streaming.
             "name": "",
-            # Of step, jreg, streaming, similarity: a preset (random weights); of step and jreg: the
+            # Of step, jreg, streaming: a preset (random weights); of step and jreg: the
             # batch, the computation.
             "model": "smollm2_135m",
             "batch": 4,
@@ -26,7 +25,7 @@ def get_config() -> ConfigDict:
             "unroll": 1,
             # "transformers": torch on the same weights, interleaved (extra `parity`).
             "peer": "",
-            # Measured rounds; but for streaming and similarity after one that compiles.
+            # Measured rounds; but for streaming after one that compiles.
             "repetitions": 10,
             # Of streaming: on the disk to be measured, with room for three checkpoints (default:
             # that of temporary files).

@@ -8,7 +8,6 @@ Example:
                                               a training step with JREG beside one without
   python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
                                               surgery from disk to disk beside a plain copy
-  python scripts/benchmark.py similarity --config.model=gemma2_2b --config.repetitions=3
                                               Srinivas & Babu's selection in one layer, by its size
 
 Writes <workdir>/results.json.

@@ -11,6 +11,7 @@ import runpy
 from pathlib import Path
 
 from absl import flags
+from etils import epath
 
 from ffn_heterogeneity.launch import cli, demo
 
@@ -23,12 +24,10 @@ FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 
 def main() -> None:
     config_file = Path(__file__).resolve().parent.parent / "configs" / "nucl_finetune.py"
+    get_config = runpy.run_path(str(config_file))["get_config"]
     demo.run(
-        demo.DemoSettings(
-            workdir=WORKDIR.value, models=MODELS.value, steps=STEPS.value, alpha=ALPHA.value,
-            fresh=FRESH.value,
-        ),
-        runpy.run_path(str(config_file))["get_config"],
+        epath.Path(WORKDIR.value), MODELS.value, STEPS.value, ALPHA.value, get_config,
+        fresh=FRESH.value,
     )  # fmt: skip
 
 

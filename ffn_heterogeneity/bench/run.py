@@ -8,7 +8,6 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.bench.losses import benchmark_nll, benchmark_nucl
-from ffn_heterogeneity.bench.similarity import benchmark_similarity
 from ffn_heterogeneity.bench.step import benchmark_jreg, benchmark_step
 from ffn_heterogeneity.bench.streaming import benchmark_streaming
 from ffn_heterogeneity.io.files import write_json
@@ -22,7 +21,6 @@ BENCHMARKS: dict[str, Callable[[ConfigDict], dict]] = {
     "streaming": lambda config: benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
     ),
-    "similarity": lambda config: benchmark_similarity(preset(config.model)[0], config.repetitions),
 }
 
 

@@ -13,12 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import (
-    paired_interval,
-    print_ratios,
-    ratio_interval,
-    take_turns,
-)
+from ffn_heterogeneity.bench.timing import paired_interval, print_ratios, ratio_interval, take_turns
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term

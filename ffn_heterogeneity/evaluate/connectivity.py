@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from etils import epath
@@ -9,7 +10,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.losses.nucl import layer_statistics
-from ffn_heterogeneity.report.figures import connectivity_figure
+from ffn_heterogeneity.report.figures import curves_figure
 
 
 def connectivity(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
@@ -23,5 +24,14 @@ def layer_sums(model: Model, folder: epath.Path) -> list[dict[str, Any]]:
     sums = layer_statistics(model.params)
     widths = model.config.ffn_widths
     layers = [{**row, "neurons": width} for row, width in zip(sums, widths, strict=True)]
-    connectivity_figure(layers, model.config.d_model, folder / "connectivity.png")
+    d = model.config.d_model
+    uniform = {"entropy": math.log(d), "gini": 1 - 1 / d, "mstd": 0.0}
+    panels = {
+        f"{name}, mean over neurons (dashed: uniform)": {
+            "": {i: layer[name] / layer["neurons"] for i, layer in enumerate(layers)}
+        }
+        for name in uniform
+    }
+    path, bounds = folder / "connectivity.png", tuple(uniform.values())
+    curves_figure(panels, path, xlabel="layer", bounds=bounds)
     return layers

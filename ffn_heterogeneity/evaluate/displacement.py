@@ -29,7 +29,7 @@ from ffn_heterogeneity.probes.displacement import (
     POSITIONS,
     jump_rates,
 )
-from ffn_heterogeneity.report.figures import displacement_figure, training_figure
+from ffn_heterogeneity.report.figures import curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
 
 READINGS = {"before_final_norm": DISPLACEMENT, "after_final_norm": DISPLACEMENT_AFTER_NORM}
@@ -121,7 +121,7 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
         panels = {"all tokens": result, "last tokens": result["last"]}
         lines = {title: {_words(name): panel[name] for name in READINGS}
                  for title, panel in panels.items()}  # fmt: skip
-        displacement_figure(lines, workdir / "displacement.png")
+        _draw(lines, workdir)
         return result
     series = [(name, {"spec": spec}) for name, spec in checkpoints] or [
         (revision, {"spec": config.model, "revision": revision}) for revision in config.revisions
@@ -131,7 +131,7 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
         measure = functools.partial(_row, config, name, source)
         rows.append(once(workdir / "series", name, measure))
     lines = {_words(name): {row["checkpoint"]: row[name] for row in rows} for name in READINGS}
-    displacement_figure(lines, workdir / "displacement.png")
+    _draw(lines, workdir)
     _curve(rows, workdir / "jump_rates.png")
     return {"checkpoints": rows}
 
@@ -169,16 +169,25 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
     return result
 
 
+def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:
+    """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint."""
+    curves = {title: {label + f", jump {reading['zeta_L']:.2f}%" * ("zeta_L" in reading):
+                      dict(enumerate(reading["psi"], 1)) for label, reading in lines.items()}
+              for title, lines in panels.items()}  # fmt: skip
+    axes = {"xlabel": "layer", "ylabel": "angular displacement"}
+    curves_figure(curves, workdir / "displacement.png", **axes)
+
+
 def _curve(rows: list[dict], path: epath.Path) -> None:
     """zeta against training steps, one line a rate and reading (JREG, Table 7)."""
     lines = {
-        f"{rate} {_words(name)}": [
-            {"step": row["step"], "zeta": row[name][rate]} for row in rows if rate in row[name]
-        ]
+        f"{rate} {_words(name)}": {
+            row["step"]: row[name][rate] for row in rows if rate in row[name]
+        }
         for name in READINGS
         for rate in RATES
     }
-    training_figure(lines, {"zeta": "jump rate (%)"}, path)
+    curves_figure({"jump rate (%)": lines}, path)
 
 
 def checkpoints_in(model: str) -> list[tuple[str, str]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
@@ -21,11 +19,11 @@ from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.fetch import fetch_model
 from ffn_heterogeneity.io.files import atomic_path, once, read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.io.workdir import WorkdirError
+from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.report.figures import bar_figure, training_figure
+from ffn_heterogeneity.report.figures import bar_figure, curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
-from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 
@@ -41,17 +39,6 @@ REMOVALS: dict[str, tuple[str, bool]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class DemoSettings:
-    """What the demo's flags say."""
-
-    workdir: str
-    models: str
-    steps: int
-    alpha: float
-    fresh: bool = False
-
-
 def python_manual() -> tuple[str, str]:
     """(train, held-out): the language reference that every CPython ships, every 8th topic apart."""
     from pydoc_data.topics import topics
@@ -62,60 +49,60 @@ def python_manual() -> tuple[str, str]:
     return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
-def run(settings: DemoSettings, get_config: Callable[[str], ConfigDict]) -> dict:
+def run(
+    workdir: epath.Path, models: str, steps: int, alpha: float,
+    get_config: Callable[[str], ConfigDict], *, fresh: bool = False,
+) -> dict:  # fmt: skip
     """Runs every piece that is not there yet and writes the report.
 
     Args:
+      models: where the model is fetched to.
+      alpha: weight of NUCL in the second of two runs of so many steps.
       get_config: of configs/nucl_finetune.py.
+      fresh: removes an earlier demo's pieces first.
+
+    Raises:
+      WorkdirError: the directory holds something else, or a demo of other settings.
     """
+    settings = {"demo": True, "steps": steps, "alpha": alpha, "window": WINDOW, "windows": WINDOWS,
+                "ratio": RATIO}  # fmt: skip
+    claimed = workdir / "config.json"
+    if fresh and claimed.exists() and "demo" in read_json(claimed):
+        workdir.rmtree()
+    with working_in(workdir, settings):
+        return pieces(workdir, models, settings, get_config)
+
+
+def pieces(workdir: epath.Path, models: str, settings: dict, get_config: Callable) -> dict:
+    """Those that are there are read; `run` says the rest."""
     started = time.time()
-    workdir = epath.Path(settings.workdir)
-    claim(workdir, settings)
-    path = fetch_model("smollm2", settings.models)
+    path = fetch_model("smollm2", models)
     train_text, heldout_text = python_manual()
     for name, text in (("train", train_text), ("heldout", heldout_text)):
         with atomic_path(workdir / f"{name}.txt") as temporary:
             temporary.write_text(text)
     say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
         "characters of the Python language reference")  # fmt: skip
-    pieces, kept = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
+    model, folder = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
     results = {
-        "settings": dataclasses.asdict(settings),
-        "before": once(kept, "before", pieces.before),
+        "settings": settings,
+        "before": once(folder, "before", model.before),
         "removal": {
-            label: once(kept, label, functools.partial(pieces.removal, *removal))
+            label: once(folder, label, functools.partial(model.removal, *removal))
             for label, removal in REMOVALS.items()
         },
         "training": {
-            label: train(workdir, label, alpha, settings, str(path), get_config)
-            for label, alpha in (
-                ("alpha = 0", 0.0),
-                (f"alpha = {settings.alpha:g}", settings.alpha),
+            f"alpha = {alpha:g}": train(
+                workdir, demo_config(get_config(f"{path},text"), workdir, alpha, settings["steps"])
             )
+            for alpha in (0.0, settings["alpha"])
         },
     }
     # A second run only reads: the first one's time is the one worth telling.
-    results["seconds"] = once(kept, "time", lambda: round(time.time() - started, 1))
+    results["seconds"] = once(folder, "time", lambda: round(time.time() - started, 1))
     write_json(workdir / "results.json", results)
     report(workdir, results)
     return results
-
-
-def claim(workdir: epath.Path, settings: DemoSettings) -> None:
-    """Keeps finished pieces of the same settings, removes those of others."""
-    mine = {
-        "demo": "ffn_heterogeneity", "steps": settings.steps, "alpha": settings.alpha,
-        "window": WINDOW, "windows": WINDOWS, "ratio": RATIO,
-        "python": platform.python_version(), "jax": jax.__version__,
-    }  # fmt: skip
-    marker = workdir / "settings.json"
-    before = read_json(marker) if marker.exists() else {}
-    if workdir.exists() and any(workdir.iterdir()) and before.get("demo") != mine["demo"]:
-        raise WorkdirError(f"{workdir} holds something else: choose another --workdir")
-    if before and (settings.fresh or before != mine):
-        say(f"starting over in {workdir}")
-        workdir.rmtree()
-    write_json(marker, mine)
 
 
 def say(text: str) -> None:
@@ -155,20 +142,13 @@ class Pretrained:
         return perplexity(config, restack(config, params), self.rows(), progress=label)
 
 
-def train(
-    workdir: epath.Path,
-    label: str,
-    alpha: float,
-    settings: DemoSettings,
-    model: str,
-    get_config: Callable[[str], ConfigDict],
-) -> dict:
+def train(workdir: epath.Path, config: ConfigDict) -> dict:
     """One short fine-tuning run; its results and its metrics by step."""
     from ffn_heterogeneity.train import run as training
 
-    say(f"fine-tuning, {label}")
+    alpha = config.losses.nucl.weight
+    say(f"fine-tuning, alpha = {alpha:g}")
     folder = workdir / f"train-alpha-{alpha:g}"
-    config = demo_config(get_config(f"{model},text"), workdir, alpha, settings.steps)
     results = training.run(config, folder)
     return {"results": results, "metrics": read_metrics(folder / "metrics.jsonl")}
 
@@ -181,9 +161,10 @@ def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: in
     config.data.path = str(workdir / "train.txt")
     config.data.validation_path = str(workdir / "heldout.txt")
     config.data.validation_fraction = 0.0
-    config.eval.every, config.eval.max_batches = max(1, steps // 5), 4
+    config.eval.every, config.eval.max_batches = max(1, steps // 4), 4
     config.checkpoint.every, config.checkpoint.keep_best = 0, False
     config.checkpoint.at_end = False
+    config.remat = "none"  # what so few rows would save is not worth a second forward pass
     return config
 
 
@@ -194,17 +175,14 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
     perplexities |= {label: float(found["perplexity"]) for label, found in removal.items()}
     bar_figure(
         perplexities, f"perplexity after removing {RATIO:.0%} of the FFN neurons (log scale)",
-        workdir / "removal.png", log=True,
+        workdir / "removal.png",
     )  # fmt: skip
-    training = results["training"]
-    training_figure(
-        {label: run["metrics"] for label, run in training.items()},
-        {
-            f"validation/{ENTROPY}": "outgoing entropy, mean per neuron (nats)",
-            "validation/nll": "held-out NLL (nats a token)",
-        },
+    runs = results["training"]
+    curves_figure(
+        {title: {label: curve(run["metrics"], name) for label, run in runs.items()}
+         for name, title in PANELS.items()},
         workdir / "training.png",
-    )
+    )  # fmt: skip
     removal_table = markdown_table(
         (f"{RATIO:.0%} of every layer's neurons removed by", "perplexity", "x unpruned"),
         [
@@ -214,26 +192,28 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
     )
     training_table = markdown_table(
         ("fine-tuning", "steps", "NLL before", "NLL after", "entropy before", "entropy after"),
-        [training_row(label, run["results"]) for label, run in training.items()],
+        [training_row(label, run["results"]) for label, run in runs.items()],
     )
-    settings = results["settings"]
+    text = REPORT.format(
+        removal=removal_table, training=training_table, tokens=before["tokens"],
+        seconds=results["seconds"], **results["settings"],
+    )  # fmt: skip
     with atomic_path(workdir / "report.md") as temporary:
-        temporary.write_text(
-            REPORT.format(
-                removal=removal_table,
-                training=training_table,
-                tokens=before["tokens"],
-                windows=before["windows"],
-                window=WINDOW,
-                seconds=results["seconds"],
-                **settings,
-            )  # fmt: skip
-        )
+        temporary.write_text(text)
     print(f"\n{training_table}\n\n{removal_table}\n")
     say(f"report: {workdir}/report.md ({results['seconds']:.0f} s)")
 
 
+def curve(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
+    """step -> value, of the rows that have it."""
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
 ENTROPY = "entropy/ent/ffn_out/mean"
+PANELS = {
+    f"validation/{ENTROPY}": "outgoing entropy, mean per neuron (nats)",
+    "validation/nll": "held-out NLL (nats a token)",
+}
 
 REPORT = """# Demo: SmolLM2-135M-Instruct on two CPU cores
 

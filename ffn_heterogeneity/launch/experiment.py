@@ -6,10 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
-from scipy.special import stdtrit
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.launch import cli
@@ -17,6 +15,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten_config
+from ffn_heterogeneity.report.tables import student
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.shared import Shared
 
@@ -151,16 +150,8 @@ def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     The interval is mean -+ t_{0.975, n-1} s / sqrt(n), infinite for a single seed.
     """
     rows = [_numbers(result) for result in results]
-    summary = {}
-    for name in rows[0]:
-        values = np.array([row[name] for row in rows if name in row], np.float64)
-        if len(values) < len(rows):
-            continue
-        n, mean, half = len(values), float(values.mean()), float("inf")
-        if n > 1:
-            half = float(stdtrit(n - 1, 0.975)) * float(values.std(ddof=1)) / n**0.5
-        summary[name] = {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
-    return summary
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    return {name: student([row[name] for row in rows])._asdict() for name in names}
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:

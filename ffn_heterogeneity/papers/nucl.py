@@ -18,10 +18,12 @@ NUCL = "losses.nucl."
 WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
 NLL, ENTROPY = "validation/nll", "validation/entropy/ent/ffn_out/mean"
 REMOVAL = ("criterion", "reverse", "compensation", "layers")
+SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 KINDS = {
-    "removal": Kind({"criterion": bool, "perplexity": bool}, ("model", *REMOVAL),
-                    ("model", *REMOVAL), Label("{model}"), {"criterion": "random"}),
+    "removal": Kind({"criterion": bool, "perplexity": bool},
+                    ("model", *REMOVAL, *SIZE, *EVALUATION), ("model", *REMOVAL),
+                    Label("{model}"), {"criterion": "random"}),
     "training": Kind(
         {TARGETS: bool, "shape.layers": None},
         ("model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only",
@@ -60,7 +62,7 @@ TASKS = {
     "NQ 5-shot": Accuracy("nq_open", 5),
 }  # fmt: skip
 MEAN = tuple(TASKS.values())
-UNPRUNED = {"where": {"criterion": "none"}, "free": REMOVAL}
+UNPRUNED = {"where": {"criterion": "none"}, "free": (*REMOVAL, *SIZE)}
 
 # Presets of this library, and the last parts of hub ids.
 SIZES = {x: {"model": (f"gemma2_{x.lower()}", f"gemma-2-{x.lower()}")} for x in ("2B", "9B", "27B")}
@@ -77,11 +79,6 @@ OUTGOING = PLACES["FFN outgoing"]
 SCORE, PLAINLY = Accuracy("{data.task}", None), {"where": STANDARD, "free": (NUCL,)}
 GAIN, Z = Against(SCORE, **PLAINLY, how="percent"), Against(SCORE, **PLAINLY, how="z")
 QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
-SETTINGS = {
-    "optimiser": "optimizer.name", "batch size": "batch_size",
-    "learning rate": "optimizer.learning_rate", "dropout": "dropout", "steps": "steps",
-    "warm-up steps, linear": "optimizer.warmup_steps", "alpha": WEIGHT, "hardware": "device",
-}  # fmt: skip
 
 
 def _gains():
@@ -114,7 +111,6 @@ TABLES = (
             "Standard fine-tuning": STANDARD, "NUCL fine-tuning": MSTD})},
         {f"Gemma-{size}": Cell(SCORE, match) for size, match in SIZES.items()},
         {**OUTGOING, "data.task": ("gsm8k", "mbpp")}, best=NLL),
-    Table("settings", ("training",), settings=SETTINGS),
     Table("gains", ("training",), {"task": Label("{data.task}", DATA), "model": Label("{model}")},
           {"standard": Cell(SCORE, STANDARD), "NUCL": Cell(SCORE, MSTD),
            "absolute gain": Against(SCORE, **PLAINLY), "relative gain (in %)": GAIN, "z (ours)": Z},
@@ -163,6 +159,4 @@ CLAIMS = (
           "compare", "removal", WEAK, MODEL,
           {"value": Against("perplexity", **AT_RANDOM), "sign": 1, "label": METHOD}),
 )  # fmt: skip
-PAPER = specs.Paper(
-    "nucl", KINDS, TABLES, CURVES, CLAIMS, ("ratio", "count", "budget", *EVALUATION)
-)
+PAPER = specs.Paper("nucl", KINDS, TABLES, CURVES, CLAIMS)

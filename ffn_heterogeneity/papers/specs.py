@@ -96,7 +96,6 @@ class Table(NamedTuple):
       where: a match of the records that count.
       best: of records with equal labels the one where this path is lowest; "": all of them.
       here: a format: what the column "from" says of a record.
-      settings: label -> config key: the column "here" then shows what the runs were given.
       rows: labels and a paper's numbers, in a table of ours.
     """
 
@@ -109,7 +108,6 @@ class Table(NamedTuple):
     here: str = "here: {model}"
     title: str = ""
     notes: tuple[str, ...] = ()
-    settings: Mapping[str, str] = NONE
     rows: tuple[tuple, ...] = ()
 
 
@@ -149,18 +147,13 @@ class Claim(NamedTuple):
 
 
 class Paper(NamedTuple):
-    """A report: what it draws, in this order.
-
-    Attributes:
-      comparable: config keys that must be equal for a table's numbers to stand side by side.
-    """
+    """A report: what it draws, in this order."""
 
     name: str
     kinds: Mapping[str, Kind]
     tables: tuple[Table, ...]
     curves: tuple[Curves, ...]
     claims: tuple[Claim, ...]
-    comparable: tuple[str, ...]
 
 
 @functools.cache

@@ -16,10 +16,7 @@ FIRST_ROWS = ("first.", "final.", "best.", "tokens_per_second", "compile_seconds
 FIRST_PANELS = ("validation/nll", "train/loss")
 MAX_PANELS = 6
 DIGITS = 6
-NOTE = (
-    "In brackets, t: Student's 95% interval over n seeds. Curves are means over the seeds, as far "
-    "as all of them have come, with bands from the lowest to the highest."
-)
+NOTE = "In brackets: Student's 95% interval over n seeds. Curves: means, bands lowest to highest."
 
 
 def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "compare") -> str:

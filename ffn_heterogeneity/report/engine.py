@@ -15,20 +15,13 @@ from etils import epath
 from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.papers import jreg, nucl
 from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Scored, Table, printed
+from ffn_heterogeneity.report import tables
 from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
 from ffn_heterogeneity.report.records import Record, fill, fits, label, records, value_of
 from ffn_heterogeneity.report.runs import Run, read_runs, union
-from ffn_heterogeneity.report.tables import (
-    csv_text,
-    directory,
-    markdown_table,
-    middle,
-    number,
-    write_text,
-)
+from ffn_heterogeneity.report.tables import markdown_table, middle, number
 
-Kinds = dict[str, list[Record]]
 PAPERS = {paper.name: paper for paper in (nucl.PAPER, jreg.PAPER)}
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
@@ -59,19 +52,20 @@ def write_paper(name: str, paths: Sequence[str], output: str | os.PathLike) -> s
       ValueError: `output` is a file, a path is no run, or an analysis is damaged; the message
         names it.
     """
-    output, paper = directory(output), PAPERS[name]
+    output, paper = tables.directory(output), PAPERS[name]
     runs, missing = gather(paths)
-    done, begun = (kinds(paper, runs, begun=flag) for flag in (False, True))
+    done, begun = ({name: records(runs, kind, begun=flag) for name, kind in paper.kinds.items()}
+                   for flag in (False, True))  # fmt: skip
     parts = [f"# {name.upper()}: tables and figures", printed(name)["paper"] + "."]
     for one in draw_all(paper, done, begun):
         parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
-        write_text(output / f"{one.key}.csv", csv_text(one.header, one.rows))
-        write_text(output / f"{one.key}.md", parts[-1] + "\n")
+        tables.write_text(output / f"{one.key}.csv", tables.csv_text(one.header, one.rows))
+        tables.write_text(output / f"{one.key}.md", parts[-1] + "\n")
     used = {path for chosen in begun.values() for record in chosen for path in record.used}
     rows = [(run.label, run.state, "yes" if run.path in used else "no") for run in runs]
     rows += [(name, "not run", "no") for name in missing]
     parts += ["## Runs", markdown_table(("run", "state", "used"), rows)]
-    return write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
+    return tables.write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
 
 
 def gather(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -94,20 +88,15 @@ def gather(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
     return (read_runs(places) if places or not missing else []), missing
 
 
-def kinds(paper: Paper, runs: Sequence[Run], *, begun: bool) -> Kinds:
-    """Name of a kind -> its records; see `records`."""
-    return {name: records(runs, kind, begun=begun) for name, kind in paper.kinds.items()}
-
-
-def draw_all(paper: Paper, done: Kinds, begun: Kinds) -> Iterator[Drawn]:
+def draw_all(paper: Paper, done: dict, begun: dict) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures in their order, then ours.
 
     Curves are of the runs that have begun, all else of those that are done.
     """
-    tables = {spec.key: spec for spec in paper.tables}
-    tables = {key: Table(key) for key in printed(paper.name)["tables"]} | tables
+    specs = {key: Table(key) for key in printed(paper.name)["tables"]}
+    specs |= {spec.key: spec for spec in paper.tables}
     yield draw_claims(paper, done)
-    for spec in sorted([*tables.values(), *paper.curves], key=lambda spec: bool(spec.title)):
+    for spec in sorted([*specs.values(), *paper.curves], key=lambda spec: bool(spec.title)):
         chosen = done if isinstance(spec, Table) else begun
         chosen = [r for kind in spec.kinds for r in chosen[kind] if fits(r, spec.where)]
         if isinstance(spec, Table):
@@ -122,9 +111,7 @@ def draw_all(paper: Paper, done: Kinds, begun: Kinds) -> Iterator[Drawn]:
 def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     """The paper's rows, below each what was measured here; then what the paper has not."""
     source = printed(paper.name)["tables"].get(spec.key, {})
-    title, notes = _title(spec, source.get("caption")), [*spec.notes, *source.get("notes", ())]
-    if spec.settings:
-        return _settings(spec, source, chosen, title)
+    title = _title(spec, source.get("caption"))
     columns = dict(spec.columns or dict.fromkeys(source["columns"]))
     if columns.pop("*", False):
         tasks = union(m.tasks for r in chosen for m in r.members.values())
@@ -146,7 +133,7 @@ def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
             rows[name][origin] = cells
     table = [(*name, origin, *cells) for name, origins in rows.items()
              for origin, cells in origins.items()]  # fmt: skip
-    notes += [*_apart(paper, chosen), *([source["unit"]] if "unit" in source else [])]
+    notes = (*spec.notes, *source.get("notes", ()), *filter(None, [source.get("unit")]))
     return Drawn(spec.key, title, (*labels, "from", *columns), table, notes)
 
 
@@ -173,35 +160,11 @@ def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _settings(spec: Table, source: dict, chosen: Sequence[Record], title: str) -> Drawn:
-    """The paper's settings, and what the runs were given."""
-    rows = []
-    for name, *cells in source["rows"]:
-        key = spec.settings.get(name, "")
-        values = [r.config.get(key, m.seed.values.get(key)) for r in chosen
-                  for m in r.members.values()]  # fmt: skip
-        here = ", ".join(union([str(x)] for x in values if x is not None))
-        rows.append((name, *cells, here or None))
-    header = (*source["labels"], *source["columns"], "here")
-    return Drawn(spec.key, title, header, rows, source.get("notes", ()))
-
-
 def _title(spec: Table | Curves, caption: str | None) -> str:
     if caption is None:
         return spec.title
     name = spec.key.replace("_", " ").capitalize()
     return f"{name}: {caption.rstrip('.')}"
-
-
-def _apart(paper: Paper, chosen: Sequence[Record]) -> list[str]:
-    """What keeps the numbers of these records from being compared."""
-    result = []
-    for key in paper.comparable:
-        members = [m for r in chosen if r.config.get(key) is not None for m in r.members.values()]
-        values = union([str(m.run.config[key])] for m in members if key in m.run.config)
-        if len(values) > 1:
-            result.append(f"These runs differ in {key} ({', '.join(values)}): not comparable.")
-    return result
 
 
 def draw_claims(paper: Paper, done: dict) -> Drawn:
@@ -250,7 +213,7 @@ def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     title = _title(spec, printed(paper.name)["figures"].get(spec.key))
     figure = draw(drawn, columns=max(len(spec.y), min(3, len(drawn)))) if drawn else None
     header = ("panel", "value", "line", "seed", spec.x, "y")
-    return Drawn(spec.key, title, header, rows, _apart(paper, chosen), figure)
+    return Drawn(spec.key, title, header, rows, (), figure)
 
 
 def _lines(spec: Curves, record: Record, path: Any) -> dict[str, dict]:

@@ -40,19 +40,14 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-def common_points(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
-    """(x, values [seeds, x]) where every curve has a value.
+def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
+    """The line of one run's, or record's, seeds, where every curve has a value.
 
     A mean over other seeds at other places would jump where a seed ends.
     """
     x = sorted(set.intersection(*map(set, curves))) if curves else []
-    return x, np.array([[curve[i] for i in x] for curve in curves])
-
-
-def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
-    """The line of one run's, or record's, seeds."""
     more = f" (mean of {len(curves)} seeds)" if len(curves) > 1 else ""
-    return Line(label + more, *common_points(curves))
+    return Line(label + more, x, np.array([[curve[i] for i in x] for curve in curves]))
 
 
 def draw(panels: Sequence[Panel], *, columns: int = 3):
@@ -125,66 +120,29 @@ def save_if(figure, path: epath.Path) -> str:
     return f"![{path.stem}]({path.name})"
 
 
-def connectivity_figure(layers: Sequence[Mapping], d_model: int, path: str | os.PathLike) -> None:
-    """Per-neuron means of entropy, gini and mstd against the layer; dashed: uniform weights."""
-    bounds = {"entropy": math.log(d_model), "gini": 1 - 1 / d_model, "mstd": 0.0}
-    panels = []
-    for name in bounds:
-        means = {i: layer[name] / layer["neurons"] for i, layer in enumerate(layers)}
-        title = f"{name}, mean over neurons (dashed: uniform)"
-        panels.append(Panel(title, [of_seeds("", [means])], "layer"))
-    figure = draw(panels)
-    for axis, bound in zip(figure.axes, bounds.values(), strict=False):
+def curves_figure(
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]], path: str | os.PathLike,
+    *, xlabel: str = "step", ylabel: str = "", bounds: Sequence[float] = (),
+) -> None:  # fmt: skip
+    """One line a curve; NUCL's Figures 2 and 3, JREG's 2 and 4.
+
+    Args:
+      panels: title -> label -> {x: y}.
+      bounds: of each panel the value that a dashed line marks.
+    """
+    figure = draw([Panel(title, [of_seeds(label, [curve]) for label, curve in curves.items()],
+                         xlabel, ylabel) for title, curves in panels.items()])  # fmt: skip
+    for axis, bound in zip(figure.axes, bounds, strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
     save(figure, path)
 
 
-def training_figure(
-    runs: Mapping[str, Sequence[Mapping]], panels: Mapping[str, str], path: str | os.PathLike
-) -> None:
-    """Metrics against steps, one panel per metric, one line per run (NUCL, Figures 2 and 3).
-
-    Args:
-      runs: label -> rows with "step" and metrics; a row without a panel's metric is left out.
-      panels: metric name -> title.
-    """
-    drawn = []
-    for metric, title in panels.items():
-        curves = {label: {row["step"]: row[metric] for row in rows if metric in row}
-                  for label, rows in runs.items()}  # fmt: skip
-        drawn.append(Panel(title, [of_seeds(label, [curve]) for label, curve in curves.items()]))
-    save(draw(drawn), path)
-
-
-def displacement_figure(
-    panels: Mapping[str, Mapping[str, Mapping]], path: str | os.PathLike
-) -> None:
-    """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint.
-
-    Args:
-      panels: title -> {label: {"psi": [L values], "zeta_L": percent}}.
-    """
-    drawn = []
-    for title, readings in panels.items():
-        lines = []
-        for label, reading in readings.items():
-            jump = f", jump {reading['zeta_L']:.2f}%" if "zeta_L" in reading else ""
-            lines.append(of_seeds(label + jump, [dict(enumerate(reading["psi"], 1))]))
-        drawn.append(Panel(title, lines, "layer", "angular displacement"))
-    figure = draw(drawn)
-    for axis in figure.axes:
-        axis.set_ylim(bottom=0)
-    save(figure, path)
-
-
-def bar_figure(
-    values: Mapping[str, float], title: str, path: str | os.PathLike, *, log: bool = False
-) -> None:
-    """Labelled horizontal bars, the first on top."""
+def bar_figure(values: Mapping[str, float], title: str, path: str | os.PathLike) -> None:
+    """Labelled horizontal bars on a log scale, the first on top."""
     figure, (axis,) = _axes(1, 1, 6.5, 0.5 + 0.42 * len(values))
     bars = axis.barh(list(values), list(values.values()), color=COLOURS[0])
     axis.bar_label(bars, [f"{value:,.4g}" for value in values.values()], padding=3)
     axis.invert_yaxis()
-    axis.set(title=title, xscale="log" if log else "linear")
+    axis.set(title=title, xscale="log")
     axis.margins(x=0.18)
     save(figure, path)

@@ -81,10 +81,11 @@ def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Rec
                 members.setdefault(seed if chance else None, member)
     keys = [dict(key) for key in groups]
     differing = [k for k in sorted(union(keys)) if not _among(k, kind.shown)
-                 and len({key.get(k) for key in keys}) > 1]  # fmt: skip
+                 and len({key.get(k) for key in keys} - {"null"}) > 1]  # fmt: skip
     result: list[Record] = []
     for key, (config, members) in zip(keys, groups.values(), strict=True):
-        differs = "".join(f", {k} {key.get(k, 'unset')}" for k in differing)
+        shown = {k: key.get(k, "unset") for k in differing}
+        differs = "".join(f", {k} {value}" for k, value in shown.items() if value != "null")
         result.append(Record(kind, config, key, members, differs, result))
     result.sort(key=lambda record: [_rank(record.config.get(k)) for k in kind.shown])
     return result

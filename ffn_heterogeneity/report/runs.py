@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
+from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.tables import number_of
-from ffn_heterogeneity.report.writer import read_metrics
 
 # Keys of inputs.json (their last parts) that name no data: two runs may write the same model.
 NO_DATA = ("model", "tokenizer")
@@ -93,7 +94,7 @@ def read_run(path: str, label: str) -> Run:
         inside = sorted(x.parent.name for x in folder.glob("*/config.json"))
         hint = f"there are runs in it: {', '.join(inside)}" if inside else "give a run's --workdir"
         raise ValueError(f"{os.fspath(folder)!r} is no run: it holds no config.json; {hint}")
-    config = flat(_read_object(folder / "config.json"))
+    config = flatten_config(_read_object(folder / "config.json"))
     finished = (folder / "results.json").exists()
     folders = _seed_folders(folder) or {config.get("seed"): folder}
     seeds = {seed: _read_seed(place) for seed, place in folders.items() if place.is_dir()}
@@ -133,7 +134,7 @@ def _read_seed(folder: epath.Path) -> Seed:
     evaluated = [row for row in rows if any(name.startswith("validation/") for name in row)]
     results = {"first": evaluated[0], "final": evaluated[-1]} if evaluated else {}
     results |= _read_object(path) if path.exists() else {}
-    values = {k: x for k, x in flat(results).items() if not isinstance(x, list)}
+    values = {k: x for k, x in flatten_config(results).items() if not isinstance(x, list)}
     values = {k: x if (n := number_of(x)) is None else n for k, x in values.items()}
     model = os.path.join(os.path.realpath(folder), "model")
     return Seed(model, values, curves, layers)
@@ -189,17 +190,6 @@ def _read_object(path: epath.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {str(value)[:40]!r} where names and values should be")
     return value
-
-
-def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"optimizer.name": "adamw"}`."""
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            found |= flat(item, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = item
-    return found
 
 
 def union(items: Iterable[Iterable[Any]]) -> list[Any]:

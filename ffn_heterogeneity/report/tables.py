@@ -42,12 +42,16 @@ def over(values: Sequence[Any]) -> Any:
 
 def interval(values: Sequence[float]) -> Any:
     """Mean and Student's 95% interval of several; one value alone has none."""
-    from scipy import stats
+    return student(values) if len(values) > 1 else values[0] if values else None
 
-    if len(values) < 2:
-        return values[0] if values else None
-    mean, n = float(np.mean(values)), len(values)
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n**0.5)
+
+def student(values: Sequence[float]) -> Spread:
+    """The mean and its 95% interval, -+ t_{0.975, n-1} s / sqrt(n): infinite for one value."""
+    from scipy.special import stdtrit
+
+    n, mean, half = len(values), float(np.mean(values)), float("inf")
+    if n > 1:
+        half = float(stdtrit(n - 1, 0.975)) * float(np.std(values, ddof=1)) / n**0.5
     return Spread(mean, mean - half, mean + half, n, "t")
 
 

@@ -15,9 +15,9 @@ from etils import epath
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.io.workdir import resume_command
 from ffn_heterogeneity.parallel.placement import place_batch, place_scalars
-from ffn_heterogeneity.report.writer import MetricsWriter
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
 from ffn_heterogeneity.train.profiler import Profiler

@@ -20,20 +20,14 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.workdir import prepare_workdir
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.report.writer import read_metrics
-from ffn_heterogeneity.train.build import (
-    Built,
-    build,
-    check_config,
-    hyper_function,
-    loop_config,
-)
+from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function, loop_config
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop

@@ -14,10 +14,10 @@ import jax
 import pytest
 from tiny_models import REPOSITORY, run_script
 
+from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import experiment, sweep_run
 from ffn_heterogeneity.launch.commands import COMMANDS, Command
-from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import shared
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -16,10 +16,10 @@ import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, random_params
 
 from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.parallel.placement import local_rows
-from ffn_heterogeneity.report.writer import read_metrics
 
 PROGRAM = Path(__file__).resolve().parent / "process_program.py"
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -14,7 +14,7 @@ from ffn_heterogeneity.report import compare
 from ffn_heterogeneity.report.compare import choose_panels, differing_keys, draw_runs, numbers
 from ffn_heterogeneity.report.compare import write_report as write
 from ffn_heterogeneity.report.runs import read_runs
-from ffn_heterogeneity.report.tables import interval
+from ffn_heterogeneity.report.tables import Spread, interval, number, over
 
 CONFIG = {"seed": 0, "nucl": {"alpha": 0.0, "targets": ["a|b"]}, "name": "x", "on": True}
 
@@ -257,3 +257,12 @@ def test_from_the_command_line(two, tmp_path):
     assert "differ" not in one.out and "ratio" not in one.out
     names = {"compare.md", "compare.png", "report.md", "report.png"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_numbers_as_cells():
+    assert number(None) == "-" and number("x") == "x"
+    assert number(1234567.0) == "1,234,567" and number(0.000123456) == "0.0001235"
+    assert number(float("inf")) == "inf" and number(float("nan")) == "nan"
+    assert number(Spread(2.0, 1.0, 3.0, 4)) == "2 [1, 3] range n=4"
+    assert over([]) is None and over([2.0, 2.0]) == 2.0
+    assert over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)

@@ -27,9 +27,9 @@ from tiny_models import run_script
 from ffn_heterogeneity.papers.jreg import TASKS
 from ffn_heterogeneity.papers.specs import printed
 from ffn_heterogeneity.report import records
-from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, kinds, write_paper
+from ffn_heterogeneity.report.engine import PAPERS, draw_all, gather, write_paper
 from ffn_heterogeneity.report.runs import read_runs
-from ffn_heterogeneity.report.tables import Spread, interval, number, over
+from ffn_heterogeneity.report.tables import Spread, interval
 
 PUBLISHED = "zeta_L of a published model"
 
@@ -72,11 +72,11 @@ def test_ours_stands_below_the_papers_row(report, tmp_path):
     tables = report("nucl", runs)
     rows = [row for row in tables["table_4"] if row["from"] != "paper"]
     (mine,) = [row for row in rows if row["PIQA 0-shot"] != "-"]
-    assert (mine["Method"], mine["from"]) == ("Entropy-based", "here: small")
+    assert (mine["Method"], mine["from"]) == ("Entropy-based", "here: small, ratio 0.25")
     assert mine["HellaSwag 10-shot"] == "70.0", "acc_norm where there is one"
     assert float(mine["Average"]) == pytest.approx(240 / 7)
     assert {row["MMLU 5-shot"] for row in rows} == {"30.0", "-"}, "other shots, other ratio: no row"
-    (even,) = [row for row in tables["table_5"] if row["from"] == "here: small"]
+    (even,) = [r for r in tables["table_5"] if r["from"].startswith("here: small")]
     assert even["Layers"].startswith("Even") and float(even["Average accuracy"]) > 34
     assert "30 [20, 40] Wilson n=100" in tables["text"]
 
@@ -144,9 +144,12 @@ def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
         removal(tmp_path / "x", 7.0),
         removal(tmp_path / "y", 7.0, criterion="gini", window=128, ratio=0.5),
     ]
-    text = report("nucl", runs)["text"]
-    assert "These runs differ in window (512, 128): not comparable." in text
-    assert "These runs differ in ratio (0.25, 0.5): not comparable." in text
+    rows = {r["method"]: r for r in report("nucl", runs)["removal"]}
+    assert rows["Entropy-based"]["x unpruned"] == "1.4"
+    assert rows["gini"]["x unpruned"] == "-", "nothing was unpruned in windows of 128"
+    assert rows["gini"]["from"] == "here, ratio 0.5, window 128"
+    assert rows["Entropy-based"]["from"] == "here, ratio 0.25, window 512"
+    assert rows["Pre-trained baseline"]["from"] == "here, window 512"
 
 
 def test_one_text_under_two_paths_is_one_text(report, tmp_path):
@@ -162,8 +165,9 @@ def test_one_text_under_two_paths_is_one_text(report, tmp_path):
     x, y, z = (run.config for run in read_runs(paths))
     assert (x["text"], y["text"], z["text"]) == ("wiki.txt", "wiki.txt", "other.txt")
     assert y["data_root"] == "../wiki.txt" and "gone" not in y
-    assert "differ in text" not in report("nucl", paths[:2])["text"]
-    assert "differ in text" in report("nucl", paths, "both")["text"]
+    assert {row["from"] for row in report("nucl", paths[:2])["removal"]} == {"here"}
+    rows = report("nucl", paths, "both")["removal"]
+    assert {row["from"] for row in rows} == {'here, text "wiki.txt"', 'here, text "other.txt"'}
 
 
 # ---- seeds and setups
@@ -276,7 +280,8 @@ def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_p
 def drawn(name, paths):
     """Key -> figure."""
     paper, (runs, _) = PAPERS[name], gather(paths)
-    done, begun = (kinds(paper, runs, begun=flag) for flag in (False, True))
+    done, begun = ({name: records.records(runs, kind, begun=flag)
+                    for name, kind in paper.kinds.items()} for flag in (False, True))  # fmt: skip
     return {one.key: one.figure for one in draw_all(paper, done, begun) if one.figure}
 
 
@@ -292,11 +297,10 @@ def test_jump_rates_of_models(report, tmp_path, seeds):
     assert {model for model, _ in rows} == names, "two analyses of one model have two names"
     assert rows["small (first)", "after"]["zeta_L"] == "50.0"
     assert rows["x", "before"]["zeta_L-1"] == rows["x", "before"]["tokens"] == "-"
-    assert "These runs differ in window (64, 128): not comparable." in tables["text"]
-    measured, verdict = claim(tables, PUBLISHED, "before")
-    assert measured == "small (first) 9.5; small (second) 9.5; x 8" and verdict == "holds"
-    assert claim(tables, PUBLISHED, "after")[1] == (
-        "does not hold (small (first); small (second))")  # fmt: skip
+    assert rows["small (second)", "after"]["from"] == "here, window 128"
+    measured, verdict = claim(tables, PUBLISHED, "before the final norm, window 64")
+    assert measured == "small (first) 9.5; x 8" and verdict == "holds"
+    assert claim(tables, PUBLISHED, "after the final norm, window 128")[1] == "does not hold"
 
 
 @pytest.mark.parametrize(
@@ -363,15 +367,6 @@ def test_figure_4_of_nucl_is_by_pair(report, tmp_path):
 
 
 # ---- cells, sweeps, the command line
-
-
-def test_numbers_as_cells():
-    assert number(None) == "-" and number("x") == "x"
-    assert number(1234567.0) == "1,234,567" and number(0.000123456) == "0.0001235"
-    assert number(float("inf")) == "inf" and number(float("nan")) == "nan"
-    assert number(Spread(2.0, 1.0, 3.0, 4)) == "2 [1, 3] range n=4"
-    assert over([]) is None and over([2.0, 2.0]) == 2.0
-    assert over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
 
 
 def test_a_sweep_stands_for_its_points(report, tmp_path):

@@ -99,6 +99,5 @@ def test_specs_name_what_is_printed(name):
         for header, mine in ((table["labels"], spec.labels), (table["columns"], spec.columns)):
             assert not mine or list(mine) == header, key
         assert all(len(row) == len(table["labels"] + table["columns"]) for row in table["rows"])
-        assert set(spec.settings) <= {row[0] for row in table["rows"]}
     curves = {spec.key for spec in PAPERS[name].curves if not spec.title}
     assert curves == set(printed(name)["figures"])

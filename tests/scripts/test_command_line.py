@@ -96,7 +96,6 @@ def test_unknown_flags_and_positional_arguments(name, tmp_path):
         ("convert", ["--model=x", "--output=y", "--dtype=int8"], ["int8", "bfloat16"]),
         ("fetch_models", ["--only=gpt5"], ["gpt5", "smollm2"]),
         ("demo", ["--steps=1"], ["steps"]),
-        ("demo", ["--workdir=configs"], ["configs holds something else"]),
     ],
 )  # fmt: skip
 def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):

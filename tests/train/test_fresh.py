@@ -11,9 +11,9 @@ from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model, load_tokenizer
+from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.models.shapes import count_parameters
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.report.writer import read_metrics
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.source import model_shape, starting_model
 

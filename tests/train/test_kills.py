@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.report.writer import read_metrics
+from ffn_heterogeneity.io.metrics import read_metrics
 
 PROGRAM = Path(__file__).with_name("kill_toy.py")
 BEST = "validation/nll"

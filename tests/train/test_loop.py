@@ -13,6 +13,7 @@ from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, 
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.parallel.partition import (
     batch_sharding,
@@ -21,7 +22,6 @@ from ffn_heterogeneity.parallel.partition import (
     trainable_mask,
 )
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop

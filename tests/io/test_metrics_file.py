@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.report import writer as module
-from ffn_heterogeneity.report.writer import MetricsWriter, read_metrics
+from ffn_heterogeneity.io import metrics as module
+from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 
 
 def test_values_read_back_exactly(tmp_path):
