@@ -7,9 +7,6 @@ Writes <workdir>/report.md, figures and <workdir>/results.json. Finished pieces 
 run shows the report at once; --fresh starts over.
 """
 
-import runpy
-from pathlib import Path
-
 from absl import flags
 from etils import epath
 
@@ -23,12 +20,8 @@ FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 
 
 def main() -> None:
-    config_file = Path(__file__).resolve().parent.parent / "configs" / "nucl_finetune.py"
-    get_config = runpy.run_path(str(config_file))["get_config"]
-    demo.run(
-        epath.Path(WORKDIR.value), MODELS.value, STEPS.value, ALPHA.value, get_config,
-        fresh=FRESH.value,
-    )  # fmt: skip
+    workdir = epath.Path(WORKDIR.value)
+    demo.run(workdir, MODELS.value, STEPS.value, ALPHA.value, fresh=FRESH.value)
 
 
 if __name__ == "__main__":

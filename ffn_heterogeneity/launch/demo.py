@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ffn_heterogeneity.io.files import atomic_path, once, read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.workdir import working_in
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.report.figures import bar_figure, curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
@@ -49,16 +50,12 @@ def python_manual() -> tuple[str, str]:
     return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
-def run(
-    workdir: epath.Path, models: str, steps: int, alpha: float,
-    get_config: Callable[[str], ConfigDict], *, fresh: bool = False,
-) -> dict:  # fmt: skip
+def run(workdir: epath.Path, models: str, steps: int, alpha: float, fresh: bool = False) -> dict:
     """Runs every piece that is not there yet and writes the report.
 
     Args:
       models: where the model is fetched to.
       alpha: weight of NUCL in the second of two runs of so many steps.
-      get_config: of configs/nucl_finetune.py.
       fresh: removes an earlier demo's pieces first.
 
     Raises:
@@ -70,10 +67,10 @@ def run(
     if fresh and claimed.exists() and "demo" in read_json(claimed):
         workdir.rmtree()
     with working_in(workdir, settings):
-        return pieces(workdir, models, settings, get_config)
+        return pieces(workdir, models, settings)
 
 
-def pieces(workdir: epath.Path, models: str, settings: dict, get_config: Callable) -> dict:
+def pieces(workdir: epath.Path, models: str, settings: dict) -> dict:
     """Those that are there are read; `run` says the rest."""
     started = time.time()
     path = fetch_model("smollm2", models)
@@ -83,6 +80,7 @@ def pieces(workdir: epath.Path, models: str, settings: dict, get_config: Callabl
             temporary.write_text(text)
     say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
         "characters of the Python language reference")  # fmt: skip
+    spec = cli.beside_script(f"configs/nucl_finetune.py:{path},text")
     model, folder = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
     results = {
         "settings": settings,
@@ -93,7 +91,7 @@ def pieces(workdir: epath.Path, models: str, settings: dict, get_config: Callabl
         },
         "training": {
             f"alpha = {alpha:g}": train(
-                workdir, demo_config(get_config(f"{path},text"), workdir, alpha, settings["steps"])
+                workdir, demo_config(cli.load_config(spec), workdir, alpha, settings["steps"])
             )
             for alpha in (0.0, settings["alpha"])
         },

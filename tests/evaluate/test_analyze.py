@@ -50,7 +50,7 @@ def test_an_interrupted_analysis_leaves_no_results(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(connectivity, "connectivity_figure", broken)
+    monkeypatch.setattr(connectivity, "curves_figure", broken)
     flags = [f"--config.model={directory}", f"--workdir={tmp_path / 'run'}"]
     assert "disk full" in run_script("analyze", *flags).error
     assert not (tmp_path / "run").exists()
