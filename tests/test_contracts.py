@@ -28,12 +28,12 @@ from tiny_models import (
 )
 
 import ffn_heterogeneity.probes
-from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
+from ffn_heterogeneity.adapters import ADAPTERS
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
-from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
@@ -288,17 +288,22 @@ def test_term(name, settings, config):
 # name -> (rng, kernel [..., in, out]) -> leaves
 ADAPTER_LEAVES = {
     "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
+    "lora": lambda rng, kernel: {
+        "lora_a": rng.normal(size=(*kernel.shape[:-1], 2)).astype(np.float32),
+        "lora_b": rng.normal(size=(*kernel.shape[:-2], 2, kernel.shape[-1])).astype(np.float32),
+        "lora_scale": np.full((*kernel.shape[:-2], 1), 0.5, np.float32),
+    },
 }
 
 
 def test_every_adapter_is_in_the_table():
-    names = [adapter.name for adapter in KERNEL_ADAPTERS]
+    names = [adapter.name for adapter in ADAPTERS]
     assert sorted(names) == sorted(ADAPTER_LEAVES), "add leaves of the new adapter"
-    owned = [leaf for adapter in KERNEL_ADAPTERS for leaf in adapter.leaves]
+    owned = [leaf for adapter in ADAPTERS for leaf in adapter.leaves]
     assert len(set(owned)) == len(owned) and not {"kernel", "bias"} & set(owned)
 
 
-@pytest.mark.parametrize("adapter", KERNEL_ADAPTERS, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 def test_adapter(adapter):
     rng = np.random.default_rng(0)
     for shape in ((7, 5), (3, 7, 5)):
@@ -310,7 +315,10 @@ def test_adapter(adapter):
         found = effective_kernel(tree)
         assert found.shape == shape and found.dtype == np.float32
         assert np.isfinite(found).all() and not np.array_equal(found, kernel)
-        if len(shape) == 3:
+        if len(shape) == 2:
+            x, linear = rng.normal(size=(4, 7)).astype(np.float32), Linear(5)
+            np.testing.assert_allclose(linear.apply({"params": tree}, x), x @ found, atol=1e-5)
+        else:
             one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
             np.testing.assert_allclose(found[1], one, rtol=1e-6, atol=1e-7)
 
@@ -325,7 +333,7 @@ def test_adapter(adapter):
                 effective_kernel({k: v for k, v in tree.items() if k != missing})
 
 
-@pytest.mark.parametrize("adapter", KERNEL_ADAPTERS, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 def test_adapter_in_a_model(adapter):
     """Its leaves are read in every kernel; rules cover them; surgery knows them or says so."""
     rng, tree = np.random.default_rng(0), unstack(random_params(LLAMA))

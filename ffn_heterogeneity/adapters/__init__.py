@@ -1,38 +1,86 @@
 """Adapters: extra leaves beside a kernel, read by the one module that owns the kernel.
 
-An adapter is pure maths on leaves and imports nothing of ours. `KERNEL_ADAPTERS` lists those that
-change the kernel of a `Linear`, in the order in which they apply; `effective_kernel` in
-`models/linear.py` is the one place that applies them.
+An adapter is pure maths on leaves and imports nothing of ours. `ADAPTERS` lists them in the order
+in which they apply; `models/linear.py` is the one place that applies them. What a leaf's axes run
+over, and whether it trains, is said here once: sharding, removal of neurons, weight decay and what
+trains follow from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-from ffn_heterogeneity.adapters import mask
+from ffn_heterogeneity.adapters import lora, mask
+
+Leaves = Mapping[str, jax.Array]
+# A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank" and "one"
+# the adapter's own.
+KERNEL_LEAVES: dict[str, tuple[str, ...]] = {"kernel": ("in", "out"), "bias": ("out",)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Extra leaves of a `Linear`.
+    """Extra leaves of a `Linear`, and how they enter y = x K.
+
+    Every function is given ALL leaves of that `Linear`.
 
     Attributes:
       name: the adapter's name in configs.
-      leaves: names of the leaves it owns beside "kernel"; all of them or none are present.
-      kernel: (kernel, leaves) -> the kernel as the forward pass uses it.
-      refresh: (leaves, step, key) -> leaves, called once per optimiser step before the forward
-        pass, or None. Masks redrawn every step and schedules of gates live here.
+      leaves: name of a leaf -> its axes; all of them or none are present.
+      trained: those that train unless a config says otherwise; the others are data, and never do.
+      base: leaves -> the kernel [..., in, out], where no leaf "kernel" is; None: it needs one.
+      kernel: (kernel, leaves) -> the kernel as the forward pass uses it. Leading axes broadcast.
+      product: (y, x, leaves, kernel, dot) -> y, for an adapter that acts on the product y = x K
+        instead, so that no full-size gradient of a frozen kernel is ever built; `dot(x, w)` is the
+        product in x's dtype, `kernel` what y was made with. `kernel` above is then the same thing
+        on the kernel: what losses on weights, surgery and export read.
     """
 
     name: str
-    leaves: tuple[str, ...]
-    kernel: Callable[[jax.Array, dict[str, jax.Array]], jax.Array]
-    refresh: Callable[[dict[str, jax.Array], jax.Array, jax.Array], dict] | None = None
+    leaves: Mapping[str, tuple[str, ...]]
+    trained: tuple[str, ...] = ()
+    base: Callable[[Leaves], jax.Array] | None = None
+    kernel: Callable[[jax.Array, Leaves], jax.Array] | None = None
+    product: Callable[..., jax.Array] | None = None
 
 
-KERNEL_ADAPTERS: tuple[Adapter, ...] = (
-    Adapter(name="mask", leaves=("mask",), kernel=mask.apply_mask),
+ADAPTERS: tuple[Adapter, ...] = (
+    Adapter("mask", {"mask": ("in", "out")}, kernel=mask.apply_mask),
+    Adapter(
+        "lora",
+        {"lora_a": ("in", "rank"), "lora_b": ("rank", "out"), "lora_scale": ("one",)},
+        trained=("lora_a", "lora_b"),
+        kernel=lora.add_to_kernel,
+        product=lora.add_to_product,
+    ),
 )
+
+
+def leaf_axes() -> dict[str, tuple[str, ...]]:
+    """Axes of every leaf that a `Linear` may have, by name."""
+    return KERNEL_LEAVES | {k: v for adapter in ADAPTERS for k, v in adapter.leaves.items()}
+
+
+def data_leaves() -> tuple[str, ...]:
+    """Names of the leaves that are data, not weights: they never train and are never cast."""
+    return tuple(k for adapter in ADAPTERS for k in adapter.leaves if k not in adapter.trained)
+
+
+def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
+    """The adapters whose leaves are there, in the order in which they apply.
+
+    Raises:
+      ValueError: an adapter is present with only some of its leaves.
+    """
+    found = []
+    for adapter in ADAPTERS:
+        present = [name for name in adapter.leaves if name in leaves]
+        if present and len(present) < len(adapter.leaves):
+            needed = tuple(adapter.leaves)
+            raise ValueError(f"adapter {adapter.name!r} needs {needed}, found {present}")
+        found += [adapter] if present else []
+    return found

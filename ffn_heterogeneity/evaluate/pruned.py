@@ -18,7 +18,7 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import compress
-from ffn_heterogeneity.surgery.removal import NEURON_AXIS
+from ffn_heterogeneity.surgery.removal import neuron_axis
 
 # The criterion of the row that all others are compared with: the model as it is.
 UNPRUNED = "none"
@@ -127,7 +127,7 @@ def filled_up(model: Model) -> Model:
 def _fill(ffn: dict, width: int) -> dict:
     filled = {}
     for path, leaf in flatten(ffn).items():
-        axis = NEURON_AXIS[path]
+        axis = neuron_axis(path, leaf)
         if axis is not None:
             shape = list(leaf.shape)
             shape[axis] = width

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.adapters import KERNEL_ADAPTERS
+from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -132,9 +132,10 @@ def _fold(node: Any) -> Any:
         return [_fold(item) for item in node]
     if not isinstance(node, dict):
         return node
-    adapters = {name for adapter in KERNEL_ADAPTERS for name in adapter.leaves} & set(node)
-    if "kernel" in node and adapters:
-        kernel = np.asarray(effective_kernel(node)).astype(node["kernel"].dtype)
+    adapters = {name for adapter in adapters_of(node) for name in adapter.leaves}
+    if adapters:
+        dtype = node["kernel"].dtype if "kernel" in node else np.float32
+        kernel = np.asarray(effective_kernel(node)).astype(dtype)
         # What is no adapter's stays, for the check of names to refuse.
         return {"kernel": kernel} | {
             k: v for k, v in node.items() if k != "kernel" and k not in adapters

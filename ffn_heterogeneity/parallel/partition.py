@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ffn_heterogeneity.adapters import data_leaves, leaf_axes
 from ffn_heterogeneity.paths import flatten, path_str
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -82,25 +83,32 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
     return matched
 
 
+def _named(names: Iterable[str]) -> str:
+    return rf"(^|/)({'|'.join(names)})$"
+
+
 # Leaves that are data, not weights, never train, whatever the user's patterns say: removal masks,
-# quantisation codes, neuron_scale (P of MLP Fusion: "not trained, not decayed").
-NEVER_TRAIN = (r"/(mask|codes|absmax|code_book|neuron_scale)$", False)
+# quantisation codes, scales, neuron_scale (P of MLP Fusion: "not trained, not decayed").
+NEVER_TRAIN = (_named((*data_leaves(), "neuron_scale")), False)
 DEFAULT_TRAINABLE_RULES = (DEFAULTS, NEVER_TRAIN, (r"", True))
 
-# No decay on biases, norms, neuron_scale (P of MLP Fusion), lambda (P-32), gates, DoRA magnitudes.
-# The embedding decays, as it does in the usual Hugging Face recipes (they spare biases and norms).
+# No decay on vectors: biases, norms, magnitudes, neuron_scale, lambda (P-32), gates. The embedding
+# decays, as it does in the usual Hugging Face recipes (they spare biases and norms).
 DEFAULT_DECAY_RULES = (
     DEFAULTS,
-    (r"(^|/)bias$", False),
+    (_named(name for name, axes in leaf_axes().items() if len(axes) < 2), False),
     (r"norm/(scale|bias)$", False),
-    (r"(^|/)(neuron_scale|lambda|gates?_logits|magnitude)$", False),
+    (r"(^|/)(neuron_scale|lambda|gates?_logits)$", False),
     (r"", True),
 )
 
-# Leading None is the stack's layer axis, which is never sharded: the scan slices it. Kernels are
-# [in, out]; "fsdp" always lies on the model width, "tensor" on heads, inner neurons, vocabulary.
-_IN = PartitionSpec(None, "fsdp", "tensor")
-_OUT = PartitionSpec(None, "tensor", "fsdp")
+# Modules of a layer -> where the axes of their leaves lie: "fsdp" always on the model width,
+# "tensor" on heads, inner neurons, vocabulary. The leading None is the stack's layer axis, which is
+# never sharded: the scan slices it.
+SIDES = {
+    "q|k|v|gate|up": {"in": "fsdp", "out": "tensor"},
+    "out|down": {"in": "tensor", "out": "fsdp"},
+}
 DEFAULT_SHARDING_RULES = (
     DEFAULTS,
     (r"^embed/embedding$", PartitionSpec("tensor", "fsdp")),
@@ -108,16 +116,10 @@ DEFAULT_SHARDING_RULES = (
     (r"^head/", PartitionSpec()),
     (r"^final_norm/", PartitionSpec()),
     (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
-    (r"^stack/.*/(q|k|v|gate|up)/(kernel|mask)$", _IN),
-    (r"^stack/.*/(out|down)/(kernel|mask)$", _OUT),
-    (r"^stack/.*/(q|k|v|gate|up)/(bias|magnitude)$", PartitionSpec(None, "tensor")),
-    (r"^stack/.*/(out|down)/(bias|magnitude)$", PartitionSpec(None, "fsdp")),
-    (r"^stack/.*/(q|k|v|gate|up)/lora_a$", PartitionSpec(None, "fsdp", None)),
-    (r"^stack/.*/(q|k|v|gate|up)/lora_b$", PartitionSpec(None, None, "tensor")),
-    (r"^stack/.*/(out|down)/lora_a$", PartitionSpec(None, "tensor", None)),
-    (r"^stack/.*/(out|down)/lora_b$", PartitionSpec(None, None, "fsdp")),
+    *((rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
+      for name, axes in leaf_axes().items() for modules, sides in SIDES.items()),
     (r"^stack/.*/neuron_scale$", PartitionSpec(None, "tensor")),
-)
+)  # fmt: skip
 
 
 def trainable_mask(

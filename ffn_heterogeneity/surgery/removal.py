@@ -6,15 +6,31 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.adapters import leaf_axes
 from ffn_heterogeneity.paths import flatten, unflatten
 
-# Axis that runs over the inner neurons, by leaf of "ffn"; None: the leaf has no such axis.
-NEURON_AXIS: dict[str, int | None] = {
-    "gate/kernel": -1, "gate/bias": -1, "gate/mask": -1,
-    "up/kernel": -1, "up/bias": -1, "up/mask": -1,
-    "down/kernel": -2, "down/mask": -2, "down/bias": None,
-    "neuron_scale": -1,
-}  # fmt: skip
+# Which side of an FFN's kernel its inner neurons are.
+NEURONS = {"gate": "out", "up": "out", "down": "in"}
+
+
+def neuron_axis(path: str, leaf: Any) -> int | None:
+    """Axis that runs over the inner neurons, of a leaf of "ffn"; None: it has no such axis.
+
+    Raises:
+      ValueError: an unknown leaf.
+    """
+    if path == "neuron_scale":
+        return -1
+    module, _, name = path.rpartition("/")
+    axes = leaf_axes().get(name)
+    if module not in NEURONS or axes is None:
+        raise ValueError(
+            f"ffn/{path}: surgery does not know which axis runs over the neurons; give the leaf "
+            "its axes in adapters/__init__.py"
+        )
+    # A mask of fewer axes stands for its kernel's last ones.
+    axes = axes[len(axes) - leaf.ndim :]
+    return axes.index(NEURONS[module]) - leaf.ndim if NEURONS[module] in axes else None
 
 
 def take_neurons(ffn: dict, kept: np.ndarray) -> dict:
@@ -24,16 +40,11 @@ def take_neurons(ffn: dict, kept: np.ndarray) -> dict:
     The result computes exactly what the whole layer computes with those neurons' outputs zeroed.
 
     Raises:
-      ValueError: a leaf whose neuron axis is not known (an adapter surgery was not taught about).
+      ValueError: a leaf whose neuron axis is not known.
     """
     taken = {}
     for path, leaf in flatten(ffn).items():
-        if path not in NEURON_AXIS:
-            raise ValueError(
-                f"ffn/{path}: surgery does not know which axis runs over the neurons; merge the "
-                "adapter first, or add it to NEURON_AXIS in surgery/removal.py"
-            )
-        axis = NEURON_AXIS[path]
+        axis = neuron_axis(path, leaf)
         taken[path] = leaf if axis is None else _take(leaf, kept, axis)
     return unflatten(taken)
 

@@ -73,7 +73,7 @@ def test_default_decay_rules_cover_a_full_model():
     decays = match_rules(partition.DEFAULT_DECAY_RULES, paths)
     for path, decay in decays.items():
         assert decay == path.endswith(("kernel", "embedding")), path
-    for path in ("stack/a/ffn/neuron_scale", "head/lambda", "stack/a/attention/q/magnitude"):
+    for path in ("stack/a/ffn/neuron_scale", "head/lambda", "stack/a/attention/q/lora_scale"):
         assert match_rules(partition.DEFAULT_DECAY_RULES, [path]) == {path: False}
     assert match_rules(partition.DEFAULT_DECAY_RULES, ["s/ffn/gate/kernel"])["s/ffn/gate/kernel"]
 

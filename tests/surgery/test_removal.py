@@ -186,5 +186,5 @@ def test_a_global_budget_never_empties_a_layer():
 
 
 def test_unknown_adapter_leaves_are_refused():
-    with pytest.raises(ValueError, match="ffn/up/lora_a"):
-        take_neurons({"up": {"lora_a": np.zeros((24, 2))}}, np.arange(8))
+    with pytest.raises(ValueError, match="ffn/up/unheard_of"):
+        take_neurons({"up": {"unheard_of": np.zeros((24, 2))}}, np.arange(8))
