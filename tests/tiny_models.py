@@ -78,6 +78,28 @@ def random_params(config: ModelConfig, seed: int = 0, dtype=np.float32) -> dict:
     return restack(config, unflatten(leaves))
 
 
+def structured(config: ModelConfig, params: dict, seed: int = 0) -> dict:
+    """With P in layers 0 and 2, a mask in layer 1, LoRA on q and down everywhere; no two alike."""
+    rng, tree = np.random.default_rng(seed), unstack(jax.tree.map(np.asarray, params))
+    for i, layer in enumerate(tree["layers"]):
+        layer = tree["layers"][i] = {
+            k: {name: dict(x) if isinstance(x, dict) else x for name, x in part.items()}
+            for k, part in layer.items()
+        }
+        for linear in (layer["attention"]["q"], layer["ffn"]["down"]):
+            rows, columns = linear["kernel"].shape
+            linear["lora_a"] = rng.normal(size=(rows, 3)).astype(np.float32)
+            linear["lora_b"] = 0.1 * rng.normal(size=(3, columns)).astype(np.float32)
+            linear["lora_scale"] = np.float32([0.5])
+        if i in (0, 2):
+            width = config.layers[i].ffn_width
+            layer["ffn"]["neuron_scale"] = rng.uniform(0.5, 2, width).astype(np.float32)
+        if i == 1:
+            up = layer["ffn"]["up"]
+            up["mask"] = (rng.random(up["kernel"].shape) < 0.7).astype(np.float32)
+    return restack(config, tree)
+
+
 def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:
     """Two documents a row, the last positions padding."""
     rng = np.random.default_rng(seed)

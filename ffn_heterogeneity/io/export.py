@@ -24,6 +24,7 @@ from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
+from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
 from ffn_heterogeneity.models.families import Rule, config_from_hf, expected_shapes, family_by_name
 from ffn_heterogeneity.models.linear import effective_kernel
@@ -35,6 +36,7 @@ from ffn_heterogeneity.wording import check_choice
 NATIVE_KEY = "ffn_heterogeneity"
 MAX_SHARD_BYTES = 5 * 10**9
 EXPORTS = ("auto", "padded", "native")
+STRUCTURES = ("fold", "keep")
 
 
 def save_pretrained(
@@ -48,11 +50,14 @@ def save_pretrained(
     extra: dict | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    structure: str = "fold",
 ) -> epath.Path:
     """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
 
     Masks and adapters are folded into their kernels and `neuron_scale` into the rows of `down`, in
-    every form. The directory is built under a temporary name and moved (to a bucket: copied).
+    every form; with `structure="keep"` they are written beside them too (io/structure.py), and
+    `load_model` gives them back. The directory is built under a temporary name and moved (to a
+    bucket: copied).
 
     Args:
       params: stacked or unstacked, numpy or jax.
@@ -63,25 +68,30 @@ def save_pretrained(
       extra: JSON-ready facts kept in config.json under "ffn_heterogeneity" (removed indices...).
       max_shard_bytes: larger models are written as shards with an index.
       overwrite: replace an existing non-empty directory.
+      structure: "fold" or "keep".
 
     Returns:
       The directory.
 
     Raises:
       CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" where padding is not
-        enough; a non-empty directory.
+        enough, or with structure to keep; a non-empty directory.
     """
+    check_choice("structure", structure, STRUCTURES, CheckpointError)
     directory = epath.Path(directory)
     if directory.exists() and not overwrite and (directory.is_file() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not empty: choose another, or pass overwrite=True"
         )
-    leaves = _checked_leaves(config, params)
+    tree = unstack(jax.tree.map(np.asarray, params))
+    leaves = _checked_leaves(config, tree)
+    kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
+    if kept and export == "padded":
+        raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     config, native = choose_form(config, export)
     shapes = expected_shapes(config)
-    leaves = {path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}
-    if dtype is not None:
-        leaves = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in leaves.items()}
+    leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
+    kept = cast(kept, dtype)
     rules = family_by_name(config.family).rules(config)
     with local_directory(directory) as temporary:
         temporary.mkdir()
@@ -90,6 +100,8 @@ def save_pretrained(
                 saved = rule.save([leaves[path] for path in rule.paths])
                 for name, array in zip(rule.names, saved, strict=True):
                     pieces.write(name, array)
+        if kept:
+            extra = (extra or {}) | {KEY: write_structure(temporary, kept, leaves)}
         write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, native, extra)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
@@ -111,10 +123,9 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
         copy_tree(epath.Path(temporary), directory, last="config.json")
 
 
-def _checked_leaves(config: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """Flat unstacked numpy leaves, adapters folded, held to the config's names and shapes."""
-    tree = unstack(jax.tree.map(np.asarray, params))
-    leaves = flatten(_fold(tree))
+def _checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
+    """Flat leaves of an unstacked tree, adapters folded, held to the config's names and shapes."""
+    leaves = flatten(fold(tree))
     shapes = expected_shapes(config)
     if missing := [path for path in shapes if path not in leaves]:
         raise CheckpointError(f"the parameter tree lacks {missing[:5]}")
@@ -126,10 +137,10 @@ def _checked_leaves(config: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     return leaves
 
 
-def _fold(node: Any) -> Any:
+def fold(node: Any) -> Any:
     """Masks and adapters into kernels, neuron_scale into the rows of down; other leaves as is."""
     if isinstance(node, list):
-        return [_fold(item) for item in node]
+        return [fold(item) for item in node]
     if not isinstance(node, dict):
         return node
     adapters = {name for adapter in adapters_of(node) for name in adapter.leaves}
@@ -140,7 +151,7 @@ def _fold(node: Any) -> Any:
         return {"kernel": kernel} | {
             k: v for k, v in node.items() if k != "kernel" and k not in adapters
         }
-    node = {key: _fold(value) for key, value in node.items()}
+    node = {key: fold(value) for key, value in node.items()}
     if "neuron_scale" in node and "down" in node:
         scale = node.pop("neuron_scale").astype(np.float32)
         down = node["down"]["kernel"]

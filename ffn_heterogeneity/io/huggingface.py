@@ -16,6 +16,7 @@ from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
+from ffn_heterogeneity.io.structure import KEY, read_structure
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line
@@ -35,6 +36,7 @@ _HUB_PATTERNS = [
     "model.safetensors",
     "model-*.safetensors",
     safetensors.INDEX,
+    "structure/*",
     *TOKENIZER_FILES,
 ]
 
@@ -75,20 +77,24 @@ def read_pretrained(
       check_finite: refuse NaN and infinity.
 
     Raises:
-      CheckpointError: see `read_config`, `safetensors.open_directory` and `assemble`.
+      CheckpointError: see `read_config`, `safetensors.open_directory`, `assemble` and
+        `structure.read_structure`.
     """
     config = read_config(directory)
-    family = family_by_name(config.family)
-    tensors = stored_tensors(directory)
+    family, section = family_by_name(config.family), structure_section(directory)
     params = assemble(
-        config,
-        family.rules(config),
-        tensors,
-        redundant=family.redundant,
-        dtype=dtype,
-        check_finite=check_finite,
-    )
+        config, family.rules(config), stored_tensors(directory), redundant=family.redundant,
+        dtype=None if section else dtype, check_finite=check_finite,
+    )  # fmt: skip
+    if section:
+        params = read_structure(Path(directory), config, params, section, dtype)
     return config, params
+
+
+def structure_section(directory: str | os.PathLike) -> dict:
+    """What config.json says of kept structure (io/structure.py); empty: there is none."""
+    values = json.loads((Path(directory) / "config.json").read_text())
+    return values.get(NATIVE_KEY, {}).get(KEY, {})
 
 
 def stored_tensors(directory: str | os.PathLike) -> dict[str, Stored]:

@@ -120,10 +120,13 @@ def _write_all(file: int, data: np.ndarray, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-# Narrow to wide, as the library ranks them.
+# As the library ranks them.
+NARROW_TO_WIDE = (
+    "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32", "F32", "F64", "I64"
+)  # fmt: skip
 _RANKS = {
     dtype: rank
-    for rank, name in enumerate(("F16", "BF16", "F32", "F64"))
+    for rank, name in enumerate(NARROW_TO_WIDE)
     for dtype, known in DTYPE_NAMES.items()
     if known == name
 }

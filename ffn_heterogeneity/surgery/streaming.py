@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from ffn_heterogeneity.io import huggingface, safetensors
 from ffn_heterogeneity.io.assemble import Stored, check_names, checked
+from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import (
     MAX_SHARD_BYTES,
     choose_form,
@@ -126,6 +127,11 @@ def compress_directory(
     Raises:
       ValueError, CheckpointError: as `compress.run`.
     """
+    if huggingface.structure_section(source):
+        raise CheckpointError(
+            f"{source} keeps structure (masks, adapters, P), which surgery from checkpoint to "
+            "checkpoint does not read: leave streaming=true out"
+        )
     checkpoint = open_checkpoint(source)
     cuts = plan.cuts(checkpoint.config.ffn_widths, checkpoint.ffn)
     widths = enumerate(checkpoint.config.ffn_widths)

@@ -1,0 +1,161 @@
+"""What a plain checkpoint cannot say of a model: masks, adapters, P, and the kernels they touch.
+
+A directory that keeps its structure holds
+
+    model.safetensors     the folded weights: what any other tool reads, the same function
+    structure/            the structural leaves and the kernels beside them, unfolded, by path
+    config.json           under "ffn_heterogeneity": "structure": digests of both
+
+A reader of ours puts the leaves back; where a file of structure/ is missing or altered, or the
+folded weights are no longer those that were written (another tool trained them), it refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.adapters import ADAPTERS, adapters_of, data_leaves
+from ffn_heterogeneity.io.assemble import FLOATS, all_finite
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.pieces import Spec, open_pieces
+from ffn_heterogeneity.io.safetensors import open_directory
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.shapes import expected_shapes
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten, unflatten
+
+FOLDER, KEY = "structure", "structure"
+SCALE = "neuron_scale"
+# Never cast: data, not weights.
+DATA = (*data_leaves(), SCALE)
+
+
+def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of an unstacked tree's leaves those that folding would lose, and the kernels they touch."""
+    names = {name for adapter in ADAPTERS for name in adapter.leaves}
+    touched = {path.rpartition("/")[0] for path in leaves if path.split("/")[-1] in names}
+    touched |= {f"{path.rpartition('/')[0]}/down" for path in leaves if path.endswith(f"/{SCALE}")}
+    chosen = (*(names | {"kernel"}),)
+    return {path: leaf for path, leaf in leaves.items() if path.endswith(f"/{SCALE}")
+            or path.rpartition("/")[0] in touched and path.split("/")[-1] in chosen}  # fmt: skip
+
+
+def write_structure(
+    directory: Path, kept: Mapping[str, np.ndarray], folded: Mapping[str, np.ndarray]
+) -> dict[str, str]:
+    """Writes `<directory>/structure/`; returns the section of config.json that vouches for it.
+
+    Args:
+      kept: from `structural_leaves`.
+      folded: path -> leaf of the weights as they stand in the checkpoint.
+    """
+    folder = directory / FOLDER
+    folder.mkdir()
+    specs = {path: Spec(leaf.shape, leaf.dtype) for path, leaf in kept.items()}
+    with open_pieces(folder, specs, 5 * 10**9) as pieces:
+        for path, leaf in kept.items():
+            pieces.write(path, leaf)
+    return {"files": _digest_of_files(folder), "folded": _digest(folded, _kernels(kept))}
+
+
+def read_structure(
+    directory: Path, config: ModelConfig, params: dict, section: Mapping[str, Any], dtype: Any
+) -> dict:
+    """The stacked tree with the structure put back.
+
+    Args:
+      params: the folded weights, stacked, as they were read (not cast).
+      section: of config.json, see `write_structure`.
+      dtype: see `cast`.
+
+    Raises:
+      CheckpointError: structure/ or the folded weights are not those that were written, or a leaf
+        does not fit the model; the message names it.
+    """
+    folder, leaves = directory / FOLDER, flatten(unstack(params))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{directory}: {FOLDER}/ is missing, which config.json speaks of: copy the directory "
+            "whole, or remove the section from config.json to read the folded weights alone"
+        )
+    if _digest_of_files(folder) != section.get("files"):
+        raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
+    kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
+    _check(folder, kept, expected_shapes(config))
+    if _digest(leaves, _kernels(kept)) != section.get("folded"):
+        raise CheckpointError(
+            f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
+            f"another tool?): remove {FOLDER}/ and its section in config.json to read them alone"
+        )
+    return restack(config, unflatten(cast(leaves | kept, dtype)))
+
+
+def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
+    """The leaves in `dtype` (None: as they are), but for those that are data."""
+    keep = (lambda path: True) if dtype is None else (lambda path: path.split("/")[-1] in DATA)
+    return {path: leaf if keep(path) else leaf.astype(np.dtype(dtype), copy=False)
+            for path, leaf in leaves.items()}  # fmt: skip
+
+
+def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
+    """Refuses leaves that no adapter has, of shapes that its axes do not allow, or not finite."""
+    for path, leaf in kept.items():
+        module, _, name = path.rpartition("/")
+        kernel = shapes.get(f"{module}/kernel")
+        if name == SCALE:
+            fits = leaf.shape == shapes.get(f"{module}/down/kernel", ())[:1]
+        elif name == "kernel":
+            fits = leaf.shape == kernel
+        else:
+            fits = kernel is not None and _allowed(name, leaf.shape, kernel)
+        if not fits:
+            raise CheckpointError(f"{folder}: the model has no place for {path!r} {leaf.shape}")
+        if leaf.dtype in FLOATS and not all_finite(leaf):
+            raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
+    for module in {path.rpartition("/")[0] for path in kept}:
+        leaves = {p.split("/")[-1]: leaf for p, leaf in kept.items()
+                  if p.rpartition("/")[0] == module}  # fmt: skip
+        try:
+            ranks = {leaves[name].shape[axes.index("rank")] for adapter in adapters_of(leaves)
+                     for name, axes in adapter.leaves.items() if "rank" in axes}  # fmt: skip
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {module}: {error}") from None
+        if len(ranks) > 1:
+            raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
+
+
+def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool:
+    """Whether an adapter's leaf may have that shape beside that kernel [in, out]."""
+    axes = next((a.leaves[name] for a in ADAPTERS if name in a.leaves), ())
+    if not shape or len(shape) > len(axes):
+        return False
+    sizes = {"in": kernel[0], "out": kernel[1], "one": 1}
+    # A mask of fewer axes stands for its kernel's last ones.
+    pairs = zip(axes[-len(shape) :], shape, strict=True)
+    return all(size == sizes.get(axis, size) for axis, size in pairs)
+
+
+def _kernels(kept: Iterable[str]) -> list[str]:
+    return sorted(path for path in kept if path.endswith("/kernel"))
+
+
+def _digest(leaves: Mapping[str, np.ndarray], paths: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        leaf = np.ascontiguousarray(leaves[path])
+        digest.update(f"{path} {leaf.dtype} {leaf.shape}\n".encode())
+        digest.update(leaf.view(np.uint8))
+    return digest.hexdigest()
+
+
+def _digest_of_files(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,169 @@
+"""Structure kept through a directory: bit for bit, the same function for others, or a refusal."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_models import LLAMA, random_params, structured
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import fold, save_pretrained
+from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.structure import DATA
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.streaming import compress_directory
+
+TOKENS = np.random.default_rng(1).integers(0, 258, (2, 9)).astype(np.int32)
+
+
+def logits(config, params):
+    hidden = causal_lm.forward(config, params, {"tokens": TOKENS})["hidden"]
+    return np.asarray(causal_lm.logits(config, params, hidden))
+
+
+@pytest.fixture
+def kept(tmp_path):
+    params = structured(LLAMA, random_params(LLAMA))
+    save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep")
+    return tmp_path / "kept", params
+
+
+def test_every_leaf_comes_back_bit_for_bit(kept):
+    directory, params = kept
+    config, found = read_pretrained(directory)
+    before, after = flatten(params), flatten(found)
+    assert config == LLAMA and list(before) == list(after)
+    for path, leaf in before.items():
+        assert leaf.dtype == after[path].dtype and leaf.tobytes() == after[path].tobytes(), path
+
+
+def test_other_tools_read_the_same_function(kept, torch):
+    import transformers
+
+    directory, params = kept
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        found = theirs(torch.tensor(TOKENS)).logits.numpy()
+    folded = restack(LLAMA, fold(unstack(params)))
+    np.testing.assert_allclose(found, logits(LLAMA, folded), rtol=0, atol=1e-5)
+
+
+def test_folded_is_the_same_function(kept, tmp_path):
+    _, params = kept
+    save_pretrained(LLAMA, params, tmp_path / "folded")
+    config, folded = read_pretrained(tmp_path / "folded")
+    assert not (tmp_path / "folded" / "structure").exists()
+    assert not {path.split("/")[-1] for path in flatten(folded)} & {*DATA, "lora_a"}
+    scale = np.abs(logits(LLAMA, params)).max()
+    np.testing.assert_allclose(
+        logits(config, folded), logits(LLAMA, params), rtol=0, atol=1e-6 * scale
+    )
+
+
+def test_a_cast_spares_data(kept, tmp_path):
+    directory, params = kept
+    save_pretrained(LLAMA, params, tmp_path / "half", structure="keep", dtype="bfloat16")
+    halves = read_pretrained(tmp_path / "half"), read_pretrained(directory, dtype="bfloat16")
+    for _, found in halves:
+        for path, leaf in flatten(found).items():
+            data = path.split("/")[-1] in DATA
+            assert leaf.dtype == (np.float32 if data else jax.numpy.bfloat16), path
+            if data:
+                np.testing.assert_array_equal(leaf, flatten(params)[path])
+
+
+def damage(directory, how):
+    """Changes a kept directory; digests of files are set right where the leaf is the matter."""
+    file = directory / "structure" / "model.safetensors"
+    leaves = load_file(file) if file.exists() else {}
+    if how == "missing":
+        shutil.rmtree(directory / "structure")
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif how == "altered":
+        leaves["layers/0/ffn/neuron_scale"][3] += 1
+        save_file(leaves, file, {"format": "pt"})
+    elif how == "retrained":
+        path = directory / "model.safetensors"
+        weights = load_file(path)
+        weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+        save_file(weights, path, {"format": "pt"})
+    elif how == "again":  # the same weights in another order of writing: nothing is wrong
+        path = directory / "model.safetensors"
+        save_file(load_file(path), path, {"format": "pt"})
+    else:
+        from ffn_heterogeneity.io import structure
+
+        how(leaves)
+        save_file(leaves, file, {"format": "pt"})
+        config = json.loads((directory / "config.json").read_text())
+        section = config["ffn_heterogeneity"]["structure"]
+        section["files"] = structure._digest_of_files(directory / "structure")
+        (directory / "config.json").write_text(json.dumps(config))
+
+
+def wrong_rank(leaves):
+    leaves["layers/0/attention/q/lora_b"] = np.zeros((2, 16), np.float32)
+
+
+def wrong_size(leaves):
+    leaves["layers/1/ffn/up/mask"] = np.ones((16, 23), np.float32)
+
+
+def without_b(leaves):
+    del leaves["layers/3/ffn/down/lora_b"]
+
+
+def unheard_of(leaves):
+    leaves["layers/0/ffn/up/magnet"] = np.ones(24, np.float32)
+
+
+def not_finite(leaves):
+    leaves["layers/0/ffn/down/lora_a"][0, 0] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", "structure/ is missing"),
+        ("cut", "structure was altered or cut"),
+        ("altered", "structure was altered or cut"),
+        ("retrained", "not those that structure/ was written with"),
+        (wrong_rank, "attention/q: its leaves differ in rank"),
+        (wrong_size, r"no place for 'layers/1/ffn/up/mask' \(16, 23\)"),
+        (without_b, "layers/3/ffn/down: adapter 'lora' needs"),
+        (unheard_of, "no place for 'layers/0/ffn/up/magnet'"),
+        (not_finite, "layers/0/ffn/down/lora_a' contains NaN"),
+    ],
+    ids=str,
+)
+def test_a_damaged_directory_is_refused(kept, how, words):
+    directory, _ = kept
+    damage(directory, how)
+    with pytest.raises(CheckpointError, match=words):
+        read_pretrained(directory)
+
+
+def test_a_tool_that_changes_nothing_is_no_damage(kept):
+    directory, params = kept
+    damage(directory, "again")
+    np.testing.assert_array_equal(logits(*read_pretrained(directory)), logits(LLAMA, params))
+
+
+def test_what_cannot_keep_it_says_so(kept, tmp_path):
+    directory, params = kept
+    with pytest.raises(CheckpointError, match="fold it, or do not pad"):
+        save_pretrained(LLAMA, params, tmp_path / "x", export="padded", structure="keep")
+    with pytest.raises(CheckpointError, match="structure"):
+        save_pretrained(LLAMA, params, tmp_path / "x", structure="keeep")
+    with pytest.raises(ValueError, match="structure"):
+        compress_directory(directory, tmp_path / "x", Plan("entropy", 0.25))
+    assert not (tmp_path / "x").exists()
