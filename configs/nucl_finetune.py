@@ -5,7 +5,7 @@ Command:   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,g
            The argument is <model>,<data>[,<loss> ...]: a preset, directory, hub id or .gguf file;
            gsm8k | text | jsonl | mbpp | superglue (text and jsonl with --config.data.path=<file>,
            superglue with --config.data.path=<root>, a folder with train.jsonl for every task); and
-           losses to train with as well: diversity, jreg.
+           losses to train with as well: diversity, jreg; lora: adapters alone train.
            Sweeps: python scripts/sweep.py --config=... --sweep=alpha | targets --workdir=...
 Hardware:  paper: TPU v5e 8x8 (Gemma-2 2B), 16x16 (9B, 27B). Weights, gradients and two moments in
            float32 need 16 bytes a parameter over all devices (2B: 42 GB), activations come on top;
@@ -18,7 +18,7 @@ Paper:     batch 16, learning rate 1e-6, 100 steps of linear warm-up, dropout 0.
 
 from ml_collections import ConfigDict
 
-from configs.parts import losses, train
+from configs.parts import adapters, losses, train
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
 DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue")
@@ -51,7 +51,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     if data.task == "superglue":
         data.with_dpr = True  # the published mixture has DPR beside the eight tasks
 
-    losses.add(config, ("nll", "nucl", *parts[place + 1 :]))
+    losses.add(config, ("nll", "nucl", *adapters.add(config, parts[place + 1 :])))
     config.monitors.entropy = losses.entropy(config)
     config.dropout = 0.1
 

@@ -2,8 +2,8 @@
 
 Command:   python scripts/compress.py --config=configs/prune.py --config.model=<any> \
              --config.criterion=entropy --config.ratio=0.25 --config.layers=all
-Hardware:  any CPU with the model's size in memory twice; with --config.streaming=true less than
-           0.7 GB for Gemma-2 2B (0.8 with least squares). No accelerator is used.
+Hardware:  any CPU with the model's size in memory three times; with --config.streaming=true less
+           than 0.7 GB for Gemma-2 2B (0.8 with least squares). No accelerator is used.
 Hours:     seconds for SmolLM2-135M, minutes for Gemma-2 2B.
 Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters (16%) removed.
 """

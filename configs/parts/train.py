@@ -1,4 +1,10 @@
-"""The keys that every training experiment has, commented once."""
+"""The keys that every training experiment has, commented once; and those that one may add:
+
+prepare            surgeries before it trains, each with a group of its own (parts/adapters.py)
+refresh            what redraws leaves every step (adapters.REFRESHES), each with a group of its own
+objective          a head and metrics of whole predictions (train/objectives.py)
+optimizer.rates    ((regex, factor), ...): leaves, or layers, whose learning rate is another
+"""
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -38,6 +44,7 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = placeholder(float)  # global gradient norm; None: no clipping
 
     # Regexes of parameter paths that stay as they are, and of the only ones that train (none: all).
+    # Layers have names of their own, layers/<i>/ffn/down/kernel.
     config.freeze = ()
     config.train_only = ()
 

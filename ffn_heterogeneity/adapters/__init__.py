@@ -60,6 +60,12 @@ ADAPTERS: tuple[Adapter, ...] = (
 )
 
 
+# name -> settings -> function(params, step, key, hyper, train) -> params: applied to the whole tree
+# before the forward pass of every step (train), of evaluation and of export (not train, key None),
+# and never stored: masks redrawn every step, gates and schedules. `config.refresh` names them.
+REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {}
+
+
 def leaf_axes() -> dict[str, tuple[str, ...]]:
     """Axes of every leaf that a `Linear` may have, by name."""
     return KERNEL_LEAVES | {k: v for adapter in ADAPTERS for k, v in adapter.leaves.items()}

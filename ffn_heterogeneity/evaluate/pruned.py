@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
-from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.surgery import compress, reduce
 from ffn_heterogeneity.surgery.removal import neuron_axis
 
 # The criterion of the row that all others are compared with: the model as it is.
@@ -82,7 +82,7 @@ def check_config(config: ConfigDict) -> None:
 
 
 def remove(config: ConfigDict, model: Model) -> tuple[Model, dict]:
-    """(the smaller model, the results of `compress.prune`); criterion "none" removes nothing.
+    """(the smaller model, the results of `reduce.prune`); criterion "none" removes nothing.
 
     Raises:
       ValueError: as `compress.run`.
@@ -99,13 +99,12 @@ def remove(config: ConfigDict, model: Model) -> tuple[Model, dict]:
             "parameters_after": count,
             "parameters_removed_percent": 0.0,
         }
-    smaller_config, layers, results = compress.prune(config, model)
+    smaller, results = reduce.prune(model, config)
     for key in LARGEST:
         values = [report.get(key) for report in results["compensated"]]
         values = [value for value in values if value is not None]
         results |= {f"largest_{key}": max(values)} if values else {}
-    params = restack(smaller_config, layers)
-    return Model(smaller_config, params, model.tokenizer, model.source), results
+    return smaller, results
 
 
 def filled_up(model: Model) -> Model:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -31,7 +32,8 @@ class Checkpoints:
     name by process 0 (arrays by every process) and moved as the last thing, so a save that was
     killed is never seen, a checkpoint without a manifest is a damaged one, and which step is the
     best cannot disagree with what is on disk: it is said by the latest checkpoint itself. Older
-    ones are removed after the move.
+    ones are removed after the move. Leaves that never change are written once, sealed in the same
+    way, to `<directory>_frozen/0`; every checkpoint names them by the digest of their manifest.
 
     Args:
       directory: local path or bucket; made when missing.
@@ -81,10 +83,19 @@ class Checkpoints:
         latest = self.latest_step()
         return None if latest is None else self._best_by(latest)
 
-    def save(self, step: int, state: Any, info: dict, *, best: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        info: dict,
+        *,
+        best: bool = False,
+        frozen: Collection[str] = (),
+    ) -> None:
         """Saves `state` (any pytree of arrays) and `info` (JSON) as `step`, unless it is there.
 
         Args:
+          frozen: paths of leaves that are the same in every checkpoint.
           best: it is the best so far: it stays until another is. Of a step that is there already
             only this process knows it, until it saves the next: files are never changed.
 
@@ -98,8 +109,10 @@ class Checkpoints:
                 self._bests[step] = step
             return
         leaves = _named_leaves(state)
+        constant = {path: leaves.pop(path) for path in map(_dotted, frozen)}
         self._bests[step] = step if best else self.best_step
         record = {"tree": _describe(leaves), "info": info, "best": self._bests[step]}
+        record["frozen"] = {"tree": _describe(constant), "digest": self._seal_frozen(constant)}
         self._threads = set(threading.enumerate())
         try:
             self._manager.save(
@@ -172,8 +185,17 @@ class Checkpoints:
         problem, record, leaves = None, {}, {}
         try:
             record = self._restore(step, info=ocp.args.JsonRestore())["info"]
-            _check_tree(name, record["tree"], _describe(wanted))
-            leaves = self._restore(step, state=ocp.args.StandardRestore(wanted))["state"]
+            if "frozen" not in record:
+                raise CheckpointError(
+                    f"checkpoint {name} was written by an older version, with the frozen leaves "
+                    "in it: start again in a new work directory"
+                )
+            frozen = record["frozen"]["tree"]
+            _check_tree(name, record["tree"] | frozen, _describe(wanted))
+            changing = {path: x for path, x in wanted.items() if path not in frozen}
+            leaves = self._restore(step, state=ocp.args.StandardRestore(changing))["state"]
+            if frozen:
+                leaves |= self._read_frozen(name, record, {p: wanted[p] for p in frozen})
         except CheckpointError:
             raise
         except Exception as error:  # of many kinds and a hundred lines each
@@ -186,6 +208,25 @@ class Checkpoints:
         return jax.tree_util.tree_unflatten(treedef, [leaves[key] for key in wanted]), record[
             "info"
         ]
+
+    def _seal_frozen(self, leaves: dict[str, Any]) -> str | None:
+        """Writes the leaves, unless they are there; the digest of their manifest."""
+        if not leaves:
+            return None
+        with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
+            own.save(0, leaves, {})
+            own.wait()
+        return _manifest_digest(self.directory)
+
+    def _read_frozen(self, name: epath.Path, record: dict, wanted: dict) -> dict[str, Any]:
+        with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
+            leaves, _ = own.restore(wanted, 0)
+        if _manifest_digest(self.directory) != record["frozen"]["digest"]:
+            raise CheckpointError(
+                f"{own.directory} is not what checkpoint {name} was written with: put the frozen "
+                "leaves of that run back, or start again in a new work directory"
+            )
+        return leaves
 
     def verify(self, step: int) -> None:
         """Compares the files of `step` with its manifest.
@@ -254,10 +295,23 @@ class _LatestAndBest:
         return [info.step in kept for info in checkpoints]
 
 
+def _frozen_beside(directory: epath.Path) -> epath.Path:
+    return directory.parent / f"{directory.name}_frozen"
+
+
+def _manifest_digest(directory: epath.Path) -> str:
+    path = _frozen_beside(directory) / "0" / seals.MANIFEST
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _dotted(path: str) -> str:
+    return path.replace("/", ".")
+
+
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """`{path: leaf}`. "." joins, since orbax makes folders of "/" and paths may hold it already."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = {path_str(path).replace("/", "."): leaf for path, leaf in pairs}
+    leaves = {_dotted(path_str(path)): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):
         raise ValueError("two leaves of the state have the same path once '/' is written as '.'")
     return leaves

@@ -84,8 +84,10 @@ def save_pretrained(
             f"{directory} exists and is not empty: choose another, or pass overwrite=True"
         )
     tree = unstack(jax.tree.map(np.asarray, params))
-    leaves = _checked_leaves(config, tree)
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
+    if structure == "keep":  # a head has no folded form
+        tree = {name: part for name, part in tree.items() if name != "task_head"}
+    leaves = _checked_leaves(config, tree)
     if kept and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     config, native = choose_form(config, export)

@@ -30,7 +30,7 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 
 FOLDER, KEY = "structure", "structure"
-SCALE = "neuron_scale"
+SCALE, HEAD = "neuron_scale", "task_head/"
 # Never cast: data, not weights.
 DATA = (*data_leaves(), SCALE)
 
@@ -41,7 +41,8 @@ def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     touched = {path.rpartition("/")[0] for path in leaves if path.split("/")[-1] in names}
     touched |= {f"{path.rpartition('/')[0]}/down" for path in leaves if path.endswith(f"/{SCALE}")}
     chosen = (*(names | {"kernel"}),)
-    return {path: leaf for path, leaf in leaves.items() if path.endswith(f"/{SCALE}")
+    return {path: leaf for path, leaf in leaves.items()
+            if path.endswith(f"/{SCALE}") or path.startswith(HEAD)
             or path.rpartition("/")[0] in touched and path.split("/")[-1] in chosen}  # fmt: skip
 
 
@@ -107,7 +108,9 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         kernel = shapes.get(f"{module}/kernel")
-        if name == SCALE:
+        if path.startswith(HEAD):
+            fits = True
+        elif name == SCALE:
             fits = leaf.shape == shapes.get(f"{module}/down/kernel", ())[:1]
         elif name == "kernel":
             fits = leaf.shape == kernel

@@ -64,6 +64,8 @@ class LossTerm:
         no trainable leaf is an error when the train step is built.
       derived: for `on="outputs"`: from its own metrics, averaged over all tokens of the step or of
         the validation data, to those that are reported (jump rates are no averages themselves).
+      per_layer: (params, batch) -> {name of one of its probes: tree of [L, ...] leaves}, which the
+        probe is handed layer by layer (a teacher's states, learnt weights of layers).
     """
 
     name: str
@@ -73,6 +75,7 @@ class LossTerm:
     probes: tuple[Any, ...] = ()
     targets: tuple[str, ...] = ()
     derived: Callable[[dict], dict] | None = None
+    per_layer: Callable[[Any, dict], dict] | None = None
 
     def __post_init__(self):
         if self.on not in ("outputs", "params"):
@@ -84,7 +87,12 @@ def probe_term(context: TermContext, probe: Probe) -> LossTerm:
 
     Metrics: for every "sum" among the probe's results its quotient with the "count" beside it, over
     all tokens, [L]: "mean", or "<group>/mean" where the results are grouped.
+
+    Raises:
+      ValueError: a probe of kind "example", whose rows are no sums.
     """
+    if probe.kind != "sum":
+        raise ValueError(f"probe {probe.name!r} gives a row an example: it has no average")
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = flatten(outputs["probes"][probe.name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -225,29 +226,40 @@ def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     return values
 
 
-def unused_leaves(config: ModelConfig, params: dict) -> tuple[str, ...]:
-    """Paths of leaves that the logits do not depend on (0.02 s; sees through scan and remat)."""
+def unused_leaves(
+    config: ModelConfig, params: dict, run: Callable[[dict, dict], dict] | None = None
+) -> tuple[str, ...]:
+    """Paths of leaves that nothing depends on (0.02 s; sees through scan and remat).
+
+    Args:
+      run: (params, batch) -> outputs, their "predictions" counting as well; None: `forward`.
+    """
     from jax.interpreters import partial_eval
 
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    names = ("tokens", "targets", "segment_ids", "positions")
+    batch = {name: jax.ShapeDtypeStruct((1, 2), jnp.int32) for name in names}
+    batch["loss_mask"] = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
 
-    def run(params, tokens):
-        return logits(config, params, forward(config, params, {"tokens": tokens})["hidden"])
+    def read(params, batch):
+        outputs = run(params, batch) if run else forward(config, params, batch)
+        return logits(config, params, outputs["hidden"]), outputs.get("predictions")
 
-    jaxpr = jax.make_jaxpr(run)(abstract, tokens).jaxpr
+    jaxpr = jax.make_jaxpr(read)(abstract, batch).jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    paths = [*flatten(abstract), "tokens"]
-    return tuple(path for path, is_used in zip(paths, used, strict=True) if not is_used)
+    paths = flatten(abstract)
+    return tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
 
 
-def check_leaves(config: ModelConfig, params: dict) -> None:
+def check_leaves(
+    config: ModelConfig, params: dict, run: Callable[[dict, dict], dict] | None = None
+) -> None:
     """Refuses a tree that holds leaves nobody reads (Flax is silent about them).
 
     Raises:
       ValueError: names the leaves.
     """
-    unused = unused_leaves(config, params)
+    unused = unused_leaves(config, params, run)
     if unused:
         raise ValueError(
             f"{len(unused)} leaves are never used by the {config.family} model: "

@@ -9,6 +9,7 @@ s + j * P + p.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -91,6 +92,21 @@ def tree_segments(stack: dict) -> tuple[Segment, ...]:
         segments.append(segment)
         start += segment.slots * segment.repeats
     return tuple(segments)
+
+
+def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
+    """Names of every leaf of a stacked tree: of a stacked leaf one a layer, "layers/3/ffn/...".
+
+    So that patterns can speak of layers, however they are stacked.
+    """
+    segments, names = tree_segments(params["stack"]), {}
+    for path in flatten(params):
+        names[path] = (path,)
+        if match := re.fullmatch(r"stack/segment_(\d+)/slot_(\d+)/(.*)", path):
+            segment, slot = segments[int(match[1])], int(match[2])
+            layers = [segment.layer(slot, repeat) for repeat in range(segment.repeats)]
+            names[path] = tuple(f"layers/{layer}/{match[3]}" for layer in layers)
+    return names
 
 
 def unstack(params: dict) -> dict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
             continue
         pattern, value = rule
         try:
-            compiled.append((re.compile(pattern), value, strict))
+            compiled.append((re.compile(pattern, re.MULTILINE), value, strict))
         except re.error as error:
             raise RuleError(f"rule {pattern!r} is not a regular expression: {error}") from None
     matched, used = {}, set()
@@ -68,19 +68,40 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
                 break
         else:
             raise RuleError(
-                f"no rule covers the leaf {path!r}; rules, in order: "
+                f"no rule covers the leaf {_shown(path)!r}; rules, in order: "
                 f"{[regex.pattern for regex, _, _ in compiled]}. Add a rule for it"
             )
     for i, (regex, _, must_match) in enumerate(compiled):
         if must_match and i not in used:
             shadow = next((p for p in paths if regex.search(p)), None)
             why = (
-                f"every leaf it matches (first: {shadow!r}) is taken by an earlier rule"
+                f"every leaf it matches (first: {_shown(shadow)!r}) is taken by an earlier rule"
                 if shadow
-                else f"it matches none of the {len(paths)} leaves, e.g. {paths[:3]}"
+                else f"it matches none of the {len(paths)} leaves, e.g. {[*map(_shown, paths[:3])]}"
             )
             raise RuleError(f"rule {regex.pattern!r} decides nothing: {why}. Remove or correct it")
     return matched
+
+
+def match_layers(rules: Rules, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """`match_rules` where a stacked leaf's layers have names of their own.
+
+    Args:
+      names: path -> the leaf's names, one a layer (`models.stack.layer_names`); a rule matches a
+        layer if it is found in the path or in its name.
+
+    Returns:
+      {path: value; or, where layers differ, a tuple of one value a layer}.
+    """
+    keys = {path: [f"{path}\n{name}" for name in own] for path, own in names.items()}
+    matched = match_rules(rules, [key for own in keys.values() for key in own])
+    values = {path: tuple(matched[key] for key in own) for path, own in keys.items()}
+    return {path: own[0] if len(set(own)) == 1 else own for path, own in values.items()}
+
+
+def _shown(path: str) -> str:
+    """A leaf's name: of a layer's, the layer's."""
+    return path.split("\n")[-1]
 
 
 def _named(names: Iterable[str]) -> str:
@@ -113,7 +134,7 @@ DEFAULT_SHARDING_RULES = (
     DEFAULTS,
     (r"^embed/embedding$", PartitionSpec("tensor", "fsdp")),
     (r"^head/kernel$", PartitionSpec("fsdp", "tensor")),
-    (r"^head/", PartitionSpec()),
+    (r"^(head|task_head)/", PartitionSpec()),
     (r"^final_norm/", PartitionSpec()),
     (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
     *((rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
@@ -123,25 +144,32 @@ DEFAULT_SHARDING_RULES = (
 
 
 def trainable_mask(
-    paths: Iterable[str], freeze: Sequence[str] = (), train_only: Sequence[str] = ()
-) -> dict[str, bool]:
+    paths: Iterable[str],
+    freeze: Sequence[str] = (),
+    train_only: Sequence[str] = (),
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Any]:
     """`{path: trains}` from user patterns laid before the defaults.
+
+    Where a pattern splits the layers of a stacked leaf, a tuple of one bool a layer (which is true
+    as a whole: some of it trains).
 
     Args:
       paths: the leaves' paths.
       freeze: regexes of leaves that do not train.
       train_only: regexes of the only leaves that train (after `freeze`); empty: all of them.
+      names: of the leaves' layers, as in `match_layers`.
 
     Raises:
       RuleError: a pattern matches nothing, or nothing is left to train.
     """
-    paths = list(paths)
-    data = {path: False for path in paths if re.search(NEVER_TRAIN[0], path)}
-    paths = [path for path in paths if path not in data]
+    names = {path: (names or {}).get(path, (path,)) for path in paths}
+    data = {path: False for path in names if re.search(NEVER_TRAIN[0], path)}
+    names = {path: own for path, own in names.items() if path not in data}
     rules: list[Any] = [(pattern, False) for pattern in freeze]
     rules += [(pattern, True) for pattern in train_only]
     rules += [DEFAULTS, (r"", False)] if train_only else list(DEFAULT_TRAINABLE_RULES)
-    mask = match_rules(rules, paths)
+    mask = match_layers(rules, names)
     if not any(mask.values()):
         raise RuleError(
             f"no leaf is left to train: freeze={list(freeze)}, train_only={list(train_only)}"

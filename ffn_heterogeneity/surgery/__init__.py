@@ -1,0 +1,35 @@
+"""Surgeries: functions from a model to a model, by name.
+
+`SURGERIES[name].function(model, settings, data=None, key=None) -> (model, report)` changes neither
+the model that it is given nor anything outside; `check(settings)` refuses what is wrong whatever
+the model. scripts/compress.py, stages and sweeps run them by `config.surgery`; those that are
+`abstract` also run on shapes alone, before a training (`config.prepare`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ffn_heterogeneity.surgery import adapt, reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Surgery:
+    """See this module; `abstract`: it also runs under `jax.eval_shape`."""
+
+    name: str
+    function: Callable[..., tuple[Any, dict]]
+    check: Callable[[Mapping[str, Any]], None]
+    abstract: bool = False
+
+
+SURGERIES = {
+    surgery.name: surgery
+    for surgery in (
+        Surgery("prune", reduce.prune, lambda settings: reduce.plan_of(settings).check()),
+        Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
+        Surgery("fold", adapt.fold_all, lambda settings: None),
+    )
+}

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import count_parameters
-from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
+
+
+def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
+    """What `settings` (configs/prune.py) remove, in memory; the model itself is untouched.
+
+    Returns:
+      (the smaller model, what `results.json` holds).
+
+    Raises:
+      ValueError: an argument is out of its range, or a layer cannot be reduced.
+    """
+    plan = plan_of(settings)
+    config, tree, removed, reports = reduce_model(model.config, model.params, plan)
+    results = results_of(plan, (model.config, config), removed, reports)
+    smaller = dataclasses.replace(model, config=config, params=restack(config, tree))
+    return smaller, results
+
+
+def plan_of(settings: Mapping[str, Any]) -> Plan:
+    """What the settings say is to be removed; a count goes before the ratio."""
+    values = {field.name: settings[field.name] for field in dataclasses.fields(Plan)}
+    return Plan(**values | ({"ratio": None} if values["count"] is not None else {}))
 
 
 def reduce_layer(
@@ -64,15 +89,17 @@ def reduce_model(
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
-    params = unstack(params)
-    layers, widths = list(params["layers"]), list(config.ffn_widths)
-    removed, reports = {}, []
-    for layer, cut in plan.cuts(widths, lambda i: layers[i]["ffn"]).items():
-        ffn, removed[layer], report = reduce_layer(layers[layer]["ffn"], plan, layer=layer, cut=cut)
-        layers[layer] = {**layers[layer], "ffn": ffn}
-        widths[layer] -= len(removed[layer])
-        reports += [report] if report else []
-    return config.with_widths(widths), {**params, "layers": layers}, removed, reports
+    sites, widths = dict(ffn_sites(params)), list(config.ffn_widths)
+    new, removed, reports = {}, {}, []
+    for layer, cut in plan.cuts(widths, lambda i: sites[i, None]).items():
+        for site in [site for site in sites if site[0] == layer]:
+            new[site], gone, report = reduce_layer(sites[site], plan, layer=layer, cut=cut)
+            removed.setdefault(layer, []).append(gone)
+            reports += [report] if report else []
+        widths[layer] -= len(gone)
+        # Of a layer with experts a list for each.
+        removed[layer] = gone if (layer, None) in new else np.stack(removed[layer])
+    return config.with_widths(widths), write_sites(params, new), removed, reports
 
 
 def results_of(

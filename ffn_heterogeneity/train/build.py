@@ -17,14 +17,18 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes import PROBES
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
+from ffn_heterogeneity.train.objectives import LANGUAGE, OBJECTIVES, Objective
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
@@ -53,11 +57,13 @@ class Built:
 
     Attributes:
       mesh: of devices, or an `AbstractMesh` where nothing is to be compiled.
-      trainable: `{path: trains}`.
-      forward: (params, batch, *, probes, dropout) -> outputs.
+      trainable: `{path: trains}`, or one bool a layer, see `partition.trainable_mask`.
+      forward: (params, batch, *, probes, dropout, per_layer) -> outputs.
       terms, evaluated_terms: the loss, and what validation computes: the loss and its monitors.
       train_step, eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` of the
         terms and the monitors.
+      objective: what is predicted and scored beside the loss.
+      settled: (params, step, hyper) -> params as evaluation and export see them (`REFRESHES`).
       state: shapes and dtypes of the training state.
       shardings: of (the state, accumulated batches, what every device holds whole).
     """
@@ -73,6 +79,8 @@ class Built:
     train_step: Any
     eval_step: Any
     params_metrics: Any
+    objective: Objective
+    settled: Callable[..., Any]
     state: TrainState
     shardings: tuple[Any, Any, Any]
 
@@ -86,7 +94,8 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
     Raises:
       ValueError (RuleError is one): a rule, term or sharding that does not fit the tree or mesh.
     """
-    mask = partition.trainable_mask(flatten(params), tuple(config.freeze), tuple(config.train_only))
+    patterns = tuple(config.freeze), tuple(config.train_only)
+    mask = partition.trainable_mask(flatten(params), *patterns, layer_names(params))
     optimizer = make_optimizer(optimizer_config(config), params, mask)
     state = abstract_state(params, optimizer, mask)
     placed = (
@@ -95,25 +104,60 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
         partition.replicated(mesh),
     )
     (terms, monitors), options = make_terms(config, model, mesh), run_options(config, mesh)
+    objective, refresh = (
+        OBJECTIVES[config.get("objective", LANGUAGE)](config, model),
+        make_refresh(config),
+    )
 
-    def forward(params, batch, *, probes, dropout):
-        return causal_lm.forward(
-            model, params, batch, options=options, probes=probes, dropout=dropout
-        )
+    def forward(params, batch, *, probes=(), dropout=None, per_layer=None):
+        outputs = causal_lm.forward(
+            model, params, batch, options=options, probes=probes, dropout=dropout,
+            per_layer=per_layer,
+        )  # fmt: skip
+        if objective.head is not None:
+            outputs["predictions"] = objective.head(params["task_head"], outputs, batch)
+        return outputs
+
+    def settled(params, step, hyper):
+        return params if refresh is None else refresh(params, step, None, hyper, False)
 
     train_step = make_train_step(
         forward, terms, optimizer, mask,
-        accumulation=config.accumulation, dropout=config.dropout > 0, shardings=placed,
+        accumulation=config.accumulation, dropout=config.dropout > 0, refresh=refresh,
+        shardings=placed,
     )  # fmt: skip
+    hyper = jax.eval_shape(lambda: hyper_function(config)(0))
+    causal_lm.check_leaves(model, jax.eval_shape(settled, params, 0, hyper), forward)
     evaluated = (*terms, *monitors)
     check_names(evaluated)
     return Built(
         model=model, mesh=mesh, trainable=mask, optimizer=optimizer, terms=terms,
         evaluated_terms=evaluated, options=options,
         forward=forward, train_step=train_step, state=state, shardings=placed,
-        eval_step=make_eval_step(forward, evaluated, placed[2]),
-        params_metrics=make_params_metrics(evaluated, placed[2]),
+        eval_step=make_eval_step(forward, evaluated, placed[2], objective),
+        params_metrics=make_params_metrics(evaluated, placed[2]), objective=objective,
+        settled=settled if refresh is None else jax.jit(settled, out_shardings=placed[0].params),
     )  # fmt: skip
+
+
+def make_refresh(config: ConfigDict) -> Callable[..., Any] | None:
+    """`config.refresh`'s functions (`adapters.REFRESHES`), one after the other; None without any.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    names = config.get("refresh", ())
+    for name in names:
+        check_choice("refresh", name, tuple(REFRESHES))
+    functions = [REFRESHES[name](config[name]) for name in names]
+
+    def refresh(params, step, key, hyper, train):
+        for i, function in enumerate(functions):
+            own = None if key is None else jax.random.fold_in(key, i)
+            params = function(params, step, own, hyper, train)
+        return params
+
+    return refresh if functions else None
 
 
 def static_key(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh) -> Hashable:
@@ -147,6 +191,10 @@ def check_config(config: ConfigDict) -> None:
         ("export.weights", config.export.weights, ("last", "best")),
     ):
         check_choice(key, value, choices)
+    check_choice("objective", config.get("objective", LANGUAGE), tuple(OBJECTIVES))
+    for name in config.get("prepare", ()):
+        check_choice("prepare", name, tuple(n for n, one in SURGERIES.items() if one.abstract))
+        SURGERIES[name].check(config[name])
     if not config.model and "shape" not in config:
         raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
     if not 0 <= config.dropout < 1:

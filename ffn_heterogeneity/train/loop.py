@@ -18,6 +18,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.io.workdir import resume_command
 from ffn_heterogeneity.parallel.placement import place_batch, place_scalars
+from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
 from ffn_heterogeneity.train.profiler import Profiler
@@ -125,6 +126,9 @@ class TrainLoop:
         self.shardings = shardings or (None, None, None)
         self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=config.keep)
         self.tensorboard = tensorboard
+        # Written once: they are the same in every checkpoint.
+        paths = set(flatten(state.params)) - {*gradient_paths} if gradient_paths else ()
+        self._frozen = tuple(f"params/{path}" for path in sorted(paths))
         self.step, self.last_measured = 0, -1
         self.best = Best(config.best_metric, config.best_mode)
         self.saved_step: int | None = None
@@ -358,7 +362,7 @@ class TrainLoop:
             "rows": self.writer.rows,
         }
         self.writer.flush()
-        self.checkpoints.save(self.step, self.state, info, best=improved)
+        self.checkpoints.save(self.step, self.state, info, best=improved, frozen=self._frozen)
         self.saved_step = self.step
         self.throughput.restart()
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 
@@ -32,6 +33,8 @@ class OptimizerConfig:
       weight_decay: decoupled, multiplied by the learning rate (as in torch.optim.AdamW); the
         leaves that `decay_rules` name True decay. All three optimisers take it.
       decay_rules: ordered path rules to booleans, see `partition`.
+      rates: (regex, factor) pairs: leaves, or layers of them, whose learning rate (and with it
+        their decay) is another; the first that matches decides.
       clip_norm: gradients are scaled down to this global norm; None: no clipping.
       momentum, nesterov: of SGD.
       multiply_by_parameter_scale: Adafactor's update times max(rms of the leaf, 1e-3). Default
@@ -49,6 +52,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     decay_rules: tuple = partition.DEFAULT_DECAY_RULES
+    rates: tuple = ()
     clip_norm: float | None = None
     momentum: float = 0.0
     nesterov: bool = False
@@ -67,6 +71,9 @@ class OptimizerConfig:
         for name in ("eps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and >= 0")
+        for _, factor in self.rates:
+            if not 0 <= factor < math.inf:
+                raise ValueError(f"optimizer.rates: factor {factor} must be finite and >= 0")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"optimizer.clip_norm={self.clip_norm} must be positive or None")
 
@@ -98,7 +105,12 @@ def make_optimizer(
         parts.append(optax.trace(decay=config.momentum, nesterov=config.nesterov))
     if config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decays))
-    parts.append(_scale_by_rate())
+    factors = dict.fromkeys(paths, 1.0)
+    if config.rates:
+        names = {path: own for path, own in layer_names(params).items() if trainable_mask[path]}
+        rules = (*config.rates, partition.DEFAULTS, ("", 1.0))
+        factors = partition.match_layers(rules, names)
+    parts.append(_scale_by_rate(factors))
     return optax.with_extra_args_support(optax.chain(*parts))
 
 
@@ -151,13 +163,24 @@ def _stacked(path: str) -> bool:
     return path.startswith("stack/")
 
 
-def _scale_by_rate() -> optax.GradientTransformationExtraArgs:
+def _scale_by_rate(factors: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
+    def scaled(update, factor, learning_rate):
+        # weak typing would let a float64 rate promote float32 updates: cast to each leaf's dtype.
+        rate = jnp.asarray(learning_rate, update.dtype)
+        return -rate * (update if factor == 1 else by_layer(factor, update) * update)
+
     def update(updates, state, params=None, *, learning_rate, **_):
         del params
-        # weak typing would let a float64 rate promote float32 updates: cast to each leaf's dtype.
-        return {k: -jnp.asarray(learning_rate, u.dtype) * u for k, u in updates.items()}, state
+        return {k: scaled(u, factors[k], learning_rate) for k, u in updates.items()}, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def by_layer(values: Any, leaf: jax.Array) -> jax.Array:
+    """One value, or one a layer of a stacked leaf, to be broadcast against the leaf."""
+    values = jnp.asarray(values)
+    values = values if values.dtype == bool else values.astype(leaf.dtype)
+    return values.reshape(values.shape + (1,) * (leaf.ndim - values.ndim))
 
 
 def make_schedule(

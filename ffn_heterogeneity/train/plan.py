@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel import partition
@@ -31,7 +32,7 @@ from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train import hlo
 from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
-from ffn_heterogeneity.train.source import model_shape
+from ffn_heterogeneity.train.source import model_shape, prepared
 
 # Batch leaves as `data.pipeline` gives them.
 BATCH = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
@@ -59,7 +60,11 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     mesh = _mesh(config, target)
     rows_of_micro_batch(mesh, config.batch_size, config.accumulation)
     # Frozen leaves keep their storage dtype: half precision, as models are published.
-    built = build(config, model, causal_lm.abstract_params(model, jnp.bfloat16), mesh)
+    params = jax.eval_shape(
+        lambda params: prepared(config, Model(model, params, None, "")).params,
+        causal_lm.abstract_params(model, jnp.bfloat16),
+    )
+    built = build(config, model, params, mesh)
     sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(built.state.params).items()}
     plan: dict[str, Any] = {
         "model": config.model or "new",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.workdir import prepare_workdir
-from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
@@ -67,7 +66,6 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     say(model.source)
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, so no text can be read: add its files")
-    causal_lm.check_leaves(model.config, model.params)
     pipeline = make_pipeline(
         config.data.to_dict(), model.tokenizer, config.batch_size, config.seq_len, config.seed,
         accumulation=config.accumulation, rows=rows, vocab_size=model.config.vocab_size,
@@ -76,17 +74,19 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         make = shared.build if shared else build
         built = make(config, model.config, model.params, mesh)
         loop, facts = make_loop(config, workdir, built, model, pipeline, batches)
+        hyper = loop.hyper
         # The device holds the weights now; the host's copy is not needed any more.
         model = Model(model.config, {}, model.tokenizer, model.source)
         result = loop.run()
     if result.stopped:
         raise SystemExit(130 if result.stopped == "SIGINT" else 143)
-    params = to_host(final_params(config, workdir, result))
+    params = to_host(built.settled(*final_params(config, workdir, result), hyper(result.step)))
 
     def finish() -> None:
         save_pretrained(
             model.config, params, workdir / "model", tokenizer=model.tokenizer,
             export=config.export.form, dtype=config.export.dtype, overwrite=True,
+            structure="fold" if config.export.form == "padded" else "keep",
         )  # fmt: skip
         results = facts | summary(workdir, result)
         write_json(workdir / "results.json", results | {"seconds": time.time() - start})
@@ -116,7 +116,7 @@ def make_loop(
         batches=batches,
         hyper=hyper_function(config),
         workdir=workdir,
-        hooks=_hooks(config, built, pipeline),
+        hooks=_hooks(config, built, pipeline, hyper_function(config)),
         shardings=built.shardings,
         gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         tensorboard=config.tensorboard,
@@ -125,7 +125,9 @@ def make_loop(
     facts = {
         "model": model.source,
         "parameters": sum(sizes.values()),
-        "trainable_parameters": sum(size for path, size in sizes.items() if built.trainable[path]),
+        "trainable_parameters": sum(
+            int(size * np.mean(built.trainable[path])) for path, size in sizes.items()
+        ),
         "device": jax.devices()[0].device_kind,
         "mesh": dict(built.mesh.shape),
         "processes": jax.process_count(),
@@ -134,7 +136,9 @@ def make_loop(
     return loop, facts
 
 
-def _hooks(config: ConfigDict, built: Built, pipeline: Pipeline) -> tuple[Hook, ...]:
+def _hooks(
+    config: ConfigDict, built: Built, pipeline: Pipeline, hyper: Callable[[int], dict]
+) -> tuple[Hook, ...]:
     if pipeline.held_out is None:
         say("no validation data: nothing is evaluated and no checkpoint is the best")
         return ()
@@ -155,21 +159,28 @@ def _hooks(config: ConfigDict, built: Built, pipeline: Pipeline) -> tuple[Hook, 
         batches,
         terms=built.evaluated_terms,
         sharding=partition.batch_sharding(built.mesh, accumulated=False),
+        objective=built.objective,
     )
-    return (Hook(lambda state, check: evaluate(state.params, check), config.eval.every),)
+
+    def measure(state, check_stop):
+        params = built.settled(state.params, state.step, hyper(int(state.step)))
+        return evaluate(params, check_stop)
+
+    return (Hook(measure, config.eval.every),)
 
 
-def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) -> dict:
-    """The last parameters, or the best ones: a checkpoint's, or the input's if nothing beat it."""
+def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) -> tuple[dict, int]:
+    """(parameters, their step): the last; or the best, which are a checkpoint's, or the input's if
+    nothing beat it."""
     if config.export.weights != "best" or not result.best or result.best["step"] == result.step:
-        return result.state.params
+        return result.state.params, result.step
     if result.best["step"] == 0:
         say("no evaluation was better than the model as it was loaded: that one is exported")
-        return starting_model(config).params
+        return starting_model(config).params, 0
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     state, _ = checkpoints.restore(result.state, result.best["step"])
     checkpoints.close()
-    return state.params
+    return state.params, result.best["step"]
 
 
 def summary(workdir: epath.Path, result: LoopResult) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from ffn_heterogeneity.io.load import Model, load_config, load_model, load_token
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.shapes import count_parameters
+from ffn_heterogeneity.surgery import SURGERIES
 
 
 def is_fresh(config: ConfigDict) -> bool:
@@ -55,6 +57,28 @@ def model_shape(config: ConfigDict) -> ModelConfig:
 
 
 def starting_model(config: ConfigDict, load: Callable[..., Model] = load_model) -> Model:
+    """The model as it trains: as the run finds it, after the surgeries of `config.prepare`.
+
+    Raises:
+      ValueError: as `found_model` and the surgeries.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        model = prepared(config, found_model(config, load))
+    return dataclasses.replace(model, params=jax.tree.map(np.asarray, model.params))
+
+
+def prepared(config: ConfigDict, model: Model) -> Model:
+    """`model` after the surgeries that `config.prepare` names, in that order.
+
+    Each draws from `config.seed` and its own name; of shapes alone under `jax.eval_shape`.
+    """
+    for name in config.get("prepare", ()):
+        key = jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
+        model, _ = SURGERIES[name].function(model, config[name], key=key)
+    return model
+
+
+def found_model(config: ConfigDict, load: Callable[..., Model] = load_model) -> Model:
     """The model as the run finds it.
 
     A fresh one has the weights of `causal_lm.init` (normal, 0.02; the paper is silent) from
@@ -81,9 +105,7 @@ def starting_model(config: ConfigDict, load: Callable[..., Model] = load_model) 
     tokenizer = load_tokenizer(config.tokenizer)
     check_vocabulary(tokenizer, shape.vocab_size, f"of shape.vocab_size={shape.vocab_size}")
     shape = _with_special_tokens(shape, tokenizer)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = causal_lm.init(shape, jax.random.key(config.seed))
-    params = jax.tree.map(np.asarray, params)
+    params = causal_lm.init(shape, jax.random.key(config.seed))
     size = f"{shape.n_layers}x{shape.d_model}/{shape.ffn_widths[0]}"
     total = count_parameters(shape)["total"]
     source = f"new {size}, {total:,} parameters, seed {config.seed}"

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.train.objectives import Objective
+from ffn_heterogeneity.train.optimizers import by_layer
 from ffn_heterogeneity.train.state import TrainState, merge_params, split_params
 
-# (params, batch, *, probes, dropout) -> outputs; dropout is None or (key, rate)
+# (params, batch, *, probes, dropout[, per_layer]) -> outputs; dropout is None or (key, rate)
 ForwardFn = Callable[..., dict]
 
 
@@ -79,11 +81,12 @@ def make_train_step(
       terms: the loss.
       optimizer: from `make_optimizer`, for the trainable leaves.
       trainable: `{path: trains}` over every leaf. The gradient is taken with respect to the
-        trainable ones only; there is no buffer for the others.
+        trainable ones only; there is no buffer for the others. Where it is a tuple, one bool a
+        layer, the gradient of the other layers is 0 and they stay as they are, bit for bit.
       accumulation: A, the number of micro-batches in a step.
       dropout: whether the model drops at all (static); the rate is `hyper["dropout"]`.
-      refresh: optional `(params, step, key, hyper) -> params`, applied to the tree before the
-        forward pass and never stored (adapters that redraw a mask every step).
+      refresh: optional `(params, step, key, hyper, train) -> params`, applied to the tree before
+        the forward pass, `train` true, and never stored (adapters that redraw a mask every step).
       shardings: optional `(state, batch, replicated)` shardings for the jit.
       donate: the state's buffers are reused. False only for tests.
 
@@ -116,12 +119,17 @@ def make_train_step(
         train, frozen = split_params(state.params, trainable)
         loss = _StepLoss(*static, frozen, state.step, key, hyper)
         grads, metrics = loss.grad_and_metrics(train, batch, accumulation)
+        split = {path: own for path, own in trainable.items() if isinstance(own, tuple)}
+        grads |= {path: jnp.where(by_layer(own, grads[path]), grads[path], 0)
+                  for path, own in split.items()}  # fmt: skip
         gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
         finite = jnp.isfinite(metrics["loss"]) & jnp.all(gradient_finite)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, train, learning_rate=hyper["learning_rate"]
         )
         new = {path: leaf + updates[path] for path, leaf in train.items()}
+        new |= {path: jnp.where(by_layer(own, train[path]), new[path], train[path])
+                for path, own in split.items()}  # fmt: skip
         new, opt_state = jax.tree.map(
             lambda a, b: jnp.where(finite, a, b), (new, opt_state), (train, state.opt_state)
         )
@@ -184,13 +192,14 @@ class _StepLoss:
         params = merge_params(train, self.frozen)
         if self.refresh is None:
             return params
-        return self.refresh(params, self.step, self.refresh_key, self.hyper)
+        return self.refresh(params, self.step, self.refresh_key, self.hyper, True)
 
     def _values(self, train: dict, micro: dict, index) -> dict[str, TermValue]:
         params, dropout = self._params(train), None
         if self.dropout:
             dropout = (jax.random.fold_in(self.dropout_key, index), self.hyper["dropout"])
-        outputs = self.forward_fn(params, micro, probes=self.probes, dropout=dropout)
+        more = per_layer_of(self.on_outputs, params, micro)
+        outputs = self.forward_fn(params, micro, probes=self.probes, dropout=dropout, **more)
         return {term.name: term.function(params, outputs, micro) for term in self.on_outputs}
 
     def _micro_grad(self, train: dict, micro: dict, index, denominators: dict | None):
@@ -237,18 +246,27 @@ class _StepLoss:
         return total, values
 
 
-def make_eval_step(forward_fn: ForwardFn, terms: Sequence[LossTerm], replicated: Any | None = None):
-    """Jitted `(params, batch) -> {term: TermValue}` of the "outputs" terms, batch leaves [B, T].
+def make_eval_step(
+    forward_fn: ForwardFn,
+    terms: Sequence[LossTerm],
+    replicated: Any | None = None,
+    objective: Objective = Objective(),
+):
+    """Jitted `(params, batch) -> ({term: TermValue}, rows)` of the "outputs" terms, batch leaves
+    [B, T]; rows: what `objective.predictions` says of each example, {} without.
 
     `replicated` is the sharding of what comes back on a mesh, so that every process can read it.
     Sum the values of several batches with `jax.tree.map`, then `averaged_metrics`: token-exact.
     """
     on_outputs = [term for term in terms if term.on == "outputs"]
-    probes = union_of_probes(on_outputs)
+    probes = tuple(dict.fromkeys((*union_of_probes(on_outputs), *objective.probes)))
 
     def eval_step(params, batch):
-        outputs = forward_fn(params, batch, probes=probes, dropout=None)
-        return {term.name: term.function(params, outputs, batch) for term in on_outputs}
+        more = per_layer_of(on_outputs, params, batch)
+        outputs = forward_fn(params, batch, probes=probes, dropout=None, **more)
+        values = {term.name: term.function(params, outputs, batch) for term in on_outputs}
+        predict = objective.predictions
+        return values, {} if predict is None else predict(params, outputs, batch)
 
     return jax.jit(eval_step, out_shardings=replicated)
 
@@ -284,6 +302,12 @@ def plain_metrics(values: Mapping[str, TermValue]) -> dict[str, Any]:
         metrics[name] = total * _reciprocal(denominator)
         metrics |= {f"{name}/{key}": value for key, value in extra.items()}
     return metrics
+
+
+def per_layer_of(terms: Sequence[LossTerm], params: Any, batch: Mapping) -> dict[str, Any]:
+    """{"per_layer": {probe name: tree of [L, ...]}} of the terms that hand their probes any."""
+    trees = [term.per_layer(params, batch) for term in terms if term.per_layer]
+    return {"per_layer": {k: v for tree in trees for k, v in tree.items()}} if trees else {}
 
 
 def union_of_probes(terms: Sequence[LossTerm]) -> tuple:

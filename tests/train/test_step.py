@@ -225,7 +225,7 @@ def test_a_batch_without_targets_adds_nothing():
 
 
 def test_refresh_reads_the_tree_but_is_not_stored():
-    def refresh(params, step, key, values):
+    def refresh(params, step, key, values, train):
         params = jax.tree.map(lambda x: x, params)
         params["final_norm"]["scale"] = params["final_norm"]["scale"] * values["beta"]
         return params

@@ -1,0 +1,32 @@
+"""Structure put beside a model's kernels, or folded away: `lora` or `fold`.
+
+Command:   python scripts/compress.py --config=configs/adapt.py:lora --config.model=<any>
+           python scripts/compress.py --config=configs/adapt.py:fold --config.model=<run>/model
+           What comes out keeps its structure (io/structure.py): a training goes on with it, and
+           any other tool reads the folded weights. Training inserts LoRA by itself, too:
+           configs/nucl_finetune.py:<model>,<data>,lora.
+Hardware:  any CPU with the model's size in memory three times.
+Hours:     seconds for SmolLM2-135M.
+Paper:     massive weights: rank = alpha = 16, all linear layers but embedding and head.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs.parts import adapters
+
+
+def get_config(surgery: str = "lora") -> ConfigDict:
+    if surgery not in ("lora", "fold"):
+        raise ValueError(f"config argument {surgery!r}: lora or fold")
+    config = ConfigDict()
+    config.surgery = surgery
+    # Model: a directory, a .gguf file, a hub id or the name of a preset.
+    config.model = ""
+    config.revision = placeholder(str)
+    if surgery == "lora":
+        config.update(adapters.lora())
+        config.seed = 0
+    config.export = "auto"  # auto | native; padded folds
+    config.dtype = "as_read"  # or float32 | bfloat16 | float16; masks and scales are never cast
+    return config

@@ -1,0 +1,251 @@
+"""Training beside kernels: LoRA alone moves, layers are frozen by name, structure survives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import LLAMA, TEXT, batch_of, config_of, random_params, save_tiny, structured
+
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.launch import experiment
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.stack import layer_names, unstack
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.surgery.adapt import insert_lora
+from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import make_train_step
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+LORA = {"rank": 3, "alpha": 6.0, "targets": "attention/|ffn/"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    (root / "text.txt").write_text(TEXT)
+    return save_tiny(root / "tiny"), root / "text.txt"
+
+
+def config_for(model, text, argument="text", **changes):
+    small = {
+        "steps": 4, "batch_size": 2, "seq_len": 16, "data__path": str(text), "dropout": 0.0,
+        "data__passage_chars": 100, "data__validation_fraction": 0.2, "eval__every": 2,
+        "eval__max_batches": 1, "optimizer__learning_rate": 1e-2, "optimizer__warmup_steps": 0,
+        "losses__nucl__weight": 0.0, "tensorboard": False,
+    }  # fmt: skip
+    return config_of("nucl_finetune", f"{model},{argument}", **(small | changes))
+
+
+def moved(before, after) -> set[str]:
+    """Unstacked paths of the leaves that are not the same, bit for bit."""
+    before, after = (flatten(unstack(one.params)) for one in (before, after))
+    return {
+        p for p, leaf in after.items() if p not in before or leaf.tobytes() != before[p].tobytes()
+    }
+
+
+def test_lora_alone_moves(files, tmp_path):
+    """And the base stays, bit for bit; saves hold it once."""
+    config = config_for(*files, argument="text,lora", lora__rank=3, checkpoint__every=1,
+                        checkpoint__keep=10)  # fmt: skip
+    results = training.run(config, tmp_path / "run")
+    before, after = load_model(files[0]), load_model(tmp_path / "run/model")
+    names = {path.split("/")[-1] for path in moved(before, after)}
+    assert names == {"lora_a", "lora_b", "lora_scale"}
+    assert np.any(flatten(unstack(after.params))["layers/3/ffn/down/lora_b"])
+    sizes = {p: leaf.size for p, leaf in flatten(unstack(after.params)).items()}
+    thin = sum(n for p, n in sizes.items() if p.endswith(("lora_a", "lora_b")))
+    assert results["trainable_parameters"] == thin
+    assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
+    for step in (1, 4):
+        path = tmp_path / f"run/checkpoints/{step}/info/metadata"
+        record = json.loads(path.read_text())
+        names = {name.split(".")[-1] for name in record["tree"] if "params" in name}
+        assert names == {"lora_a", "lora_b"} and len(record["frozen"]["tree"]) > 9
+    assert [x.name for x in (tmp_path / "run/checkpoints_frozen").iterdir()] == ["0"]
+
+
+def test_a_layer_is_frozen_by_name(files, tmp_path):
+    """Of four alike that share their leaves; the others move, and its moments stay 0."""
+    config = config_for(*files, freeze=(r"^layers/2/",), optimizer__weight_decay=0.1, steps=5)
+    results = training.run(config, tmp_path / "run")
+    before, after = load_model(files[0]), load_model(tmp_path / "run/model")
+    still = set(flatten(unstack(after.params))) - moved(before, after)
+    assert still == {p for p in flatten(unstack(before.params)) if p.startswith("layers/2/")}
+    share = sum(leaf.size for p, leaf in flatten(unstack(after.params)).items() if p not in still)
+    assert results["trainable_parameters"] == share
+    with pytest.raises(partition.RuleError, match="layers/7/"):
+        training.run(config_for(*files, freeze=(r"^layers/7/",)), tmp_path / "none")
+
+
+def test_rates_by_name():
+    """Of leaves and of single layers; SGD, so that a step is the rate times the gradient."""
+    params = random_params(LLAMA)
+    mask = dict.fromkeys(flatten(params), True)
+    rates = ((r"^layers/1/ffn/down/", 10.0), (r"^embed/", 0.0))
+    grads = jax.tree.map(np.ones_like, flatten(params))
+    plain, other = (
+        make_optimizer(OptimizerConfig("sgd", rates=one), params, mask) for one in ((), rates)
+    )
+    steps = [
+        one.update(grads, one.init(grads), grads, learning_rate=0.1)[0] for one in (plain, other)
+    ]
+    down = steps[1]["stack/segment_0/slot_0/ffn/down/kernel"]
+    np.testing.assert_allclose(down[:, 0, 0], [-0.1, -1.0, -0.1, -0.1], rtol=1e-6)
+    assert not np.any(steps[1]["embed/embedding"])
+    same = set(grads) - {"embed/embedding", "stack/segment_0/slot_0/ffn/down/kernel"}
+    for path in same:
+        np.testing.assert_array_equal(steps[0][path], steps[1][path])
+
+
+def stepper(params, terms, patterns=()):
+    mask = partition.trainable_mask(flatten(params), (), patterns, layer_names(params))
+    optimizer = make_optimizer(OptimizerConfig(), params, mask)
+    step = make_train_step(
+        functools.partial(causal_lm.forward, LLAMA), terms, optimizer, mask, donate=False
+    )
+    return step, create_state(params, optimizer, mask)
+
+
+def test_a_kept_model_trains_as_if_never_saved(tmp_path):
+    params = structured(LLAMA, random_params(LLAMA))
+    save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep")
+    batch = jax.tree.map(lambda x: x[None], batch_of(258))
+    hyper = {"learning_rate": jnp.float32(1e-2)}
+    ends = []
+    for start in (params, load_model(tmp_path / "kept").params):
+        step, state = stepper(start, (nll_term(TermContext("nll", model=LLAMA)),))
+        ends.append(flatten(step(state, batch, hyper)[0].params))
+    assert list(ends[0]) == list(ends[1])
+    for path, leaf in ends[0].items():
+        assert np.asarray(leaf).tobytes() == np.asarray(ends[1][path]).tobytes(), path
+
+
+def test_stages_hand_the_structure_on(files, tmp_path):
+    """P stays apart through a removal and a training: folded, a stage would train another model."""
+    model = load_model(files[0])
+    save_pretrained(
+        LLAMA, structured(LLAMA, model.params), tmp_path / "kept", tokenizer=model.tokenizer,
+        structure="keep",
+    )  # fmt: skip
+    config = config_of(
+        "prune_recover", f"{tmp_path}/kept,text", recover__steps=2, recover__batch_size=2,
+        recover__seq_len=16, recover__data__path=str(files[1]), recover__data__passage_chars=100,
+        recover__data__validation_fraction=0.2, recover__eval__max_batches=1,
+        recover__tensorboard=False, recover__optimizer__learning_rate=1e-2,
+        score__text=str(files[1]), score__window=16, score__max_windows=3,
+    )  # fmt: skip
+    experiment.run(config, tmp_path / "run")
+    pruned, after = (
+        flatten(unstack(load_model(tmp_path / "run" / name / "model").params))
+        for name in ("00_prune", "01_recover")
+    )
+    assert set(pruned) == set(after) and after["layers/0/ffn/neuron_scale"].shape == (18,)
+    still = {p for p, leaf in after.items() if leaf.tobytes() == pruned[p].tobytes()}
+    assert {p.split("/")[-1] for p in still} == {"neuron_scale", "mask", "lora_scale"}
+    assert len(still) == sum(p.endswith(("neuron_scale", "mask", "lora_scale")) for p in after)
+
+
+# ---- LoRA's arithmetic
+
+
+def with_lora(params):
+    model, _ = insert_lora(_model(params), LORA, key=jax.random.key(1))
+    return model.params
+
+
+def _model(params):
+    return Model(LLAMA, params, None, "")
+
+
+def test_insertion_changes_no_function_and_runs_on_shapes():
+    params = random_params(LLAMA)
+    adapted = with_lora(params)
+    hidden = [causal_lm.forward(LLAMA, p, batch_of(258))["hidden"] for p in (params, adapted)]
+    np.testing.assert_array_equal(*hidden)
+    shapes = jax.eval_shape(with_lora, params)
+    assert jax.tree.map(lambda x: x.shape, adapted) == jax.tree.map(lambda x: x.shape, shapes)
+    with pytest.raises(ValueError, match="has LoRA's leaves already"):
+        with_lora(adapted)
+    with pytest.raises(ValueError, match="found in no kernel"):
+        insert_lora(_model(params), LORA | {"targets": "mlp"})
+    with pytest.raises(ValueError, match="rank=0"):
+        insert_lora(_model(params), LORA | {"rank": 0})
+    one = insert_lora(_model(params), LORA | {"targets": "layers/1/ffn/up"})
+    assert one[1] == {"adapted": ["layers/1/ffn/up"]}
+    assert flatten(unstack(one[0].params))["layers/1/ffn/up/lora_a"].shape == (16, 3)
+
+
+def test_merged_is_unmerged():
+    params = structured(LLAMA, random_params(LLAMA))
+    folded, _ = SURGERIES["fold"].function(_model(params))
+    assert set(flatten(folded.params)) == set(flatten(random_params(LLAMA)))
+    hidden = [causal_lm.forward(LLAMA, p, batch_of(258))["hidden"] for p in (params, folded.params)]
+    np.testing.assert_allclose(*hidden, rtol=0, atol=1e-5 * np.abs(hidden[0]).max())
+
+
+def test_nucl_reaches_lora_through_the_effective_kernel():
+    """Gradients by A and B against central differences, float64."""
+    with jax.enable_x64(True):
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64), structured(LLAMA, random_params(LLAMA))
+        )
+        flat = flatten(params)
+        value = lambda leaves: nucl_term(TermContext("nucl")).function(unflatten(leaves)).total  # noqa: E731
+        grads = jax.grad(value)(flat)
+        rng = np.random.default_rng(0)
+        for name in ("lora_a", "lora_b"):
+            (path,) = [p for p in flat if p.endswith(f"segment_2/slot_0/ffn/down/{name}")][:1]
+            for _ in range(4):
+                at = tuple(rng.integers(0, n) for n in flat[path].shape)
+                ends = [value(flat | {path: flat[path].at[at].add(h)}) for h in (1e-6, -1e-6)]
+                assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(
+                    float(grads[path][at]), rel=1e-4, abs=1e-9
+                )
+
+
+def test_lora_costs_its_factors_and_no_gradient_of_the_base():
+    """Compiled FLOPs a layer within 5% of the factored count; no full-size gradient is computed.
+
+    N tokens, P parameters of the base, p of the factors: forward 2 N P, backward to the input 2 N P
+    again, and 3 x 2 N p; attention's two products three times.
+    """
+    d, rank, tokens, flops = 160, 4, 96, []
+    wide = dataclasses.replace(LLAMA, d_model=d, n_heads=4, n_kv_heads=4, head_dim=d // 4)
+    layer = dataclasses.replace(LLAMA.layers[0], ffn_width=4 * d)
+    batch = {"tokens": np.zeros((1, tokens), np.int32)}
+    for layers in (1, 3):  # the difference is two layers
+        config = dataclasses.replace(wide, layers=(layer,) * layers)
+        model = Model(config, random_params(config), None, "")
+        flat = flatten(insert_lora(model, LORA | {"rank": rank})[0].params)
+        thin = {p: x for p, x in flat.items() if p.endswith(("lora_a", "lora_b"))}
+
+        def loss(thin, flat=flat, config=config):
+            options = causal_lm.RunOptions(unroll=True)
+            params = unflatten(flat | thin)
+            outputs = causal_lm.forward(config, params, batch, options=options)
+            return jnp.sum(outputs["hidden"] ** 2)
+
+        compiled = jax.jit(jax.grad(loss)).lower(thin).compile()
+        flops.append(compiled.cost_analysis()["flops"])
+        sizes = (f"= f32[{d},{4 * d}]", f"= f32[{4 * d},{d}]")
+        products = [line for line in compiled.as_text().splitlines() if " dot(" in line]
+        assert products and not [x for x in products if any(size in x for size in sizes)]
+    base, factors = 16 * d * d, rank * (4 * 2 * d + 3 * 5 * d)
+    attention = 3 * 2 * 2 * tokens * tokens * d
+    counted = 2 * tokens * (2 * base + 3 * factors) + attention
+    assert (flops[1] - flops[0]) / 2 == pytest.approx(counted, rel=0.05)
