@@ -7,6 +7,7 @@ import dataclasses
 import io
 import logging
 import runpy
+import socket
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -98,6 +99,13 @@ def structured(config: ModelConfig, params: dict, seed: int = 0) -> dict:
             up = layer["ffn"]["up"]
             up["mask"] = (rng.random(up["kernel"].shape) < 0.7).astype(np.float32)
     return restack(config, tree)
+
+
+def free_address() -> str:
+    """Where processes of one run may meet."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return f"localhost:{found.getsockname()[1]}"
 
 
 def batch_of(vocab: int, rows: int = 3, length: int = 10, seed: int = 0) -> dict:

@@ -144,7 +144,8 @@ def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool
 
 
 def _kernels(kept: Iterable[str]) -> list[str]:
-    return sorted(path for path in kept if path.endswith("/kernel"))
+    """Of the folded weights, those that the structure stands for."""
+    return sorted(p for p in kept if p.endswith("/kernel") and not p.startswith(HEAD))
 
 
 def _digest(leaves: Mapping[str, np.ndarray], paths: Iterable[str]) -> str:

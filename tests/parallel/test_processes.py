@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, random_params
+from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, free_address, random_params
 
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.metrics import read_metrics
@@ -23,12 +22,6 @@ from ffn_heterogeneity.parallel.placement import local_rows
 
 PROGRAM = Path(__file__).resolve().parent / "process_program.py"
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-
-
-def free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return f"localhost:{found.getsockname()[1]}"
 
 
 def start(*arguments, log: Path) -> subprocess.Popen:
