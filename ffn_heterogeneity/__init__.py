@@ -1,0 +1,36 @@
+"""Train, reshape and understand the feed-forward layers of language models, in JAX.
+
+    import ffn_heterogeneity as fh
+
+    model = fh.load_model("smollm2_135m")
+    fh.perplexity(model, text), fh.generate(model, "Once upon a time")
+    smaller, report = fh.surgery.SURGERIES["prune"].function(model, {"criterion": "entropy", ...})
+    fh.save_model(smaller, "smaller")
+
+docs/python.md shows more. Everything is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+_FACE = ("load_model", "save_model", "generate", "perplexity")
+_ROOMS = (
+    "adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes",
+    "report", "surgery", "train",
+)  # fmt: skip
+__all__ = ["__version__", *_FACE, *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACE:
+        return getattr(importlib.import_module(f"{__name__}.api"), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: there are {__all__}")
+
+
+def __dir__() -> list[str]:
+    return __all__

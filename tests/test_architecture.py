@@ -16,7 +16,7 @@ FLOORS = [
     {"probes", "losses", "heads", "surgery", "io", "data", "report"},
     {"train", "evaluate"},
     {"bench"},
-    {"launch"},
+    {"launch", "api"},
 ]
 # Rooms that import no other (adapters and data: pure parts), but those.
 ALONE = {"data": set(), "report": {"papers", "io"}, "adapters": set(), "papers": set()}

@@ -11,16 +11,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from etils import epath
 
+from ffn_heterogeneity.adapters import leaf_axes
 from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import copy_tree, is_bucket
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
+from ffn_heterogeneity.paths import flatten
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
     """A model read from somewhere.
 
@@ -34,6 +37,30 @@ class Model:
     params: dict
     tokenizer: Any
     source: str
+
+    def __repr__(self) -> str:
+        """A table of what it is, never its arrays."""
+        config, leaves = self.config, flatten(self.params)
+        counts = dict.fromkeys(("embed", "attention", "ffn", "norms and others"), 0)
+        for path, leaf in leaves.items():
+            part = next((name for name in counts if name in path.split("/")), "norms and others")
+            counts[part] += int(np.prod(leaf.shape))
+        widths = sorted(set(config.ffn_widths))
+        kept = {path.split("/")[-1] for path in leaves} & {*leaf_axes(), "neuron_scale"}
+        rows = {
+            "source": self.source,
+            "family": config.family,
+            "layers": f"{config.n_layers} x {config.d_model}",
+            "FFN neurons": ", ".join(map(str, widths[:4])) + (" ..." if len(widths) > 4 else ""),
+            "heads": f"{config.n_heads} of {config.head_dim}, {config.n_kv_heads} for keys",
+            "vocabulary": f"{config.vocab_size:,}" + (", tied" if config.tied else ""),
+            "parameters": f"{sum(counts.values()):,}",
+            **{f"  {name}": f"{count:,}" for name, count in counts.items()},
+            "dtypes": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
+            "structure": ", ".join(sorted(kept - {"kernel", "bias"})) or "plain weights",
+            "tokenizer": "none" if self.tokenizer is None else type(self.tokenizer).__name__,
+        }
+        return "\n".join(f"{name:<19}{value}" for name, value in rows.items())
 
 
 def load_model(

@@ -35,9 +35,16 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
 
 
 def plan_of(settings: Mapping[str, Any]) -> Plan:
-    """What the settings say is to be removed; a count goes before the ratio."""
-    values = {field.name: settings[field.name] for field in dataclasses.fields(Plan)}
-    return Plan(**values | ({"ratio": None} if values["count"] is not None else {}))
+    """What the settings say is to be removed; a count goes before the ratio.
+
+    Raises:
+      ValueError: no criterion is named.
+    """
+    names = [field.name for field in dataclasses.fields(Plan)]
+    values = {name: settings[name] for name in names if name in settings}
+    if "criterion" not in values:
+        raise ValueError(f"criterion is not given: the settings of a removal are {names}")
+    return Plan(**values | ({"ratio": None} if values.get("count") is not None else {}))
 
 
 def reduce_layer(

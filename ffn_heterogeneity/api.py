@@ -1,0 +1,91 @@
+"""The public face in Python: what `import ffn_heterogeneity as fh` offers beside its rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
+from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.evaluate import perplexity as measured
+from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import load_model as load_model
+
+
+def save_model(
+    model: Model, directory: str | os.PathLike, *, structure: str = "keep", **options: Any
+) -> epath.Path:
+    """Writes a directory that `load_model`, and `transformers`, read.
+
+    Args:
+      structure: "keep": masks, adapters, P and task heads come back with `load_model` (any other
+        tool reads the folded weights); "fold": plain weights alone.
+      options: of `io.export.save_pretrained`: export, dtype, overwrite ...
+
+    Raises:
+      CheckpointError: as `save_pretrained`.
+    """
+    return save_pretrained(
+        model.config, model.params, directory, tokenizer=model.tokenizer, structure=structure,
+        **options,
+    )  # fmt: skip
+
+
+def generate(
+    model: Model,
+    prompts: str | Sequence[str],
+    max_new_tokens: int = 64,
+    *,
+    chat: bool = False,
+    batch_size: int = 8,
+    **sampling: Any,
+) -> str | list[str]:
+    """The model's continuation of a prompt, or of each of several; greedy unless told otherwise.
+
+    Args:
+      chat: each prompt is what a user says; the answer follows in the tokenizer's template.
+      sampling: of `evaluate.generate.Sampling`: temperature, top_p, seed, stop ...
+
+    Raises:
+      ValueError: a model without a tokenizer, a prompt too long for it, or a bad setting.
+    """
+    texts, encoder = [prompts] if isinstance(prompts, str) else list(prompts), _encoder(model)
+    if chat:
+        ids = [prompt_ids([Message("user", text)], encoder) for text in texts]
+    else:
+        ids = [model.tokenizer.encode(text) for text in texts]
+    generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
+    found = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
+    answers = [one.text for one in found]
+    return answers[0] if isinstance(prompts, str) else answers
+
+
+def perplexity(
+    model: Model, text: str, *, window: int = 512, max_windows: int | None = None,
+    bos: str | None = None, batch_size: int = 4,
+) -> float:  # fmt: skip
+    """exp of the mean NLL of a text, cut into windows that do not overlap.
+
+    Args:
+      bos: see `data.windows.text_windows`; None: "segment" where the tokenizer has one.
+
+    Raises:
+      ValueError: a model without a tokenizer, a text shorter than one window, a bad setting.
+    """
+    _encoder(model)
+    bos = bos or ("none" if model.tokenizer.bos_token_id is None else "segment")
+    rows = text_windows(text, model.tokenizer, window, max_windows, bos)
+    options = {"batch_size": batch_size, "progress": None}
+    return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
+
+
+def _encoder(model: Model) -> Encoder:
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer, so it reads no text: add its files")
+    return Encoder(model.tokenizer, "auto")

@@ -1,0 +1,92 @@
+"""docs/python.md runs, line by line; the public face is light, typed and whole."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, save_tiny, structured
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.paths import flatten
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/python.md").read_text(), re.DOTALL)
+
+
+def run_page(model, out, text):
+    names = {"MODEL": str(model), "OUT": out, "TEXT": text}
+    for block in BLOCKS:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    return names
+
+
+def check(names):
+    assert names["fh"] is fh and len(BLOCKS) > 8
+    one, other = (flatten(names[name].params) for name in ("trained", "again"))
+    assert list(one) == list(other)
+    assert all(np.asarray(x).tobytes() == other[p].tobytes() for p, x in one.items())
+    assert any(p.endswith("lora_b") and np.any(x) for p, x in one.items()), "LoRA moved"
+    before = flatten(names["model"].params)
+    assert all(np.array_equal(x, one[p]) for p, x in before.items()), "and nothing else"
+    assert np.isfinite(names["before"]) and names["report"]["parameters_removed_percent"] > 1
+
+
+def test_every_line_runs(tmp_path, capsys):
+    names = run_page(save_tiny(tmp_path / "model"), tmp_path, TEXT)
+    check(names)
+    assert str(LLAMA.n_layers) in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_line_runs_on_smollm2(smollm2_gguf, tmp_path):
+    check(run_page(smollm2_gguf, tmp_path, TEXT))
+
+
+def test_a_models_table(tmp_path):
+    save_tiny(tmp_path / "plain")
+    model = fh.load_model(tmp_path / "plain")
+    table = repr(model)
+    assert len(table.splitlines()) <= 20 and "plain weights" in table
+    total = sum(x.size for x in flatten(model.params).values())
+    assert f"{total:,}" in table and "array" not in table
+    kept = structured(LLAMA, random_params(LLAMA))
+    shown = repr(type(model)(LLAMA, kept, None, "x"))
+    assert "lora_a, lora_b, lora_scale, mask, neuron_scale" in shown and "none" in shown
+
+
+def test_import_is_light():
+    """Less than 0.3 s more than `import jax`, the best of three."""
+
+    def seconds(code):
+        def once():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            return time.perf_counter() - start
+
+        return min(once() for _ in range(3))
+
+    assert seconds("import jax, ffn_heterogeneity") < seconds("import jax") + 0.3
+
+
+def test_the_face_is_whole(tmp_path):
+    assert {"load_model", "save_model", "generate", "perplexity", "losses"} <= set(dir(fh))
+    assert all(getattr(fh, name) is not None for name in dir(fh))
+    with pytest.raises(AttributeError, match="'load_modle': there are .*load_model"):
+        fh.load_modle  # noqa: B018
+    assert (REPOSITORY / "ffn_heterogeneity" / "py.typed").exists()
+    silent = fh.io.load.Model(LLAMA, random_params(LLAMA), None, "here")
+    for use in (fh.generate, fh.perplexity):
+        with pytest.raises(ValueError, match="here has no tokenizer"):
+            use(silent, "text")
+
+
+def test_chat_and_several_prompts(tmp_path):
+    model = fh.load_model(save_tiny(tmp_path / "model"))
+    one, two = fh.generate(model, ["ab", "cd"], 4)
+    assert fh.generate(model, "ab", 4) == one and isinstance(two, str)
+    assert isinstance(fh.generate(model, "ab", 4, chat=True), str)
+    assert fh.generate(model, "ab", 4, temperature=5.0, seed=2) != one
