@@ -47,7 +47,7 @@ def test_connectivity_equals_the_oracle(tmp_path, config):
 def test_an_interrupted_analysis_leaves_no_results(tmp_path, monkeypatch):
     directory = save_tiny(tmp_path / "model")
 
-    def broken(*_):
+    def broken(*_, **__):
         raise OSError("disk full")
 
     monkeypatch.setattr(connectivity, "curves_figure", broken)
