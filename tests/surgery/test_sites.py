@@ -1,0 +1,125 @@
+"""Feed-forward blocks found and put back, one a layer or one an expert; surgeries by name."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import LLAMA, config_of, random_params, save_tiny, structured
+
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch.commands import COMMANDS
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES, compress
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
+
+
+def with_experts(layer: int = 1, experts: int = 3) -> dict:
+    """An unstacked tree of which one layer has experts and a router; no family reads it yet."""
+    tree = unstack(structured(LLAMA, random_params(LLAMA)))
+    rng, ffn = np.random.default_rng(0), tree["layers"][layer]["ffn"]
+    blocks = jax.tree.map(lambda x: rng.normal(size=(experts, *x.shape)).astype(x.dtype), ffn)
+    tree["layers"][layer]["ffn"] = blocks | {"router": {"kernel": rng.normal(size=(16, experts))}}
+    return tree
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_sites_of_a_plain_model(stacked):
+    params = structured(LLAMA, random_params(LLAMA))
+    sites = dict(ffn_sites(params if stacked else unstack(params)))
+    assert list(sites) == [(i, None) for i in range(4)]
+    for (layer, _), block in sites.items():
+        for path, leaf in flatten(unstack(params)["layers"][layer]["ffn"]).items():
+            np.testing.assert_array_equal(leaf, flatten(block)[path])
+    same = restack(LLAMA, write_sites(params, sites))
+    assert all(np.array_equal(x, flatten(same)[p]) for p, x in flatten(params).items())
+
+
+def test_sites_of_experts():
+    tree = with_experts()
+    sites = dict(ffn_sites(tree))
+    assert [site for site in sites if site[0] == 1] == [(1, 0), (1, 1), (1, 2)]
+    assert sites[1, 2]["up"]["kernel"].shape == (16, 24) and "router" not in sites[1, 2]
+    kept = np.arange(0, 24, 2)
+    new = {(1, e): take_neurons(sites[1, e], kept) for e in range(3)}
+    before = tree["layers"][1]["ffn"]
+    after = write_sites(tree, new)["layers"][1]["ffn"]
+    assert after["router"] is before["router"]
+    np.testing.assert_array_equal(after["down"]["kernel"], before["down"]["kernel"][:, kept])
+    np.testing.assert_array_equal(after["up"]["mask"], before["up"]["mask"][..., kept])
+    np.testing.assert_array_equal(after["down"]["lora_a"], before["down"]["lora_a"][:, kept])
+    np.testing.assert_array_equal(after["down"]["lora_b"], before["down"]["lora_b"])
+    with pytest.raises(ValueError, match="layer 1: only some of its 3 experts"):
+        write_sites(tree, {(1, 0): new[1, 0]})
+    with pytest.raises(ValueError, match="layer 1: experts of unlike shapes"):
+        write_sites(tree, new | {(1, 2): sites[1, 2]})
+
+
+def test_a_removal_works_expert_by_expert():
+    """Each expert loses its own neurons, as many: as if it were a layer's only block."""
+    tree = with_experts()
+    config, smaller, removed, _ = reduce_model(LLAMA, tree, Plan("magnitude", count=5))
+    assert config.ffn_widths == (19,) * 4 and removed[1].shape == (3, 5)
+    assert len({tuple(row) for row in removed[1]}) > 1, "not the same neurons of every expert"
+    for expert in range(3):
+        alone = unstack(random_params(LLAMA))
+        alone["layers"][1]["ffn"] = dict(ffn_sites(tree))[1, expert]
+        _, one, gone, _ = reduce_model(LLAMA, alone, Plan("magnitude", count=5))
+        np.testing.assert_array_equal(gone[1], removed[1][expert])
+        for path, leaf in flatten(one["layers"][1]["ffn"]).items():
+            np.testing.assert_array_equal(leaf, flatten(smaller["layers"][1]["ffn"])[path][expert])
+
+
+SETTINGS = {
+    "prune": {"criterion": "entropy", "ratio": 0.25},
+    "lora": {"rank": 2, "alpha": 2.0, "targets": "attention/"},
+    "fold": {},
+}
+
+
+def test_every_surgery_is_in_the_table():
+    assert sorted(SURGERIES) == sorted(SETTINGS), "add settings of the new surgery"
+
+
+@pytest.mark.parametrize("name", SURGERIES)
+def test_a_surgery_changes_nothing_it_is_given(name, tmp_path):
+    """It returns another model that runs, and says so on shapes alone where it is abstract."""
+    model = load_model(save_tiny(tmp_path / "model"))
+    before = jax.tree.map(np.array, model.params)
+    SURGERIES[name].check(SETTINGS[name])
+    changed, report = SURGERIES[name].function(model, SETTINGS[name], key=jax.random.key(0))
+    assert isinstance(report, dict) and changed is not model
+    assert all(np.array_equal(x, flatten(before)[p]) for p, x in flatten(model.params).items())
+    compress.check_leaves(changed.config, changed.params)
+    if SURGERIES[name].abstract:
+        import dataclasses
+
+        def on_shapes(params):
+            given = dataclasses.replace(model, params=params)
+            return SURGERIES[name].function(given, SETTINGS[name], key=jax.random.key(0))[0].params
+
+        shapes = jax.eval_shape(on_shapes, model.params)
+        assert {p: x.shape for p, x in flatten(shapes).items()} == {
+            p: x.shape for p, x in flatten(changed.params).items()}  # fmt: skip
+
+
+def test_a_script_puts_lora_in_and_folds_it_away(tmp_path):
+    model = save_tiny(tmp_path / "model")
+    config = config_of("adapt", "lora", model=str(model), rank=2, targets="ffn/down")
+    report = COMMANDS["surgery"].run(config, tmp_path / "in", None)
+    assert report["adapted"] == [f"layers/{i}/ffn/down" for i in range(4)]
+    adapted = load_model(tmp_path / "in" / "model")
+    assert "stack/segment_0/slot_0/ffn/down/lora_a" in flatten(adapted.params)
+    config = config_of("adapt", "fold", model=str(tmp_path / "in" / "model"))
+    COMMANDS["surgery"].run(config, tmp_path / "out", None)
+    plain, start = load_model(tmp_path / "out" / "model"), load_model(model)
+    for path, leaf in flatten(start.params).items():  # B is 0
+        np.testing.assert_array_equal(leaf, flatten(plain.params)[path])
+    with pytest.raises(ValueError, match="surgery='graft': choose one of"):
+        with config.unlocked():
+            config.surgery = "graft"
+        compress.check_config(config)
