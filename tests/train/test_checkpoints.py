@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import resource
+import shutil
 from pathlib import Path
 
 import jax
@@ -281,3 +282,49 @@ def test_nothing_to_restore(tmp_path):
         filled(tmp_path).restore(make_state(), 9)
     with pytest.raises(ValueError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
+
+
+# ---- leaves that never change
+
+FROZEN = ("a/b/x", "half")
+
+
+def saved_apart(directory, steps=(1, 2, 3)):
+    checkpoints = Checkpoints(directory, keep=2)
+    for step in steps:
+        state = make_state() | {"step": jnp.int32(step)}
+        checkpoints.save(step, state, {}, frozen=FROZEN)
+    return checkpoints
+
+
+def test_frozen_leaves_are_written_once_and_come_back(tmp_path):
+    found, _ = saved_apart(tmp_path / "c").restore(make_state())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(make_state()), strict=True):
+        assert a.dtype == b.dtype and (np.array_equal(a, b) or int(a) == 3)
+    sealed = largest_file(tmp_path / "c_frozen")
+    assert sealed.stat().st_size > 20 * largest_file(tmp_path / "c").stat().st_size
+
+
+def test_frozen_leaves_that_are_damaged_or_anothers_are_refused(tmp_path):
+    checkpoints = saved_apart(tmp_path / "c")
+    other = Checkpoints(tmp_path / "d")
+    other.save(1, make_state(9.0), {}, frozen=FROZEN)
+    shutil.rmtree(tmp_path / "c_frozen")
+    with pytest.raises(CheckpointError, match="c_frozen holds no checkpoint 0"):
+        checkpoints.restore(make_state())
+    shutil.copytree(tmp_path / "d_frozen", tmp_path / "c_frozen", dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match="c_frozen is not what checkpoint .*3 was written"):
+        checkpoints.restore(make_state())
+    file = largest_file(tmp_path / "c_frozen")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="c_frozen/0 is damaged: .* bytes instead of"):
+        checkpoints.restore(make_state())
+
+
+def test_an_older_versions_checkpoint_is_refused_in_one_line(tmp_path, monkeypatch):
+    save = module.ocp.args.JsonSave
+    without = lambda record: save({k: v for k, v in record.items() if k != "frozen"})  # noqa: E731
+    monkeypatch.setattr(module.ocp.args, "JsonSave", without)
+    checkpoints = filled(tmp_path)
+    with pytest.raises(CheckpointError, match="^checkpoint .*3 was written by an older version"):
+        checkpoints.restore(make_state())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,17 @@ from ml_collections import ConfigDict
 from tiny_models import batch_of, config_of, random_params, tiny_of
 
 from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue, probe_term
+from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.train.build import build, hyper_function, make_terms, static_key
 from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.objectives import Objective
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import make_eval_step, make_train_step
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LLAMA = tiny_of("llama", layers=3)
@@ -140,3 +147,57 @@ def test_terms_are_summed_in_the_registrys_order():
 def test_what_cannot_be_built_is_named(losses, monitors, message):
     with pytest.raises(ValueError, match=message):
         built_of(config_with(losses, monitors))
+
+
+# ---- what a term hands to its probes, layer by layer
+
+
+def weighted_term(context):
+    """The layers' mean squares, weighted by a learnt vector: sum_l w_l mean(h_l^2)."""
+
+    def see(seen, batch, w):
+        return {"sum": w * jnp.sum(seen.block_output**2), "plain": jnp.sum(seen.block_output**2)}
+
+    probe = Probe("squares", see)
+
+    def function(params, outputs, batch):
+        return TermValue(jnp.sum(outputs["probes"]["squares"]["sum"]), jnp.ones(()))
+
+    def per_layer(params, batch):
+        return {"squares": params["task_head"]["weights"]}
+
+    return LossTerm(context.name, function, context.weight, probes=(probe,), per_layer=per_layer)
+
+
+def test_a_learnt_weight_a_layer_reaches_the_probe_and_its_gradient_comes_back():
+    params = random_params(LLAMA)
+    weights = np.float32([0.5, -1.0, 2.0])
+    params["task_head"] = {"weights": weights}
+    term, mask = weighted_term(TermContext("w")), dict.fromkeys(flatten(params), True)
+    optimizer = make_optimizer(OptimizerConfig("sgd"), params, mask)
+    forward = functools.partial(causal_lm.forward, LLAMA)
+    step = make_train_step(forward, (term,), optimizer, mask, accumulation=2)
+    batch = {k: np.asarray(v)[:2] for k, v in batch_of(LLAMA.vocab_size).items()}
+    seen = forward(params, batch, probes=term.probes, per_layer=term.per_layer(params, batch))
+    squares = np.asarray(seen["probes"]["squares"]["plain"], np.float64)
+    state = create_state(params, optimizer, mask)
+    cut = {k: v[:, None] for k, v in batch.items()}
+    after, metrics = step(state, cut, {"learning_rate": jnp.float32(1e-3)})
+    # Two micro-batches: denominators add up to 2.
+    assert float(metrics["w"]) == pytest.approx((weights * squares).sum() / 2, rel=1e-5)
+    moved = weights - np.asarray(after.params["task_head"]["weights"], np.float64)
+    np.testing.assert_allclose(moved, 1e-3 * squares / 2, rtol=1e-4)
+    evaluated = make_eval_step(forward, (term,))(params, batch)[0]["w"].total
+    assert float(evaluated) == pytest.approx((weights * squares).sum(), rel=1e-5)
+
+
+def test_a_probe_of_examples_has_no_average():
+    probe = Probe("pooled", lambda seen, batch, extra: seen.block_output[:, -1], kind="example")
+    with pytest.raises(ValueError, match="'pooled' gives a row an example"):
+        probe_term(TermContext("x"), probe)
+    rows = make_eval_step(
+        functools.partial(causal_lm.forward, LLAMA), (), None,
+        Objective(predictions=lambda p, out, batch: {"h": out["probes"]["pooled"].swapaxes(0, 1)},
+                  probes=(probe,)),
+    )(random_params(LLAMA), batch_of(LLAMA.vocab_size))[1]["h"]  # fmt: skip
+    assert rows.shape == (3, LLAMA.n_layers, LLAMA.d_model), "one row an example"
