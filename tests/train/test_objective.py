@@ -84,6 +84,7 @@ def same(one, other, bound):
             assert abs(a[key] - b[key]) <= bound * abs(a[key]), (key, a["step"])
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(files, alone, tmp_path):
     address = free_address()
     codes, errors = run(files, tmp_path / "two", [f"{address},2,{i}" for i in range(2)])
@@ -91,6 +92,7 @@ def test_two_processes_are_one(files, alone, tmp_path):
     same(alone, tmp_path / "two", 2e-5)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(files, alone, tmp_path):
     assert run(files, tmp_path / "run", stop=3)[0] == [-9]
     codes, errors = run(files, tmp_path / "run")
