@@ -52,6 +52,7 @@ class Checkpoints:
         self._manager = self._open()
         self._bests: dict[int, int | None] = {}
         self._saving: int | None = None
+        self._sealed: str | None = None  # digest of the frozen leaves, once they are there
         self._threads: set[threading.Thread] = set()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -211,12 +212,12 @@ class Checkpoints:
 
     def _seal_frozen(self, leaves: dict[str, Any]) -> str | None:
         """Writes the leaves, unless they are there; the digest of their manifest."""
-        if not leaves:
-            return None
-        with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
-            own.save(0, leaves, {})
-            own.wait()
-        return _manifest_digest(self.directory)
+        if leaves and self._sealed is None:
+            with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:
+                own.save(0, leaves, {})
+                own.wait()
+            self._sealed = _manifest_digest(self.directory)
+        return self._sealed if leaves else None
 
     def _read_frozen(self, name: epath.Path, record: dict, wanted: dict) -> dict[str, Any]:
         with contextlib.closing(Checkpoints(_frozen_beside(self.directory))) as own:

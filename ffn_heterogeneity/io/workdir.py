@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
 WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
-OUTPUTS = ("checkpoints", "metrics.jsonl", "results.json", "model", "tokens")
+OUTPUTS = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "results.json", "model", "tokens")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
 # Last parts of config keys that name what a run reads.
