@@ -25,7 +25,7 @@ from ffn_heterogeneity.data.sources import (
     open_source,
     read_each,
 )
-from ffn_heterogeneity.data.tasks import Fields, Task, get_task
+from ffn_heterogeneity.data.tasks import Fields, MixedTask, Task, get_task
 
 SUFFIXES = (".jsonl", ".parquet")
 # Official files call it "val".
@@ -148,7 +148,7 @@ def open_task(
         members = [member for member in task.members if member.option not in left_out]
         sources = []
         for member in members:
-            file = _member_file(path, member, split) if path else ""
+            file = member_file(path, member, split) if path else ""
             sources.append(open_task(get_task(member.task), file, split, **opened))
         weights = [member.weight for member in members]
         names = [member.task for member in members]
@@ -209,7 +209,12 @@ def questions(task: Task, source: Source) -> list[TaskQuestion]:
     return found
 
 
-def _member_file(root: str | Sequence[str], member: Any, split: str) -> str:
+def member_file(root: str | Sequence[str], member: MixedTask, split: str) -> str:
+    """The file of a split in the task's folder under `root`, whatever the two are called there.
+
+    Raises:
+      DataError: `root` is no directory, or there is no such file; the message names the places.
+    """
     if not isinstance(root, str) or not epath.Path(root).is_dir():
         raise DataError(f"{root}: a mixture's path is a directory with a folder for every task")
     names = SPLIT_FILES.get(split, (split,))

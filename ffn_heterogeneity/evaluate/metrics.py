@@ -2,17 +2,24 @@
 
 What a reference is, is said by each function; the tasks of `data/tasks` make them
 (`data.mixtures.questions`). Values are fractions, not percent.
+
+Every score is a mean of fractions whose two sides add up over questions (accuracy: right / asked;
+F1 of a label: 2 TP / (2 TP + FP + FN)). What each question adds is counted once; scores of all
+questions, and of as many resamples of them as a bootstrap wants, are sums of it.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import re
 import statistics
 import string
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ffn_heterogeneity.data.tasks.superglue import CB_WORDS
 
@@ -26,58 +33,100 @@ DETERMINERS = frozenset(
 )  # fmt: skip
 
 Scores = dict[str, float]
-Metric = Callable[..., Scores]
+# score -> [questions, fractions, 2]: what a question adds to the upper and lower side of each.
+Counts = dict[str, np.ndarray]
 
 
-def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> Scores:
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A metric: `counts(predictions, references)` by question; called, it gives the scores."""
+
+    counts: Callable[..., Counts]
+
+    def __call__(self, predictions: Sequence[Any], references: Sequence[Any], *more: Any) -> Scores:
+        if len(predictions) != len(references) or not len(references):
+            raise ValueError(
+                f"{len(predictions)} predictions for {len(references)} references; expected one "
+                "each, and at least one"
+            )
+        return scores(self.counts(predictions, references, *more))
+
+
+def scores(counts: Counts, times: np.ndarray | None = None) -> Scores:
+    """The mean of each score's fractions, 0 / 0 being 0.
+
+    Args:
+      times: how often each question counts, [questions]; None: once.
+    """
+    values = {}
+    for name, table in counts.items():
+        sums = table.sum(0) if times is None else np.tensordot(times, table, 1)
+        above, below = sums.T
+        fractions = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+        values[name] = float(fractions.mean())
+    return values
+
+
+def bootstrap(counts: Counts, draws: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Each score of `draws` resamples, [draws]: as many questions, drawn with replacement.
+
+    A resample that lacks a label has 0 for its F1, as the metric says.
+    """
+    n = len(next(iter(counts.values())))
+    times = (np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(draws))
+    drawn = [scores(counts, one) for one in times]
+    return {name: np.array([one[name] for one in drawn]) for name in counts}
+
+
+@Metric
+def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> Counts:
     """Share of predictions equal to their reference; white space around texts does not count."""
-    _check(predictions, references)
-    return {
-        "accuracy": _mean(_stripped(p) == _stripped(r) for p, r in _pairs(predictions, references))
-    }
+    return {"accuracy": _share(p == r for p, r in _pairs(predictions, references))}
 
 
+@Metric
 def macro_f1(
     predictions: Sequence[Hashable], references: Sequence[Hashable], labels: Sequence[Hashable]
-) -> Scores:
+) -> Counts:
     """Mean over `labels` of F1 = 2 TP / (2 TP + FP + FN), 0 where a label is in neither list.
 
     A prediction that is no label is wrong: it misses its reference and is charged to no class.
     """
-    _check(predictions, references)
-    pairs = [(_stripped(p), _stripped(r)) for p, r in _pairs(predictions, references)]
-    return {"macro_f1": _mean(_f1(pairs, label) for label in labels)}
+    return {"macro_f1": _f1(_pairs(predictions, references), labels)}
 
 
-def cb(predictions: Sequence[str], references: Sequence[str]) -> Scores:
+@Metric
+def cb(predictions: Sequence[str], references: Sequence[str]) -> Counts:
     """CommitmentBank: F1 averaged over its three label words, and accuracy."""
-    return macro_f1(predictions, references, CB_WORDS) | accuracy(predictions, references)
+    macro = macro_f1.counts(predictions, references, CB_WORDS)
+    return macro | accuracy.counts(predictions, references)
 
 
-def multirc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Scores:
+@Metric
+def multirc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Counts:
     """MultiRC: F1 of "True" over all answers, and share of questions with every answer right.
 
     A reference is `{"label": "True" | "False", "group": question}`. A prediction that is neither
     word counts as the wrong one (T5).
     """
-    _check(predictions, references)
-    pairs, groups = [], collections.defaultdict(list)
-    for prediction, reference in _pairs(predictions, references):
-        label, said = reference["label"], _stripped(prediction)
+    groups = collections.defaultdict(list)
+    for said, reference in _pairs(predictions, references):
+        label = reference["label"]
         if said not in ("True", "False"):
             said = "False" if label == "True" else "True"
-        pairs.append((said, label))
-        groups[reference["group"]].append(said == label)
-    return {"f1_answers": _f1(pairs, "True"), "exact_questions": _mean(map(all, groups.values()))}
+        groups[reference["group"]].append((said, label))
+    right = (all(said == label for said, label in pairs) for pairs in groups.values())
+    f1 = [_f1(pairs, ("True",)).sum(0) for pairs in groups.values()]
+    return {"f1_answers": np.stack(f1), "exact_questions": _share(right)}
 
 
-def record(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Scores:
+@Metric
+def record(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Counts:
     """ReCoRD: exact match and token F1, each the best over a query's gold answers.
 
     A reference is `{"answers": [...], "group": (passage, query)}`; of several predictions for a
     group (training asks once per gold answer) the first counts.
     """
-    _check(predictions, references)
     exact, overlap, seen = [], [], set()
     for prediction, reference in _pairs(predictions, references):
         if reference["group"] in seen:
@@ -87,21 +136,21 @@ def record(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) 
         answers = [normalize_squad(answer) for answer in reference["answers"]]
         exact.append(said in answers)
         overlap.append(max(token_f1(said, answer) for answer in answers))
-    return {"exact_match": _mean(exact), "f1": _mean(overlap)}
+    return {"exact_match": _share(exact), "f1": _share(overlap)}
 
 
-def wsc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Scores:
+@Metric
+def wsc(predictions: Sequence[str], references: Sequence[Mapping[str, Any]]) -> Counts:
     """Winograd: whether the model names the referent exactly when it is the right one.
 
     A reference is `{"referent": phrase, "label": bool}`; the prediction is a phrase. See
     `names_referent`; an empty prediction is wrong whatever the label.
     """
-    _check(predictions, references)
-    right = [
+    right = (
         bool(_bare(prediction)) and names_referent(prediction, r["referent"]) == bool(r["label"])
         for prediction, r in _pairs(predictions, references)
-    ]
-    return {"accuracy": _mean(right)}
+    )
+    return {"accuracy": _share(right)}
 
 
 def names_referent(prediction: str, referent: str) -> bool:
@@ -117,7 +166,7 @@ def names_referent(prediction: str, referent: str) -> bool:
 
 
 METRICS: dict[str, Metric] = {
-    function.__name__: function for function in (accuracy, cb, multirc, record, wsc)
+    metric.counts.__name__: metric for metric in (accuracy, cb, multirc, record, wsc)
 }
 
 
@@ -175,11 +224,16 @@ def token_f1(prediction: str, answer: str) -> float:
     return 2 * common / (len(said) + len(meant)) if common else 0.0
 
 
-def _f1(pairs: Sequence[tuple[Hashable, Hashable]], label: Hashable) -> float:
-    """F1 of one label over (prediction, reference) pairs."""
-    both = sum(said == label == meant for said, meant in pairs)
-    either = sum((said == label) + (meant == label) for said, meant in pairs)
-    return 2 * both / either if either else 0.0
+def _share(values: Iterable[float]) -> np.ndarray:
+    """The counts of a mean over questions."""
+    return np.array([[(float(value), 1.0)] for value in values])
+
+
+def _f1(pairs: Iterable[tuple[Hashable, Hashable]], labels: Sequence[Hashable]) -> np.ndarray:
+    """The counts of each label's F1 over (prediction, reference) pairs."""
+    return np.array(
+        [[(2.0 * (p == x == r), (p == x) + (r == x)) for x in labels] for p, r in pairs]
+    )
 
 
 def _bare(phrase: str) -> str:
@@ -187,22 +241,12 @@ def _bare(phrase: str) -> str:
     return " ".join(word for word in words if word not in DETERMINERS)
 
 
-def _stripped(value: Any) -> Any:
-    return value.strip() if isinstance(value, str) else value
+def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Texts without the white space around them."""
+    for pair in zip(predictions, references, strict=True):
+        yield tuple(value.strip() if isinstance(value, str) else value for value in pair)
 
 
-def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> zip:
-    return zip(predictions, references, strict=True)
-
-
-def _mean(values: Any) -> float:
-    values = [float(value) for value in values]
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
     return math.fsum(values) / len(values)
-
-
-def _check(predictions: Sequence[Any], references: Sequence[Any]) -> None:
-    if len(predictions) != len(references) or not len(references):
-        raise ValueError(
-            f"{len(predictions)} predictions for {len(references)} references; expected one each, "
-            "and at least one"
-        )

@@ -9,6 +9,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.evaluate.answers import check_answers, evaluate_answers
 from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.connectivity import connectivity
@@ -106,6 +107,13 @@ def _chat(config: ConfigDict, workdir: epath.Path) -> dict:
     return results
 
 
+def _answers(config: ConfigDict, workdir: epath.Path) -> dict:
+    model = load_model(config.model, revision=config.revision)
+    results = evaluate_answers(config, model, workdir)
+    print(task_table(results["tasks"]), file=sys.stderr)
+    return results
+
+
 def _nothing(config: ConfigDict) -> None:
     """For an analysis that reads the weights alone."""
 
@@ -114,6 +122,7 @@ def _nothing(config: ConfigDict) -> None:
 EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
     "perplexity": (check_inputs, _perplexity),
     "tasks": (check_tasks, _tasks),
+    "answers": (check_answers, _answers),
     "chat": (check_chat, _chat),
     "judge": (judge.check, judge.run),
     "connectivity": (_nothing, connectivity),

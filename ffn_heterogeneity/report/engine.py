@@ -27,6 +27,7 @@ BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
     "t": "t: Student's 95% interval over n seeds (of differences: seed by seed)",
     "Wilson": "Wilson: Wilson's 95% interval over n questions",
+    "bootstrap": "bootstrap: 95% percentiles over resamples of n questions",
 }
 
 

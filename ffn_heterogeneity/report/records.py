@@ -134,7 +134,7 @@ def _tasks(run: Run) -> dict[str, Spread]:
 
 
 def _accuracies(values: Mapping[str, Any]) -> dict[str, Spread]:
-    """ "piqa acc, 0 shots" -> accuracy with Wilson's interval."""
+    """ "piqa acc, 0 shots" -> accuracy with its interval: Wilson's, or what the task says."""
     values, result = {k[6:]: v for k, v in values.items() if k.startswith("tasks.")}, {}
     for name, value in values.items():
         task, _, metric = name.partition(".")
@@ -142,7 +142,8 @@ def _accuracies(values: Mapping[str, Any]) -> dict[str, Spread]:
         if None not in (low, high) and number_of(value) is not None:
             shots = values.get(f"{task}.shots")
             label = f"{task} {metric}" + (f", {shots} shots" if isinstance(shots, int) else "")
-            result[label] = Spread(value, low, high, values.get(f"{task}.n", 0), "Wilson")
+            kind = values.get(f"{task}.interval", "Wilson")
+            result[label] = Spread(value, low, high, values.get(f"{task}.n", 0), kind)
     return result
 
 

@@ -24,7 +24,7 @@ class Spread(NamedTuple):
     low: float
     high: float
     n: int
-    kind: str = "range"  # of what low and high are: "range", "t" (95%), "Wilson" (95%)
+    kind: str = "range"  # of what low and high are: "range", or 95% by "t", "Wilson", "bootstrap"
 
 
 def middle(value: Any) -> Any:

@@ -79,11 +79,11 @@ def make_typos() -> list[tuple[str, str, str, str]]:
             keys = flatten_config(config_of(config).to_dict())
             groups = {key.rsplit(".", i)[0] for key in keys for i in (1, 2) if "." in key}
             for number, key in enumerate(keys):
-                # The kinds take turns; one that leaves a key as it is passes on to the next.
+                # The kinds take turns; one whose typo is a key or was made before passes on.
                 for kind in (KINDS * 2)[(number + turn) % len(KINDS) :]:
                     typo = kind(rng, key)
-                    if typo and typo not in keys and typo not in groups:
-                        found.setdefault((config, typo), (key, kind.__name__))
+                    if typo and not ({typo} & {*keys, *groups} or (config, typo) in found):
+                        found[config, typo] = (key, kind.__name__)
                         break
         turn += 1
     return [(config, key, kind, typo) for (config, typo), (key, kind) in found.items()]

@@ -1,0 +1,46 @@
+"""Questions of SuperGLUE answered by a model and scored, with bootstrap intervals.
+
+Command:   python scripts/evaluate.py --config=configs/answers.py --config.model=<any> \
+             --config.data_root=<directory> --config.tasks="('superglue_rte', 'superglue_cb')" \
+             --workdir=runs/superglue
+           Answers stand in <workdir>/answers/<task>.jsonl, scores in <workdir>/results.json; the
+           same command goes on where it stopped.
+Hardware:  one CPU or accelerator.
+Hours:     HOURS
+Paper:     NUCL: SuperGLUE's average in percent, of a task with several scores their mean first;
+           PaLM 2 and no Gemma. How it generated, and on which split, is not stated.
+
+A question's form is the training data's (configs/nucl_finetune.py:<model>,superglue): an untuned
+model hardly ever answers with a label word.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "evaluation": "answers",
+            # Model: a directory, a .gguf file, a hub id or the name of a preset.
+            "model": "",
+            "revision": placeholder(str),
+            # superglue: all eight and their average; or superglue_ and boolq, cb, copa, multirc,
+            # record, rte, wic, wsc (dpr: accuracy, no part of the average).
+            "tasks": ("superglue",),
+            # Directory of <task's folder>/<split>.jsonl or .parquet; "": the hub.
+            "data_root": "",
+            # Test sets have no labels.
+            "split": "validation",
+            # The first so many questions of each task, with all answers of MultiRC's; 0: all.
+            "limit": 0,
+            "bos": "auto",  # as of training: auto | segment | document | none
+            "max_new_tokens": 32,
+            # Prompts answered at once, and the dtype of the computation.
+            "batch_size": 8,
+            "compute_dtype": "float32",
+            # Resamples of the questions for the 95% intervals, and the seed of their draws.
+            "bootstrap": 1000,
+            "seed": 0,
+        }
+    )

@@ -1,0 +1,183 @@
+"""Questions of tasks answered by a model and scored: SuperGLUE, and any task with metrics.
+
+A prompt is answered greedily up to the end of the line or the eos, which is where a training target
+ends. `<workdir>/answers/<task>.jsonl` holds one row a prompt: {"id": its number in the task,
+"place": file and row, "prediction", "reference", "finish": "stop", "eos", "length", or "no room"
+(nothing was generated)}. Prompts are answered in pieces, long ones first; after each piece the
+whole file is written anew, so it is never torn, and pieces that are there are not asked again.
+
+Intervals are percentiles of a bootstrap over questions: the answers to one question of MultiRC are
+drawn together or not at all.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.data.mixtures import TaskQuestion, member_file, questions
+from ffn_heterogeneity.data.packing import BOS_POLICIES, Encoder
+from ffn_heterogeneity.data.sources import open_source
+from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
+from ffn_heterogeneity.evaluate.chat.answers import read_rows, write_rows
+from ffn_heterogeneity.evaluate.generate import Generation, Generator, Sampling
+from ffn_heterogeneity.evaluate.metrics import (
+    METRICS,
+    SUPERGLUE,
+    Counts,
+    bootstrap,
+    scores,
+    superglue,
+)
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.wording import check_choice
+
+PIECE = 16  # batches between two writes
+LEVELS = (2.5, 97.5)  # percentiles: a 95% interval
+
+
+def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> dict[str, Any]:
+    """Answers what `configs/answers.py` names and is not answered yet, and scores all of it.
+
+    Returns:
+      "tasks": {task: {"n": questions, "shots": 0, "interval": "bootstrap", metric: value, metric +
+      "_low", "_high", "finish": {why an answer ended: how many}}}, and where all eight of SuperGLUE
+      are there a row "superglue" with their "average": the mean of the tasks' means of metrics.
+      This number stands beside "tasks" as well, as "superglue".
+
+    Raises:
+      ValueError (DataError): as `check_answers`, or a model without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer: answers are text, add its files")
+    encoder = Encoder(model.tokenizer, config.bos)
+    generator = Generator(
+        model.config, model.params, model.tokenizer,
+        options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+        batch_size=config.batch_size,
+    )  # fmt: skip
+    rows, values, draws = {}, {}, {}
+    for task, asked in read_questions(config).items():
+        name, path = task.name, workdir / "answers" / f"{task.name}.jsonl"
+        answers = _answered(config, encoder, generator, asked, path)
+        predictions = [row["prediction"] for row in answers]
+        references = [question.reference for question in asked]
+        counts: Counts = {}
+        for metric in task.metrics:
+            counts |= METRICS[metric].counts(predictions, references)
+        # The same whatever other tasks are evaluated.
+        rng = np.random.default_rng([config.seed, zlib.crc32(name.encode())])
+        values[name], draws[name] = scores(counts), bootstrap(counts, config.bootstrap, rng)
+        rows[name] = _row(len(next(iter(counts.values()))), values[name], draws[name])
+        rows[name]["finish"] = dict(collections.Counter(row["finish"] for row in answers))
+    eight = [f"superglue_{name}" for name in SUPERGLUE]
+    missing = [name for name in eight if name not in rows]
+    if missing:
+        print(f"no average of SuperGLUE: not asked {', '.join(missing)}", file=sys.stderr)
+        return {"tasks": rows}
+    average = superglue({name: values[name] for name in eight})["superglue"]
+    drawn = np.mean([np.mean(list(draws[name].values()), 0) for name in eight], 0)
+    n = sum(rows[name]["n"] for name in eight)
+    rows["superglue"] = _row(n, {"average": average}, {"average": drawn})
+    return {"tasks": rows, "superglue": average}
+
+
+def check_answers(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded.
+
+    Raises:
+      ValueError (DataError): an unknown task (with the nearest name), one without metrics, missing
+        files, rows without labels (file and row), or a number out of range.
+    """
+    if not config.tasks or isinstance(config.tasks, str):
+        raise ValueError(f"tasks={config.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
+    check_choice("bos", config.bos, BOS_POLICIES)
+    for key, least in {"limit": 0, "seed": 0, "batch_size": 1, "bootstrap": 1}.items():
+        if config[key] < least:
+            raise ValueError(f"{key}={config[key]} must be at least {least}")
+    Sampling(config.max_new_tokens)
+    read_questions(config)
+
+
+def read_questions(config: ConfigDict) -> dict[Task, list[TaskQuestion]]:
+    """The prompts of each task: those of its first `config.limit` questions (0: of all).
+
+    A mixture stands for its members, without those that an option may leave out (DPR).
+
+    Raises:
+      DataError: as `check_answers`.
+    """
+    mixed = {member.task: member for task in tasks().values() for member in task.members}
+    asked = {}
+    for name in config.tasks:
+        members = [member.task for member in get_task(name).members if not member.option]
+        for task in map(get_task, members or [name]):
+            if not task.metrics:
+                scored = ", ".join(name for name, one in tasks().items() if one.metrics)
+                raise ValueError(f"task {name!r} has no metric here; those that have: {scored}")
+            path, member = task.hub, mixed.get(task.name, MixedTask(task.name, 1, (task.name,)))
+            if config.data_root:
+                path = member_file(config.data_root, member, config.split)
+            source = open_source(path, split=config.split)
+            asked[task] = _first(questions(task, source), config.limit)
+    return asked
+
+
+def _first(asked: Sequence[TaskQuestion], limit: int) -> list[TaskQuestion]:
+    """The prompts of the first `limit` questions; one of MultiRC has several."""
+    groups = collections.defaultdict(list)
+    for i, one in enumerate(asked):
+        grouped = isinstance(one.reference, Mapping) and "group" in one.reference
+        groups[one.reference["group"] if grouped else i].append(one)
+    return [one for group in list(groups.values())[: limit or None] for one in group]
+
+
+def _answered(
+    config: ConfigDict,
+    encoder: Encoder,
+    generator: Generator,
+    asked: Sequence[TaskQuestion],
+    path: epath.Path,
+) -> list[dict[str, Any]]:
+    """The rows of the file of answers, in the questions' order, all of them written."""
+    from tqdm import tqdm
+
+    rows = {row["id"]: row for row in read_rows(path)}
+    # A target of training is encoded apart from its prompt.
+    prompts = [ids[:before] for ids, before in (encoder.ids(Example(q.prompt, "")) for q in asked)]
+    room = generator.config.max_position - config.max_new_tokens
+    eos = () if encoder.eos_id is None else (encoder.eos_id,)
+    sampling = Sampling(config.max_new_tokens, stop=("\n",), eos=eos)
+    order = sorted(range(len(asked)), key=lambda i: -len(prompts[i]))
+    size = PIECE * config.batch_size
+    with tqdm(total=len(asked), initial=len(rows), desc=path.stem, file=sys.stderr) as bar:
+        for piece in (order[start : start + size] for start in range(0, len(order), size)):
+            if rows.keys() >= set(piece):
+                continue
+            fitting = [i for i in piece if len(prompts[i]) <= room]
+            answers = generator([prompts[i] for i in fitting], sampling, progress=None)
+            given = dict(zip(fitting, answers, strict=True))
+            for i in piece:
+                answer = given.get(i, Generation("", [], "no room"))
+                rows[i] = {"id": i, "place": asked[i].where, "prediction": answer.text.strip()}
+                rows[i] |= {"reference": asked[i].reference, "finish": answer.finish}
+            write_rows(path, [rows[i] for i in sorted(rows)])
+            bar.update(len(piece))
+    return [rows[i] for i in range(len(asked))]
+
+
+def _row(n: int, values: Mapping[str, float], draws: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """A row of results: the values, each with its interval."""
+    row: dict[str, Any] = {"n": n, "shots": 0, "interval": "bootstrap"}
+    for name, value in values.items():
+        low, high = np.percentile(draws[name], LEVELS)
+        row |= {name: value, f"{name}_low": float(low), f"{name}_high": float(high)}
+    return row
