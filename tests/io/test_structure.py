@@ -143,7 +143,7 @@ def not_finite(leaves):
         (unheard_of, "no place for 'layers/0/ffn/up/magnet'"),
         (not_finite, "layers/0/ffn/down/lora_a' contains NaN"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_damaged_directory_is_refused(kept, how, words):
     directory, _ = kept
