@@ -21,15 +21,15 @@ help:
 	@echo "make lint      ruff"
 
 # Another Python than the environment's: it is made anew.
-$(BASE): pyproject.toml $(CONSTRAINTS)
+$(BASE): pyproject.toml setup.py $(CONSTRAINTS)
 	@echo "making $(VENV) with $(PYTHON) ($(PYVER)); a minute or two the first time"
 	@test -x $(BIN)/python && $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYVER)")' \
 	  || $(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) -e .
+	@$(PIP) -e .[all]
 	@touch $@
 
 $(TEST): $(BASE)
-	@$(PIP) -e .[test$(if $(PARITY),$(comma)parity)]
+	@$(PIP) -e .[all,test$(if $(PARITY),$(comma)parity)]
 	@touch $@
 comma := ,
 
@@ -47,7 +47,7 @@ test-all: $(TEST) models
 	@RUN_SLOW=1 $(BIN)/python -m pytest
 
 lint: $(BASE)
-	@$(PIP) -e .[lint]
+	@$(PIP) -e .[all,lint]
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 

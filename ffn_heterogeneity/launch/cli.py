@@ -28,6 +28,11 @@ from ffn_heterogeneity.wording import unknown
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
+# What the core does without, and the extra that brings it.
+EXTRAS = {
+    "grain": "train", "tensorboardX": "train", "datasets": "data", "pyarrow": "data",
+    "matplotlib": "plots",
+}  # fmt: skip
 HELP_FLAGS = ("-h", "-help", "--help", "--helpshort", "-?")
 
 
@@ -65,7 +70,7 @@ def launch(
         )
 
     def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
-        argv, spec = config_first(argv, beside_script(default_config))
+        argv, spec = config_first(argv, default_config)
         config = load_config(spec)
         if set(HELP_FLAGS) & set(argv):
             _help(config, spec)
@@ -141,7 +146,10 @@ def launch_flags(
 
 
 def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
-    """(argv with --config=<spec> before its overrides, the spec); the order does not matter."""
+    """(argv with --config=<spec> before its overrides, the spec); the order does not matter.
+
+    The spec's file is found as `find_config` does.
+    """
     spec, rest, waiting = default, [], iter(argv[1:])
     for argument in waiting:
         if argument in ("-config", "--config"):
@@ -150,7 +158,27 @@ def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
             spec = match[1]
         else:
             rest.append(argument)
+    spec = find_config(spec)
     return [argv[0], f"--config={spec}", *rest], spec
+
+
+def home() -> Path:
+    """Where `configs/` and `scripts/` stand: in an installed package, or its repository."""
+    package = Path(__file__).resolve().parents[1]
+    bundled = package / "_bundled"
+    return bundled if bundled.is_dir() else package.parent
+
+
+def find_config(spec: str) -> str:
+    """The spec with the path of its file: "configs/prune.py", or "prune" for one of ours.
+
+    A file in the working directory comes first. What is not found stays as it is.
+    """
+    name, colon, argument = spec.partition(":")
+    for path in (Path(name), home() / name, home() / "configs" / f"{name}.py"):
+        if path.is_file():
+            return f"{path}{colon}{argument}"
+    return spec
 
 
 def load_config(spec: str) -> ConfigDict:
@@ -160,27 +188,21 @@ def load_config(spec: str) -> ConfigDict:
       UsageError: no such file, no such function, an argument it does not take.
       ValueError: what `get_config` says about its argument.
     """
-    name, colon, argument = spec.partition(":")
-    path = Path(name)
-    if not path.is_file():
-        others = ", ".join(sorted(str(p) for p in path.parent.glob("*.py")))
+    name, colon, argument = find_config(spec).partition(":")
+    if not Path(name).is_file():
+        ours = sorted(path.stem for path in (home() / "configs").glob("*.py"))
+        here = sorted(str(path) for path in Path(name).parent.glob("*.py"))
         raise UsageError(
-            f"config file {name!r} does not exist" + (f"; there are: {others}" if others else "")
+            f"config file {name!r} does not exist; there are: {', '.join(here + ours)}"
         )
-    find_config_parts()
+    if str(home()) not in sys.path:  # config files import configs.parts
+        sys.path.append(str(home()))  # last: nothing in it stands in for an installed module
     get_config = runpy.run_path(name).get("get_config")
     if get_config is None:
         raise UsageError(f"config file {name!r} defines no get_config()")
     if colon and not inspect.signature(get_config).parameters:
         raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
     return get_config(*([argument] if colon else []))
-
-
-def find_config_parts() -> None:
-    """Lets config files import `configs.parts`, which stands beside the package."""
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in sys.path:
-        sys.path.append(root)  # last: nothing in it stands in for an installed module
 
 
 def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
@@ -198,15 +220,6 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
         if inside:
             raise UsageError(f"config key {match[2]!r} is a group: set one of {', '.join(inside)}")
         raise UsageError(unknown("config key", match[2], names))
-
-
-def beside_script(path: str) -> str:
-    """A config in the working directory, else the one in the script's repository."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if Path(path.partition(":")[0]).is_file() or script is None:
-        return path
-    other = str(Path(script).resolve().parent.parent / path)
-    return other if Path(other.partition(":")[0]).is_file() else path
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
@@ -230,6 +243,8 @@ def _one_line() -> Iterator[None]:
 def one_line(error: BaseException) -> str:
     """What went wrong; with its type where that is no user's error, or says too little alone."""
     text = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        text += f": pip install 'ffn-heterogeneity[{EXTRAS[error.name]}]'"
     enough = isinstance(error, (*USER_ERRORS, flags.Error)) and not isinstance(error, KeyError)
     return text if text and enough else f"{type(error).__name__}: {text}"
 

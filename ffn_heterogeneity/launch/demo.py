@@ -80,7 +80,7 @@ def pieces(workdir: epath.Path, models: str, settings: dict) -> dict:
             temporary.write_text(text)
     say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
         "characters of the Python language reference")  # fmt: skip
-    spec = cli.beside_script(f"configs/nucl_finetune.py:{path},text")
+    spec = f"configs/nucl_finetune.py:{path},text"
     model, folder = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
     results = {
         "settings": settings,

@@ -119,7 +119,7 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
     kinds = tuple(kind for kind, command in COMMANDS.items() if command.script)
     if group.kind not in kinds:
         raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {kinds}")
-    base = cli.load_config(cli.beside_script(group.base))
+    base = cli.load_config(group.base)
     settings = flatten_config(group.to_dict())
     own = {key: value for key, value in settings.items() if key not in OWN_KEYS}
     cli.set_keys(base, own, f"stage {name!r}", group.base)

@@ -203,3 +203,29 @@ def test_hub_download_asks_for_no_pickles(monkeypatch, tmp_path):
         assert not any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
     for name in ("config.json", "model-00001-of-00003.safetensors", "tokenizer.json"):
         assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+
+
+@pytest.mark.parametrize(
+    ("make", "spec", "words"),
+    [
+        (["run/model/config.json", "run/config.json"], "run", "its model is .*run/model"),
+        (["lora/adapter_config.json"], "lora", "merge_and_unload"),
+        (["pruned/config.json"], "prunned", "mean .*/pruned"),
+    ],
+)
+def test_a_path_that_is_nearly_right_names_the_way_out(tmp_path, make, spec, words):
+    for name in make:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=words):
+        load_model(tmp_path / spec)
+
+
+def test_a_hub_id_that_is_nearly_a_path_here(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "pruned").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"'runs/prunned'.*\(runs/pruned is here\)"):
+        load_model("runs/prunned")

@@ -1,0 +1,81 @@
+"""The wheel alone: `ffnh` finds its scripts and configs, from any directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from tiny_models import REPOSITORY, save_tiny
+
+SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel's content, built from a copy: building leaves files beside the sources."""
+    root = tmp_path_factory.mktemp("wheel")
+    copy = root / "source"
+    subprocess.run(["git", "clone", "-q", REPOSITORY, copy], check=True)
+    for changed in ("configs", "scripts", "ffn_heterogeneity", "pyproject.toml", "setup.py"):
+        subprocess.run(["cp", "-r", REPOSITORY / changed, copy], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, copy, "-w", root], check=True)
+    (built,) = root.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(root / "installed")
+    return root / "installed"
+
+
+def ffnh(wheel, cwd, *arguments):
+    program = "from ffn_heterogeneity.launch.console import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=cwd, env={**os.environ, "PYTHONPATH": str(wheel)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_everything_is_in_it(wheel):
+    for folder in ("configs", "configs/parts", "scripts"):
+        ours = {path.name for path in (REPOSITORY / folder).glob("*.py")}
+        bundled = wheel / "ffn_heterogeneity" / "_bundled" / folder
+        assert {path.name for path in bundled.glob("*.py")} == ours != set()
+    inside = {path.relative_to(wheel) for path in (wheel / "ffn_heterogeneity").rglob("*")}
+    for file in (REPOSITORY / "ffn_heterogeneity").rglob("*"):
+        if file.suffix in (".py", ".json", ".yaml") or file.name == "py.typed":
+            assert file.relative_to(REPOSITORY) in inside
+    (entry,) = wheel.glob("*.dist-info/entry_points.txt")
+    assert "ffnh = ffn_heterogeneity.launch.console:main" in entry.read_text()
+
+
+def test_the_commands_of_the_wheel(wheel, tmp_path):
+    code, out, _ = ffnh(wheel, tmp_path)
+    assert code == 0 and all(f"\n  {name} " in out for name in SCRIPTS)
+    assert "nucl_finetune" in out
+    code, _, error = ffnh(wheel, tmp_path, "compres")
+    assert code == 2 and "did you mean 'compress'?" in error
+    code, out, _ = ffnh(wheel, tmp_path, "train", "--config=nucl_finetune:some/model,text", "-h")
+    assert code == 0 and "--config.model='some/model'" in out and "--workdir" in out
+
+
+def test_a_config_of_ones_own_beside_them(wheel, tmp_path):
+    """Prunes; the user's `configs` directory hides nothing of ours."""
+    save_tiny(tmp_path / "tiny")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.py").write_text(
+        "from configs.parts import adapters\nfrom ml_collections import ConfigDict\n"
+        "def get_config():\n    return ConfigDict({'surgery': 'lora', 'model': 'tiny', 'seed': 0,\n"
+        "        'revision': None, 'export': 'auto', 'dtype': 'as_read', **adapters.lora()})\n"
+    )
+    run = ("--config.ratio=0.5", "--config.model=tiny", "--workdir=pruned")
+    code, _, error = ffnh(wheel, tmp_path, "compress", "--config=prune", *run)
+    assert code == 0 and (tmp_path / "pruned" / "model" / "config.json").exists(), error
+    code, _, error = ffnh(
+        wheel, tmp_path, "compress", "--config=configs/mine.py", "--workdir=adapted"
+    )
+    assert code == 0, error
+    code, _, error = ffnh(wheel, tmp_path, "compress", "--config=configs/prun.py")
+    assert code == 2 and "configs/mine.py" in error and "prune" in error
