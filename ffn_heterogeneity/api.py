@@ -14,6 +14,7 @@ from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.load import load_model as load_model
 
@@ -21,16 +22,21 @@ from ffn_heterogeneity.io.load import load_model as load_model
 def save_model(
     model: Model, directory: str | os.PathLike, *, structure: str = "keep", **options: Any
 ) -> epath.Path:
-    """Writes a directory that `load_model`, and `transformers`, read.
+    """Writes a directory that `load_model`, and `transformers`, read; or a .gguf file.
 
     Args:
+      directory: a name that ends in .gguf is a file's, with structure folded away.
       structure: "keep": masks, adapters, P and task heads come back with `load_model` (any other
         tool reads the folded weights); "fold": plain weights alone.
-      options: of `io.export.save_pretrained`: export, dtype, overwrite ...
+      options: of `io.export.save_pretrained`: export, dtype, overwrite ...; of
+        `io.gguf_export.save_gguf`: type, overwrite.
 
     Raises:
       CheckpointError: as `save_pretrained`.
     """
+    if os.fspath(directory).endswith(".gguf"):
+        options = {"tokenizer": model.tokenizer, **options}
+        return epath.Path(save_gguf(model.config, model.params, directory, **options))
     return save_pretrained(
         model.config, model.params, directory, tokenizer=model.tokenizer, structure=structure,
         **options,

@@ -1,24 +1,31 @@
-"""Converts any readable model into a Hugging Face directory of safetensors.
+"""Converts any readable model into a Hugging Face directory of safetensors, or a GGUF file.
 
 Example:
   python scripts/convert.py --model=smollm2.gguf --output=smollm2 --dtype=bfloat16
+  python scripts/convert.py --model=runs/pruned/model --output=pruned.gguf --type=q8_0
 
 `--model` is a directory, a .gguf file, a preset (gemma2_2b) or a hub id (google/gemma-2-2b).
-`--export=padded` pads FFNs of unequal width with zero neurons so that transformers reads them.
+`--export=padded` pads FFNs of unequal width with zero neurons so that transformers reads them. The
+last line says which programs load what was written.
 """
 
 from __future__ import annotations
 
 from absl import flags
 
-from ffn_heterogeneity.io.export import EXPORTS, save_pretrained
+from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
+from ffn_heterogeneity.io.gguf_export import TYPES, save_gguf
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.families import count_parameters
 
 _MODEL = flags.DEFINE_string("model", None, "Directory, .gguf, preset or hub id.", required=True)
 _REVISION = flags.DEFINE_string("revision", None, "Branch, tag or commit of a hub id.")
-_OUTPUT = flags.DEFINE_string("output", None, "Directory to write.", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "Directory to write, or a file that ends in .gguf.", required=True
+)
+_TYPE = flags.DEFINE_enum("type", "f16", tuple(TYPES), "Of a .gguf file's matrices.")
+_TOKENIZER = flags.DEFINE_bool("tokenizer", True, "With the tokenizer.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16", "float16"], "Type of the weights; default: as stored."
 )
@@ -28,16 +35,19 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an existing director
 
 def main() -> None:
     model = load_model(_MODEL.value, revision=_REVISION.value, dtype=_DTYPE.value)
-    directory = save_pretrained(
-        model.config,
-        model.params,
-        _OUTPUT.value,
-        tokenizer=model.tokenizer,
-        export=_EXPORT.value,
-        overwrite=_OVERWRITE.value,
-    )
+    options = {
+        "tokenizer": model.tokenizer if _TOKENIZER.value else None,
+        "overwrite": _OVERWRITE.value,
+    }
+    if _OUTPUT.value.endswith(".gguf"):
+        options |= {"type": _TYPE.value}
+        output = save_gguf(model.config, model.params, _OUTPUT.value, **options)
+    else:
+        options |= {"export": _EXPORT.value}
+        output = save_pretrained(model.config, model.params, _OUTPUT.value, **options)
     total = count_parameters(model.config)["total"]
-    print(f"{model.source} -> {directory}: {model.config.family}, {total:,} parameters")
+    print(f"{model.source} -> {output}: {model.config.family}, {total:,} parameters")
+    print(loads_in(output))
 
 
 if __name__ == "__main__":

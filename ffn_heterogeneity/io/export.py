@@ -1,8 +1,8 @@
 """Hugging Face checkpoints out: a directory that `transformers` and vLLM load as it is.
 
-Three forms. Plain: what the family's own config.json expresses. Padded: FFNs of unequal width are
-padded with zero neurons to the widest; the outputs are the same. Native: per-layer widths stay, in
-config.json under "ffn_heterogeneity"; only this library reads it.
+Three forms. Plain: what the family's own config.json expresses, FFNs of unequal width under
+`per_layer_config`. Padded: those are padded with zero neurons to the widest; the outputs are the
+same. Native: the whole config under "ffn_heterogeneity" too, for what config.json cannot express.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
-from ffn_heterogeneity.models.families import Rule, config_from_hf, expected_shapes, family_by_name
+from ffn_heterogeneity.models.families import (
+    Rule,
+    config_from_hf,
+    config_to_hf,
+    expected_shapes,
+    family_by_name,
+)
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
@@ -175,7 +181,7 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, bool]:
         return config, True
     if export == "padded" and not config.uniform_width:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
-    expressible = config.uniform_width and _expressible(config)
+    expressible = _expressible(config)
     if export == "padded" and not expressible:
         raise CheckpointError(
             f"the {config.family} config.json cannot express this model even with equal widths: "
@@ -192,7 +198,22 @@ def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _expressible(config: ModelConfig) -> bool:
-    return config_from_hf(family_by_name(config.family).to_hf(config)) == config
+    return config_from_hf(config_to_hf(config)) == config
+
+
+def loads_in(output: str | os.PathLike) -> str:
+    """One line: which programs load a directory, or .gguf file, that was written here."""
+    if os.fspath(output).endswith(".gguf"):
+        return "loads in: llama.cpp and what is built on it, this library"
+    values = json.loads((epath.Path(output) / "config.json").read_text())
+    if "config" in values.get(NATIVE_KEY, {}):
+        return "loads in: this library alone (its config.json cannot say all of the model)"
+    if "per_layer_config" in values:
+        return (
+            "loads in: this library (FFN widths differ by layer; transformers reads the config and "
+            "refuses the weights: write it padded for it and vLLM, Llama's as .gguf for llama.cpp)"
+        )
+    return "loads in: transformers, vLLM, llama.cpp's converter, this library"
 
 
 def _specs(rules: list[Rule], leaves: dict[str, np.ndarray]) -> dict[str, Spec]:
@@ -216,7 +237,7 @@ def write_configs(
     """config.json and generation_config.json; arguments as in `save_pretrained`."""
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
     dtype = str(jnp.result_type(*dtypes))
-    values = family_by_name(config.family).to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    values = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     section = dict(extra or {})
     if native:
         section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}

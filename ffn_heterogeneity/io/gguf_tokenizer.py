@@ -1,4 +1,4 @@
-"""Rebuilds the tokenizer inside a GGUF file with the `tokenizers` library (no torch).
+"""The tokenizer inside a GGUF file: rebuilt with the `tokenizers` library (no torch).
 
 Two kinds exist for our families: byte-level BPE (tokenizer.ggml.model "gpt2"), whose pre-tokenizer
 is named by tokenizer.ggml.pre, and SentencePiece BPE ("llama"), whose merges follow the scores.
@@ -90,22 +90,28 @@ def _check(path: str, tokens: Sequence[str], get: Callable) -> None:
 
 
 def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: str):
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
 
-    regex, digits = _PRE_TOKENIZERS[pre]
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     # Llama 3 takes a word that is a token as it is, whatever the merges would make of it.
     model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, tokens, types, normalized=False)
+    return tokenizer
+
+
+def _pre_tokenizer(pre: str):
+    from tokenizers import Regex, pre_tokenizers
+
+    regex, digits = _PRE_TOKENIZERS[pre]
     steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     if regex is not None:
         steps.append(pre_tokenizers.Split(Regex(regex), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, tokens, types, normalized=False)
-    return tokenizer
+    return pre_tokenizers.Sequence(steps)
 
 
 def _sentencepiece(

@@ -42,7 +42,7 @@ _HUB_PATTERNS = [
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
-    """The model's config from config.json; per-layer widths come from the native section.
+    """The model's config from config.json; the native section, where there is one, wins.
 
     Raises:
       CheckpointError: no config.json, not JSON, an unknown kind of model, or missing fields.
@@ -60,7 +60,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
     if list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")

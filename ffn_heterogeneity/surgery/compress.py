@@ -8,7 +8,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.export import EXPORTS, save_pretrained
+from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import remove_leftovers, write_json
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
@@ -47,6 +47,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
             write_json(target / "removed_neurons.json", results)
     write_json(workdir / "results.json", results)
     print(describe(surgery.name, config, results) + str(target), file=sys.stderr)
+    print(loads_in(target), file=sys.stderr)
     return results
 
 

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
 from ffn_heterogeneity.io.checkpoints import Checkpoints
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
@@ -91,6 +91,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         results = facts | summary(workdir, result)
         write_json(workdir / "results.json", results | {"seconds": time.time() - start})
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
+        print(loads_in(workdir / "model"), file=sys.stderr)
 
     on_main(finish)
     return read_json(workdir / "results.json")

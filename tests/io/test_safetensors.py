@@ -93,14 +93,14 @@ def test_shards_and_index(tmp_path):
     same(read_pretrained(tmp_path / "model")[1], params)
 
 
-def test_unequal_widths_native(tmp_path):
+def test_unequal_widths_by_layer(tmp_path):
     config = tiny_config(widths=(5, 3, 7))
     params = random_params(config)
     save_pretrained(config, params, tmp_path / "model", extra={"removed": [[1], [2, 3], []]})
     values = json.loads((tmp_path / "model" / "config.json").read_text())
     assert values["intermediate_size"] == 7
-    assert values["ffn_heterogeneity"]["ffn_widths"] == [5, 3, 7]
-    assert values["ffn_heterogeneity"]["removed"] == [[1], [2, 3], []]
+    assert values["per_layer_config"]["1"] == {"intermediate_size": 3}
+    assert values["ffn_heterogeneity"] == {"removed": [[1], [2, 3], []]}
     again_config, again = read_pretrained(tmp_path / "model")
     assert again_config == config
     same(again, params)

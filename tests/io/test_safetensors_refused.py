@@ -79,12 +79,33 @@ def test_damaged_config(saved, text, word):
 
 def test_native_widths_that_disagree(tmp_path):
     config = tiny_config(widths=(5, 3, 7))
-    save_pretrained(config, random_params(config), tmp_path / "m")
+    save_pretrained(config, random_params(config), tmp_path / "m", export="native")
     path = tmp_path / "m" / "config.json"
     values = json.loads(path.read_text())
     values["ffn_heterogeneity"]["ffn_widths"] = [5, 5, 7]
     path.write_text(json.dumps(values))
     refused(tmp_path / "m", "ffn_widths")
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"3": {"intermediate_size": 5}}, "layer 3: the model has 3"),
+        ({"-1": {"intermediate_size": 5}}, "layer -1"),
+        ({"0": {"skip": ["mlp"]}}, "sets skip"),
+        ({"0": {"intermediate_size": 0}}, "ffn_width=0"),
+        ({"0": {"intermediate_size": "5; rm"}}, "malformed"),
+        ({"one": {}}, "malformed"),
+        ([5, 3, 7], "malformed"),
+        ({"0": 7}, "malformed"),
+    ],
+)
+def test_widths_by_layer_that_cannot_be(tmp_path, layers, words):
+    config = tiny_config(widths=(5, 3, 7))
+    save_pretrained(config, random_params(config), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"per_layer_config": layers}))
+    refused(tmp_path / "m", "config.json", words)
 
 
 def sharded(tmp_path):

@@ -227,7 +227,7 @@ def pruned(config, params, widths):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
-def test_unequal_widths_padded_for_transformers_or_native_for_us(torch, tmp_path, name):
+def test_unequal_widths_padded_for_transformers_or_by_layer(torch, tmp_path, name):
     import transformers
 
     torch_model(name).save_pretrained(tmp_path / "theirs")
@@ -240,14 +240,15 @@ def test_unequal_widths_padded_for_transformers_or_native_for_us(torch, tmp_path
     ours = run(config, params, TOKENS)
     np.testing.assert_allclose(ours, run_torch(torch, theirs, TOKENS), atol=1e-4, rtol=0)
 
-    save_pretrained(config, params, tmp_path / "native")
-    section = json.loads((tmp_path / "native" / "config.json").read_text())["ffn_heterogeneity"]
-    assert section["ffn_widths"] == list(config.ffn_widths)
-    again_config, again = read_pretrained(tmp_path / "native")
+    save_pretrained(config, params, tmp_path / "uneven")
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "uneven")
+    assert [each.intermediate_size for each in read.per_layer_config] == list(config.ffn_widths)
+    again_config, again = read_pretrained(tmp_path / "uneven")
     assert again_config == config
     jax.tree.map(np.testing.assert_array_equal, again, params)
+    # transformers knows the widths and builds layers of one width all the same.
     with pytest.raises((RuntimeError, ValueError)):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "uneven")
 
 
 def test_uniformly_pruned_model_is_plain(torch, tmp_path):

@@ -44,8 +44,19 @@ def preset(name: str) -> tuple[ModelConfig, str]:
     return PRESETS[name]
 
 
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json; FFNs of unequal width under `per_layer_config`, as transformers 5.15 has it."""
+    values = family_by_name(config.family).to_hf(config)
+    if not config.uniform_width:
+        widths = enumerate(config.ffn_widths)
+        values["per_layer_config"] = {str(i): {"intermediate_size": w} for i, w in widths}
+    return values
+
+
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """`ModelConfig` of config.json, by `model_type`, else by `architectures`.
+
+    Of `per_layer_config` the widths are read.
 
     Raises:
       ConfigError: unknown kind of model (the message lists the known ones), or settings that the
@@ -59,11 +70,23 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         if kind == (family.model_type or family.name) or (
             kind is None and family.architecture in architectures
         ):
-            return family.from_hf(values)
+            return _with_layers(family.from_hf(values), values.get("per_layer_config") or {})
     known = [family.model_type or family.name for family in FAMILIES.values()]
     raise ConfigError(
         f"model_type {kind!r} (architectures {architectures}) is not known: {', '.join(known)}"
     )
+
+
+def _with_layers(config: ModelConfig, layers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+    """The config with what `per_layer_config` says of single layers."""
+    widths = list(config.ffn_widths)
+    for name, settings in layers.items():
+        i, others = int(name), set(settings) - {"intermediate_size"}
+        if not 0 <= i < len(widths) or others:
+            what = f"sets {', '.join(sorted(others))}" if others else f"the model has {len(widths)}"
+            raise ConfigError(f"per_layer_config of layer {name}: {what}; widths alone are read")
+        widths[i] = settings.get("intermediate_size", widths[i])
+    return config.with_widths(widths) if layers else config
 
 
 def family_from_gguf(architecture: str) -> Family:
@@ -73,7 +96,7 @@ def family_from_gguf(architecture: str) -> Family:
       ConfigError: unknown; the message lists the known ones.
     """
     for family in FAMILIES.values():
-        if architecture == (family.gguf_architecture or family.name):
+        if architecture in (family.gguf_architecture or family.name, family.gguf_uneven or None):
             return family
     known = [family.gguf_architecture or family.name for family in FAMILIES.values()]
     raise ConfigError(f"GGUF architecture {architecture!r} is not known: {', '.join(known)}")

@@ -87,6 +87,11 @@ def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
     return array
 
 
+def add_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
+    """Inverse of `subtract_one`."""
+    return array + np.float32(1) if path.endswith("/scale") else array
+
+
 def subtract_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
     """GGUF stores Gemma's norms as 1 + weight (float32); ours are the raw weights."""
     return array - np.float32(1) if path.endswith("/scale") else array
@@ -107,7 +112,8 @@ class Family:
       rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
       redundant: regexes of tensors that carry no information of their own and may be ignored.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->
-        leaf` undoing what llama.cpp's converter did.
+        leaf` undoing what llama.cpp's converter did; gguf_untransform: doing it.
+      gguf_uneven: the architecture whose graph in llama.cpp takes a width for each layer; "": none.
     """
 
     name: str
@@ -122,6 +128,8 @@ class Family:
     redundant: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     gguf_rules: Callable[[ModelConfig], list[Rule]] = gguf_rules
     gguf_transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
+    gguf_untransform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
+    gguf_uneven: str = ""
 
 
 _HF_ACTIVATIONS = {

@@ -93,6 +93,8 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 # Of every Gemma; and of those with post-norms.
-gemma_family = functools.partial(common.Family, gguf_transform=common.subtract_one)
+gemma_family = functools.partial(
+    common.Family, gguf_transform=common.subtract_one, gguf_untransform=common.add_one
+)
 post_norm_family = functools.partial(gemma_family, rules=common.hf_post_norm_rules)
 FAMILY = gemma_family("gemma", "GemmaForCausalLM", PRESETS, from_hf, to_hf, from_gguf)

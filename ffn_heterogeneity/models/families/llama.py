@@ -51,13 +51,19 @@ def _rope_from_gguf(meta: Mapping[str, Any], head_dim: int) -> RopeConfig:
         return rope
     # llama.cpp stores Llama 3.1's scaling only as per-frequency divisors; every published model
     # uses low 1, high 4, original length 8192, so the overall factor is enough to check them.
-    scaling = (float(np.round(factors.max(), 4)), 1.0, 4.0, 8192)
-    wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((scaling[3] / wavelength - 1.0) / 3.0, 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / scaling[0] + smooth)
+    scaled = dataclasses.replace(rope, llama3=(float(np.round(factors.max(), 4)), 1.0, 4.0, 8192))
+    expected = rope_factors(scaled, head_dim)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
         raise ConfigError("GGUF tensor rope_freqs.weight is not Llama 3.1's scaling (1, 4, 8192)")
-    return dataclasses.replace(rope, llama3=scaling)
+    return scaled
+
+
+def rope_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """[head_dim / 2]: what Llama 3.1's scaling divides each frequency by."""
+    factor, low, high, old = rope.llama3
+    wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((old / wavelength - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / factor + smooth)
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
@@ -78,6 +84,22 @@ def gguf_transform(config: ModelConfig, path: str, array: np.ndarray) -> np.ndar
     return array
 
 
+def gguf_untransform(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
+    """Inverse of `gguf_transform`."""
+    if path.endswith(("attention/q/kernel", "attention/k/kernel", "q/bias", "k/bias")):
+        lead, half = array.shape[:-1], config.head_dim // 2
+        return array.reshape(*lead, -1, 2, half).swapaxes(-1, -2).reshape(array.shape)
+    return array
+
+
 FAMILY = common.Family(
-    "llama", "LlamaForCausalLM", PRESETS, from_hf, to_hf, from_gguf, gguf_transform=gguf_transform
+    "llama",
+    "LlamaForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    gguf_transform=gguf_transform,
+    gguf_untransform=gguf_untransform,
+    gguf_uneven="deci",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
-from ffn_heterogeneity.models.families.llama import gguf_transform
+from ffn_heterogeneity.models.families.llama import gguf_transform, gguf_untransform
 
 _DEFAULTS = {
     "tie_word_embeddings": False,
@@ -86,5 +86,12 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 # llama.cpp's converter reorders queries and keys as it does Llama's.
 FAMILY = common.Family(
-    "olmo", "OlmoForCausalLM", PRESETS, from_hf, to_hf, from_gguf, gguf_transform=gguf_transform
+    "olmo",
+    "OlmoForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    gguf_transform=gguf_transform,
+    gguf_untransform=gguf_untransform,
 )

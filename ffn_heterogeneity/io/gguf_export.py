@@ -1,0 +1,213 @@
+"""GGUF files out, for llama.cpp and what is built on it: F32, F16 or Q8_0."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import fold
+from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.gguf import TOKEN_IDS
+from ffn_heterogeneity.io.gguf_tokenizer_export import tokenizer_fields
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig
+from ffn_heterogeneity.models.families import Family, expected_shapes, family_by_name
+from ffn_heterogeneity.models.families.llama import rope_factors
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.wording import check_choice
+
+# general.file_type of each.
+TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
+
+
+def save_gguf(
+    config: ModelConfig,
+    params: dict,
+    path: str | os.PathLike,
+    *,
+    tokenizer: Any = None,
+    type: str = "f16",
+    overwrite: bool = False,
+) -> Path:
+    """Writes one .gguf file; structure is folded into its kernels.
+
+    Llama's FFNs of unequal widths are written under llama.cpp's architecture `deci`, whose graph
+    has a width for each layer; other families there have one width for all.
+
+    Args:
+      params: stacked or unstacked, numpy or jax.
+      tokenizer: goes into the file; None: a file that has none.
+      type: of matrices ("q8_0": of those whose rows are whole blocks of 32, the others f16);
+        vectors are always float32.
+      overwrite: replace an existing file.
+
+    Raises:
+      CheckpointError: a model that the format cannot express, a leaf missing or of the wrong shape,
+        a tokenizer of a kind that is not known, an existing file.
+    """
+    from gguf import GGUFWriter
+
+    check_choice("type", type, tuple(TYPES), CheckpointError)
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise CheckpointError(f"{path} exists: choose another name, or pass overwrite=True")
+    family = family_by_name(config.family)
+    leaves, shapes = (
+        flatten(fold(unstack(jax.tree.map(np.asarray, params)))),
+        expected_shapes(config),
+    )
+    if wrong := [p for p in {*leaves, *shapes} if np.shape(leaves.get(p)) != shapes.get(p, ())]:
+        raise CheckpointError(f"a {config.family} file has no place for, or lacks, {wrong[:5]}")
+    architecture = family.gguf_architecture or family.name
+    if not config.uniform_width:
+        architecture = family.gguf_uneven
+        if not architecture:
+            raise CheckpointError(
+                f"llama.cpp gives all layers of a {config.family} model one width: write it with "
+                "export='padded' to a directory first, and that to GGUF"
+            )
+    fields = {f"{architecture}.{key}": value for key, value in metadata(config).items()}
+    if tokenizer is not None:
+        fields |= tokenizer_fields(tokenizer, config)
+    fields |= {
+        key: i for key, i in zip(TOKEN_IDS.values(), _ids(config), strict=True) if i is not None
+    }
+    fields |= {"general.file_type": TYPES[type], "general.quantization_version": 2}
+    tensors = _tensors(config, family, leaves)
+    check_expressible(config, family, tensors)
+    with atomic_path(path) as temporary:
+        writer = GGUFWriter(os.fspath(temporary), architecture)
+        for key, value in fields.items():
+            _add(writer, key, value)
+        _write_tensors(writer, tensors, type)
+    return path
+
+
+def metadata(config: ModelConfig) -> dict[str, Any]:
+    """llama.cpp's keys without their architecture; what families leave out is not in them."""
+    layer = next((each for each in config.layers if each.window is None), config.layers[0])
+    local = next((each for each in config.layers if each.window is not None), None)
+    widths = list(config.ffn_widths)
+    epsilon = "layer_norm_rms_epsilon" if config.norm_kind == "rms" else "layer_norm_epsilon"
+    fields: dict[str, Any] = {
+        "context_length": config.max_position,
+        "embedding_length": config.d_model,
+        "block_count": config.n_layers,
+        "feed_forward_length": widths[0] if config.uniform_width else widths,
+        "attention.head_count": config.n_heads,
+        "attention.head_count_kv": config.n_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        f"attention.{epsilon}": float(config.norm_eps),
+        "rope.dimension_count": layer.rope.rotated(config.head_dim),
+        "rope.freq_base": float(layer.rope.theta),
+        "vocab_size": config.vocab_size,
+    }
+    if layer.rope.linear_factor != 1.0:
+        fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": layer.rope.linear_factor}
+    if local is not None:
+        full = [i for i, each in enumerate(config.layers) if each.window is None]
+        fields |= {
+            "attention.sliding_window": local.window,
+            "attention.sliding_window_pattern": full[0] + 1 if full else config.n_layers + 1,
+            "rope.freq_base_swa": float(local.rope.theta),
+        }
+    if config.attention_softcap is not None:
+        fields["attn_logit_softcapping"] = float(config.attention_softcap)
+    if config.final_softcap is not None:
+        fields["final_logit_softcapping"] = float(config.final_softcap)
+    if config.qkv_clip is not None:
+        fields["attention.clamp_kqv"] = float(config.qkv_clip)
+    if config.family == "gpt_neox":
+        fields["use_parallel_residual"] = config.parallel_residual
+    return fields
+
+
+def check_expressible(config: ModelConfig, family: Family, tensors: dict[str, np.ndarray]) -> None:
+    """Refuses a model that a reader of the file would take for another.
+
+    Raises:
+      CheckpointError: names the fields that would differ.
+    """
+    meta = metadata(config) | dict(zip(TOKEN_IDS, _ids(config), strict=True))
+    meta["tied"] = "output.weight" not in tensors
+    if "rope_freqs.weight" in tensors:
+        meta["rope_freqs"] = tensors["rope_freqs.weight"]
+    try:
+        back = family.from_gguf({key: v for key, v in meta.items() if v is not None})
+    except (ConfigError, KeyError) as error:
+        raise CheckpointError(f"GGUF cannot express this {config.family} model: {error}") from None
+    differ = [
+        name
+        for name in vars(config)
+        if name != "eos_id" and getattr(back, name) != getattr(config, name)
+    ]
+    if differ:
+        raise CheckpointError(
+            f"GGUF cannot express this {config.family} model: {', '.join(differ)} would be read "
+            "as something else"
+        )
+
+
+def _ids(config: ModelConfig) -> tuple[int | None, ...]:
+    """bos, eos (of several the first: the format has one) and pad."""
+    eos = config.eos_id[0] if isinstance(config.eos_id, tuple) else config.eos_id
+    return config.bos_id, eos, config.pad_id
+
+
+def _tensors(
+    config: ModelConfig, family: Family, leaves: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """{name: float32 array or a view}, in the family's order."""
+    tensors = {}
+    for rule in family.gguf_rules(config):
+        turned = [
+            family.gguf_untransform(config, path, np.asarray(leaves[path], np.float32))
+            for path in rule.paths
+        ]
+        tensors |= dict(zip(rule.names, rule.save(turned), strict=True))
+    rope = config.layers[0].rope
+    if rope.llama3 is not None:
+        tensors["rope_freqs.weight"] = rope_factors(rope, config.head_dim).astype(np.float32)
+    return tensors
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    from gguf import GGUFValueType
+
+    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
+             str: GGUFValueType.STRING}  # fmt: skip
+    if isinstance(value, list):
+        item = {int: GGUFValueType.INT32}.get(type(value[0]), kinds[type(value[0])])
+        writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=item)
+    else:
+        writer.add_key_value(key, value, kinds[type(value)])
+
+
+def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> None:
+    """One tensor in memory at a time beside the model."""
+    from gguf import GGMLQuantizationType
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import quantize
+
+    kinds = {}
+    for name, tensor in tensors.items():
+        kind = GGMLQuantizationType[type.upper()] if tensor.ndim > 1 else GGMLQuantizationType.F32
+        block, size = GGML_QUANT_SIZES[kind]
+        if tensor.shape[-1] % block:
+            kind = GGMLQuantizationType.F16
+            block, size = GGML_QUANT_SIZES[kind]
+        kinds[name] = kind
+        bytes_ = tensor.size // block * size
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), bytes_, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors.items():
+        writer.write_tensor_data(quantize(np.ascontiguousarray(tensor), kinds[name]))
+    writer.close()

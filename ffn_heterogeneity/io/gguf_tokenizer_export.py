@@ -1,0 +1,108 @@
+"""A tokenizer as a GGUF file's fields: the inverse of gguf_tokenizer.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf_tokenizer import _PRE_TOKENIZERS, _pre_tokenizer
+from ffn_heterogeneity.models.config import ModelConfig
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+
+def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
+    """Tokens with their types, merges (byte-level BPE) or scores (SentencePiece), special ids,
+    chat template.
+
+    Args:
+      tokenizer: a `transformers.PreTrainedTokenizerFast`.
+
+    Raises:
+      CheckpointError: neither kind, a splitting that llama.cpp has no name for, or more tokens
+        than the model's vocabulary.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = state["model"]
+    if model.get("type") != "BPE":
+        raise _refused(f"it is {model.get('type')}, not BPE")
+    ids = model["vocab"] | {token["content"]: token["id"] for token in state["added_tokens"]}
+    if max(ids.values()) >= config.vocab_size:
+        raise _refused(f"id {max(ids.values())} is beyond the vocabulary of {config.vocab_size}")
+    sentencepiece = bool(model.get("byte_fallback"))
+    # Ids that are no token, as padded vocabularies have them, get llama.cpp's names.
+    tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
+    types = [_UNUSED] * config.vocab_size
+    for token, i in ids.items():
+        tokens[i] = token
+        byte = sentencepiece and token.startswith("<0x") and len(token) == 6
+        types[i] = _BYTE if byte else _NORMAL
+    for token in state["added_tokens"]:
+        types[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
+    if tokenizer.unk_token_id is not None and sentencepiece:
+        types[tokenizer.unk_token_id] = _UNKNOWN
+    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    kind = _scores(tokens, pairs, state) if sentencepiece else _merges(pairs, state)
+    fields = {"tokens": tokens, "token_type": types, **kind, **_special(tokenizer)}
+    fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    if isinstance(tokenizer.chat_template, str):
+        fields["tokenizer.chat_template"] = tokenizer.chat_template
+    return fields
+
+
+def _refused(why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the tokenizer has no form in GGUF ({why}): write the model without it (tokenizer=None)"
+    )
+
+
+def _merges(pairs: list[tuple[str, str]], state: dict) -> dict[str, Any]:
+    """Byte-level BPE; llama.cpp knows the splitting by name."""
+    there = _plain(state["pre_tokenizer"])
+    names = [
+        name for name in _PRE_TOKENIZERS
+        if _plain(json.loads(_pre_tokenizer(name).__getstate__())) == there
+    ]  # fmt: skip
+    if not names:
+        raise _refused(f"its pre-tokenizer is none of {', '.join(_PRE_TOKENIZERS)}")
+    merges = [" ".join(pair) for pair in pairs]
+    return {"model": "gpt2", "pre": names[0], **({"merges": merges} if merges else {})}
+
+
+def _plain(node: Any) -> list[dict]:
+    """The steps of a pre-tokenizer, without what moves offsets alone."""
+    steps = node["pretokenizers"] if node and node.get("type") == "Sequence" else [node or {}]
+    return [
+        {k: v for k, v in step.items() if k not in ("trim_offsets", "invert")} for step in steps
+    ]
+
+
+def _scores(tokens: list[str], pairs: list[tuple[str, str]], state: dict) -> dict[str, Any]:
+    """SentencePiece BPE: what is merged first scores highest, as its own training has it."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(pairs):
+        ranks.setdefault("".join(pair), rank)
+    prefix = "Prepend" in json.dumps(state["normalizer"]) or (
+        '"prepend_scheme": "first"' in json.dumps(state["pre_tokenizer"])
+    )
+    return {
+        "model": "llama",
+        "pre": "default",
+        "scores": [-float(ranks.get(token, len(pairs))) for token in tokens],
+        "add_space_prefix": prefix,
+    }
+
+
+def _special(tokenizer: Any) -> dict[str, Any]:
+    """Ids, and whether a text encoded with special tokens begins and ends with them."""
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {theirs: getattr(tokenizer, f"{ours}_token_id") for ours, theirs in names.items()}
+    found = {f"{name}_token_id": i for name, i in ids.items() if i is not None}
+    encoded = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    more = len(encoded) - len(plain)
+    found["add_bos_token"] = more > 0 and encoded[0] == ids["bos"]
+    found["add_eos_token"] = more > 0 and encoded[-1] == ids["eos"]
+    return found

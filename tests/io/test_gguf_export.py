@@ -1,0 +1,159 @@
+"""GGUF out: the tensors of llama.cpp's converter, and the same model when it is read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from test_gguf import converted_tree, found_leaves, random_leaves, tiny_config
+from tiny_models import byte_tokenizer, run_script
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf import read_gguf
+from ffn_heterogeneity.io.gguf_export import save_gguf
+from ffn_heterogeneity.io.gguf_file import open_gguf
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.config import RopeConfig
+from ffn_heterogeneity.paths import flatten, unflatten
+
+CASES = [
+    ("llama2_7b", 3, {}),
+    ("llama3_2_1b", 2, {"bos_id": 1, "eos_id": 2}),
+    ("gemma_2b", 2, {}),
+    ("gemma2_2b", 4, {}),
+    ("gemma3_1b", 12, {}),
+    ("pythia_70m", 3, {"n_kv_heads": 4}),
+    ("olmo_7b_0424", 2, {"bos_id": 1, "n_kv_heads": 4}),
+    ("qwen3_0_6b", 3, {}),
+]
+
+
+def model_of(preset, layers, changes, widths=None):
+    config = tiny_config(preset, layers, **changes)
+    config = config.with_widths(widths) if widths else config
+    leaves = random_leaves(config)
+    return config, leaves, unflatten(leaves)
+
+
+@pytest.mark.parametrize(("preset", "layers", "changes"), CASES)
+def test_the_same_tensors_and_the_same_model(tmp_path, preset, layers, changes):
+    config, leaves, params = model_of(preset, layers, changes)
+    path = save_gguf(config, params, tmp_path / "model.gguf", type="f32")
+    tensors = {n: t.dequantize() for n, t in open_gguf(path).tensors.items()}
+    expected = converted_tree(config, leaves)
+    assert tensors.keys() - {"rope_freqs.weight"} == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(tensors[name], tensor)
+    back, read = read_gguf(path)
+    assert back == config
+    for name, leaf in found_leaves(read).items():
+        # Gemma's files hold 1 + scale: the last bit of a scale may go.
+        np.testing.assert_allclose(leaf, leaves[name], rtol=0, atol=3e-7 * config.norm_offset)
+
+
+def test_unequal_widths(tmp_path):
+    config, leaves, params = model_of("llama2_7b", 3, {}, widths=[64, 24, 37])
+    path = save_gguf(config, params, tmp_path / "model.gguf", type="f32")
+    assert open_gguf(path).fields["general.architecture"] == "deci"
+    assert open_gguf(path).fields["deci.feed_forward_length"] == [64, 24, 37]
+    back, read = read_gguf(path)
+    assert back == config
+    assert all((leaf == leaves[name]).all() for name, leaf in found_leaves(read).items())
+    config, _, params = model_of("gemma_2b", 2, {}, widths=[64, 32])
+    with pytest.raises(CheckpointError, match="one width.*padded"):
+        save_gguf(config, params, tmp_path / "gemma.gguf")
+
+
+@pytest.mark.parametrize(("type", "error"), [("f16", 2e-3), ("q8_0", 2e-2)])
+def test_narrow_types(tmp_path, type, error):
+    config, leaves, params = model_of("llama2_7b", 2, {}, widths=[64, 40])
+    path = save_gguf(config, params, tmp_path / "model.gguf", type=type)
+    kinds = {name: t.type.name for name, t in open_gguf(path).tensors.items()}
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    assert kinds["blk.0.ffn_down.weight"] == type.upper()
+    assert kinds["blk.1.ffn_down.weight"] == "F16"  # rows of 40: no whole blocks of 32
+    for name, leaf in found_leaves(read_gguf(path)[1]).items():
+        assert np.abs(leaf - leaves[name]).max() < error * np.abs(leaves[name]).max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ffn_bias": True}, "ffn"),
+        ({"activation": "relu"}, "activation"),
+        ({"layers": "llama3"}, "rope"),
+        ({"query_scale": 0.3}, "query_scale"),
+    ],
+)
+def test_what_the_format_cannot_say_is_refused(tmp_path, changes, words):
+    config = tiny_config("llama2_7b", 2)
+    if changes.get("layers"):
+        rope = RopeConfig(llama3=(8.0, 1.0, 2.0, 512))
+        changes = {"layers": tuple(dataclasses.replace(each, rope=rope) for each in config.layers)}
+    config = dataclasses.replace(config, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        save_gguf(config, unflatten(random_leaves(config)), tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_hostile_trees_and_existing_files(tmp_path):
+    config, leaves, params = model_of("llama2_7b", 2, {})
+    for broken in (
+        {name: leaf for name, leaf in leaves.items() if "layers/1/ffn/up" not in name},
+        leaves | {"layers/1/ffn/up/kernel": np.zeros((3, 3), np.float32)},
+        leaves | {"layers/1/ffn/magnet": np.zeros(3, np.float32)},
+    ):
+        with pytest.raises(CheckpointError, match="layers/1/ffn"):
+            save_gguf(config, unflatten(broken), tmp_path / "x.gguf")
+    (tmp_path / "x.gguf").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists"):
+        save_gguf(config, params, tmp_path / "x.gguf")
+    with pytest.raises(CheckpointError, match="type"):
+        save_gguf(config, params, tmp_path / "y.gguf", type="q4_k")
+    assert (tmp_path / "x.gguf").read_text() == "mine"
+
+
+@pytest.mark.parametrize("file", ["smollm2_gguf", "gemma3_gguf"])
+def test_real_tokenizers_come_back(request, tmp_path, file):
+    """Byte-level BPE and SentencePiece: equal state; a tiny model of the vocabulary's size."""
+    model = load_model(request.getfixturevalue(file))
+    config, _, _ = model_of("llama2_7b", 1, {"vocab_size": model.config.vocab_size})
+    config = dataclasses.replace(
+        config, bos_id=model.config.bos_id, eos_id=model.config.eos_id, pad_id=model.config.pad_id
+    )
+    params = unflatten(random_leaves(config))
+    path = save_gguf(config, params, tmp_path / "x.gguf", tokenizer=model.tokenizer)
+    back = load_model(path).tokenizer
+    states = [json.loads(t.backend_tokenizer.to_str()) for t in (model.tokenizer, back)]
+    assert states[0] == states[1]
+    assert back.chat_template == model.tokenizer.chat_template
+
+
+def test_tokenizers_without_a_form(tmp_path):
+    from tokenizers import pre_tokenizers
+
+    config, _, params = model_of("llama2_7b", 1, {"vocab_size": 300})
+    tokenizer = byte_tokenizer()
+    with pytest.raises(CheckpointError, match="pre-tokenizer is none of gpt-2"):
+        save_gguf(config, params, tmp_path / "x.gguf", tokenizer=tokenizer)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    path = save_gguf(config, params, tmp_path / "x.gguf", tokenizer=tokenizer)
+    back = load_model(path).tokenizer
+    text = "caf\u00e9 12 \t\U0001f600"
+    assert back(text)["input_ids"] == tokenizer(text)["input_ids"]
+    config, _, params = model_of("llama2_7b", 1, {"vocab_size": 64})
+    with pytest.raises(CheckpointError, match="beyond the vocabulary"):
+        save_gguf(config, params, tmp_path / "y.gguf", tokenizer=tokenizer)
+
+
+def test_the_script(tmp_path, model):
+    done = run_script("convert", f"--model={model}", f"--output={tmp_path}/x.gguf", "--type=f32",
+                      "--notokenizer")  # fmt: skip
+    assert done.code == 0 and "llama.cpp" in done.out, done
+    first, second = load_model(model), read_gguf(tmp_path / "x.gguf")
+    same = flatten(second[1])
+    assert all((leaf == same[name]).all() for name, leaf in flatten(first.params).items())
+    assert "exists" in run_script("convert", f"--model={model}", f"--output={tmp_path}/x.gguf",
+                                  "--notokenizer").error  # fmt: skip
