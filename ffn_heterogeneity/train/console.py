@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -15,13 +16,18 @@ class StopRequested(Exception):
 
 @contextlib.contextmanager
 def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and the first Ctrl-C only set a flag; a second Ctrl-C interrupts at once."""
+    """SIGTERM, SIGHUP (a terminal that closes) and the first Ctrl-C only set a flag; a second
+    Ctrl-C interrupts at once. What `nohup` started stays deaf to SIGHUP."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    old = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    if old[signal.SIGHUP] is signal.SIG_IGN:
+        del old[signal.SIGHUP]
 
     def handle(number, _frame):
+        if number == signal.SIGHUP:
+            _leave_terminal()
         # Not print: the signal may have come in the middle of one.
         os.write(
             2, f"{signal.Signals(number).name}: saving and stopping after this step\n".encode()
@@ -38,6 +44,14 @@ def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _leave_terminal() -> None:
+    """What is printed from here on goes nowhere: writing to a terminal that is gone is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+
+
 class Progress:
     """A tqdm bar on a terminal, else about twenty lines over the run."""
 
@@ -48,9 +62,10 @@ class Progress:
         self.every = max(1, steps // 20)
         self.bar = tqdm.tqdm(total=steps, initial=start, unit="step", disable=None)
 
-    def update(self, step: int, values: Mapping[str, float], rate: float) -> None:
+    def update(self, step: int, values: Mapping[str, float], rate: float | None) -> None:
+        """`rate`: tokens a second; None where the step's time was the compiler's."""
         text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-        text += f", {rate:,.0f} tokens/s"
+        text += "" if rate is None else f", {rate:,.0f} tokens/s"
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)

@@ -139,6 +139,7 @@ class TrainLoop:
         self._pending: tuple[int, Any, dict] | None = None
         self._improved = False
         self.compile_seconds: float | None = None
+        self._compiled_at = -1  # the step whose time is the compiler's
 
     def run(self) -> LoopResult:
         """Trains to the end or to a signal; see `LoopResult`.
@@ -245,7 +246,7 @@ class TrainLoop:
         start = time.perf_counter()
         self.state, metrics = self.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
-        self.compile_seconds = time.perf_counter() - start
+        self.compile_seconds, self._compiled_at = time.perf_counter() - start, self.step + 1
         what = "first step" if known else "compiled; compilation and first step"
         self._say(f"{what} took {self.compile_seconds:.1f} s")
         self.throughput.restart()
@@ -279,14 +280,15 @@ class TrainLoop:
         step, metrics, hyper = pending
         metrics = jax.device_get(metrics)
         tokens = float(metrics.get("tokens", 0))
-        seconds = self.throughput.step(tokens, counts=step > 1)
+        timed = step != self._compiled_at
+        seconds = self.throughput.step(tokens, counts=timed)
         self.stopping.hear(metrics.pop("stop", 0))
         finite, by_leaf = metrics.pop("finite"), metrics.pop("gradient_finite")
         if not finite or not np.isfinite(metrics["update_norm"]):
             self._diverged(step, metrics, by_leaf)
         row = {f"train/{name}": value for name, value in metrics.items()}
         row |= {f"train/{name}": float(value) for name, value in hyper.items()}
-        if step > 1 and seconds > 0:
+        if timed and seconds > 0:
             row["timing/seconds"] = seconds
             row["timing/tokens_per_second"] = tokens / seconds
         if metrics.get("target_tokens", 1) == 0:
@@ -294,7 +296,7 @@ class TrainLoop:
         self.writer.write(step, row)
         shown = {name: float(metrics[name]) for name in ("loss", "nll") if name in metrics}
         if self._speaks:
-            self.progress.update(step, shown, tokens / seconds if seconds else 0.0)
+            self.progress.update(step, shown, tokens / seconds if timed and seconds else None)
 
     def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> None:
         terms = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     Raises:
       ValueError (WorkdirError, DataError, CheckpointError, RuleError, TrainingDiverged are some):
         what is wrong, in one line.
-      SystemExit: a signal stopped it, after the state was saved (143: SIGTERM, 130: SIGINT).
+      SystemExit: a signal stopped it, after the state was saved (128 + its number).
     """
     start, workdir = time.time(), epath.Path(workdir)
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
@@ -79,7 +80,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         model = Model(model.config, {}, model.tokenizer, model.source)
         result = loop.run()
     if result.stopped:
-        raise SystemExit(130 if result.stopped == "SIGINT" else 143)
+        raise SystemExit(128 + signal.Signals[result.stopped])
     params = to_host(built.settled(*final_params(config, workdir, result), hyper(result.step)))
 
     def finish() -> None:

@@ -8,6 +8,7 @@ work directory it says "ready" and waits for a line; at the end it writes `end.j
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def main(workdir: Path, steps: int) -> None:
     loop = make_loop(workdir, steps=steps, eval_every=3, checkpoint_every=2, hyper=hyper)
     result = loop.run()
     if result.stopped:
-        sys.exit(143)
+        sys.exit(128 + signal.Signals[result.stopped])
     checkpoints = Checkpoints(workdir / "checkpoints")
     best, _ = checkpoints.restore(result.state, result.best["step"])
     end = {"state": digest(result.state), "best": result.best, "best_state": digest(best)}

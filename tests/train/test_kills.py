@@ -1,11 +1,13 @@
 """Real processes killed with SIGKILL, many of them in the middle of a save, and resumed."""
 
+import fcntl
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -189,3 +191,23 @@ def test_sigterm_saves_within_ten_seconds(tmp_path, cache):
     assert f"stopped at step {whole(tmp_path)[-1]}; to resume: " in output
     assert rows(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
     print(f"saved and ended {seconds:.2f} s after SIGTERM")
+
+
+def test_a_terminal_that_closes(tmp_path, cache):
+    """The kernel's SIGHUP, and a terminal that can no longer be written to: saved all the same."""
+    terminal, inside = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", PROGRAM, tmp_path, "100000"],
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)},
+        stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(inside)
+    os.write(terminal, b"go\n")
+    deadline = time.monotonic() + 60
+    while len(rows(tmp_path) if (tmp_path / "metrics.jsonl").exists() else ()) < 5:
+        assert time.monotonic() < deadline and process.poll() is None
+        os.read(terminal, 4096)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 129
+    assert rows(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)

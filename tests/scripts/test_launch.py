@@ -1,0 +1,161 @@
+"""scripts/launch/: what it would run, and a real run that is killed again and again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_models import REPOSITORY, TEXT, save_tiny
+
+from ffn_heterogeneity.io.metrics import read_metrics
+
+LAUNCH = REPOSITORY / "scripts" / "launch"
+
+
+def run(script, *arguments, **environment):
+    done = subprocess.run(
+        ["bash", LAUNCH / script, *map(str, arguments)],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.glob("*.sh")))
+def test_help_and_no_arguments(script):
+    code, out, _ = run(script, "--help")
+    assert code == 0 and f"scripts/launch/{script}" in out and "#" not in out
+    assert run(script)[0] == 2
+
+
+TPU = "gcloud compute tpus tpu-vm {} ffn --zone=us-west4-a"
+WHERE = "--accelerator-type=v5litepod-8 --version=v2-alpha-tpuv5-lite"
+
+
+def test_every_command_for_a_tpu():
+    """Word for word, as a shell would split them."""
+    command = ("train", "--config=nucl_finetune:gemma2_2b,gsm8k", "--workdir=gs://b/a run")
+    code, out, _ = run("tpu_vm.sh", "--print", "keep", *command, SOURCE="git+https://example.org/x")
+    lines = [shlex.split(line, comments=True) for line in out.splitlines()]
+    assert code == 0 and lines.pop(0) == []
+    assert lines[0] == f"{TPU.format('delete')} --quiet".split()
+    assert lines[1] == f"{TPU.format('create')} {WHERE} --spot".split()
+    ssh = f"{TPU.format('ssh')} --worker=all".split()
+    assert lines[2][:-1] == ssh and lines[3][:-1] == ssh and len(lines) == 4
+    setup = lines[2][-1].removeprefix("--command=")
+    assert shlex.split(setup.split(" && ")[2]) == [
+        "~/.local/bin/uv", "pip", "install", "-q", "--python", "~/ffn/bin/python",
+        "ffn-heterogeneity[all,tpu] @ git+https://example.org/x",
+    ]  # fmt: skip
+    assert shlex.split(lines[3][-1].removeprefix("--command=")) == ["~/ffn/bin/ffnh", *command]
+    code, out, _ = run("tpu_vm.sh", "--print", "create", SPOT="0", ZONE="eu-1", TPU="t")
+    assert (
+        out.split()
+        == f"{TPU} {WHERE}".format("create")
+        .replace("us-west4-a", "eu-1")
+        .replace(" ffn ", " t ")
+        .split()
+    )
+    code, _, error = run("tpu_vm.sh", "--print", "keep", "train", "--workdir=runs/x", SOURCE="x")
+    assert code == 2 and "gs://" in error
+    assert run("tpu_vm.sh", "setup", SOURCE="")[0] == 2
+
+
+def test_slurm_jobs(tmp_path):
+    """The array's job is run here, as its second task."""
+    points = tmp_path / "points"
+    points.write_text("echo 'a  b'\n\necho \"c  d\" $((1 + 1))\n")
+    code, out, _ = run("slurm.sh", "--print", "array", points, "--time=1:00")
+    command, _, job = out.partition("\n")
+    assert code == 0 and command.split() == [
+        "sbatch", "--requeue", "--open-mode=append", "--signal=B:TERM@120", "--array=1-2",
+        "--time=1:00",
+    ]  # fmt: skip
+    task = subprocess.run(
+        ["bash"], input=job, text=True, capture_output=True,
+        env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"},
+    )  # fmt: skip
+    assert task.stdout == "c  d 2\n", task
+    code, out, _ = run("slurm.sh", "--print", "nodes", 4, "train", "--workdir=a b", "--",
+                       "--gpus-per-node=8")  # fmt: skip
+    assert code == 0 and "--nodes=4 --gpus-per-node=8" in out.splitlines()[0]
+    assert re.search(r"srun \S+ ffnh train --workdir=a\\ b --distributed=auto$", out.strip())
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "code", "starts"),
+    [
+        ("exit 0", (), 0, 1),
+        ("exit 2", (), 2, 1),
+        ("exit 130", (), 130, 1),
+        ("exit 7", ("--times=3",), 7, 3),
+        ("(($(wc -l < starts) == 4)) || kill -9 $$", (), 0, 4),
+    ],
+)
+def test_when_it_starts_again(tmp_path, program, options, code, starts):
+    script = f"cd {tmp_path}; echo x >> starts; {program}"
+    assert run("again.sh", "--wait=0", *options, "bash", "-c", script)[0] == code
+    assert len((tmp_path / "starts").read_text().splitlines()) == starts
+
+
+def test_its_own_sigterm_is_passed_on_and_waited_for(tmp_path):
+    script = (
+        f"trap 'sleep 1; echo saved > {tmp_path}/saved; exit 143' TERM; echo on; sleep 60 & wait"
+    )
+    process = subprocess.Popen(
+        ["bash", LAUNCH / "again.sh", "--wait=0", "bash", "-c", script], stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"on\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143 and (tmp_path / "saved").exists()
+
+
+def rows(workdir):
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")}
+            for row in read_metrics(workdir / "metrics.jsonl")]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_five_preemptions_change_nothing(tmp_path):
+    """A run killed (SIGKILL) five times under again.sh writes the metrics of one left alone."""
+    save_tiny(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+
+    def command(workdir):
+        settings = {
+            "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2, "steps": 60,
+            "seq_len": 64, "batch_size": 4, "eval.every": 20, "checkpoint.every": 4,
+            "optimizer.learning_rate": 1e-3, "tensorboard": False,
+        }  # fmt: skip
+        return [
+            sys.executable, REPOSITORY / "scripts" / "train.py",
+            f"--config=configs/nucl_finetune.py:{tmp_path}/model,text",
+            *(f"--config.{key}={value}" for key, value in settings.items()),
+            f"--workdir={workdir}",
+        ]  # fmt: skip
+
+    subprocess.run(command(tmp_path / "plain"), check=True, cwd=REPOSITORY, capture_output=True)
+    program = ["bash", LAUNCH / "again.sh", "--wait=0", *command(tmp_path / "killed")]
+    process = subprocess.Popen(program, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    kills = 0
+    for at in (6, 14, 26, 37, 51):
+        while process.poll() is None:
+            file = tmp_path / "killed" / "metrics.jsonl"
+            steps = [row["step"] for row in rows(tmp_path / "killed")] if file.exists() else [0]
+            if steps and steps[-1] >= at:
+                break
+            time.sleep(0.02)
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+        ).stdout.split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+            kills += 1
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0 and kills == 5, error
+    assert rows(tmp_path / "killed") == rows(tmp_path / "plain") != []
