@@ -29,4 +29,5 @@ def get_config(surgery: str = "lora") -> ConfigDict:
         config.seed = 0
     config.export = "auto"  # auto | native; padded folds
     config.dtype = "as_read"  # or float32 | bfloat16 | float16; masks and scales are never cast
+    config.push = ""  # <owner>/<name>: the model goes to the Hugging Face hub, too
     return config

@@ -44,5 +44,7 @@ def get_config() -> ConfigDict:
             "streaming": False,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
+            # <owner>/<name>: the model goes to the Hugging Face hub, too.
+            "push": "",
         }
     )

@@ -13,6 +13,7 @@ from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.io.card import push as push
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import Model

@@ -6,13 +6,15 @@ Example:
 
 `--model` is a directory, a .gguf file, a preset (gemma2_2b) or a hub id (google/gemma-2-2b).
 `--export=padded` pads FFNs of unequal width with zero neurons so that transformers reads them. The
-last line says which programs load what was written.
+last line says which programs load what was written; `--push=<owner>/<name>` uploads a directory to
+the hub.
 """
 
 from __future__ import annotations
 
 from absl import flags
 
+from ffn_heterogeneity.io.card import check_repository, push
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.gguf_export import TYPES, save_gguf
 from ffn_heterogeneity.io.load import load_model
@@ -24,6 +26,7 @@ _REVISION = flags.DEFINE_string("revision", None, "Branch, tag or commit of a hu
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Directory to write, or a file that ends in .gguf.", required=True
 )
+_PUSH = flags.DEFINE_string("push", "", "<owner>/<name>: to the Hugging Face hub, too.")
 _TYPE = flags.DEFINE_enum("type", "f16", tuple(TYPES), "Of a .gguf file's matrices.")
 _TOKENIZER = flags.DEFINE_bool("tokenizer", True, "With the tokenizer.")
 _DTYPE = flags.DEFINE_enum(
@@ -34,6 +37,8 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an existing director
 
 
 def main() -> None:
+    if _PUSH.value:
+        check_repository(_PUSH.value)
     model = load_model(_MODEL.value, revision=_REVISION.value, dtype=_DTYPE.value)
     options = {
         "tokenizer": model.tokenizer if _TOKENIZER.value else None,
@@ -48,6 +53,8 @@ def main() -> None:
     total = count_parameters(model.config)["total"]
     print(f"{model.source} -> {output}: {model.config.family}, {total:,} parameters")
     print(loads_in(output))
+    if _PUSH.value:
+        print(push(output, _PUSH.value))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.io.card import check_repository, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import remove_leftovers, write_json
 from ffn_heterogeneity.io.load import load_model, model_directory
@@ -45,20 +46,23 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         )  # fmt: skip
         if "removed" in results:
             write_json(target / "removed_neurons.json", results)
+    write_card(target, config.model, describe(surgery.name, config, results), results)
     write_json(workdir / "results.json", results)
-    print(describe(surgery.name, config, results) + str(target), file=sys.stderr)
+    print(f"{describe(surgery.name, config, results)}; {target}", file=sys.stderr)
     print(loads_in(target), file=sys.stderr)
+    if config.get("push"):
+        print(push(target, config.push), file=sys.stderr)
     return results
 
 
 def describe(name: str, config: ConfigDict, results: dict) -> str:
     """One line of what was done."""
     if "removed" not in results:
-        return f"{name}: "
+        return name
     return (
         f"removed {sum(map(len, results['removed'])):,} neurons by {config.criterion}: "
         f"{results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
-        f"({results['parameters_removed_percent']:.1f}% gone); "
+        f"({results['parameters_removed_percent']:.1f}% gone)"
     )
 
 
@@ -76,5 +80,7 @@ def check_config(config: ConfigDict) -> None:
     check_choice("dtype", config.dtype, DTYPES)
     check_choice("export", config.export, EXPORTS)
     surgery_of(config).check(config)
+    if config.get("push"):
+        check_repository(config.push)
     if config.get("streaming") and str(config.model).endswith(".gguf"):
         model_directory(config.model)  # says what to do

@@ -17,6 +17,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
+from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
@@ -90,6 +91,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
             structure="fold" if config.export.form == "padded" else "keep",
         )  # fmt: skip
         results = facts | summary(workdir, result)
+        losses = ", ".join(facts["losses"])
+        write_card(workdir / "model", config.model or "", f"trained with {losses}", results)
         write_json(workdir / "results.json", results | {"seconds": time.time() - start})
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)

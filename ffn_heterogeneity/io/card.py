@@ -1,0 +1,89 @@
+"""The model card (README.md) of a directory written here, and the way to the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import loads_in
+from ffn_heterogeneity.paths import flatten_config
+from ffn_heterogeneity.wording import first_line
+
+CARD = "README.md"
+_LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma"}
+
+
+def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapping[str, Any]):
+    """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it.
+
+    Args:
+      base: what the model was made from: a path, a hub id, a preset.
+      method: one line.
+      facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
+    """
+    licence = licence_of(base)
+    hub = base if re.fullmatch(r"[\w-]+/[\w.-]+", base) and not Path(base).exists() else ""
+    head = ["library_name: ffn_heterogeneity", f"license: {licence or 'other'}"]
+    head += [f"base_model: {hub}"] if hub else []
+    flat = flatten_config(dict(facts))
+    rows = [
+        f"| {key.replace('.', '/')} | {value} |"
+        for key, value in flat.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+    text = [
+        "---", *head, "---", f"# {Path(base).stem or 'model'}, {method.split(':')[0]}", "",
+        f"- base: `{base}`", f"- method: {method}",
+        f"- licence: {licence or 'not known here, see'} (the base model's)",
+        f"- {loads_in(directory)}", "", "| number (results.json) | value |", "|:--|--:|", *rows, "",
+    ]  # fmt: skip
+    (epath.Path(directory) / CARD).write_text("\n".join(text))
+
+
+def licence_of(base: str) -> str:
+    """The base's own word for its licence: of its card, or of a model that we know; "": unknown."""
+    card = Path(base) / CARD
+    if card.is_file() and (found := re.search(r"^license: *(\S+)", card.read_text(), re.M)):
+        return found[1] if found[1] != "other" else ""
+    name = Path(base).name.lower()
+    return next((licence for key, licence in _LICENCES.items() if name.startswith(key)), "")
+
+
+def push(directory: str | os.PathLike, repository: str, *, private: bool = True) -> str:
+    """Uploads a model directory to the Hugging Face hub; returns its address there.
+
+    The repository is made where it is missing. The token is that of `hf auth login`.
+
+    Args:
+      repository: "owner/name".
+
+    Raises:
+      CheckpointError: no such directory, no valid name, no network, not logged in, not allowed.
+    """
+    import huggingface_hub
+
+    directory = Path(directory)
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} holds no model: give a directory with config.json")
+    check_repository(repository)
+    try:
+        api = huggingface_hub.HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=directory))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"cannot push {directory} to {repository!r} ({type(error).__name__}: "
+            f"{first_line(error)}): check the name, the network and `hf auth login`"
+        ) from None
+
+
+def check_repository(repository: str) -> None:
+    """Refuses what cannot be a repository, before anything is computed for it."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
+        raise CheckpointError(f"push={repository!r}: write <owner>/<name> of the Hugging Face hub")

@@ -1,0 +1,122 @@
+"""The model card, and a push to a stand-in of the hub's HTTP interface on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tiny_models import REPOSITORY, run_script, save_tiny
+
+from ffn_heterogeneity.io.card import licence_of, push, write_card
+from ffn_heterogeneity.io.errors import CheckpointError
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What an upload asks for; commits are kept in `server.files`."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        path, files = self.path.split("?")[0], self.server.files
+        if self.headers["Authorization"] != "Bearer secret":
+            return self.answer(401, {"error": "Invalid username or password."})
+        if path == "/api/repos/create":
+            self.server.created.append(json.loads(body))
+            address = f"http://{self.headers['Host']}/me/tiny"
+            return self.answer(200, {"url": address, "name": "me/tiny", "id": "1"})
+        if path == "/api/models/me/tiny/preupload/main":
+            asked = json.loads(body)["files"]
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for file in asked]  # fmt: skip
+            return self.answer(200, {"files": modes})
+        if path == "/api/models/me/tiny/commit/main":
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    value = entry["value"]
+                    files[value["path"]] = base64.b64decode(value["content"])
+            address = f"http://{self.headers['Host']}/me/tiny/commit/abc"
+            return self.answer(200, {"commitUrl": address, "commitOid": "abc", "success": True})
+        return self.answer(200, {"errors": [], "warnings": []})  # the card's head, looked through
+
+    def do_GET(self):
+        self.answer(404, {"error": "Not found"})
+
+    def answer(self, code, values):
+        body = json.dumps(values).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files, server.created = {}, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def compress(hub, tmp_path, token):
+    save_tiny(tmp_path / "tiny")
+    return subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "compress.py", "--config.model=tiny",
+         "--config.push=me/tiny", f"--workdir=run-{token}"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+             "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+             "HF_HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+
+
+def test_a_pruned_model_is_pushed(hub, tmp_path):
+    done = compress(hub, tmp_path, "secret")
+    assert done.returncode == 0, done.stderr
+    model = tmp_path / "run-secret" / "model"
+    assert hub.files == {
+        str(file.relative_to(model)): file.read_bytes()
+        for file in model.rglob("*") if file.is_file()
+    }  # fmt: skip
+    assert hub.created[0]["visibility"] == "private" and "me/tiny" in done.stderr.splitlines()[-1]
+    results = json.loads((tmp_path / "run-secret" / "results.json").read_text())
+    card = hub.files["README.md"].decode()
+    for key in ("parameters_before", "parameters_after", "parameters_removed_percent", "ratio"):
+        (value,) = re.findall(rf"^\| {key} \| (\S+) \|$", card, re.M)
+        assert float(value) == results[key]
+    assert "by entropy" in card and "loads in: transformers" in card and "`tiny`" in card
+    done = compress(hub, tmp_path, "wrong")
+    assert done.returncode == 2 and "hf auth login" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x", "a/", "a b/c"])
+def test_bad_names_are_refused_before_anything_is_done(tmp_path, model, name):
+    run = (f"--config.model={model}", f"--config.push={name}", f"--workdir={tmp_path}/run")
+    assert repr(name) in run_script("compress", *run).error
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(CheckpointError, match="config.json"):
+        push(tmp_path, "me/tiny")
+
+
+def test_licences(tmp_path):
+    assert licence_of("x/smollm2-135m-instruct.gguf") == "apache-2.0"
+    assert licence_of("google/gemma-2-2b") == "gemma" and licence_of("own/model") == ""
+    save_tiny(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: mit\n---\n")
+    save_tiny(tmp_path / "made")
+    write_card(tmp_path / "made", str(tmp_path / "base"), "nothing", {"a": {"b": 1.5}, "c": True})
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "license: mit" in card and "| a/b | 1.5 |" in card and "| c |" not in card
+    assert licence_of(str(tmp_path / "made")) == "mit"
