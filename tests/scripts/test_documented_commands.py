@@ -1,0 +1,118 @@
+"""Every command of README and docs, on what `make demo` leaves behind, at small settings.
+
+The model is a tiny one under the real one's name, the texts are short; nothing else is replaced but
+what SMALL says. What cannot run on a machine without network is in ELSEWHERE, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, random_params, run_script
+
+from ffn_heterogeneity.io.gguf_export import save_gguf
+
+PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md")
+# Settings that are appended to what matches, all that match.
+SMALL = [
+    (r"/train\.py(?!.*_recover)|ffnh train|sweep\.py.*(jreg_pre|nucl_fine)", "--config.steps=2 "
+     "--config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
+    (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
+     "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
+    (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 --config.shape.layers=2 --config.shape.n_heads=2"
+     " --config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
+    (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
+    (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
+    (r"jreg_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
+    (r"chat\.py", "--config.limit=2 --config.max_new_tokens=4"),
+    (r"answers\.py", "--config.limit=2 --config.max_new_tokens=2"),
+    (r"fetch_models", "--only=smollm2"),
+    (r"sweep=seeds", "--only=baseline,seed=0"),
+    (r"dry_run=v5e", "--config.dry_run=h100:8"),
+]  # fmt: skip
+ELSEWHERE = {
+    r"^make": "this is make's own work",
+    r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
+    r"^source |^export ": "settings of a shell",
+    r"^\.\.\. ": "a variation in words",
+    r"^scripts/launch/": "printed word for word (test_launch.py)",
+    r"harness\.py": "the harness reads whole tasks (tests/evaluate/test_tasks.py)",
+    r"benchmark\.py": "minutes (tests/bench)",
+    r"gsm8k(?!.*dry_run)": "from the hub, where there is a network",
+}
+
+
+def commands(page: str) -> list[str]:
+    """Indented blocks: continued lines joined, comments gone."""
+    text = (REPOSITORY / page).read_text()
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
+    first = r"(python|ffnh|make|pip|source|export|yes|scripts/launch|\.\.\. |[A-Z_]+=)"
+    return [line for line in lines if re.match(first, line)]
+
+
+@pytest.fixture(scope="module")
+def after_demo(tmp_path_factory):
+    root = tmp_path_factory.mktemp("clone")
+    for name in ("smollm2-135m-instruct", "gemma-3-270m"):
+        path = root / ".cache" / "models" / f"{name}.gguf"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer = byte_tokenizer()
+        tokenizer.backend_tokenizer.pre_tokenizer.use_regex = True
+        save_gguf(LLAMA, random_params(LLAMA), path, tokenizer=tokenizer, type="f32")
+    demo = root / "runs" / "demo"
+    demo.mkdir(parents=True)
+    for name in ("train", "heldout"):
+        (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
+    data = REPOSITORY.parent / "shared" / "data"
+    if data.is_dir():
+        (root / "data").symlink_to(data.resolve())
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_runs(after_demo, page, shared_data, record_property):
+    variables, ran, left_out = {"MODEL": ".cache/models/smollm2-135m-instruct.gguf"}, 0, []
+    variables["TEXT"] = "runs/demo/heldout.txt"
+    for command in commands(page):
+        reason = next(
+            (why for pattern, why in ELSEWHERE.items() if re.search(pattern, command)), ""
+        )
+        if reason:
+            left_out.append((command, reason))
+            continue
+        if command.startswith("yes"):
+            shell = {"cwd": after_demo, "env": {**os.environ, **variables}}
+            subprocess.run(["bash", "-c", command], check=True, **shell)
+            continue
+        for name, value in variables.items():
+            command = command.replace(f"${name}", value)
+        if match := re.fullmatch(r"([A-Z_]+)=(.*)", command):
+            variables[match[1]] = shlex.split(match[2])[0]
+            continue
+        small = " ".join(more for pattern, more in SMALL if re.search(pattern, command))
+        parts = shlex.split(f"{command.split(' > ')[0]} {small}")
+        script = re.fullmatch(r"scripts/(\w+)\.py", parts[1])
+        done = run_script(script[1] if script else parts[1], *parts[2:], cwd=after_demo)
+        assert done.code == 0, f"{command}\n{done.err[-2000:]}"
+        ran += 1
+    print(f"{page}: {ran} commands ran, {len(left_out)} left out")
+    for command, reason in left_out:
+        print(f"  {command[:80]}: {reason}")
+    assert ran + len(left_out) > 0
+
+
+def test_no_page_is_forgotten():
+    with_commands = {
+        str(path.relative_to(REPOSITORY))
+        for path in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+        if any(not re.match(r"[A-Z_]+=", line) for line in commands(path))
+    }
+    assert with_commands <= {*PAGES, "docs/performance.md", "docs/reproduce.md"}
+    assert os.path.basename(PAGES[0]) == "README.md"
