@@ -6,7 +6,7 @@ Command:   python scripts/evaluate.py --config=configs/answers.py --config.model
            Answers stand in <workdir>/answers/<task>.jsonl, scores in <workdir>/results.json; the
            same command goes on where it stopped.
 Hardware:  one CPU or accelerator.
-Hours:     HOURS
+Hours:     SmolLM2-135M, 293 questions of four tasks: 6 minutes on 2 CPU cores.
 Paper:     NUCL: SuperGLUE's average in percent, of a task with several scores their mean first;
            PaLM 2 and no Gemma. How it generated, and on which split, is not stated.
 

@@ -23,8 +23,9 @@ SMALL = [
      "--config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
     (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
      "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
-    (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 --config.shape.layers=2 --config.shape.n_heads=2"
-     " --config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
+    (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 "
+     "--config.shape.layers=2 --config.shape.n_heads=2 "
+     "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
     (r"jreg_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
