@@ -20,10 +20,10 @@ def get_config(surgery: str = "lora") -> ConfigDict:
     if surgery not in ("lora", "fold"):
         raise ValueError(f"config argument {surgery!r}: lora or fold")
     config = ConfigDict()
-    config.surgery = surgery
+    config.surgery = surgery  # lora | fold
     # Model: a directory, a .gguf file, a hub id or the name of a preset.
     config.model = ""
-    config.revision = placeholder(str)
+    config.revision = placeholder(str)  # branch, tag or commit of a hub id
     if surgery == "lora":
         config.update(adapters.lora())
         config.seed = 0

@@ -22,10 +22,10 @@ from ml_collections.config_dict import placeholder
 def get_config(analysis: str = "connectivity") -> ConfigDict:
     config = ConfigDict(
         {
-            "analysis": analysis,
+            "analysis": analysis,  # connectivity | displacement
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
-            "revision": placeholder(str),
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
         }
     )
     # Of displacement alone:
@@ -38,6 +38,6 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     config.window = 512  # tokens after bos in a window (longer documents are cut to it)
     config.max_windows = 40  # of text, at most; 0: all
     config.bos = "segment"  # segment: bos first in each (Gemma needs it) | stream | none
-    config.batch_size = 4
+    config.batch_size = 4  # windows at once
     config.compute_dtype = "float32"  # or bfloat16; displacements are float32 in either
     return config

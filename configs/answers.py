@@ -21,10 +21,10 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "evaluation": "answers",
+            "evaluation": "answers",  # what evaluate.py does with the model
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
-            "revision": placeholder(str),
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # superglue: all eight and their average; or superglue_ and boolq, cb, copa, multirc,
             # record, rte, wic, wsc (dpr: accuracy, no part of the average).
             "tasks": ("superglue",),
@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
             # The first so many questions of each task, with all answers of MultiRC's; 0: all.
             "limit": 0,
             "bos": "auto",  # as of training: auto | segment | document | none
-            "max_new_tokens": 32,
+            "max_new_tokens": 32,  # of an answer
             # Prompts answered at once, and the dtype of the computation.
             "batch_size": 8,
             "compute_dtype": "float32",

@@ -18,8 +18,8 @@ def get_config() -> ConfigDict:
             # Of step, jreg, streaming: a preset (random weights); of step and jreg: the
             # batch, the computation.
             "model": "smollm2_135m",
-            "batch": 4,
-            "seq_len": 512,
+            "batch": 4,  # rows
+            "seq_len": 512,  # tokens a row
             "compute_dtype": "float32",
             "remat": "dots",
             "unroll": 1,

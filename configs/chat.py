@@ -21,10 +21,10 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "evaluation": "chat",
+            "evaluation": "chat",  # what evaluate.py does with the model
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
-            "revision": placeholder(str),
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # What the answers call it; "": the last part of `model`.
             "model_id": "",
             # mt_bench (80 questions of two turns) | vicuna_bench (80) | wizardlm_testset (218).

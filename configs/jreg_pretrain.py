@@ -47,18 +47,21 @@ def get_config(argument: str = "170m") -> ConfigDict:
     config.model = ""  # a model to go on with; "": a new one of the shape below
 
     config.shape = ConfigDict()  # of a Llama with SwiGLU and as many key heads as heads
-    config.shape.layers = layers
-    config.shape.d_model = d_model
-    config.shape.ffn_width = ffn_width
-    config.shape.n_heads = heads
-    config.shape.vocab_size = 32_000
+    config.shape.layers = layers  # transformer blocks
+    config.shape.d_model = d_model  # width of the residual stream
+    config.shape.ffn_width = ffn_width  # neurons of a block
+    config.shape.n_heads = heads  # of attention
+    config.shape.vocab_size = 32_000  # the tokenizer's, or more
     config.shape.tied = False
     # Of a new model: a directory, a .gguf file or a hub id.
     config.tokenizer = ""
 
     losses.add(config, ("nll", "jreg", *more))
     # The jump rates with h_L after the final norm too: which of the two the paper took is not said.
-    config.monitors.jreg_after_norm = ConfigDict({"term": "jreg", "final_norm": True})
+    after = ConfigDict()
+    after.term = "jreg"  # which term it is, where the group's name does not say it
+    after.final_norm = True  # h_L before (False) or after the final norm
+    config.monitors.jreg_after_norm = after
     if "nucl" in more:
         config.monitors.entropy = losses.entropy(config)
 

@@ -30,7 +30,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
     config.data.task = "messages"
     config.data.split = ""
     config.data.text_field = ""  # of the conversations; "": messages
-    config.data.validation_fraction = 0.0  # the paper holds nothing out
+    config.data.validation_fraction = 0.0  # held out; the paper: nothing
     # One conversation a row, so that 957 batches of 512 are an epoch; True is faster, and then an
     # epoch has fewer steps.
     config.data.packing = False

@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     temperature.set(0.0)
     return ConfigDict(
         {
-            "evaluation": "judge",
+            "evaluation": "judge",  # what evaluate.py does with the model
             # single: a rating from 1 to 10 | pairwise: against `baseline`.
             "mode": "single",
             # As in configs/chat.py; MT-bench's reference answers (reference_gpt4.jsonl, or
@@ -33,8 +33,8 @@ def get_config() -> ConfigDict:
             "benchmark": "mt_bench",
             "data_root": "",
             "limit": 0,  # judge the first so many questions; 0: all
-            "answers": "",
-            "baseline": "",
+            "answers": "",  # a file of configs/chat.py's answers
+            "baseline": "",  # another, of pairwise
             # The address before /v1/chat/completions, and the judge's name there.
             "url": "",
             "judge_model": "",

@@ -3,7 +3,8 @@
 Command:   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,gsm8k \
              --config.losses.nucl.weight=1 --workdir=runs/nucl
            The argument is <model>,<data>[,<loss> ...]: a preset, directory, hub id or .gguf file;
-           gsm8k | text | jsonl | mbpp | superglue (text and jsonl with --config.data.path=<file>,
+           gsm8k | text | jsonl | mbpp | superglue | mixture (text and jsonl with
+           --config.data.path=<file>, mixture by its key data.mixture,
            superglue with --config.data.path=<root>, a folder with train.jsonl for every task); and
            losses to train with as well: diversity, jreg; lora: adapters alone train.
            Sweeps: python scripts/sweep.py --config=... --sweep=alpha | targets --workdir=...
@@ -21,7 +22,7 @@ from ml_collections import ConfigDict
 from configs.parts import adapters, losses, train
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
-DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue")
+DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue", "mixture")
 TARGETS = ("ffn_out", "ffn_in_linear", "ffn_in_gated", "attention_out")
 
 
@@ -35,19 +36,21 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
 
     data = config.data
     data.task = parts[place]
-    data.split = ""
+    data.split = ""  # of a hub data set; "": the task's own
+    if data.task == "mixture":
+        data.mixture = ()  # (('text', 'a.txt', 0.7), ('gsm8k', 'b.jsonl', 0.3)): rows by weight
     if data.task == "jsonl":
         data.prompt_field = ""  # "" takes the known pairs of names
-        data.response_field = ""
+        data.response_field = ""  # as prompt_field
     if data.task in ("text", "jsonl"):
-        data.text_field = ""
+        data.text_field = ""  # of JSONL and parquet; "": "text"
         data.passage_chars = 16_384  # a long file is shuffled in passages of at most so many
-    data.packing = True
+    data.packing = True  # several documents in a row; False: one, padded
     data.bos = "auto"  # auto | segment | document | none
     if data.task != "text":
         # Ends every example: $'\n[eod]' for PaLM 2 in the paper (then configs/harness.py's stop).
         data.append = ""
-        data.loss_on_prompt = False
+        data.loss_on_prompt = False  # True: prompts are learnt as well
     if data.task == "superglue":
         data.with_dpr = True  # the published mixture has DPR beside the eight tasks
 
@@ -57,8 +60,8 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
 
     optimizer = config.optimizer
     optimizer.learning_rate = 1e-6
-    optimizer.b1 = 0.9
-    optimizer.eps = 1e-8
+    optimizer.b1 = 0.9  # decay of the first moment
+    optimizer.eps = 1e-8  # of adamw
     optimizer.momentum = 0.0  # sgd
     # adafactor: with parameter scaling a rate of 1e-6 moves weights by 5e-8, i.e. nothing learns.
     optimizer.multiply_by_parameter_scale = False

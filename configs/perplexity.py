@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
-            "revision": placeholder(str),
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # A UTF-8 text file, tokenised whole without special tokens ...
             "text": "",
             # ... or integers [windows, length] in a .npy file, used whole, bos already in place.

@@ -30,9 +30,13 @@ def get_config() -> ConfigDict:
             "separator": "",
             # Whose tokenizer: a directory, a .gguf file, a hub id or the name of a preset ...
             "tokenizer": "",
-            "revision": placeholder(str),
-            # ... or one that is trained here first: byte-level BPE on at most max_mb of the input.
-            "train_tokenizer": {"vocab_size": 0, "min_frequency": 2, "max_mb": 1000.0},
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
+            # ... or one that is trained here first: byte-level BPE.
+            "train_tokenizer": {
+                "vocab_size": 0,  # 0: none is trained
+                "min_frequency": 2,  # of a pair that is merged
+                "max_mb": 1000.0,  # of the input that it is trained on
+            },
             # A model that is to read the tokens: refused where its vocabulary is too small.
             "model": "",
             # Documents end with the tokenizer's eos; a bos is added when they are read.
@@ -41,7 +45,7 @@ def get_config() -> ConfigDict:
             "passage_chars": 16_384,
             # Megabytes of input a shard, about: what is done again after a stop.
             "shard_mb": 64.0,
-            "processes": 1,
+            "processes": 1,  # that tokenise
             # local | datatrove (its local executor; extra `datatrove`).
             "engine": "local",
             # Say what would be made, from a sample; write nothing.

@@ -17,11 +17,11 @@ def get_config() -> ConfigDict:
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
-            "revision": placeholder(str),
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
             # 2015: neurons that resemble another); reverse turns the order round.
             "criterion": "entropy",
-            "reverse": False,
+            "reverse": False,  # what would be kept goes
             # What the survivors take over: none | sum (of the nearest, or merged into them) |
             # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest).
             # Table 4: Srinivas & Babu is similarity with sum, Stahlberg & Byrne similarity (or
@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
             "compensation": "none",
             # How much: a ratio of each layer's neurons, or a count instead.
             "ratio": 0.25,
-            "count": placeholder(int),
+            "count": placeholder(int),  # neurons of each layer, instead of the ratio
             # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
             "layers": "all",
             # "layer": every layer loses its share; "global": one budget over the chosen layers.

@@ -26,18 +26,19 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": model,
+            # In this order; each is a group below.
             "stages": ("prune", "recover", "score"),
             # (0, 1, 2): all stages once per seed, and the mean of every number with an interval.
             "seeds": (),
             # here | v5e:8x8 | h100:8 ...: what the training stages need there; nothing is run.
             "dry_run": "",
             "prune": {
-                "kind": "surgery",
-                "base": "configs/prune.py",
+                "kind": "surgery",  # train | surgery | evaluate
+                "base": "configs/prune.py",  # the config that it starts from
                 "criterion": "entropy",  # entropy | gini | mstd | magnitude | random
                 "reverse": False,
                 "ratio": 0.25,
-                "layers": "all",
+                "layers": "all",  # or top | bottom | even | odd | pair:5 | 0,3,7 | 4-9
                 "seed": 0,  # of the random criterion
             },
             "recover": {
@@ -45,7 +46,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "base": f"configs/nucl_finetune.py:{model},{data}",
                 "seed": 0,
                 "steps": 1000,
-                "batch_size": 16,
+                "batch_size": 16,  # rows a step
                 "accumulation": 1,
                 "seq_len": 512,
                 "dropout": 0.0,

@@ -30,6 +30,7 @@ from tiny_models import (
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.adapters import ADAPTERS
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
@@ -87,6 +88,9 @@ def test_config(name):
     names = flatten_config(config.to_dict())
     assert 1 <= len(names) <= 60
     assert plain(config.to_dict()), "plain data only: it is written to config.json"
+    said = cli.comments_of(str(REPOSITORY / "configs" / f"{name}.py"))
+    bare = [key for key in names if not cli.comment_of(key, said)]
+    assert not bare, f"--help has no comment for {bare}"
     for key in re.findall(r"--config\.([\w.]+)", header):
         assert key in names, f"the header of configs/{name}.py shows --config.{key}"
 

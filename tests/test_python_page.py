@@ -13,6 +13,7 @@ from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, save_tiny, struc
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.paths import flatten
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/python.md").read_text(), re.DOTALL)
 
 

@@ -11,8 +11,12 @@ from ml_collections import ConfigDict
 
 
 def nll() -> ConfigDict:
-    # reduction: the mean over target tokens, or the "sum" over each document's.
-    return ConfigDict({"weight": 1.0, "reduction": "mean"})
+    return ConfigDict(
+        {
+            "weight": 1.0,  # of the text loss
+            "reduction": "mean",  # over target tokens, or the "sum" over each document's
+        }
+    )
 
 
 def nucl(weight: float = 1.0) -> ConfigDict:
@@ -28,7 +32,11 @@ def nucl(weight: float = 1.0) -> ConfigDict:
 
 
 def diversity(weight: float = 1.0) -> ConfigDict:
-    return ConfigDict({"weight": weight})  # neurons of a layer less alike
+    return ConfigDict(
+        {
+            "weight": weight,  # neurons of a layer less alike
+        }
+    )
 
 
 def jreg(weight: float = 1.0) -> ConfigDict:
@@ -68,4 +76,10 @@ def entropy(config: ConfigDict) -> ConfigDict:
     """A monitor: the entropy of the connections that `config.losses.nucl` acts on."""
     nucl = config.losses.get("nucl")
     targets = nucl.get_ref("targets") if nucl else ("ffn_out",)
-    return ConfigDict({"term": "nucl", "variant": "ent", "targets": targets})
+    return ConfigDict(
+        {
+            "term": "nucl",  # which term it is, where the group's name does not say it
+            "variant": "ent",  # ent | gini | mstd
+            "targets": targets,  # those of losses.nucl
+        }
+    )

@@ -9,7 +9,7 @@ def get_config() -> ConfigDict:
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
-            "revision": placeholder(str),
+            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # Names of tasks, groups and tags of the harness, or with data_root of the pack here:
             # arc_challenge arc_easy boolq cb copa gsm8k hellaswag lambada_openai mbpp mmlu nq_open
             # piqa race sciq sglue_rte social_iqa swag triviaqa wic winogrande.

@@ -14,19 +14,18 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     # Model: a directory, a .gguf file, a hub id or the name of a preset.
     config.model = ""
-    config.revision = placeholder(str)
+    config.revision = placeholder(str)  # branch, tag or commit of a hub id
     config.seed = 0  # of dropout and of the order of the data
     config.data = ConfigDict()
-    config.data.task = "text"
+    config.data.task = "text"  # what a record is: text, tokens, jsonl, or a task's name
     config.data.path = ""  # file, directory or hub name; "" takes the task's own
     config.data.validation_fraction = 0.05  # held out, the same part whatever the seed
     config.data.validation_path = ""  # or data of its own (then set the fraction to 0)
 
-    # Length of the run and of a step. batch_size is rows a step, over all micro-batches.
-    config.steps = 1000
-    config.batch_size = 16
+    config.steps = 1000  # of the whole run
+    config.batch_size = 16  # rows a step
     config.accumulation = 1  # micro-batches a step
-    config.seq_len = 512
+    config.seq_len = 512  # tokens a row
 
     # One group a loss (configs/parts/losses.py), and what is only measured.
     config.losses = ConfigDict()
@@ -35,28 +34,31 @@ def get_config() -> ConfigDict:
 
     config.optimizer = ConfigDict()
     config.optimizer.name = "adamw"  # adamw | adafactor | sgd
-    config.optimizer.learning_rate = 1e-4
+    config.optimizer.learning_rate = 1e-4  # after the warm-up
     config.optimizer.schedule = "constant"  # after the warm-up: constant | linear | cosine
-    config.optimizer.warmup_steps = 100
+    config.optimizer.warmup_steps = 100  # from 0 to the learning rate, linearly
     config.optimizer.final_fraction = 0.0  # of the rate, at the end of linear and cosine
-    config.optimizer.weight_decay = 0.0
-    config.optimizer.b2 = 0.999
+    config.optimizer.weight_decay = 0.0  # decoupled; of matrices
+    config.optimizer.b2 = 0.999  # decay of the second moment
     config.optimizer.clip_norm = placeholder(float)  # global gradient norm; None: no clipping
 
     # Regexes of parameter paths that stay as they are, and of the only ones that train (none: all).
     # Layers have names of their own, layers/<i>/ffn/down/kernel.
     config.freeze = ()
-    config.train_only = ()
+    config.train_only = ()  # see freeze
 
     # Devices along each axis; one may be -1: all that are left. Batches are cut over data x fsdp,
     # weights and their optimiser state over fsdp x tensor.
-    config.mesh = ConfigDict({"data": 1, "fsdp": -1, "tensor": 1})
+    config.mesh = ConfigDict()
+    config.mesh.data = 1  # copies of the model, each with rows of its own
+    config.mesh.fsdp = -1  # parts of the weights along d_model, gathered a layer at a time
+    config.mesh.tensor = 1  # parts of the neurons and heads
     config.compute_dtype = "auto"  # float32 | bfloat16; auto: float32 on CPU, else bfloat16
     config.remat = "auto"  # none | full | dots | attention_output; auto: dots on CPU, else full
     config.unroll = 1  # layers a scan step; 0: all (best on one GPU)
 
     _what_is_kept(config)
-    config.tensorboard = True
+    config.tensorboard = True  # events beside metrics.jsonl
     config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
     config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
     config.seeds = ()  # (0, 1, 2): one run each, and their mean with an interval
@@ -74,8 +76,8 @@ def _what_is_kept(config: ConfigDict) -> None:
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 500  # steps; 0: only when best, at the end and at a stop
     config.checkpoint.keep = 1  # latest ones
-    config.checkpoint.keep_best = True
-    config.checkpoint.at_end = True
+    config.checkpoint.keep_best = True  # the best one stays as well
+    config.checkpoint.at_end = True  # False: the exported model alone stays
 
     config.export = ConfigDict()
     config.export.weights = "last"  # last | best

@@ -45,6 +45,7 @@ from ffn_heterogeneity.data.packing import (
 from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Subset, named_place
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
+from ffn_heterogeneity.data.weighted import WeightedPipeline, parse_mixture
 from ffn_heterogeneity.wording import unknown
 
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
@@ -59,6 +60,8 @@ class DataConfig:
       task: name of a task ("text", "tokens", "jsonl", "gsm8k", "mbpp", "superglue", ...).
       path: file, directory, several files, or hub name `name[:config]`; "" takes the task's own. Of
         a mixture (superglue): the root with a folder for every member, see `mixtures.open_task`.
+      mixture: ((task, path, weight), ...): rows of several of these, in proportion to the weights;
+        `task` is "mixture" then, and the other settings hold for every member.
       split, revision: of a hub data set ("" takes the task's split); a mixture's files are named
         after the split.
       prompt_field, response_field, text_field: record fields; "" leaves it to the task.
@@ -88,6 +91,7 @@ class DataConfig:
 
     task: str = "text"
     path: str | Sequence[str] = ""
+    mixture: Sequence[tuple[str, str, float]] = ()
     split: str = ""
     revision: str | None = None
     prompt_field: str = ""
@@ -301,7 +305,7 @@ def make_pipeline(
     accumulation: int = 1,
     rows: Sequence[int] | None = None,
     vocab_size: int | None = None,
-) -> Pipeline | TokenPipeline:
+) -> Pipeline | TokenPipeline | WeightedPipeline:
     """Opens the data and checks it.
 
     Args:
@@ -331,6 +335,15 @@ def make_pipeline(
     if not isinstance(config, DataConfig):
         config = DataConfig.from_mapping(config)
     fed = chosen_rows(rows, batch_size, accumulation)
+    if config.mixture or config.task == "mixture":
+        members = []
+        for task, path, weight in parse_mixture(config.mixture):
+            one = dataclasses.replace(config, task=task, path=path, mixture=())
+            made = make_pipeline(one, tokenizer, 1, seq_len, seed, vocab_size=vocab_size)
+            members.append((f"{task}:{path}", weight, made))
+        return WeightedPipeline(
+            members, config, tokenizer, batch_size, seq_len, seed, fed, vocab_size
+        )
     without_prompts = config.task == "tokens" or get_task(config.task).encode
     if without_prompts and (config.append or config.loss_on_prompt):
         raise DataError(

@@ -40,7 +40,7 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
     text = [
         "---", *head, "---", f"# {Path(base).stem or 'model'}, {method.split(':')[0]}", "",
         f"- base: `{base}`", f"- method: {method}",
-        f"- licence: {licence or 'not known here, see'} (the base model's)",
+        f"- licence: {licence or 'not known here'} (the base model's)",
         f"- {loads_in(directory)}", "", "| number (results.json) | value |", "|:--|--:|", *rows, "",
     ]  # fmt: skip
     (epath.Path(directory) / CARD).write_text("\n".join(text))

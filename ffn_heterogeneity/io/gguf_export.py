@@ -48,7 +48,7 @@ def save_gguf(
 
     Raises:
       CheckpointError: a model that the format cannot express, a leaf missing or of the wrong shape,
-        a tokenizer of a kind that is not known, an existing file.
+        a tokenizer of a kind that is not known, an existing file, NaN, a weight beyond float16.
     """
     from gguf import GGUFWriter
 
@@ -209,5 +209,10 @@ def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> No
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
+        largest = np.abs(tensor).max(initial=0)
+        if not largest <= (65_504 if kinds[name] != GGMLQuantizationType.F32 else np.inf):
+            raise CheckpointError(
+                f"{name}: {largest:g} is beyond float16: write it with type='f32'"
+            )
         writer.write_tensor_data(quantize(np.ascontiguousarray(tensor), kinds[name]))
     writer.close()

@@ -171,7 +171,8 @@ def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tupl
 
 def _check_directory(path: Path) -> None:
     """Refuses what only lies around a model, or needs one."""
-    if (path / "model" / "config.json").is_file() and not (path / "tokenizer.json").exists():
+    weights = any(path.glob("*.safetensors*"))
+    if (path / "model" / "config.json").is_file() and not weights:
         raise CheckpointError(f"{path} is a work directory: its model is {path / 'model'}")
     if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
         raise CheckpointError(

@@ -258,10 +258,66 @@ def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
         default = "" if flag.default is None else f" (default: {flag.default})"
         print(f"  --{flag.name}: {flag.help}{default}")
     if config is not None:
-        print(f"  --config: the file; now {spec}, whose comments explain its keys:")
+        print(f"  --config: the file; now {spec}:")
+        said = comments_of(spec.partition(":")[0])
         for key, value in flatten_config(config.to_dict()).items():
-            print(f"  --config.{key}={value!r}")
+            print(f"  --config.{key}={value!r}    # {comment_of(key, said)}")
     sys.exit(0)
+
+
+def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
+    """Of the longest end of the dotted key that has one, in the first mapping that has any."""
+    ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
+    names = [name for end in ends for name in (f"config.{end}", end)]
+    return next((tier[name] for tier in said for name in names if name in tier), "")
+
+
+def comments_of(file: str) -> tuple[dict[str, str], ...]:
+    """Key of a config -> comment: beside or right above it, and above a group it is in, in the file
+    and what it imports of configs/; then the same of the other configs.
+
+    A key is named as it stands there: "config.steps", "data.packing"; of a dictionary in a part's
+    function by both ("nucl.weight"), in `get_config` alone. By its last part too, where nothing
+    says more.
+    """
+    own = list(_imported(Path(file)))
+    folder = home() / "configs"
+    others = [p for p in sorted([*folder.glob("*.py"), *folder.glob("parts/*.py")]) if p not in own]
+    tiers: list[dict[str, str]] = [{}, {}, {}, {}]
+    for number, paths in enumerate((own, others)):
+        for path in paths:
+            _comments(path.read_text(encoding="utf-8"), *tiers[2 * number : 2 * number + 2])
+    return tuple(tiers)
+
+
+def _imported(path: Path) -> Iterator[Path]:
+    """The config and the configs it is made of."""
+    yield path
+    pattern = r"^from configs(\.parts)? import (.+)$"
+    for parts, names in re.findall(pattern, path.read_text(encoding="utf-8"), re.M):
+        for name in names.split(", "):
+            yield from _imported(home() / "configs" / ("parts" if parts else "") / f"{name}.py")
+
+
+def _comments(text: str, direct: dict[str, str], inherited: dict[str, str]) -> None:
+    above, function, commented = [], "", False
+    for line in text.splitlines():
+        code, _, comment = line.partition("# ")
+        if code[:1].strip():  # a new function, or what is in none
+            function = match[1] if (match := re.match(r"def (\w+)", code)) else ""
+        key = re.match(r'\s+(?:"(\w+)": |([\w.]+) = )', code)
+        if function and key and (comment or above):
+            owner = "" if key[2] or function.startswith("get_") else f"{function}."
+            name = f"{owner}{key[1] or key[2]}"
+            for end in (name, name.split(".")[-1]):
+                tier = direct if comment or commented else inherited
+                tier.setdefault(end, comment.strip() or " ".join(above))
+        alone = not code.strip()
+        if code.rstrip().endswith("{"):
+            above = []
+        if alone:  # what stands above holds until the next comment or empty line
+            above = ([*above, comment] if commented else [comment]) if comment else []
+        commented = alone and bool(comment)
 
 
 def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source: str) -> None:

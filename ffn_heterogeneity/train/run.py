@@ -91,6 +91,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
             structure="fold" if config.export.form == "padded" else "keep",
         )  # fmt: skip
         results = facts | summary(workdir, result)
+        if hasattr(batches, "shares"):
+            results["shares"] = batches.shares
+            say(", ".join(f"{share:.1%} of rows from {k}" for k, share in batches.shares.items()))
         losses = ", ".join(facts["losses"])
         write_card(workdir / "model", config.model or "", f"trained with {losses}", results)
         write_json(workdir / "results.json", results | {"seconds": time.time() - start})

@@ -107,6 +107,11 @@ def test_hostile_trees_and_existing_files(tmp_path):
     ):
         with pytest.raises(CheckpointError, match="layers/1/ffn"):
             save_gguf(config, unflatten(broken), tmp_path / "x.gguf")
+    for value in (7e4, np.nan):
+        leaves["layers/1/ffn/up/kernel"][0, 0] = value
+        with pytest.raises(CheckpointError, match="blk.1.ffn_up.weight.*float16"):
+            save_gguf(config, unflatten(leaves), tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir()), "nothing half-written"
     (tmp_path / "x.gguf").write_text("mine")
     with pytest.raises(CheckpointError, match="exists"):
         save_gguf(config, params, tmp_path / "x.gguf")

@@ -32,7 +32,8 @@ class Life:
             program = [PROGRAM.with_name("kill_mesh.py"), workdir, str(steps), mesh]
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", *program],
-            env=os.environ | dict(zip(keys, (str(cache), "0"), strict=True)),
+            env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            | dict(zip(keys, (str(cache), "0"), strict=True)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
