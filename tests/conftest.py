@@ -180,6 +180,14 @@ def gemma3_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3_tokenizer(gemma3_gguf):
+    """Of 262,144 tokens: nine seconds, once a process. Leave it as it is."""
+    from ffn_heterogeneity.io.load import load_tokenizer
+
+    return load_tokenizer(gemma3_gguf)
+
+
+@pytest.fixture(scope="session")
 def minilm_dir() -> Path:
     """all-MiniLM-L6-v2 (BERT), a Hugging Face directory."""
     return _model("minilm")

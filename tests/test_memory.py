@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import resource, sys
 import jax, jax.numpy as jnp
@@ -30,6 +32,7 @@ def faults(how: str, **environment) -> tuple[str, int]:
     return said, int(count)
 
 
+@pytest.mark.slow
 def test_most_steps_find_their_pages():
     """Not all: now and then the heap's end is taken by something small, and it grows once more."""
     said, kept = faults("keep")

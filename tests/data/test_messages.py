@@ -55,10 +55,10 @@ def smollm2(smollm2_gguf):
 
 
 @pytest.fixture(scope="module")
-def gemma3(gemma3_gguf):
-    tokenizer = read_tokenizer(gemma3_gguf)
-    tokenizer.chat_template = GEMMA
-    return tokenizer
+def gemma3(gemma3_tokenizer):
+    before, gemma3_tokenizer.chat_template = gemma3_tokenizer.chat_template, GEMMA
+    yield gemma3_tokenizer
+    gemma3_tokenizer.chat_template = before
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from task_tools import hf_model, instance
 from tiny_models import LLAMA, TEXT, byte_tokenizer, config_of, random_params, run_script, save_tiny
 
 from ffn_heterogeneity.evaluate.generate import Sampling
-from ffn_heterogeneity.io.gguf_file import open_gguf
-from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig
 
@@ -141,9 +139,9 @@ def test_contexts_without_tokens(tiny):
             tiny.loglikelihood([instance("a", "b"), instance(*pair)])
 
 
-def test_a_bos_stands_first_once(tiny, gemma3_gguf):
+def test_a_bos_stands_first_once(tiny, gemma3_tokenizer):
     assert tiny.tok_encode("ab") == tiny.tokenizer.encode("ab")
-    gemma = read_tokenizer(open_gguf(gemma3_gguf))
+    gemma = gemma3_tokenizer
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     lm = HarnessLM.__new__(HarnessLM)

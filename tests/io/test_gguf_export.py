@@ -14,7 +14,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf import read_gguf
 from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.gguf_file import open_gguf
-from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.load import load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models.config import RopeConfig
 from ffn_heterogeneity.paths import flatten, unflatten
 
@@ -120,20 +120,21 @@ def test_hostile_trees_and_existing_files(tmp_path):
     assert (tmp_path / "x.gguf").read_text() == "mine"
 
 
-@pytest.mark.parametrize("file", ["smollm2_gguf", "gemma3_gguf"])
+@pytest.mark.parametrize(
+    "file", ["smollm2_gguf", pytest.param("gemma3_gguf", marks=pytest.mark.slow)]
+)
 def test_real_tokenizers_come_back(request, tmp_path, file):
     """Byte-level BPE and SentencePiece: equal state; a tiny model of the vocabulary's size."""
-    model = load_model(request.getfixturevalue(file))
-    config, _, _ = model_of("llama2_7b", 1, {"vocab_size": model.config.vocab_size})
-    config = dataclasses.replace(
-        config, bos_id=model.config.bos_id, eos_id=model.config.eos_id, pad_id=model.config.pad_id
+    real, tokenizer = (
+        load(request.getfixturevalue(file)) for load in (load_config, load_tokenizer)
     )
-    params = unflatten(random_leaves(config))
-    path = save_gguf(config, params, tmp_path / "x.gguf", tokenizer=model.tokenizer)
-    back = load_model(path).tokenizer
-    states = [json.loads(t.backend_tokenizer.to_str()) for t in (model.tokenizer, back)]
+    ids = {name: getattr(real, name) for name in ("vocab_size", "bos_id", "eos_id", "pad_id")}
+    config, _, params = model_of("llama2_7b", 1, ids)
+    path = save_gguf(config, params, tmp_path / "x.gguf", tokenizer=tokenizer)
+    back = load_tokenizer(path)
+    states = [json.loads(t.backend_tokenizer.to_str()) for t in (tokenizer, back)]
     assert states[0] == states[1]
-    assert back.chat_template == model.tokenizer.chat_template
+    assert back.chat_template == tokenizer.chat_template
 
 
 def test_tokenizers_without_a_form(tmp_path):

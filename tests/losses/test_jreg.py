@@ -200,6 +200,7 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
 
 
 @quickly
+@pytest.mark.slow
 def test_gradients_through_vmap():
     """grad of vmap, over rows and over parameters: the link must be batched as the states are."""
     term, plain = jreg_term(CONTEXT), Probe("plain", _plain_cosine)

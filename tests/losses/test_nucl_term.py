@@ -257,9 +257,9 @@ def test_layer_statistics_refuse_nan():
         layer_statistics(unflatten(leaves))
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_real_weights_with_exact_zeros(smollm2_gguf, every):
-    """Of every layer, or of the first, the eighth, ..., down matrices as they were trained."""
+    """Of every layer, or of the first and the last, down matrices as they were trained."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 

@@ -154,6 +154,15 @@ def test_logits_agree(torch, tiny):
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
 
 
+# The others' layers are made of the same parts.
+OFTEN = ("llama", "gemma3", "gpt_neox", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
+    indirect=True,
+)
 def test_gradients_agree_leaf_by_leaf(torch, tiny):
     model, directory = tiny
     config, params = read_pretrained(directory)
