@@ -6,8 +6,7 @@ Example:
 
 `--model` is a directory, a .gguf file, a preset (gemma2_2b) or a hub id (google/gemma-2-2b).
 `--export=padded` pads FFNs of unequal width with zero neurons so that transformers reads them. The
-last line says which programs load what was written; `--push=<owner>/<name>` uploads a directory to
-the hub.
+last line says which programs load what was written; `--push=<owner>/<name>` uploads a directory.
 """
 
 from __future__ import annotations

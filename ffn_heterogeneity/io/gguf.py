@@ -64,7 +64,7 @@ def _read_header(file: GGUFFile) -> tuple[ModelConfig, Family, dict[str, Stored]
         family.gguf_rules(config)
     except ConfigError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file.path}: malformed metadata: {error!r}") from None
     return config, family, tensors
 

@@ -133,7 +133,9 @@ def _parse(path: Path, buffer: mmap.mmap) -> GGUFFile:
         # The fastest axis comes first in the file, last in numpy.
         shape = tuple(reversed([cursor.number("Q") for _ in range(cursor.number("I"))]))
         table.append((name, shape, GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
-    alignment = int(fields.get("general.alignment", 32))
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
+        raise ValueError(f"general.alignment={alignment!r}")
     base = math.ceil(cursor.offset / alignment) * alignment
     raw = np.frombuffer(buffer, np.uint8)
     tensors = {}

@@ -6,7 +6,6 @@ Its inverse, `save_pretrained`, is written in `export.py`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
+from ffn_heterogeneity.io.files import read_object
 from ffn_heterogeneity.io.structure import KEY, read_structure
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import config_from_hf, family_by_name
@@ -50,17 +50,15 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json: not a Hugging Face model directory")
+    values = read_object(path)
     try:
-        values = json.loads(path.read_text())
         native = values.get(NATIVE_KEY, {})
         if "config" not in native:
             return config_from_hf(values)
         config = config_from_dict(native["config"])
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
     if list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
@@ -93,8 +91,11 @@ def read_pretrained(
 
 def structure_section(directory: str | os.PathLike) -> dict:
     """What config.json says of kept structure (io/structure.py); empty: there is none."""
-    values = json.loads((Path(directory) / "config.json").read_text())
-    return values.get(NATIVE_KEY, {}).get(KEY, {})
+    own = read_object(Path(directory) / "config.json").get(NATIVE_KEY, {})
+    section = own.get(KEY, {}) if isinstance(own, dict) else None
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{directory}/config.json: {NATIVE_KEY}.{KEY} is no object")
+    return section
 
 
 def stored_tensors(directory: str | os.PathLike) -> dict[str, Stored]:
@@ -119,7 +120,12 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
     if (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(directory)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(directory)
+        except Exception as error:  # the tokenizers library raises nothing more special
+            raise CheckpointError(
+                f"{directory}: the tokenizer cannot be read ({first_line(error)}): fetch it again"
+            ) from None
     if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
         from transformers import AutoTokenizer
 

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import read_object
 from ffn_heterogeneity.wording import some
 
 INDEX = "model.safetensors.index.json"
@@ -97,14 +98,19 @@ def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, 
         return {name: (view, file) for name, view in open_file(file).items()}
     if not (directory / INDEX).is_file():
         raise CheckpointError(_nothing_there(directory))
-    try:
-        index = json.loads((directory / INDEX).read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError) as error:
-        raise CheckpointError(f"{directory / INDEX} is not a shard index: {error!r}") from None
+    index = read_object(directory / INDEX).get("weight_map")
+    if (
+        not isinstance(index, dict)
+        or not index
+        or not all(isinstance(file, str) for file in index.values())
+    ):
+        raise CheckpointError(
+            f"{directory / INDEX} is not a shard index: weight_map is due, {{tensor: file}}"
+        )
     tensors: dict[str, tuple[np.ndarray, Path]] = {}
     for shard in sorted(set(index.values())):
         file = directory / shard
-        if Path(shard).name != shard or not file.is_file():
+        if not shard.isprintable() or Path(shard).name != shard or not file.is_file():
             raise CheckpointError(f"{directory / INDEX} lists the shard {shard!r}: no such file")
         for name, view in open_file(file).items():
             if index.get(name) != shard:

@@ -128,10 +128,18 @@ class ModelConfig:
             raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive or None")
         if not self.layers:
             raise ConfigError("layers is empty: a model needs at least one layer")
+        if not 0 <= self.norm_eps < 1:
+            raise ConfigError(f"norm_eps={self.norm_eps!r} is outside [0, 1)")
         for i, layer in enumerate(self.layers):
+            rope = layer.rope
+            if not (0 < rope.theta < math.inf and 0 < rope.linear_factor < math.inf):
+                raise ConfigError(
+                    f"layer {i}: rope theta={rope.theta!r}, linear_factor={rope.linear_factor!r} "
+                    "must be positive and finite"
+                )
             if layer.ffn_kind not in FFN_KINDS:
                 raise ConfigError(f"layer {i}: ffn_kind={layer.ffn_kind!r}, not in {FFN_KINDS}")
-            if layer.ffn_width < 1:
+            if not isinstance(layer.ffn_width, int) or layer.ffn_width < 1:
                 raise ConfigError(f"layer {i}: ffn_width={layer.ffn_width} must be at least 1")
             if layer.window is not None and layer.window < 1:
                 raise ConfigError(f"layer {i}: window={layer.window} must be at least 1 or None")

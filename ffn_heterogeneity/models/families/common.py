@@ -16,6 +16,9 @@ import numpy as np
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families.rules import Rule, name_table, one_to_one
 
+# A file's word is not enough to build more.
+MAX_LAYERS = 10_000
+
 _HF_TOP = {
     "embed/embedding": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
@@ -221,6 +224,12 @@ def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     missing = [k for k in (*needed, "intermediate_size") if k not in values]
     if missing:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
+    check_counts({key: values[key] for key in (*needed, "intermediate_size")})
+    optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    check_counts({key: values[key] for key in optional if values.get(key) is not None})
+    layers = values["num_hidden_layers"]
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers={layers}: at most {MAX_LAYERS:,} are built")
     heads, eos = values["num_attention_heads"], values.get("eos_token_id")
     return {
         "vocab_size": values["vocab_size"],
@@ -279,6 +288,9 @@ def base_from_gguf(meta: Mapping[str, Any], rms: bool = True) -> dict[str, Any]:
     missing = [k for k in (*needed, epsilon) if k not in meta]
     if missing:
         raise ConfigError(f"GGUF metadata lacks {', '.join(missing)}")
+    check_counts({key: meta[key] for key in needed if key != "feed_forward_length"})
+    if meta["block_count"] > MAX_LAYERS:
+        raise ConfigError(f"block_count={meta['block_count']}: at most {MAX_LAYERS:,} are built")
     heads, d = meta["attention.head_count"], meta["embedding_length"]
     head_dim = meta.get("attention.key_length") or meta.get("rope.dimension_count") or d // heads
     return {
@@ -299,7 +311,18 @@ def base_from_gguf(meta: Mapping[str, Any], rms: bool = True) -> dict[str, Any]:
 def gguf_widths(meta: Mapping[str, Any]) -> list[int]:
     """FFN widths, one per layer (the key holds a number, or a list where layers differ)."""
     widths, count = meta["feed_forward_length"], meta["block_count"]
-    return [int(w) for w in widths] if isinstance(widths, list) else [int(widths)] * count
+    widths = widths if isinstance(widths, list) else [widths] * count
+    if len(widths) != count:
+        raise ConfigError(f"feed_forward_length holds {len(widths)} widths for {count} layers")
+    check_counts({f"feed_forward_length of layer {i}": width for i, width in enumerate(widths)})
+    return widths
+
+
+def check_counts(values: Mapping[str, Any]) -> None:
+    """Refuses what is no number of things, before anything is built from it."""
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise ConfigError(f"{key}={value!r:.60} is not a positive whole number")
 
 
 def short_float(value: float) -> float:

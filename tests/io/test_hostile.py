@@ -1,0 +1,177 @@
+"""Files that somebody made up: every reader ends in one line that names the file, or reads it.
+
+Some 900 files: each value of config.json, of the index, of GGUF's metadata and of the tokenizer
+replaced in turn by what has no business there, and containers that lie about counts and sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+import struct
+import time
+
+import pytest
+from test_gguf import random_leaves, tiny_config, write
+from tiny_models import save_tiny
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.gguf import read_gguf
+from ffn_heterogeneity.io.huggingface import read_pretrained, read_tokenizer
+
+DEEP = "[" * 100_000 + "]" * 100_000
+HOSTILE = [None, True, -1, 0, 0.5, 10**9, 10**23, 1e308, float("nan"), "", "x", "\ud800", [], [7],
+           {}, {"x": {"y": []}}, [[[[1]]]]]  # fmt: skip
+
+
+def reads_or_refuses(read, path, *, name=None):
+    """`read(path)` returns or raises CheckpointError in one line; at most 1 GB and 20 s."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    try:
+        read(path)
+    except CheckpointError as error:
+        message = str(error)
+        assert message and "\n" not in message and (name or path.name) in message, message[:500]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "kilobytes"
+    assert time.perf_counter() - start < 20
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def places(node, path=()):
+    """Paths of all values inside JSON, containers too."""
+    yield path
+    if isinstance(node, dict | list):
+        for key in node if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*path, key))
+
+
+def replaced(document, path, value):
+    if not path:
+        return value
+    document = copy.deepcopy(document)
+    node = document
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return document
+
+
+KEYS = (
+    "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "tie_word_embeddings", "max_position_embeddings", "eos_token_id", "rope_parameters",
+    "hidden_act", "attention_bias", "per_layer_config", "ffn_heterogeneity", "rope_scaling",
+    "quantization_config", "rope_theta", "dtype",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_config_values(directory, tmp_path, key):
+    original = json.loads((directory / "config.json").read_text())
+    for number, value in enumerate(HOSTILE):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(directory / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({**original, key: value}))
+        reads_or_refuses(read_pretrained, folder, name=str(folder))
+
+
+WHOLE = ["", "null", "[]", "7", '"x"', "{", "{}", DEEP, '{"a": ' * 5000 + "1" + "}" * 5000,
+         "\x00" * 100, '{"vocab_size": 1e999}']  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json",
+                                  "tokenizer_config.json"])  # fmt: skip
+@pytest.mark.parametrize("number", range(len(WHOLE)))
+def test_whole_files(directory, tmp_path, name, number):
+    for file in directory.iterdir():
+        if file.name != name and not (name.endswith("index.json") and "safetensors" in file.name):
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).write_text(WHOLE[number])
+    read = read_tokenizer if name.startswith("token") else read_pretrained
+    reads_or_refuses(read, tmp_path, name=str(tmp_path))
+
+
+def test_index_values(directory, tmp_path):
+    index = {"metadata": {"total_size": 1}, "weight_map": {"model.norm.weight": "a.safetensors"}}
+    for number, path in enumerate(places(index)):
+        for other, value in enumerate([*HOSTILE, "../config.json", "/etc/passwd"]):
+            folder = tmp_path / f"{number}-{other}"
+            folder.mkdir()
+            (folder / "config.json").symlink_to(directory / "config.json")
+            text = json.dumps(replaced(index, path, value))
+            (folder / "model.safetensors.index.json").write_text(text)
+            reads_or_refuses(read_pretrained, folder, name=str(folder))
+
+
+def test_safetensors_headers(directory, tmp_path):
+    whole = (directory / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", whole[:8])[0]
+    header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    tensor = next(name for name in header if name != "__metadata__")
+    found = [(tensor, *path) for path in places(header[tensor])]
+    for number, path in enumerate(found):
+        for other, value in enumerate(HOSTILE):
+            folder = tmp_path / f"{number}-{other}"
+            folder.mkdir()
+            (folder / "config.json").symlink_to(directory / "config.json")
+            try:
+                text = json.dumps(replaced(header, path, value)).encode()
+            except UnicodeEncodeError:
+                continue
+            (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+            reads_or_refuses(read_pretrained, folder, name=str(folder))
+
+
+FIELDS = (
+    "llama.block_count", "llama.embedding_length", "llama.feed_forward_length",
+    "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length",
+    "llama.attention.layer_norm_rms_epsilon", "llama.context_length", "llama.rope.freq_base",
+    "tokenizer.ggml.bos_token_id", "general.architecture", "llama.rope.scaling.type",
+    "general.alignment", "llama.expert_count",
+)  # fmt: skip
+# (GGUF type, its bytes): numbers of every size, strings, lists, a list of lists.
+VALUES = [
+    (4, struct.pack("<I", 0)), (4, struct.pack("<I", 2**32 - 1)), (5, struct.pack("<i", -7)),
+    (10, struct.pack("<Q", 2**63)), (6, struct.pack("<f", float("nan"))), (7, b"\x01"),
+    (12, struct.pack("<d", 1e308)), (8, struct.pack("<Q", 3) + b"abc"),
+    (8, struct.pack("<Q", 2**62)), (9, struct.pack("<IQ", 4, 0)),
+    (9, struct.pack("<IQ", 4, 2) + struct.pack("<II", 1, 2)), (9, struct.pack("<IQ", 4, 2**40)),
+    (9, struct.pack("<IQ", 8, 2**40)), (9, struct.pack("<IQ", 9, 1) * 300), (99, b""),
+]  # fmt: skip
+
+
+def with_field(whole, key, kind, value):
+    """The file with one more field before the others, so that it is read last or collides."""
+    name = key.encode()
+    entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+    magic, version, tensors, fields = struct.unpack_from("<4sIQQ", whole)
+    return struct.pack("<4sIQQ", magic, version, tensors, fields + 1) + entry + whole[24:]
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_gguf_fields(tmp_path, key):
+    config = tiny_config("llama2_7b", 2)
+    path = write(tmp_path / "whole.gguf", config, random_leaves(config))
+    # The real one under another name, so that the hostile one is the only one.
+    whole = path.read_bytes().replace(key.encode(), b"?" * len(key))
+    for number, (kind, value) in enumerate(VALUES):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(with_field(whole, key, kind, value))
+        reads_or_refuses(read_gguf, path)
+
+
+@pytest.mark.parametrize("offset", [8, 16])
+@pytest.mark.parametrize("count", [0, 1, 2**31, 2**62, 2**64 - 1])
+def test_gguf_counts(tmp_path, offset, count):
+    config = tiny_config("llama2_7b", 2)
+    path = write(tmp_path / "whole.gguf", config, random_leaves(config))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<Q", data, offset, count)
+    path.write_bytes(data)
+    reads_or_refuses(read_gguf, path)
