@@ -112,27 +112,67 @@ def test_rates_by_name():
         np.testing.assert_array_equal(steps[0][path], steps[1][path])
 
 
-def stepper(params, terms, patterns=()):
+def stepper(params, terms, patterns=(), config=LLAMA):
     mask = partition.trainable_mask(flatten(params), (), patterns, layer_names(params))
     optimizer = make_optimizer(OptimizerConfig(), params, mask)
     step = make_train_step(
-        functools.partial(causal_lm.forward, LLAMA), terms, optimizer, mask, donate=False
+        functools.partial(causal_lm.forward, config), terms, optimizer, mask, donate=False
     )
     return step, create_state(params, optimizer, mask)
+
+
+def same_after_a_step(config, params, directory, patterns=()):
+    """The tree, and the one read from the directory, after one step: bit for bit."""
+    batch = jax.tree.map(lambda x: x[None], batch_of(258))
+    hyper = {"learning_rate": jnp.float32(1e-2)}
+    ends = []
+    for start in (params, load_model(directory).params):
+        terms = (nll_term(TermContext("nll", model=config)),)
+        step, state = stepper(start, terms, patterns, config)
+        ends.append(flatten(step(state, batch, hyper)[0].params))
+    assert list(ends[0]) == list(ends[1])
+    for path, leaf in ends[0].items():
+        assert np.asarray(leaf).tobytes() == np.asarray(ends[1][path]).tobytes(), path
+    return ends[0]
 
 
 def test_a_kept_model_trains_as_if_never_saved(tmp_path):
     params = structured(LLAMA, random_params(LLAMA))
     save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep")
-    batch = jax.tree.map(lambda x: x[None], batch_of(258))
-    hyper = {"learning_rate": jnp.float32(1e-2)}
-    ends = []
-    for start in (params, load_model(tmp_path / "kept").params):
-        step, state = stepper(start, (nll_term(TermContext("nll", model=LLAMA)),))
-        ends.append(flatten(step(state, batch, hyper)[0].params))
-    assert list(ends[0]) == list(ends[1])
-    for path, leaf in ends[0].items():
-        assert np.asarray(leaf).tobytes() == np.asarray(ends[1][path]).tobytes(), path
+    same_after_a_step(LLAMA, params, tmp_path / "kept")
+
+
+@pytest.mark.slow
+def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
+    """One step as if never saved; torch reads the folded function; folding changes nothing."""
+    import transformers
+
+    config, params = (model := load_model(smollm2_gguf)).config, model.params
+    params = structured(config, params)
+    for path, leaf in (leaves := flatten(params)).items():
+        if path.endswith("lora_b"):
+            leaves[path] = 0.05 * leaf  # of the size that a training gives it
+    params = unflatten(leaves)
+    save_pretrained(config, params, tmp_path / "kept", structure="keep")
+    save_pretrained(config, params, tmp_path / "folded")
+    trained = same_after_a_step(config, params, tmp_path / "kept", (r"/(lora_[ab]|neuron_scale)$",))
+    moved = {p.split("/")[-1] for p, x in trained.items() if np.any(np.asarray(x) != leaves[p])}
+    assert moved == {"lora_a", "lora_b"}, "P is data"
+    tokens = np.random.default_rng(0).integers(3, 40_000, (2, 24)).astype(np.int32)
+
+    def logits(params):
+        hidden = causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
+        return np.asarray(causal_lm.logits(config, params, hidden))
+
+    folded = logits(load_model(tmp_path / "folded").params)
+    scale = np.abs(folded).max()
+    assert np.abs(folded - logits(params)).max() <= 1e-5 * scale
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "kept", attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        found = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(found - folded).max() <= 1e-5 * scale
 
 
 def test_stages_hand_the_structure_on(files, tmp_path):
