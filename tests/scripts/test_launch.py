@@ -128,7 +128,8 @@ def test_five_preemptions_change_nothing(tmp_path):
 
     def command(workdir):
         settings = {
-            "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2, "steps": 60,
+            "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2,
+            "data.passage_chars": 200, "steps": 60,
             "seq_len": 64, "batch_size": 4, "eval.every": 20, "checkpoint.every": 4,
             "optimizer.learning_rate": 1e-3, "tensorboard": False,
         }  # fmt: skip
@@ -139,7 +140,10 @@ def test_five_preemptions_change_nothing(tmp_path):
             f"--workdir={workdir}",
         ]  # fmt: skip
 
-    subprocess.run(command(tmp_path / "plain"), check=True, cwd=REPOSITORY, capture_output=True)
+    plain = subprocess.run(
+        command(tmp_path / "plain"), cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert plain.returncode == 0, plain.stderr
     program = ["bash", LAUNCH / "again.sh", "--wait=0", *command(tmp_path / "killed")]
     process = subprocess.Popen(program, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     kills = 0
