@@ -160,13 +160,19 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
     assert moved == {"lora_a", "lora_b"}, "P is data"
     tokens = np.random.default_rng(0).integers(3, 40_000, (2, 24)).astype(np.int32)
 
-    def logits(params):
-        hidden = causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
-        return np.asarray(causal_lm.logits(config, params, hidden))
+    def logits(params, dtype=np.float32):
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), params)
+        options = causal_lm.RunOptions(compute_dtype=dtype)
+        seen = causal_lm.forward(config, params, {"tokens": tokens}, options=options)
+        return np.asarray(causal_lm.logits(config, params, seen["hidden"]))
 
-    folded = logits(load_model(tmp_path / "folded").params)
+    plain = load_model(tmp_path / "folded").params
+    folded = logits(plain)
     scale = np.abs(folded).max()
-    assert np.abs(folded - logits(params)).max() <= 1e-5 * scale
+    # In float32 the noise of 30 layers is larger (4e-6) than what folding rounds away.
+    with jax.enable_x64(True):
+        apart, together = logits(params, np.float64), logits(plain, np.float64)
+    assert apart.dtype == np.float64 and np.abs(apart - together).max() <= 1e-6 * scale
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "kept", attn_implementation="eager"
     ).eval()
