@@ -55,6 +55,7 @@ REQUIREMENTS = {
     "namespaces": (lambda: _locks("namespaces"), "user namespaces are not allowed here (sandbox)"),
     "bwrap": (lambda: _locks("bwrap"), "bubblewrap (bwrap) is not installed (sandbox)"),
     "sandbox": (lambda: _locks("namespaces") or _locks("bwrap"), "no sandbox for code works here"),
+    "llama_cpp": (lambda: _has("llama_cpp"), "llama-cpp-python is not installed (GGUF elsewhere)"),
     "root": (lambda: os.geteuid() == 0, "only root can become another user"),
 }
 
@@ -112,6 +113,14 @@ def torch():
 
     torch.manual_seed(0)
     return torch
+
+
+@pytest.fixture(scope="session")
+def llama_cpp():
+    """llama.cpp, as another reader of the GGUF files written here."""
+    import llama_cpp
+
+    return llama_cpp
 
 
 @pytest.fixture(scope="session")
