@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, random_params, run_script
@@ -36,6 +37,7 @@ SMALL = [
     (r"dry_run=v5e", "--config.dry_run=h100:8"),
 ]  # fmt: skip
 ELSEWHERE = {
+    r"^git ": "the clone that this test stands for",
     r"^make": "this is make's own work",
     r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
     r"^source |^export ": "settings of a shell",
@@ -53,7 +55,7 @@ def commands(page: str) -> list[str]:
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
-    first = r"(python|ffnh|make|pip|source|export|yes|scripts/launch|\.\.\. |[A-Z_]+=)"
+    first = r"(git|python|ffnh|make|pip|source|export|yes|scripts/launch|\.\.\. |[A-Z_]+=)"
     return [line for line in lines if re.match(first, line)]
 
 
@@ -78,7 +80,7 @@ def after_demo(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_runs(after_demo, page, shared_data, record_property):
+def test_every_command_runs(after_demo, page, shared_data, torch):
     variables, ran, left_out = {"MODEL": ".cache/models/smollm2-135m-instruct.gguf"}, 0, []
     variables["TEXT"] = "runs/demo/heldout.txt"
     for command in commands(page):
@@ -88,7 +90,8 @@ def test_every_command_runs(after_demo, page, shared_data, record_property):
         if reason:
             left_out.append((command, reason))
             continue
-        if command.startswith("yes"):
+        if command.startswith(("yes", "python -c")):
+            command = command.replace("python -c", f"{sys.executable} -c")
             shell = {"cwd": after_demo, "env": {**os.environ, **variables}}
             subprocess.run(["bash", "-c", command], check=True, **shell)
             continue
