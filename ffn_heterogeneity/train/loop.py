@@ -165,7 +165,7 @@ class TrainLoop:
             finally:
                 self._profiler.close()
                 # Said first: closing may fail too, or wait for a disk that does not answer.
-                if not done:
+                if not done and (self.step or self.saved_step is not None):
                     self._say(
                         f"stopped at step {self.step}; to resume: {resume_command(self.workdir)}"
                     )

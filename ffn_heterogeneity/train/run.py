@@ -23,7 +23,7 @@ from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
-from ffn_heterogeneity.io.workdir import prepare_workdir
+from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
@@ -56,10 +56,17 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
     if config.dry_run:
         return dry_run(config, workdir)
-    on_main(lambda: prepare_workdir(workdir, config.to_dict()))
-    if (workdir / "results.json").exists():
-        print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
+    # Alone or not is whoever launches it to say.
+    with working_in(workdir, config.to_dict(), alone=False):
+        if (workdir / "results.json").exists():
+            print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
+        else:
+            _train(config, workdir, shared, start)
         return read_json(workdir / "results.json")
+
+
+def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start: float) -> None:
+    """The run; `start` is when it began."""
     check_config(config)
     mesh = partition.make_mesh(**config.mesh)
     rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
@@ -101,7 +108,6 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         print(loads_in(workdir / "model"), file=sys.stderr)
 
     on_main(finish)
-    return read_json(workdir / "results.json")
 
 
 def make_loop(

@@ -137,16 +137,7 @@ def read_chunk(chunk: Chunk, layout: Layout) -> Iterator[str]:
         surrogate pair, which no tokenizer takes.
     """
     for piece in chunk.pieces:
-        for number, text in enumerate(_READERS[piece.kind](piece, layout)):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{piece.path}, document {number + 1} from byte or row {piece.start}: half a "
-                    f"surrogate pair {error.object[error.start]!r} at character {error.start}; "
-                    "write whole characters"
-                ) from error
-            yield text
+        yield from _READERS[piece.kind](piece, layout)
 
 
 def fingerprint(path: str, kind: str, layout: Layout) -> dict[str, Any]:
