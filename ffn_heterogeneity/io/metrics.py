@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain
+from ffn_heterogeneity.wording import spans
 
 BUCKET_SECONDS = 30.0
 
@@ -33,6 +34,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
       directory: where `metrics.jsonl` and the folder `tensorboard` go.
       resume_step: lines of later steps are dropped first (they were written after the checkpoint
         that is resumed from, and will be written again), and so is a half-written last line.
+        Rows that the checkpoint counted and that are not there are said to be lost.
         None: start a new file.
       resume_rows: and at most so many lines are kept. An evaluation that was made after the
         checkpoint of its own step, and will be made again, is told only by their number.
@@ -62,7 +64,12 @@ class MetricsWriter(contextlib.AbstractContextManager):
             return
         directory.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
-        lines = [json.dumps(row) + "\n" for row in kept[:resume_rows]]
+        kept = kept[:resume_rows]
+        if lost := (resume_rows or 0) - len(kept):
+            steps = spans(missing_steps(kept, range(1, resume_step + 1))) or "evaluations alone"
+            print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}; the run "
+                  "goes on without them", flush=True)  # fmt: skip
+        lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
         _write_lines(self.path, lines)
         if is_bucket(directory):
@@ -118,6 +125,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
         if self._lines is not None:
             _write_lines(self.path, self._lines)
             self._written = time.monotonic()
+        elif self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the files."""
@@ -145,6 +154,14 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
         elif number < len(lines):
             raise ValueError(f"{path}, line {number} is not JSON with a step: {line[:60]}")
     return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+
+def missing_steps(
+    rows: Sequence[Mapping[str, Any]], expected: Iterable[int], prefix: str = "train/"
+) -> list[int]:
+    """The expected steps of which no row has a metric with that prefix: a crash took it."""
+    there = {row["step"] for row in rows if any(name.startswith(prefix) for name in row)}
+    return [step for step in expected if step not in there]
 
 
 def _row(line: str) -> dict | None:

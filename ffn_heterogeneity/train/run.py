@@ -22,7 +22,7 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
@@ -36,6 +36,7 @@ from ffn_heterogeneity.train.plan import dry_run
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.wording import spans
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
@@ -200,6 +201,7 @@ def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) ->
 def summary(workdir: epath.Path, result: LoopResult) -> dict:
     """First, best and final validation metrics, their history, and the speed."""
     rows = read_metrics(workdir / "metrics.jsonl")
+    lost = spans(missing_steps(rows, range(1, result.step + 1)))
     history = [
         {key: value for key, value in row.items() if not isinstance(value, list)}
         for row in rows
@@ -213,4 +215,5 @@ def summary(workdir: epath.Path, result: LoopResult) -> dict:
         "history": history,
         "tokens_per_second": result.tokens_per_second,
         "compile_seconds": result.compile_seconds,
+        **({"steps_without_metrics": lost} if lost else {}),
     }

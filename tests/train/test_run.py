@@ -72,6 +72,7 @@ def test_a_run_trains_and_exports(files, finished):
     assert results == json.loads((workdir / "results.json").read_text())
     assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
     assert [row["step"] for row in results["history"]] == [0, 3, 6]
+    assert "steps_without_metrics" not in results
     before, after = load_model(str(files[0])), load_model(str(workdir / "model"))
     assert results["parameters"] == sum(x.size for x in flatten(before.params).values())
     assert after.tokenizer.encode("ab") == before.tokenizer.encode("ab")
