@@ -135,6 +135,7 @@ def make_loop(
         shardings=built.shardings,
         gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         tensorboard=config.tensorboard,
+        wandb=config.wandb,
     )
     sizes = {path: int(np.size(leaf)) for path, leaf in flatten(model.params).items()}
     facts = {
