@@ -71,8 +71,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         kept = kept[:resume_rows]
         if lost := resume_rows and resume_rows - len(kept):
             steps = spans(missing_steps(kept, range(1, resume_step + 1))) or "evaluations alone"
-            print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}; the run "
-                  "goes on without them", flush=True)  # fmt: skip
+            print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}")
         lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
         _write_lines(self.path, lines)

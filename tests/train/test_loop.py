@@ -153,7 +153,7 @@ def test_rows_that_a_crash_took_are_said_once_and_stay_known(tmp_path, capsys):
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:8])[:-5])
     assert make_loop(tmp_path, hook=interrupt_at(10)).run().step == 11
-    line = f"{log}: 5 of 12 rows are lost, of steps: 6 to 9; the run goes on without them"
+    line = f"{log}: 5 of 12 rows are lost, of steps: 6 to 9\n"
     assert capsys.readouterr().out.count(line) == 1
     result = make_loop(tmp_path).run()
     assert "lost" not in capsys.readouterr().out
