@@ -62,7 +62,6 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     optimizer.learning_rate = 1e-6
     optimizer.b1 = 0.9  # decay of the first moment
     optimizer.eps = 1e-8  # of adamw
-    optimizer.momentum = 0.0  # sgd
     # adafactor: with parameter scaling a rate of 1e-6 moves weights by 5e-8, i.e. nothing learns.
     optimizer.multiply_by_parameter_scale = False
     return config

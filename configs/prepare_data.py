@@ -18,13 +18,18 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # Files, directories (all files, of one kind), globs, hub names (owner/name[:config]);
-            # several with commas.
+            # Files (text and .jsonl also as .gz), directories (all files, of one kind), globs, hub
+            # names (owner/name[:config]); several with commas.
             "input": "",
             # Of JSONL, parquet and hub data: where the text is. Of hub data: split and revision.
             "text_field": "text",
             "split": "train",
             "data_revision": placeholder(str),
+            # Hub data are read as they come and not stored; each process reads all of them.
+            "stream": False,
+            # No more shards are made once there are so many; 0: all. Of hub data not a row more.
+            "max_documents": 0,
+            "max_tokens": 0,  # as max_documents
             # Of text files, what stands between documents: "" (a file is one) | blank_line | line |
             # the very text ("<|endoftext|>").
             "separator": "",

@@ -63,6 +63,17 @@ def some(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(map(repr, names[:limit])) + more
 
 
+def spans(steps: Sequence[int]) -> str:
+    """ "3 to 5, 8" of ascending numbers."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][-1] + 1:
+            found[-1][1:] = [step]
+        else:
+            found.append([step])
+    return ", ".join(" to ".join(map(str, ends)) for ends in found)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, cut where it is long; its type where it says nothing.
 

@@ -51,6 +51,7 @@ REQUIREMENTS = {
     "accelerate": (lambda: _has("accelerate"), "accelerate is not installed (extra `parity`)"),
     "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
     "datatrove": (lambda: _has("datatrove"), "datatrove is not installed (extra `datatrove`)"),
+    "wandb": (lambda: _has("wandb"), "wandb is not installed (extra `wandb`)"),
     "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
     "namespaces": (lambda: _locks("namespaces"), "user namespaces are not allowed here (sandbox)"),
     "bwrap": (lambda: _locks("bwrap"), "bubblewrap (bwrap) is not installed (sandbox)"),
@@ -141,6 +142,13 @@ def lm_eval():
 @pytest.fixture(scope="session")
 def datatrove() -> None:
     """The extra `datatrove`."""
+
+
+@pytest.fixture(scope="session")
+def wandb():
+    import wandb
+
+    return wandb
 
 
 @pytest.fixture(scope="session")

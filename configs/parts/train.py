@@ -4,6 +4,7 @@ prepare            surgeries before it trains, each with a group of its own (par
 refresh            what redraws leaves every step (adapters.REFRESHES), each with a group of its own
 objective          a head and metrics of whole predictions (train/objectives.py)
 optimizer.rates    ((regex, factor), ...): leaves, or layers, whose learning rate is another
+optimizer.momentum and other settings of an optimiser (train/optimizers.py)
 """
 
 from ml_collections import ConfigDict
@@ -59,6 +60,7 @@ def get_config() -> ConfigDict:
 
     _what_is_kept(config)
     config.tensorboard = True  # events beside metrics.jsonl
+    config.wandb = ""  # project of Weights & Biases to log to as well (extra `wandb`)
     config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
     config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
     config.seeds = ()  # (0, 1, 2): one run each, and their mean with an interval

@@ -142,22 +142,6 @@ def chosen_rows(rows: Sequence[int] | None, batch_size: int, accumulation: int) 
     return found
 
 
-def check_ids(batch: Batch, vocab_size: int | None, tokenizer: Any) -> Batch:
-    """The batch itself, if the model has an embedding for all that it holds (None: any model has).
-
-    Raises:
-      DataError: names the token, its id and the vocabulary's size.
-    """
-    largest = int(max(batch["tokens"].max(), batch["targets"].max()))
-    if vocab_size is not None and largest >= vocab_size:
-        raise DataError(
-            f"the data holds token {tokenizer.decode([largest])!r}, id {largest}, beyond the "
-            f"model's vocabulary of {vocab_size}: take it out of the text, or use a tokenizer "
-            "without it"
-        )
-    return batch
-
-
 def take_rows(batch: Batch, rows: np.ndarray) -> Batch:
     """These rows of every array. A copy, so that the global batch can be freed."""
     return {key: value[rows] for key, value in batch.items()}

@@ -146,9 +146,11 @@ class ExampleReader:
     total: int
     packing: bool
     skip_bad: bool = False
+    vocab_size: int | None = None
     counts: Counts = dataclasses.field(default_factory=Counts)
     # Rows, so that reading one again does not count twice.
     _dropped: set[int] = dataclasses.field(default_factory=set)
+    _where: str = ""  # the record that is being read
 
     max_fan_out: ClassVar[int] = 1  # asked for by grain's random-access form only
 
@@ -173,14 +175,15 @@ class ExampleReader:
             raise DataError(
                 f"{self.source.name}: none of its {self.total} records leaves a token to predict "
                 f"in rows of {self.seq_len} ({self.counts.empty} empty, {self.counts.no_response} "
-                f"with a prompt that fills the row, {self.counts.bad} unreadable); check the "
-                "fields, or use longer rows"
+                f"with a prompt that fills the row, {self.counts.bad} unreadable; the last is "
+                f"{self._where}); check the fields, or use longer rows"
             )
 
     def _problem(self, name: str, meaning: str) -> None:
-        self.counts.add_problem(self.source.name, name, meaning)
+        self.counts.add_problem(self.source.name, name, f"{meaning}; the last is {self._where}")
 
     def _read(self, row: int, record: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        self._where = self.source.where(row)
         try:
             example = read_example(self.task, self.fields, self.source, row, record)
             with named_place(self.source, row):
@@ -188,7 +191,8 @@ class ExampleReader:
         except DataError as error:
             if not self.skip_bad:
                 raise
-            return self._problem("bad", f"dropped, unreadable, the last one: {error}")
+            meaning = f"dropped, unreadable, the last one: {error}"
+            return self.counts.add_problem(self.source.name, "bad", meaning)
 
     def _element(self, example: Any) -> dict[str, np.ndarray] | None:
         if self.task.encode:
@@ -210,7 +214,22 @@ class ExampleReader:
             meaning = f"end of the response cut off to fit seq_len = {self.seq_len}"
             self._problem("truncated", meaning)
             ids, scored = ids[:end], scored[:end]
+        check_ids(ids, self.vocab_size, self.encoder.tokenizer)
         return shift(ids, scored)
+
+
+def check_ids(ids: Any, vocab_size: int | None, tokenizer: Any) -> None:
+    """Refuses ids [...] that the model has no embedding for (None: any model has).
+
+    Raises:
+      DataError: names the token, its id and the vocabulary's size.
+    """
+    largest = int(np.max(ids))
+    if vocab_size is not None and largest >= vocab_size:
+        raise DataError(
+            f"token {tokenizer.decode([largest])!r}, id {largest}, beyond the model's vocabulary "
+            f"of {vocab_size}: take it out of the text, or use a tokenizer without it"
+        )
 
 
 def read_example(

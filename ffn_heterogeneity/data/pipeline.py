@@ -20,7 +20,6 @@ from ffn_heterogeneity.data.batches import (
     Batch,
     BatchIterator,
     Feed,
-    check_ids,
     chosen_rows,
     finite,
     pad_to,
@@ -206,6 +205,7 @@ class Pipeline(Feed):
             total=len(subset),
             packing=self.config.packing,
             skip_bad=self.config.skip_bad,
+            vocab_size=self.vocab_size,
         )
         items = records.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         elements = grain.experimental.FlatMapIterDataset(items, reader)
@@ -221,7 +221,6 @@ class Pipeline(Feed):
         )
         pad = pad_to(self.batch_size)
         batches = rows.batch(self.batch_size, drop_remainder=False, batch_fn=pad)
-        batches = batches.map(lambda batch: check_ids(batch, self.vocab_size, self.tokenizer))
         batches = batches.map(lambda batch: take_rows(batch, self.rows))
         prefetched = grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=self.config.prefetch

@@ -9,7 +9,9 @@ training. Data larger than memory belongs in parquet or in a hub data set.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import re
 import socket
 import urllib.parse
@@ -120,21 +122,13 @@ class HubSource(Source):
         import datasets
 
         repository, _, config = name.partition(":")
-        try:
-            with _offline_without_network():
-                self._data = datasets.load_dataset(
-                    repository, config or None, split=split, revision=revision
-                )
-        # Anything may go wrong in there (network, names, formats): all of it has one way out.
-        except Exception as error:
-            raise DataError(
-                f"{name!r} is no local file, and the hub gave no data set of that name with split "
-                f"{split!r} ({type(error).__name__}: {first_line(error)}); without a network give "
-                "a local .jsonl, .parquet or .txt file instead"
-            ) from error
+        with hub_errors(name, split):
+            self._data = datasets.load_dataset(
+                repository, config or None, split=split, revision=revision
+            )
         if not len(self._data):
             raise DataError(f"data set {name!r}, split {split!r}, has no rows")
-        self.name = f"{name}[{split}]"
+        self.name, self.rows = f"{name}[{split}]", len(self._data)
         self.fingerprint = str(getattr(self._data, "_fingerprint", ""))
 
     def __len__(self) -> int:
@@ -142,6 +136,53 @@ class HubSource(Source):
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self._data[index]
+
+    def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
+        """Rows [start, stop)."""
+        return map(self.__getitem__, range(start, stop))
+
+
+class HubStream(Source):
+    """One split of a data set of the hub, read as it comes and never stored.
+
+    Attributes:
+      rows: how many there are; None where the data set does not say.
+    """
+
+    def __init__(self, name: str, split: str, revision: str | None = None):
+        import datasets
+
+        repository, _, config = name.partition(":")
+        with hub_errors(name, split):
+            builder = datasets.load_dataset_builder(repository, config or None, revision=revision)
+            self._data = builder.as_streaming_dataset(split=split)
+        known = (builder.info.splits or {}).get(split)
+        self.rows = known.num_examples if known else None
+        self.name, self.fingerprint = f"{name}[{split}]", f"{builder.config_id} {builder.hash}"
+        self._split, self._at = split, math.inf
+
+    def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
+        """Those of the rows [start, stop) that there are. To go on is cheap, to go back is not."""
+        if start < self._at:
+            self._rows, self._at = iter(self._data), 0
+        before, self._at = self._at, math.inf  # begun anew where this is not read to its end
+        with hub_errors(self.name, self._split):
+            yield from itertools.islice(self._rows, start - before, stop - before)
+        self._at = stop
+
+
+@contextlib.contextmanager
+def hub_errors(name: str, split: str) -> Iterator[None]:
+    """Whatever goes wrong in `datasets` (network, names, formats) has one way out."""
+    try:
+        with _offline_without_network():
+            yield
+    except Exception as error:
+        raise DataError(
+            f"{name!r} is no local file, and the hub did not give its split {split!r} "
+            f"({type(error).__name__}: {first_line(error)}); try again, or give a local .jsonl, "
+            ".parquet or .txt file"
+        ) from error
 
 
 class Subset:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.data.batches import Batch, BatchIterator, Feed, check_ids, finite
+from ffn_heterogeneity.data.batches import Batch, BatchIterator, Feed, finite
 from ffn_heterogeneity.data.corpus.shards import Corpus, check_tokenizer, open_corpus
-from ffn_heterogeneity.data.packing import Counts, Encoder
-from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.packing import Counts, Encoder, check_ids
+from ffn_heterogeneity.data.sources import DataError, named_place
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.token_rows import ShardPart, TokenRows, split, whole
 
@@ -89,7 +89,13 @@ class TokenPipeline(Feed):
             tokens = len(real) * self.seq_len - last * (len(rows) * self.seq_len - rows.positions)
             counts.input_tokens += tokens
             counts.loss_tokens += tokens
-            return check_ids(rows.batch(found[self.rows]), self.vocab_size, self.tokenizer)
+            numbers = found[self.rows]
+            batch = rows.batch(numbers)
+            ids = np.maximum(batch["tokens"], batch["targets"])
+            row, column = divmod(int(ids.argmax()), self.seq_len)
+            with named_place(rows, int(numbers[row]) * self.seq_len + column):
+                check_ids(ids, self.vocab_size, self.tokenizer)
+            return batch
 
         batches = numbers.batch(self.batch_size, batch_fn=pad)
         reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

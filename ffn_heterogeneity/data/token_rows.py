@@ -13,6 +13,7 @@ of a row that starts inside a document is a bos as well; with "document" it is t
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -101,6 +102,21 @@ class TokenRows:
     def __len__(self) -> int:
         return -(-self.positions // self._seq_len)
 
+    def where(self, position: int) -> str:
+        """Shard and document of a position, for errors."""
+        at = bisect.bisect_right(self._starts, position) - 1
+        part, begins = self._parts[at], functools.partial(self._begins, self._parts[at])
+        documents = range(part.first, part.last)
+        inside = bisect.bisect_right(documents, position - self._starts[at], key=begins)
+        shard = part.shard
+        return f"{shard.directory / shard.name}.tokens, document {part.first + inside}"
+
+    def _begins(self, part: ShardPart, document: int) -> int:
+        """The first position of a document, of those of its part."""
+        offsets = part.shard.offsets
+        before = int(offsets[document]) - int(offsets[part.first])
+        return before - self._skipped * (document - part.first)
+
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The five arrays [len(numbers), T]; a negative number gives a row of padding.
 
@@ -139,9 +155,7 @@ class TokenRows:
         tokens, offsets, skipped = part.shard.tokens, part.shard.offsets, self._skipped
         base = int(offsets[part.first])
 
-        def begins(document: int) -> int:
-            return int(offsets[document]) - base - skipped * (document - part.first)
-
+        begins = functools.partial(self._begins, part)
         documents = range(part.first, part.last)
         first = part.first + bisect.bisect_right(documents, start, key=begins) - 1
         last = bisect.bisect_left(documents, stop, lo=first + 1 - part.first, key=begins)

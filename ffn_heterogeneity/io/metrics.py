@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl` (one object a line) and TensorBoard events."""
+"""Metrics of a run: `metrics.jsonl` (one object a line), TensorBoard events, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain
+from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain, read_json
+from ffn_heterogeneity.wording import first_line, spans
 
 BUCKET_SECONDS = 30.0
 
@@ -33,11 +35,14 @@ class MetricsWriter(contextlib.AbstractContextManager):
       directory: where `metrics.jsonl` and the folder `tensorboard` go.
       resume_step: lines of later steps are dropped first (they were written after the checkpoint
         that is resumed from, and will be written again), and so is a half-written last line.
+        Rows that the checkpoint counted and that are not there are said to be lost.
         None: start a new file.
       resume_rows: and at most so many lines are kept. An evaluation that was made after the
         checkpoint of its own step, and will be made again, is told only by their number.
       tensorboard: also write events (needs the package tensorboardX; without it a line says so);
         never into a bucket.
+      wandb: also log to this project of Weights & Biases (needs the package; its environment
+        variables hold, WANDB_MODE=offline say). A resumed run is the same run there.
 
     Attributes:
       rows: the number of lines in the file.
@@ -54,17 +59,24 @@ class MetricsWriter(contextlib.AbstractContextManager):
         resume_step: int | None = None,
         resume_rows: int | None = None,
         tensorboard: bool = True,
+        wandb: str = "",
     ):
         directory = epath.Path(directory)
         self.path, self.rows = directory / "metrics.jsonl", 0
-        self._file = self._events = self._lines = None
+        self._file = self._events = self._lines = self._wandb = None
         if jax.process_index() != 0:
             return
         directory.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
-        lines = [json.dumps(row) + "\n" for row in kept[:resume_rows]]
+        kept = kept[:resume_rows]
+        if lost := resume_rows and resume_rows - len(kept):
+            steps = spans(missing_steps(kept, range(1, resume_step + 1))) or "evaluations alone"
+            print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}")
+        lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
         _write_lines(self.path, lines)
+        if wandb:
+            self._wandb = _wandb(wandb, directory, resume_step is None)
         if is_bucket(directory):
             self._lines, self._written = lines, time.monotonic()
             return
@@ -88,8 +100,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         else:
             return
         self.rows += 1
-        if self._events is not None:
-            self._write_events(step, metrics)
+        self._write_events(step, metrics)
 
     def _append(self, line: str) -> None:
         try:
@@ -105,29 +116,38 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
     def _write_events(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Scalars, and of per-layer values a curve a layer, named so that they sort by depth."""
+        points = {}
         for name, value in metrics.items():
             value = np.asarray(value)
             if value.dtype.kind in "fiub" and value.ndim < 2:
                 for i, x in enumerate(value.reshape(-1)):
-                    label = f"{name}/{i:03d}" if value.ndim else name
-                    self._events.add_scalar(label, float(x), step)
-        self._events.flush()
+                    points[f"{name}/{i:03d}" if value.ndim else name] = float(x)
+        if self._wandb is not None:
+            self._wandb.log({"step": int(step), **points})
+        if self._events is not None:
+            for label, x in points.items():
+                self._events.add_scalar(label, x, step)
+            self._events.flush()
 
     def flush(self) -> None:
         """Nothing written so far can be lost after it; call it before a checkpoint counts it."""
         if self._lines is not None:
             _write_lines(self.path, self._lines)
             self._written = time.monotonic()
+        elif self._file is not None:
+            os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Closes the files."""
+    def close(self, failed: bool = False) -> None:
+        """Closes the files; `failed` is what Weights & Biases shows of the run."""
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(failed))
         self.flush()
         for file in (self._file, self._events):
             if file is not None:
                 file.close()
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_) -> None:
+        self.close(failed=kind is not None)
 
 
 def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict]:
@@ -145,6 +165,14 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
         elif number < len(lines):
             raise ValueError(f"{path}, line {number} is not JSON with a step: {line[:60]}")
     return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+
+def missing_steps(
+    rows: Sequence[Mapping[str, Any]], expected: Iterable[int], prefix: str = "train/"
+) -> list[int]:
+    """The expected steps of which no row has a metric with that prefix: a crash took it."""
+    there = {row["step"] for row in rows if any(name.startswith(prefix) for name in row)}
+    return [step for step in expected if step not in there]
 
 
 def _row(line: str) -> dict | None:
@@ -168,3 +196,28 @@ def _tensorboard(directory: epath.Path, resume_step: int | None):
         return None
     purge = None if resume_step is None else resume_step + 1
     return SummaryWriter(os.fspath(directory), purge_step=purge)
+
+
+def _wandb(project: str, directory: epath.Path, new: bool):
+    """A run of Weights & Biases, in `<directory>/wandb`; its id stays over resumes."""
+    import wandb
+
+    path, config = directory / "wandb" / "id", directory / "config.json"
+    if new or not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex)
+    try:
+        run = wandb.init(
+            project=project, id=path.read_text(), resume="allow", reinit="create_new",
+            name=f"{directory.parent.name}/{directory.name}",
+            dir=None if is_bucket(directory) else os.fspath(directory),
+            config=read_json(config) if config.exists() else None,
+            settings=wandb.Settings(console="off"),
+        )  # fmt: skip
+    except wandb.errors.Error as error:
+        raise ValueError(
+            f"wandb={project!r}: {first_line(error)}; run `wandb login`, or set WANDB_MODE=offline"
+        ) from None
+    # Not wandb's own count of rows: those after a checkpoint come again.
+    run.define_metric("*", step_metric="step")
+    return run

@@ -10,21 +10,24 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
 from ffn_heterogeneity.io.files import is_bucket, plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
+from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel.processes import on_main
 from ffn_heterogeneity.paths import flatten_config
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
-WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine", "push")
+WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine", "push", "wandb")
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "results.json", "model", "tokens")
+# Outputs of a training run that are there before its first step.
+UNSTARTED = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "tensorboard", "wandb")
 # What `prepare_workdir` writes.
 CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
 # Last parts of config keys that name what a run reads.
@@ -44,8 +47,9 @@ def working_in(
 ) -> Iterator[None]:
     """Claims `workdir` (`prepare_workdir`) for what runs inside: a script, or a point of a sweep.
 
-    A run that fails before it wrote anything gives the directory back, so that the mended command
-    may use it. Of several processes that are one run, the main one does all this.
+    A run that fails before its first step, or before it wrote anything, gives the directory back,
+    as it was, so that the mended command may use it. Of several processes that are one run, the
+    main one does all this.
 
     Args:
       alone: refuse a directory in which another process of this machine works now (two would write
@@ -56,17 +60,18 @@ def working_in(
     """
     with contextlib.ExitStack() as stack:
 
-        def claim() -> bool:
+        def claim() -> set[str] | None:
             if alone:
                 stack.enter_context(_locked(workdir))
-            return prepare_workdir(workdir, config)
+            before = {path.name for path in _children(workdir)}
+            return None if prepare_workdir(workdir, config) else before
 
-        resumed = on_main(claim)
+        before = on_main(claim)
         try:
             yield
         except Exception:
-            if resumed is False:  # None where this is not the main process
-                release_workdir(workdir)
+            if before is not None:  # None: resumed, or not the main process
+                release_workdir(workdir, before)
             raise
 
 
@@ -149,19 +154,38 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
     return resumed
 
 
-def release_workdir(workdir: str | os.PathLike) -> None:
-    """Gives back a directory whose run failed before it wrote anything: the next may have it."""
-    path = epath.Path(workdir)
-    if not path.exists():
-        return
-    children = list(path.iterdir())
+def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) -> None:
+    """Gives back a directory whose run failed before its first step: the next may have it.
+
+    Args:
+      before: names of what was there before the run: not its work.
+    """
+    found = [path for path in _children(workdir) if path.name not in before]
     # Folders are those of stages or seeds that are done; other files are the user's.
-    if any(child.is_dir() or child.name in OUTPUTS for child in children):
+    if any((path.is_dir() or path.name in OUTPUTS) and _has_step(path) for path in found):
         return
-    for name in CLAIM:
-        (path / name).unlink(missing_ok=True)
-    if not is_bucket(path) and not any(path.iterdir()):  # a bucket has no empty directories
+    for path in found:
+        if path.is_dir():
+            path.rmtree()
+        elif path.name in (*CLAIM, *UNSTARTED):
+            path.unlink()
+    path = epath.Path(workdir)
+    if not is_bucket(path) and path.exists() and not any(path.iterdir()):  # a bucket has none
         path.rmdir()
+
+
+def _children(workdir: str | os.PathLike) -> list[epath.Path]:
+    path = epath.Path(workdir)
+    return list(path.iterdir()) if path.exists() else []
+
+
+def _has_step(path: epath.Path) -> bool:
+    """Whether an output holds more than what is there before the first step."""
+    if path.name == "checkpoints":
+        return any(child.name.isdigit() for child in path.iterdir())
+    if path.name == "metrics.jsonl":
+        return any(row["step"] for row in read_metrics(path))
+    return path.name not in UNSTARTED
 
 
 def resume_command(workdir: str | os.PathLike) -> str:

@@ -31,7 +31,7 @@ USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
 # What the core does without, and the extra that brings it.
 EXTRAS = {
     "grain": "train", "tensorboardX": "train", "datasets": "data", "pyarrow": "data",
-    "matplotlib": "plots",
+    "matplotlib": "plots", "wandb": "wandb",
 }  # fmt: skip
 HELP_FLAGS = ("-h", "-help", "--help", "--helpshort", "-?")
 

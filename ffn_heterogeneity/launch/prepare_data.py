@@ -92,6 +92,9 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError(f"processes={config.processes}: 1 or more")
     if config.shard_mb <= 0:
         raise ValueError(f"shard_mb={config.shard_mb}: more than 0")
+    for key in ("max_documents", "max_tokens"):
+        if config[key] < 0 or (config[key] and config.engine != "local"):
+            raise ValueError(f"{key}={config[key]}: 0 or more, and engine=local where it is more")
     if config.passage_chars < 1:
         raise ValueError(f"passage_chars={config.passage_chars}: 1 or more")
     if bool(config.tokenizer) == bool(config.train_tokenizer.vocab_size):
@@ -110,6 +113,9 @@ def settings_of(config: ConfigDict) -> Settings:
         chunk_bytes=max(int(config.shard_mb * 1e6), 1),
         split=config.split,
         revision=config.data_revision,
+        stream=config.stream,
+        max_documents=config.max_documents,
+        max_tokens=config.max_tokens,
     )
     return Settings(layout, eos=config.eos, passage_chars=config.passage_chars)
 

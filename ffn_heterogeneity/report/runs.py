@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.tables import number_of
+from ffn_heterogeneity.wording import spans
 
 # Keys of inputs.json (their last parts) that name no data: two runs may write the same model.
 NO_DATA = ("model", "tokenizer")
@@ -27,12 +28,14 @@ class Seed(NamedTuple):
       values: "final.validation/nll" -> number or text, as results.json has them.
       curves: metric -> step -> value, NaN where not finite.
       layers: metric with a value a layer -> step -> values.
+      lost: steps whose rows a crash took; the training curves are NaN there.
     """
 
     model: str
     values: Mapping[str, Any]
     curves: Mapping[str, Mapping[int, float]]
     layers: Mapping[str, Mapping[int, Sequence[float]]]
+    lost: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,21 +134,26 @@ def _read_seed(folder: epath.Path) -> Seed:
             elif name != "step" and (x := number_of(value)) is not None:
                 # A row that was written twice: the later one holds.
                 curves.setdefault(name, {})[row["step"]] = x if math.isfinite(x) else math.nan
+    training = [curve for name, curve in curves.items() if name.startswith("train/")]
+    lost = missing_steps(rows, range(1, rows[-1]["step"])) if training else []
+    for curve in training:
+        curve |= dict.fromkeys(lost, math.nan)
     evaluated = [row for row in rows if any(name.startswith("validation/") for name in row)]
     results = {"first": evaluated[0], "final": evaluated[-1]} if evaluated else {}
     results |= _read_object(path) if path.exists() else {}
     values = {k: x for k, x in flatten_config(results).items() if not isinstance(x, list)}
     values = {k: x if (n := number_of(x)) is None else n for k, x in values.items()}
     model = os.path.join(os.path.realpath(folder), "model")
-    return Seed(model, values, curves, layers)
+    return Seed(model, values, curves, layers, lost)
 
 
 def _not_finite(seed: Seed) -> list[str]:
     first = {
-        name: next((step for step, value in points.items() if math.isnan(value)), None)
+        name: next((i for i, x in points.items() if math.isnan(x) and i not in seed.lost), None)
         for name, points in seed.curves.items()
     }
-    return [f"{name} is not finite, first at step {step}."
+    lost = [f"metrics.jsonl lacks the rows of steps {spans(seed.lost)}."] if seed.lost else []
+    return lost + [f"{name} is not finite, first at step {step}."
             for name, step in first.items() if step is not None]  # fmt: skip
 
 

@@ -47,7 +47,8 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 FREE_KEYS = (
     "model", "revision", "tokenizer", "seed", "seeds", "steps", "mesh", "dropout",
     "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps",
-    "optimizer.final_fraction", "eval", "checkpoint", "export", "tensorboard", "profile", "dry_run",
+    "optimizer.final_fraction", "eval", "checkpoint", "export", "tensorboard", "wandb", "profile",
+    "dry_run",
 )  # fmt: skip
 
 

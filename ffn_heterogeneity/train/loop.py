@@ -103,7 +103,7 @@ class TrainLoop:
       hooks: what is measured between steps; their metrics are one row of the metrics file.
       shardings: the (state, batch, replicated) that the step was built with.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
-      tensorboard: also write events.
+      tensorboard, wandb: where else metrics go, see `MetricsWriter`.
     """
 
     def __init__(
@@ -119,13 +119,14 @@ class TrainLoop:
         shardings: tuple[Any, Any, Any] | None = None,
         gradient_paths: tuple[str, ...] = (),
         tensorboard: bool = True,
+        wandb: str = "",
     ):
         self.config, self.train_step, self.state = config, train_step, state
         self.batches, self.hyper, self.hooks = batches, hyper, tuple(hooks)
         self.workdir, self.gradient_paths = epath.Path(workdir), gradient_paths
         self.shardings = shardings or (None, None, None)
         self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=config.keep)
-        self.tensorboard = tensorboard
+        self.tensorboard, self.wandb = tensorboard, wandb
         # Written once: they are the same in every checkpoint.
         paths = set(flatten(state.params)) - {*gradient_paths} if gradient_paths else ()
         self._frozen = tuple(f"params/{path}" for path in sorted(paths))
@@ -165,7 +166,7 @@ class TrainLoop:
             finally:
                 self._profiler.close()
                 # Said first: closing may fail too, or wait for a disk that does not answer.
-                if not done:
+                if not done and (self.step or self.saved_step is not None):
                     self._say(
                         f"stopped at step {self.step}; to resume: {resume_command(self.workdir)}"
                     )
@@ -185,6 +186,7 @@ class TrainLoop:
             resume_step=self.saved_step,
             resume_rows=self._saved_rows,
             tensorboard=self.tensorboard,
+            wandb=self.wandb,
         )
 
     def _make_progress(self) -> contextlib.AbstractContextManager:

@@ -22,8 +22,8 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.io.metrics import read_metrics
-from ffn_heterogeneity.io.workdir import prepare_workdir
+from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
+from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
@@ -36,6 +36,7 @@ from ffn_heterogeneity.train.plan import dry_run
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.wording import spans
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
@@ -56,10 +57,17 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
     if config.dry_run:
         return dry_run(config, workdir)
-    on_main(lambda: prepare_workdir(workdir, config.to_dict()))
-    if (workdir / "results.json").exists():
-        print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
+    # Alone or not is whoever launches it to say.
+    with working_in(workdir, config.to_dict(), alone=False):
+        if (workdir / "results.json").exists():
+            print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
+        else:
+            _train(config, workdir, shared, start)
         return read_json(workdir / "results.json")
+
+
+def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start: float) -> None:
+    """The run; `start` is when it began."""
     check_config(config)
     mesh = partition.make_mesh(**config.mesh)
     rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
@@ -101,7 +109,6 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         print(loads_in(workdir / "model"), file=sys.stderr)
 
     on_main(finish)
-    return read_json(workdir / "results.json")
 
 
 def make_loop(
@@ -128,6 +135,7 @@ def make_loop(
         shardings=built.shardings,
         gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         tensorboard=config.tensorboard,
+        wandb=config.wandb,
     )
     sizes = {path: int(np.size(leaf)) for path, leaf in flatten(model.params).items()}
     facts = {
@@ -194,6 +202,7 @@ def final_params(config: ConfigDict, workdir: epath.Path, result: LoopResult) ->
 def summary(workdir: epath.Path, result: LoopResult) -> dict:
     """First, best and final validation metrics, their history, and the speed."""
     rows = read_metrics(workdir / "metrics.jsonl")
+    lost = spans(missing_steps(rows, range(1, result.step + 1)))
     history = [
         {key: value for key, value in row.items() if not isinstance(value, list)}
         for row in rows
@@ -207,4 +216,5 @@ def summary(workdir: epath.Path, result: LoopResult) -> dict:
         "history": history,
         "tokens_per_second": result.tokens_per_second,
         "compile_seconds": result.compile_seconds,
+        **({"steps_without_metrics": lost} if lost else {}),
     }

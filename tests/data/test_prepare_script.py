@@ -71,6 +71,8 @@ def test_script_refuses(corpus, smollm2_gguf, tmp_path):
         ({"tokenizer": "x", "engine": "spark"}, r"engine='spark': choose one of \('local', 'da"),
         ({"tokenizer": "x", "processes": 0}, "processes=0: 1 or more"),
         ({"tokenizer": "x", "shard_mb": 0.0}, "shard_mb=0.0"),
+        ({"tokenizer": "x", "max_tokens": -1}, "max_tokens=-1: 0 or more"),
+        ({"tokenizer": "x", "max_tokens": 1, "engine": "datatrove"}, "max_tokens=1: .*engine=lo"),
         ({"tokenizer": "x"}, "model 'x' is not a directory"),
         ({"tokenizer": "x", "input": ""}, "no input"),
         ({"train_tokenizer.vocab_size": 258}, "vocab_size is 258; 3 special tokens and 256 bytes"),

@@ -109,6 +109,13 @@ def test_rows_are_the_stream_cut_into_pieces(make, characters, bos, longest, seq
         column = (0, 1, 2, 3)[i]
         np.testing.assert_array_equal(batch[key], expected[order][..., column])
     np.testing.assert_array_equal(batch["loss_mask"], expected[order][..., 4] == 1)
+    lengths = [[len(ids) - (bos == "none") for ids in shard] for shard in shards]
+    assert [rows.where(position).split("shard-")[1] for position in range(rows.positions)] == [
+        f"{i:06d}.tokens, document {d + 1}"
+        for i, shard in enumerate(lengths)
+        for d, n in enumerate(shard)
+        for _ in range(n)
+    ]
 
 
 def test_fraction_holds_out_whole_documents_of_every_shard(make, characters):

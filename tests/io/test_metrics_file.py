@@ -1,12 +1,15 @@
 """metrics.jsonl: exact values, resumed without repeats; events beside it."""
 
 import json
+import sys
+import types
 
 import numpy as np
 import pytest
 
 from ffn_heterogeneity.io import metrics as module
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
+from ffn_heterogeneity.launch.cli import one_line
 
 
 def test_values_read_back_exactly(tmp_path):
@@ -19,7 +22,7 @@ def test_values_read_back_exactly(tmp_path):
     assert row["nucl/ent"][1] == "nan" and np.float32(row["nucl/ent"][2]) == layers[2]
 
 
-def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
+def test_resume_drops_later_lines_and_a_torn_one(tmp_path, capsys):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(6):
             writer.write(step, {"loss": float(step)})
@@ -29,6 +32,7 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     with MetricsWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
         writer.write(4, {"loss": 40.0})
     rows = read_metrics(path)
+    assert "lost" not in capsys.readouterr().out
     assert [(r["step"], r["loss"]) for r in rows] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
 
 
@@ -73,3 +77,67 @@ def test_in_a_bucket_the_file_is_written_whole(tmp_path, monkeypatch):
     with MetricsWriter(tmp_path) as metrics:
         metrics.write(1, {"loss": 2.0})
         assert len(read_metrics(metrics.path)) == 1
+
+
+def write_and_resume(directory):
+    """Rows 1 and 2, the second after a checkpoint; then resumed from step 1; the run's id."""
+    (directory / "config.json").write_text('{"steps": 7}')
+    with MetricsWriter(directory, tensorboard=False, wandb="a project") as writer:
+        writer.write(1, {"train/loss": 2.0, "layers": np.arange(2.0), "table": np.ones((2, 2))})
+        first = (directory / "wandb" / "id").read_text()
+        writer.write(2, {"train/loss": 1.5})
+    options = {"tensorboard": False, "wandb": "a project", "resume_step": 1}
+    with pytest.raises(KeyError), MetricsWriter(directory, **options) as writer:
+        writer.write(2, {"train/loss": 1.5})
+        raise KeyError("a crash")
+    assert (directory / "wandb" / "id").read_text() == first
+    return first
+
+
+def test_wandb_is_told_what_the_file_is(tmp_path, monkeypatch):
+    runs = []
+
+    class Run(list):
+        def define_metric(self, name, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def finish(self, exit_code):
+            self.code = exit_code
+
+        def log(self, row):
+            self.append(row)
+
+    def init(**options):
+        if options["project"] == "refused":
+            raise RuntimeError("no API key\nmore lines")
+        runs.append(Run())
+        runs[-1].options = options
+        return runs[-1]
+
+    errors = types.SimpleNamespace(Error=RuntimeError)
+    fake = types.SimpleNamespace(init=init, Settings=dict, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    name = write_and_resume(tmp_path)
+    assert runs[0][0] == {"step": 1, "train/loss": 2.0, "layers/000": 0.0, "layers/001": 1.0}
+    assert runs[1] == [{"step": 2, "train/loss": 1.5}] and [run.code for run in runs] == [0, 1]
+    assert {run.options["id"] for run in runs} == {name} and runs[1].options["resume"] == "allow"
+    assert runs[0].options["config"] == {"steps": 7}
+    write_and_resume(tmp_path)  # begun anew: another run
+    assert runs[2].options["id"] != name
+    with pytest.raises(ValueError, match="wandb='refused': no API key; run `wandb login`, or set"):
+        MetricsWriter(tmp_path, wandb="refused")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError) as missing:
+        MetricsWriter(tmp_path, wandb="a project")
+    assert one_line(missing.value).endswith("pip install 'ffn-heterogeneity[wandb]'")
+
+
+def test_wandb_offline(wandb, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    name = write_and_resume(tmp_path)
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    assert len(files) == 2  # `wandb sync` makes one run of them: they have one id
+    for path, layers in zip(files, (True, False), strict=True):
+        content = path.read_bytes()
+        assert b"a project" in content and b"train/loss" in content
+        assert (b"layers/001" in content) == layers

@@ -60,9 +60,25 @@ def test_a_run_that_failed_at_once_gives_its_directory_back(tmp_path):
         raise KeyError("something")
     assert not (tmp_path / "run").exists()
     with pytest.raises(KeyError), working_in(tmp_path / "run", CONFIG):
-        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
         raise KeyError("something")
     assert (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("saved", [None, "checkpoints/1", "seed_0", "model"])
+def test_before_its_first_step_a_run_gives_all_back_but_what_was_there(tmp_path, saved):
+    for folder in ("other run/checkpoints/5", "tensorboard"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyError), working_in(tmp_path, CONFIG):
+        for folder in ("checkpoints/6.orbax-checkpoint-tmp", "checkpoints_frozen/0", "wandb"):
+            (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st')
+        (tmp_path / (saved or "wandb")).mkdir(parents=True, exist_ok=True)
+        raise KeyError("something")
+    assert (sorted(tmp_path.rglob("*")) == before) == (saved is None)
+    assert (tmp_path / "config.json").exists() == (saved is not None)
 
 
 def test_another_config_is_refused_with_its_keys(tmp_path):

@@ -174,6 +174,15 @@ def test_a_nan_of_one_seed_is_seen(tmp_path):
     assert math.isnan(inf.curves[0]["validation/nll"][2]), "inf is a gap too"
 
 
+def test_rows_that_a_crash_took_are_a_gap_and_a_note(tmp_path):
+    rows = [row for row in trained([3.0, 2.0], range(9)) if row["step"] not in (3, 4, 6)]
+    (run,) = runs = read_runs([make(tmp_path / "run", rows)])
+    assert run.notes[1:] == ["metrics.jsonl lacks the rows of steps 3 to 4, 6."]
+    drawn = draw_runs(runs).axes[1].lines[0].get_xydata()
+    np.testing.assert_array_equal(drawn[:, 0], range(1, 10))
+    np.testing.assert_array_equal(np.isnan(drawn[:, 1]), [x in (3, 4, 6) for x in range(1, 10)])
+
+
 # ---- figure
 
 

@@ -22,6 +22,7 @@ from ffn_heterogeneity.parallel.partition import (
     trainable_mask,
 )
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop
@@ -145,6 +146,19 @@ def test_a_crash_resumes_from_the_last_checkpoint(whole, tmp_path, capsys):
     assert "checkpoints/5" in capsys.readouterr().out
     assert bits(again.state) == bits(whole[1].state)
     assert metrics(tmp_path) == metrics(whole[0])
+
+
+def test_rows_that_a_crash_took_are_said_once_and_stay_known(tmp_path, capsys):
+    assert make_loop(tmp_path, hook=interrupt_at(8)).run().step == 9
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:8])[:-5])
+    assert make_loop(tmp_path, hook=interrupt_at(10)).run().step == 11
+    line = f"{log}: 5 of 12 rows are lost, of steps: 6 to 9\n"
+    assert capsys.readouterr().out.count(line) == 1
+    result = make_loop(tmp_path).run()
+    assert "lost" not in capsys.readouterr().out
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3, 4, 4, 5, 10, 11, 12, 12]
+    assert training.summary(tmp_path, result)["steps_without_metrics"] == "6 to 9"
 
 
 def test_a_finished_run_is_not_trained_again(whole, tmp_path):

@@ -72,6 +72,7 @@ def test_a_run_trains_and_exports(files, finished):
     assert results == json.loads((workdir / "results.json").read_text())
     assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
     assert [row["step"] for row in results["history"]] == [0, 3, 6]
+    assert "steps_without_metrics" not in results
     before, after = load_model(str(files[0])), load_model(str(workdir / "model"))
     assert results["parameters"] == sum(x.size for x in flatten(before.params).values())
     assert after.tokenizer.encode("ab") == before.tokenizer.encode("ab")
@@ -123,13 +124,30 @@ def test_a_special_token_beyond_the_vocabulary_is_refused_where_it_is_used(files
         prepare([str(text)], tokenizer, shards / str(refused))
         for data in ({"path": str(text)}, {"task": "tokens", "path": str(shards / str(refused))}):
             pipeline = make_pipeline(data, tokenizer, 2, 16, 0, vocab_size=258)
-            with pipeline_error(refused):
+            place = "True/shard-000000.tokens, document 1" if "task" in data else "character 0"
+            with pipeline_error(refused, place):
                 next(pipeline.train_iterator())
 
 
-def pipeline_error(refused: bool):
-    words = "token '<image>', id 258, beyond the model's vocabulary of 258"
+def pipeline_error(refused: bool, place: str):
+    words = f"{place}: token '<image>', id 258, beyond the model's vocabulary of 258"
     return pytest.raises(DataError, match=words) if refused else contextlib.nullcontext()
+
+
+def test_a_bad_first_batch_names_its_row_and_gives_the_directory_back(files, tmp_path, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    path, workdir = tmp_path / "rows.parquet", tmp_path / "run"
+    texts = ["a text that is long enough"] + [None] * 9  # the first is looked at when it is opened
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    workdir.mkdir()
+    (workdir / "notes.txt").write_text("mine")
+    config = make_config((files[0], path), **{"data.validation_fraction": 0.0})
+    with pytest.raises(DataError, match=r"rows.parquet, row \d+: field 'text' is NoneType \(None"):
+        training.run(config, workdir)
+    assert [child.name for child in workdir.iterdir()] == ["notes.txt"]
+    assert "to resume" not in capsys.readouterr().out
 
 
 def test_a_complete_run_is_only_read(files, finished, capsys):

@@ -8,6 +8,8 @@ chunk becomes one shard, whoever makes it, so any number of processes makes the 
     jsonl     field `text_field` of a line                at ends of lines
     parquet   `text_field` of a row                       between row groups
     hub       `text_field` of a row                       every HUB_ROWS rows
+
+Text and JSONL may be packed (.gz). No more than a chunk of a file is in memory at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ import collections
 import dataclasses
 import functools
 import glob
+import gzip
 import hashlib
+import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ffn_heterogeneity.data.sources import (
     TEXT_SUFFIXES,
     DataError,
     HubSource,
+    HubStream,
     decode_utf8,
     kind_of,
     parse_object,
@@ -48,6 +54,9 @@ class Layout:
         that stands between documents ("<|endoftext|>").
       chunk_bytes: input bytes of a chunk, about.
       split, revision: of a hub data set.
+      stream: hub data sets are read as they come and not stored.
+      max_documents, max_tokens: no more shards are made once there are so many (0: all); nor are
+        more rows of a hub data set read.
     """
 
     text_field: str = "text"
@@ -55,6 +64,9 @@ class Layout:
     chunk_bytes: int = 64 << 20
     split: str = "train"
     revision: str | None = None
+    stream: bool = False
+    max_documents: int = 0
+    max_tokens: int = 0
 
     @property
     def breaks(self) -> bytes:
@@ -137,31 +149,22 @@ def read_chunk(chunk: Chunk, layout: Layout) -> Iterator[str]:
         surrogate pair, which no tokenizer takes.
     """
     for piece in chunk.pieces:
-        for number, text in enumerate(_READERS[piece.kind](piece, layout)):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{piece.path}, document {number + 1} from byte or row {piece.start}: half a "
-                    f"surrogate pair {error.object[error.start]!r} at character {error.start}; "
-                    "write whole characters"
-                ) from error
-            yield text
+        yield from _READERS[piece.kind](piece, layout)
 
 
 def fingerprint(path: str, kind: str, layout: Layout) -> dict[str, Any]:
     """Name, size and SHA-256 of an input; of a hub data set the split and its fingerprint."""
     if kind == "hub":
-        source = _hub(path, layout.split, layout.revision)
-        return {"path": source.name, "rows": len(source), "fingerprint": source.fingerprint}
+        source = _hub(path, layout)
+        return {"path": source.name, "rows": source.rows, "fingerprint": source.fingerprint}
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"path": path, "bytes": Path(path).stat().st_size, "sha256": digest}
 
 
 @functools.lru_cache(maxsize=2)  # a worker reads many pieces of one data set
-def _hub(path: str, split: str, revision: str | None) -> HubSource:
-    return HubSource(path, split, revision)
+def _hub(path: str, layout: Layout) -> HubSource | HubStream:
+    return (HubStream if layout.stream else HubSource)(path, layout.split, layout.revision)
 
 
 def _expand(name: str) -> list[tuple[str, str]]:
@@ -170,12 +173,12 @@ def _expand(name: str) -> list[tuple[str, str]]:
         files = [
             str(file)
             for file in sorted(path.rglob("*"))
-            if file.suffix.lower() in KNOWN
+            if Path(file.name.removesuffix(".gz")).suffix.lower() in KNOWN
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]
         if not files:
             raise DataError(f"{name}: a directory without {', '.join(KNOWN)} files")
-        kinds = sorted({kind_of(file) for file in files})
+        kinds = sorted({_kind(file) for file in files})
         if len(kinds) > 1:
             raise DataError(
                 f"{name}: files of several kinds {kinds}; choose with a glob ({name}/*.jsonl)"
@@ -185,21 +188,28 @@ def _expand(name: str) -> list[tuple[str, str]]:
         files = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
         if not files:
             raise DataError(f"{name}: no file is named so")
-        return [(file, kind_of(file)) for file in files]
-    kind = kind_of(name)
+        return [(file, _kind(file)) for file in files]
+    kind = _kind(name)
     if kind != "hub" and not path.is_file():
         raise DataError(f"{name}: no such file")
     return [(name, kind)]
 
 
+def _kind(name: str) -> str:
+    return kind_of(name.removesuffix(".gz"))
+
+
 def _pieces(path: str, kind: str, layout: Layout) -> Iterator[Piece]:
     if kind == "hub":
-        rows = len(_hub(path, layout.split, layout.revision))
+        source = _hub(path, layout)
+        rows = min(filter(None, (source.rows, layout.max_documents)), default=None)
+        if rows is None:
+            raise DataError(f"{source.name} does not say how many rows it has: set max_documents")
         for start in range(0, rows, HUB_ROWS):
             # A chunk of its own each: its bytes are not known.
             yield Piece(path, kind, start, min(start + HUB_ROWS, rows), layout.chunk_bytes)
         return
-    size = Path(path).stat().st_size
+    size = _size(path)
     if not size:
         raise DataError(f"{path}: the file is empty")
     if kind == "parquet":
@@ -217,17 +227,12 @@ def _next_break(path: str, offset: int, separator: bytes, size: int) -> int:
     """Behind the first separator that starts at `offset` or later; else the end of the file."""
     if not separator or offset >= size:
         return size
-    with open(path, "rb") as file:
-        file.seek(offset)
-        rest = b""
-        while block := file.read(_BLOCK):
-            rest += block
-            if (found := rest.find(separator)) >= 0:
-                return offset + found + len(separator)
-            # What may be the beginning of one stays.
-            keep = min(len(separator) - 1, len(rest))
-            offset += len(rest) - keep
-            rest = rest[len(rest) - keep :]
+    while block := _read(path, offset, _BLOCK):
+        if (found := block.find(separator)) >= 0:
+            return offset + found + len(separator)
+        if len(block) < _BLOCK:
+            break
+        offset += len(block) - len(separator) + 1  # one may begin in this block
     return size
 
 
@@ -257,7 +262,8 @@ def _open_parquet(path: str) -> Any:
 
 
 def _read_text(piece: Piece, layout: Layout) -> Iterator[str]:
-    text = decode_utf8(piece.path, _read_bytes(piece), piece.start)
+    data = _read(piece.path, piece.start, piece.stop - piece.start)
+    text = decode_utf8(piece.path, data, piece.start)
     if not piece.start:
         text = text.removeprefix("\ufeff")
     if not layout.separator:
@@ -275,15 +281,14 @@ def _read_text(piece: Piece, layout: Layout) -> Iterator[str]:
 
 def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[str]:
     offset = piece.start
-    for line in _read_bytes(piece).split(b"\n"):
+    for line in _read(piece.path, piece.start, piece.stop - piece.start).split(b"\n"):
         text = decode_utf8(piece.path, line, offset)
         text = text if offset else text.removeprefix("\ufeff")
         if text.strip():
             try:
                 yield text_of(parse_object(text), layout.text_field)
             except DataError as error:
-                with open(piece.path, "rb") as file:
-                    number = file.read(offset).count(b"\n") + 1
+                number = _read(piece.path, 0, offset).count(b"\n") + 1
                 raise DataError(f"{piece.path}, line {number}: {error}") from error
         offset += len(line) + 1
 
@@ -300,9 +305,9 @@ def _read_parquet(piece: Piece, layout: Layout) -> Iterator[str]:
 
 
 def _read_hub(piece: Piece, layout: Layout) -> Iterator[str]:
-    source = _hub(piece.path, layout.split, layout.revision)
-    for row in range(piece.start, piece.stop):
-        yield _text(source[row], layout.text_field, source.where(row))
+    source = _hub(piece.path, layout)
+    for number, row in enumerate(source.read(piece.start, piece.stop), piece.start):
+        yield _text(row, layout.text_field, source.where(number))
 
 
 def _text(record: Mapping[str, Any], field: str, where: str) -> str:
@@ -312,10 +317,27 @@ def _text(record: Mapping[str, Any], field: str, where: str) -> str:
         raise DataError(f"{where}: {error}; set text_field") from error
 
 
-def _read_bytes(piece: Piece) -> bytes:
-    with open(piece.path, "rb") as file:
-        file.seek(piece.start)
-        return file.read(piece.stop - piece.start)
+def _size(path: str) -> int:
+    """Of the file's content: a packed one is read through."""
+    if not path.endswith(".gz"):
+        return Path(path).stat().st_size
+    _read(path, sys.maxsize, 0)
+    return _opened(path, Path(path).stat().st_mtime_ns).tell()
+
+
+def _read(path: str, start: int, size: int) -> bytes:
+    """Of a file's content. It stays open: in a packed one to go on is cheap, to go back is not."""
+    try:
+        file = _opened(path, Path(path).stat().st_mtime_ns)
+        file.seek(start)
+        return file.read(size)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not a readable .gz file ({first_line(error)})") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: str, changed: int) -> IO[bytes]:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
 _READERS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -60,12 +61,15 @@ def prepare(
             hashing = [pool.submit(corpora.fingerprint, *one, settings.layout) for one in inputs]
             plan = make_plan([one.result() for one in hashing], settings, tokenizer, name)
             done, claimed = claim(directory, plan, tokeniser.dtype), True
-            todo = [chunk for chunk in chunks if shard_name(chunk.number) not in done]
-            if not todo and (directory / shards.MANIFEST).exists():
+            entries = up_to_limits(chunks, done, settings.layout)
+            if entries is not None and (directory / shards.MANIFEST).exists():
                 return shards.read_manifest(directory)
-            entries = _run(pool, todo, chunks) if todo else []
-        done |= {entry["name"]: entry for entry in entries}
-        return finish(directory, plan, [done[shard_name(chunk.number)] for chunk in chunks])
+            if entries is None:
+                entries = _run(pool, chunks, done, settings.layout, processes)
+        for name in {*done} - {entry["name"] for entry in entries}:  # beyond the limits
+            for path in directory.glob(f"{name}.*"):
+                path.unlink()
+        return finish(directory, plan, entries)
     except DataError:
         if claimed:  # what is refused may be another run's
             release(directory)
@@ -82,8 +86,9 @@ def make_plan(
     """
     facts = shards.tokenizer_facts(tokenizer, name)
     layout = dataclasses.asdict(settings.layout)
-    for key in ("split", "revision"):  # they are in a hub data set's fingerprint
+    for key in ("split", "revision", "stream"):  # they are in a hub data set's fingerprint
         layout.pop(key)
+    layout = {key: value for key, value in layout.items() if value or key[:4] != "max_"}
     policy = {"bos": "none stored: the reader adds it"}
     policy["eos_id"] = facts["eos_id"] if settings.eos else None
     return {
@@ -200,11 +205,29 @@ def _whole(directory: Path, entry: Mapping[str, Any], dtype: np.dtype, verify: b
     return True
 
 
+def up_to_limits(
+    chunks: Sequence[corpora.Chunk], done: Mapping[str, dict], layout: corpora.Layout
+) -> list[dict[str, Any]] | None:
+    """The entries of the first shards that reach a limit, or of all; None: some are not made."""
+    entries, sums = [], {"documents": 0, "tokens": 0}
+    limits = {"documents": layout.max_documents, "tokens": layout.max_tokens}
+    for chunk in chunks:
+        if any(0 < limits[key] <= sums[key] for key in limits):
+            break
+        if (entry := done.get(shard_name(chunk.number))) is None:
+            return None
+        entries.append(entry)
+        sums = {key: sums[key] + entry[key] for key in sums}
+    return entries
+
+
 def _run(
-    pool: Pool, todo: Sequence[corpora.Chunk], chunks: Sequence[corpora.Chunk]
+    pool: Pool, chunks: Sequence[corpora.Chunk], done: dict, layout: corpora.Layout, ahead: int
 ) -> list[dict[str, Any]]:
-    """Entries of the shards made; a progress bar of input bytes, with tokens/s."""
-    total = sum(chunk.size for chunk in chunks)
+    """Makes shards, and adds them to `done`, until `up_to_limits` has them; a progress bar of
+    input bytes, with tokens/s. `ahead`: chunks that are waiting or at work."""
+    todo = [chunk for chunk in chunks if shard_name(chunk.number) not in done]
+    left, total = iter(todo), sum(chunk.size for chunk in chunks)
     before = total - sum(chunk.size for chunk in todo)
     start = time.monotonic()
     with tqdm.tqdm(
@@ -217,13 +240,13 @@ def _run(
             bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens, {speed / 1e3:,.0f}k/s", refresh=False)
             bar.update(before + pool.counters[0] - bar.n)
 
-        futures = [pool.tokenise(chunk, show) for chunk in todo]
-        waiting = set(futures)
-        while waiting:
-            done, waiting = concurrent.futures.wait(
+        waiting: set[concurrent.futures.Future] = set()
+        while (entries := up_to_limits(chunks, done, layout)) is None or waiting:
+            more = itertools.islice(left, ahead - len(waiting)) if entries is None else ()
+            waiting |= {pool.tokenise(chunk, show) for chunk in more}
+            made, waiting = concurrent.futures.wait(
                 waiting, timeout=0.5, return_when=concurrent.futures.FIRST_COMPLETED
             )
             show()
-            for future in done:
-                future.result()
-    return [future.result() for future in futures]
+            done |= {future.result()["name"]: future.result() for future in made}
+    return entries

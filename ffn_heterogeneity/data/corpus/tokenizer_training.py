@@ -96,8 +96,9 @@ def sample_texts(
     """The documents of evenly spread chunks, `max_bytes` of UTF-8 at most: the last one is cut."""
     total = sum(chunk.size for chunk in chunks)
     count = min(max(1, round(len(chunks) * max_bytes / total)), len(chunks))
+    last = count if layout.stream else len(chunks)  # a stream has to be read up to there
     left = max_bytes
-    for number in np.linspace(0, len(chunks) - 1, count).astype(int):
+    for number in np.linspace(0, last - 1, count).astype(int):
         for text in corpora.read_chunk(chunks[number], layout):
             if left <= 0:
                 return

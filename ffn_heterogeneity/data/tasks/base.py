@@ -87,8 +87,16 @@ def value_of(record: Mapping[str, Any], field: str, kind: type | tuple, expected
 
 
 def text_of(record: Mapping[str, Any], field: str) -> str:
-    """The string in a field."""
-    return value_of(record, field, str, "text")
+    """The string in a field; no half of a surrogate pair, which no tokenizer takes, is in it."""
+    text = value_of(record, field, str, "text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"field {field!r}: half a surrogate pair {text[error.start]!r} at character "
+            f"{error.start}; write whole characters"
+        ) from None
+    return text
 
 
 def list_of(record: Mapping[str, Any], field: str) -> list[Any]:

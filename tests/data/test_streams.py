@@ -1,0 +1,155 @@
+"""prepare_data on streams: packed files, hub data as they come, limits; stopped, it goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from prepare_tools import contents, documents_of, expected, settings, texts
+
+from ffn_heterogeneity.data.corpus import corpora
+from ffn_heterogeneity.data.corpus.corpora import Layout
+from ffn_heterogeneity.data.corpus.prepare import prepare
+from ffn_heterogeneity.data.corpus.tokenise import Settings
+from ffn_heterogeneity.data.sources import DataError
+
+
+@pytest.fixture
+def hub(write, monkeypatch):
+    """25 documents in two files, streamed by `datasets`; how often their rows were begun."""
+    import datasets
+
+    documents = texts(25)
+    files = [write(f"{i}.jsonl", [{"text": x} for x in documents[i::2]]) for i in range(2)]
+    begun = []
+
+    def load_dataset_builder(name, config, revision):
+        assert (name, config, revision) == ("owner/name", "part", "v2")
+        builder = inner("json", data_files=files)
+        stream = builder.as_streaming_dataset
+        if known:
+            splits = {"train": {"name": "train", "num_examples": 25}}
+            builder.info.splits = datasets.SplitDict.from_split_dict(splits)
+
+        class Counted:
+            def __init__(self, data):
+                self.data = data
+
+            def __iter__(self):
+                begun.append(1)
+                return iter(self.data)
+
+        builder.as_streaming_dataset = lambda split: Counted(stream(split=split))
+        return builder
+
+    inner, known = datasets.load_dataset_builder, []
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(corpora, "HUB_ROWS", 10)
+    yield files, begun, known
+    corpora._hub.cache_clear()
+
+
+def of_hub(**limits):
+    return Settings(Layout(revision="v2", stream=True, **limits))
+
+
+def test_a_hub_stream_is_read_once_and_resumed(hub, characters, tmp_path, monkeypatch):
+    files, begun, known = hub
+    known.append(True)
+    whole = prepare("owner/name:part", characters(), tmp_path / "a", settings=of_hub())
+    assert documents_of(tmp_path / "a") == expected(files, characters())
+    assert len(begun) == 1 and [entry["documents"] for entry in whole["shards"]] == [10, 10, 5]
+    assert whole["inputs"][0]["path"] == "owner/name:part[train]"
+
+    class Stops(characters):
+        def encode(self, text, add_special_tokens=True):
+            if self.calls > 14:
+                raise KeyboardInterrupt
+            return super().encode(text, add_special_tokens)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare("owner/name:part", Stops(), tmp_path / "b", settings=of_hub())
+    again = characters()
+    assert prepare("owner/name:part", again, tmp_path / "b", settings=of_hub()) == whole
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert again.calls < 20  # not the first shard again
+
+
+def test_rows_of_a_stream_are_limited(hub, characters, tmp_path):
+    files = hub[0]
+    with pytest.raises(
+        DataError, match=r"owner/name:part\[train\] does not say how many .*max_doc"
+    ):
+        prepare("owner/name:part", characters(), tmp_path, settings=of_hub())
+    prepare("owner/name:part", characters(), tmp_path, settings=of_hub(max_documents=12))
+    assert documents_of(tmp_path) == expected(files, characters())[:12]
+
+
+def test_a_stream_that_breaks_is_one_line_and_goes_on(hub, characters, tmp_path, monkeypatch):
+    files, begun, _ = hub
+    layout = of_hub(max_documents=25)
+    source = corpora._hub("owner/name:part", layout.layout)
+    rows = iter(source._data)
+
+    def broken():
+        for number, row in enumerate(rows):
+            if number == 13:
+                raise ConnectionError("connection reset\nmore")
+            yield row
+
+    source._rows, source._at = broken(), 0
+    with pytest.raises(
+        DataError, match=r"name:part\[train\]'.*ConnectionError: connection reset\)"
+    ):
+        prepare("owner/name:part", characters(), tmp_path, settings=layout)
+    prepare("owner/name:part", characters(), tmp_path, settings=layout)
+    assert documents_of(tmp_path) == expected(files, characters())
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_packed_files_hold_what_the_others_do(write, characters, tmp_path, processes):
+    from prepare_tools import Slow
+
+    plain = [write(f"{name}.jsonl", [{"text": x} for x in texts(30, i)]) for i, name in
+             enumerate("ab")]  # fmt: skip
+    for path in plain:
+        with open(path, "rb") as file:
+            write(f"packed/{path[-7:]}.gz", gzip.compress(file.read()))
+    options = {"settings": settings(), "processes": processes}
+    prepare(plain, Slow(), tmp_path / "plain", **options)
+    prepare(str(tmp_path / "packed"), Slow(), tmp_path / "out", **options)
+    shards = [{k: v for k, v in contents(tmp_path / x).items() if k != "manifest.json"}
+              for x in ("plain", "out")]  # fmt: skip
+    assert len(shards[0]) > 8 and shards[0] == shards[1]
+    for name, data, message in (
+        ("c.jsonl.gz", gzip.compress(b"[1]\n" * 999)[:-9], "c.jsonl.gz: not a readable .gz"),
+        ("d.jsonl.gz", b"no gzip", "d.jsonl.gz: not a readable .gz"),
+        ("e.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"body": 1}\n'), "gz, line 2: no field"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(write(name, data), characters(), tmp_path / "bad", settings=settings())
+
+
+@pytest.mark.parametrize("limit", [{"max_documents": 25}, {"max_tokens": 2000}])
+def test_limits_take_the_first_shards_whatever_the_processes(write, tmp_path, limit):
+    from prepare_tools import Slow
+
+    path = write("a.jsonl", [{"text": text} for text in texts(90)])
+    whole = prepare(path, Slow(), tmp_path / "whole", settings=settings())
+    found = []
+    for processes in (1, 3) if "max_tokens" in limit else (1, 1):
+        directory = tmp_path / str(processes)
+        options = {"settings": Settings(Layout(chunk_bytes=2000, **limit)), "processes": processes}
+        manifest = prepare(path, Slow(), directory, **options)
+        entries, (key, least) = manifest["shards"], next(iter(limit.items()))
+        assert entries == whole["shards"][: len(entries)] and len(entries) < len(whole["shards"])
+        counts = [entry[key.removeprefix("max_")] for entry in entries]
+        assert sum(counts[:-1]) < least <= sum(counts)
+        assert len(list(directory.glob("*.tokens"))) == len(entries)
+        assert prepare(path, Slow(), directory, **options) == manifest
+        found.append(contents(directory))
+    assert found[0] == found[1]
+    with pytest.raises(DataError, match="max_(tokens|documents) was .*, is None|was None"):
+        prepare(path, Slow(), tmp_path / "1", settings=settings())
+    assert json.loads(found[0]["manifest.json"])["documents"] == manifest["documents"]
