@@ -33,7 +33,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     results = {key: config[key] for key in ("model", "analysis") if key in config}
     results |= EVALUATIONS[_chosen(config)[1]][1](config, workdir)
     write_json(workdir / "results.json", results)
-    print(f"{workdir}/results.json", file=sys.stderr)
+    for path in (workdir / "results.json", *sorted(workdir.glob("*.png"))):
+        print(path, file=sys.stderr)
     return results
 
 
