@@ -163,14 +163,14 @@ def _answered(
             if rows.keys() >= set(piece):
                 continue
             fitting = [i for i in piece if len(prompts[i]) <= room]
-            answers = generator([prompts[i] for i in fitting], sampling, progress=None)
+            answers = generator([prompts[i] for i in fitting], sampling, progress=bar.update)
             given = dict(zip(fitting, answers, strict=True))
             for i in piece:
                 answer = given.get(i, Generation("", [], "no room"))
                 rows[i] = {"id": i, "place": asked[i].where, "prediction": answer.text.strip()}
                 rows[i] |= {"reference": asked[i].reference, "finish": answer.finish}
             write_rows(path, [rows[i] for i in sorted(rows)])
-            bar.update(len(piece))
+            bar.update(len(piece) - len(fitting))
     return [rows[i] for i in range(len(asked))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from etils import epath
@@ -11,12 +12,28 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.report.figures import curves_figure
+from ffn_heterogeneity.report.tables import markdown_table
+
+STATISTICS = ("entropy", "gini", "mstd")
 
 
 def connectivity(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
-    """The analysis "connectivity": the layers' sums and `<workdir>/connectivity.png`."""
+    """The analysis "connectivity": the layers' sums, their table, `<workdir>/connectivity.png`."""
     model = load_model(config.model, revision=config.revision)
-    return {"layers": layer_sums(model, workdir), "d_model": model.config.d_model}
+    layers = layer_sums(model, workdir)
+    cells = [
+        (i, layer["neurons"], *(f"{layer[name] / layer['neurons']:.5g}" for name in STATISTICS))
+        for i, layer in enumerate(layers)
+    ]
+    cells.append(("uniform", "-", *(f"{value:.5g}" for value in _uniform(model.config.d_model))))
+    table = markdown_table(("layer", "neurons", *STATISTICS), cells)
+    print(f"{model.source}, mean over each layer's neurons:\n{table}", file=sys.stderr)
+    return {"layers": layers, "d_model": model.config.d_model}
+
+
+def _uniform(d: int) -> tuple[float, float, float]:
+    """The statistics of a neuron whose outgoing weights are all alike."""
+    return math.log(d), 1 - 1 / d, 0.0
 
 
 def layer_sums(model: Model, folder: epath.Path) -> list[dict[str, Any]]:
@@ -24,14 +41,12 @@ def layer_sums(model: Model, folder: epath.Path) -> list[dict[str, Any]]:
     sums = layer_statistics(model.params)
     widths = model.config.ffn_widths
     layers = [{**row, "neurons": width} for row, width in zip(sums, widths, strict=True)]
-    d = model.config.d_model
-    uniform = {"entropy": math.log(d), "gini": 1 - 1 / d, "mstd": 0.0}
     panels = {
         f"{name}, mean over neurons (dashed: uniform)": {
             "": {i: layer[name] / layer["neurons"] for i, layer in enumerate(layers)}
         }
-        for name in uniform
+        for name in STATISTICS
     }
-    path, bounds = folder / "connectivity.png", tuple(uniform.values())
+    path, bounds = folder / "connectivity.png", _uniform(model.config.d_model)
     curves_figure(panels, path, xlabel="layer", bounds=bounds)
     return layers

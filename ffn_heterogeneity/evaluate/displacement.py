@@ -118,6 +118,7 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     if not checkpoints and not config.revisions:
         model = load_model(config.model, revision=config.revision)
         result = _of_model(config, model)
+        _say(config.model, result)
         panels = {"all tokens": result, "last tokens": result["last"]}
         lines = {title: {_words(name): panel[name] for name in READINGS}
                  for title, panel in panels.items()}  # fmt: skip
@@ -130,6 +131,7 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     for name, source in series:
         measure = functools.partial(_row, config, name, source)
         rows.append(once(workdir / "series", name, measure))
+        _say(name, rows[-1])
     lines = {_words(name): {row["checkpoint"]: row[name] for row in rows} for name in READINGS}
     _draw(lines, workdir)
     _curve(rows, workdir / "jump_rates.png")
@@ -158,15 +160,27 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
     )
     result = describe(psi) | {"tokens": sum(map(len, documents)), **counts}
     result["last"]["tokens"] = len(documents)
-    cells = [
-        (name.split("_")[0], positions, part["tokens"],
-         *(f"{part[name][rate]:.2f}" if rate in part[name] else "-" for rate in RATES))
-        for positions, part in (("all", result), ("last", result["last"]))
-        for name in READINGS
-    ]  # fmt: skip
-    table = markdown_table(("final norm", "positions", "tokens", *RATES), cells)
-    print(f"{model.source}, jump rates in percent:\n{table}", file=sys.stderr)
     return result
+
+
+def _say(name: str, result: dict) -> None:
+    """The displacements of every layer and the jump rates, as tables on stderr."""
+    parts = (("all", result), ("last", result["last"]))
+    columns = [part[reading]["psi"] for _, part in parts for reading in READINGS]
+    header = [f"{positions} tokens, {_words(reading).removesuffix(' final norm')}"
+              for positions, _ in parts for reading in READINGS]  # fmt: skip
+    layers = [(i, *(f"{psi:.5f}" for psi in row))
+              for i, row in enumerate(zip(*columns, strict=True), 1)]  # fmt: skip
+    cells = [
+        (reading.split("_")[0], positions, part["tokens"],
+         *(f"{part[reading][rate]:.2f}" if rate in part[reading] else "-" for rate in RATES))
+        for positions, part in parts
+        for reading in READINGS
+    ]  # fmt: skip
+    print(f"{name}, angular displacement (before or after the final norm):\n"
+          f"{markdown_table(('layer', *header), layers)}\njump rates in percent:\n"
+          f"{markdown_table(('final norm', 'positions', 'tokens', *RATES), cells)}",
+          file=sys.stderr)  # fmt: skip
 
 
 def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -128,7 +128,7 @@ class Generator:
         sampling: Sampling | Sequence[Sampling] = Sampling(),
         *,
         truncate: bool = False,
-        progress: str | None = "generate",
+        progress: str | Callable[[int], Any] | None = "generate",
     ) -> list[Generation]:
         """A continuation of each prompt, in the prompts' order.
 
@@ -138,7 +138,8 @@ class Generator:
             `eos` are generated in different batches).
           truncate: a prompt that leaves no room for max_new_tokens within the model's positions
             loses its oldest tokens (its first one, usually bos, stays); otherwise it is an error.
-          progress: label of the progress bar; None: no bar.
+          progress: label of the progress bar; None: no bar; or a function that is told after each
+            batch how many prompts it answered (a caller's own bar).
 
         Raises:
           ValueError: an empty prompt, an id outside the vocabulary, a prompt too long for the
@@ -156,13 +157,15 @@ class Generator:
         batches = list(_batches(rows, wanted, self.batch_size))
         lengths = [self._length(batch, rows, wanted) for batch in batches]
         found: dict[int, Generation] = {}
-        off = None if progress else True
-        with tqdm(total=len(rows), desc=progress, disable=off, file=sys.stderr) as bar:
+        label = progress if isinstance(progress, str) else None
+        off = None if label else True
+        with tqdm(total=len(rows), desc=label, disable=off, file=sys.stderr) as bar:
+            told = progress if callable(progress) else bar.update
             for batch, own in zip(batches, lengths, strict=True):
                 # One length for all, unless that doubles the cache: tokens come by one program.
                 length = max((n for n in lengths if n <= 2 * own), default=own)
                 found |= self._generate(batch, rows, wanted, length)
-                bar.update(len(batch))
+                told(len(batch))
         return [found[i] for i in range(len(rows))]
 
     def _checked(self, i: int, prompt: Sequence[int], sampling: Sampling, truncate: bool):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ffn_heterogeneity.data.tasks.templates import render_template
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
@@ -101,8 +102,8 @@ class HarnessLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The conversation as the tokenizer's template writes it."""
-        return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+        return render_template(
+            self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
 

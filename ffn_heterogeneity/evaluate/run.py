@@ -33,7 +33,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     results = {key: config[key] for key in ("model", "analysis") if key in config}
     results |= EVALUATIONS[_chosen(config)[1]][1](config, workdir)
     write_json(workdir / "results.json", results)
-    print(f"{workdir}/results.json", file=sys.stderr)
+    for path in (workdir / "results.json", *sorted(workdir.glob("*.png"))):
+        print(path, file=sys.stderr)
     return results
 
 
@@ -99,7 +100,7 @@ def _chat(config: ConfigDict, workdir: epath.Path) -> dict:
     model = load_model(config.model, revision=config.revision)
     results = answer_questions(config, model, workdir)
     print(
-        f"{results['answered']} answers; turns of this run: {results['turns']}, cut by the "
+        f"{results['answered']} answers of {results['turns']} turns: cut by the "
         f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
         f"empty {results['turns_empty']}",
         file=sys.stderr,

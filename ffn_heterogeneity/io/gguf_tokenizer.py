@@ -71,7 +71,7 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
         )
     special = _special_tokens(tokens, get)
     _add_template(tokenizer, tokens, get, kind)
-    return _wrap(tokenizer, special, fields)
+    return _wrap(tokenizer, special, fields, str(path))
 
 
 def _check(path: str, tokens: Sequence[str], get: Callable) -> None:
@@ -202,7 +202,7 @@ def _add_template(tokenizer, tokens: Sequence[str], get, kind: str) -> None:
         )
 
 
-def _wrap(tokenizer, special: dict[str, str], fields: dict[str, Any]) -> Any:
+def _wrap(tokenizer, special: dict[str, str], fields: dict[str, Any], path: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     length = fields.get(f"{fields.get('general.architecture')}.context_length")
@@ -210,6 +210,7 @@ def _wrap(tokenizer, special: dict[str, str], fields: dict[str, Any]) -> Any:
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
+        name_or_path=path,
         **({"model_max_length": int(length)} if length else {}),
         **special,
     )

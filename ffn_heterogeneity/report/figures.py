@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -126,10 +128,15 @@ def curves_figure(
 ) -> None:  # fmt: skip
     """One line a curve; NUCL's Figures 2 and 3, JREG's 2 and 4.
 
+    Without matplotlib nothing is drawn, and one line on stderr says so: the numbers are elsewhere.
+
     Args:
       panels: title -> label -> {x: y}.
       bounds: of each panel the value that a dashed line marks.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{path} is not drawn: pip install 'ffn-heterogeneity[plots]'", file=sys.stderr)
+        return
     figure = draw([Panel(title, [of_seeds(label, [curve]) for label, curve in curves.items()],
                          xlabel, ylabel) for title, curves in panels.items()])  # fmt: skip
     for axis, bound in zip(figure.axes, bounds, strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def oracle(kernel_md) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, tiny_of("gemma3")], ids=["llama", "gemma3"])
-def test_connectivity_equals_the_oracle(tmp_path, config):
+def test_connectivity_equals_the_oracle(tmp_path, capsys, config):
     tree = unstack(random_params(config))
     tree["layers"][1]["ffn"]["down"]["kernel"][3] = 0  # a padded neuron
     tree["layers"][2]["ffn"]["down"]["kernel"][0, 1] = 0
@@ -42,6 +43,23 @@ def test_connectivity_equals_the_oracle(tmp_path, config):
     assert (tmp_path / "run" / "connectivity.png").read_bytes().startswith(b"\x89PNG")
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files == {"results.json", "connectivity.png"}, "no partial files"
+    shown = capsys.readouterr().err.splitlines()
+    wanted = [str(tmp_path / "run" / name) for name in ("results.json", "connectivity.png")]
+    assert shown[-2:] == wanted
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown if line[:1] == "|"]
+    assert rows[0] == ["layer", "neurons", "entropy", "gini", "mstd"]
+    assert [row[0] for row in rows[2:]] == [*map(str, range(config.n_layers)), "uniform"]
+    layer = results["layers"][1]
+    assert float(rows[3][2]) == pytest.approx(layer["entropy"] / layer["neurons"], rel=1e-4)
+
+
+def test_without_matplotlib_the_numbers_are_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    config = config_of("analyze", model=str(save_tiny(tmp_path / "model")))
+    assert run(config, tmp_path / "run")["layers"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "drawn" in line]
+    assert said.endswith("connectivity.png is not drawn: pip install 'ffn-heterogeneity[plots]'")
 
 
 def test_an_interrupted_analysis_leaves_no_results(tmp_path, monkeypatch):

@@ -77,6 +77,7 @@ def evaluate(monkeypatch, root, model, tmp_path):
 
         def __call__(self, prompts, sampling, *, progress):
             assert len(self.asked) < self.dies_after, "killed"
+            progress(len(prompts))
             assert sampling.stop == ("\n",) and sampling.eos == (1,) and not sampling.temperature
             texts = [model.tokenizer.decode(ids) for ids in prompts]
             self.asked.extend(texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from etils import epath
@@ -132,21 +133,25 @@ def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
     """Sampled texts, stopped anywhere: those there are kept, those that lack are as in one go."""
     config = config_for(data_root, temperature=1.0, seed=5)
     whole = tmp_path / "whole"
-    chat.answer_questions(config, model, whole)
+    first = chat.answer_questions(config, model, whole)
     (file,) = (whole / "model_answer").iterdir()
     rows = read(file)
     texts = {row["question_id"]: row["choices"] for row in rows}
     assert len(texts) == 6 and len({json.dumps(choice) for choice in texts.values()}) == 6
     for kept in ([], rows[:1], rows[1:4]):
         path = write(tmp_path / f"part{len(kept)}" / "model_answer" / "tiny.jsonl", kept)
+        shutil.copy(whole / "turns.jsonl", path.parent.parent)  # as written before the answers
         results = chat.answer_questions(config, model, path.parent.parent)
-        assert results["turns"] == 2 * (6 - len(kept))
+        assert {**results, "answers": first["answers"]} == first, "counts are of all turns"
         found = read(path)
         assert found[: len(kept)] == kept
         assert {row["question_id"]: row["choices"] for row in found} == texts
     before = file.read_bytes()
-    assert chat.answer_questions(config, model, whole)["turns"] == 0
+    assert first["turns"] == 12 == first["turns_length"]
+    assert chat.answer_questions(config, model, whole) == first
     assert file.read_bytes() == before
+    (whole / "turns.jsonl").unlink()
+    assert chat.answer_questions(config, model, whole) == first, "asked again"
 
 
 def test_answers_end_where_the_models_positions_do(data_root, model, recorder, tmp_path):

@@ -114,8 +114,11 @@ def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
     shown = capsys.readouterr().err
     assert "1 of 4 documents cut to window=20" in shown
     rate = result["last"]["after_final_norm"]["zeta_L"]
-    row = next(line for line in shown.splitlines() if "after" in line and "last" in line)
+    row = next(line for line in shown.splitlines() if line.startswith("| after") and "last" in line)
     assert [cell.strip() for cell in row.split("|")][3:5] == ["4", f"{rate:.2f}"]
+    psi = [f"{one['after_final_norm']['psi'][2]:.5f}" for one in (result, result["last"])]
+    row = next(line for line in shown.splitlines() if line.startswith("| 3 "))
+    assert [cell.strip() for cell in row.split("|")][3:6:2] == psi, "layer 3, after the norm"
 
 
 @quickly
@@ -183,7 +186,7 @@ def test_checkpoints_of_a_run_give_a_curve(tmp_path):
 
 
 @quickly
-def test_a_stopped_series_goes_on(tmp_path):
+def test_a_stopped_series_goes_on(tmp_path, capsys):
     """What was done is read again; its checkpoint need not be there any more."""
     np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
     for step in (3, 20):
@@ -199,8 +202,11 @@ def test_a_stopped_series_goes_on(tmp_path):
     assert not (tmp_path / "out" / "results.json").exists()
     hidden.rename(weights)
     (tmp_path / "run" / "step_3" / "model.safetensors").unlink()
+    capsys.readouterr()
     found = run(config, tmp_path / "out")["checkpoints"]
     assert [row["step"] for row in found] == [3, 20]
+    shown = capsys.readouterr().err
+    assert all(f"{name}, angular" in shown for name in ("step_3", "step_20")), "of those read, too"
     config.model = str(weights.parent)
     assert run(config, tmp_path / "alone")["after_final_norm"] == found[1]["after_final_norm"]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -65,6 +68,24 @@ def test_generations_are_those_of_the_torch_model(tiny, torch_lm):
     wanted = {"until": ["\n\n\n"], "do_sample": False, "max_gen_toks": 24}
     requests = [instance(prompt, dict(wanted)) for prompt in prompts]
     assert tiny.generate_until(requests) == torch_lm.generate_until(requests)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_every_request_moves_a_bar(tiny, monkeypatch):
+    """On a terminal; a caller's own bar is told of every batch."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    tiny.loglikelihood([instance("The cat", " sat"), instance("A", " dog"), instance("A", " rat")])
+    tiny.generate_until([instance("x" * i, {"until": [], "max_gen_toks": 2}) for i in (1, 2, 3)])
+    shown = sys.stderr.getvalue()
+    for label in ("encode", "log-likelihoods", "generate"):
+        assert f"{label}: 100%" in shown and re.search(rf"{label}: .* 3/3 \[", shown)
+    told = []
+    tiny.generator([[2]] * 6, Sampling(2), progress=told.append)
+    assert told == [4, 2], "batches of 4"
 
 
 def test_long_prompts_lose_what_the_torch_model_loses(tiny, torch_lm):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, text_of
+from ffn_heterogeneity.data.tasks.templates import render_template
 
 ROLES = ("system", "user", "assistant")
 
@@ -150,7 +151,7 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
     """The text of a conversation; with `answer` the header of the assistant's next turn, too.
 
     Raises:
-      DataError: the template refuses it, or there is none.
+      DataError, ValueError: there is no template; or as `render_template`.
     """
     tokenizer, template = encoder.tokenizer, encoder.chat_template
     own = getattr(tokenizer, "chat_template", None)
@@ -161,19 +162,8 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
             "chat_template is 'tokenizer', but this tokenizer has no chat template; 'tulu' uses "
             "the built-in form"
         )
-    try:
-        return tokenizer.apply_chat_template(
-            [message._asdict() for message in messages],
-            tokenize=False,
-            add_generation_prompt=answer,
-        )
-    # A template is a program of its author's, and raises what it likes.
-    except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"the tokenizer's chat template refuses the conversation ({why}); chat_template='tulu' "
-            "uses the built-in form"
-        ) from error
+    written = [message._asdict() for message in messages]
+    return render_template(tokenizer, written, add_generation_prompt=answer)
 
 
 def _tulu(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:

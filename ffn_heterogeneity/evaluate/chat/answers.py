@@ -4,7 +4,8 @@ MT-bench and Vicuna (FastChat): {"question_id", "answer_id", "model_id", "choice
 "turns": [text, ...]}], "tstamp"}; WizardLM: {"id", "instruction", <model_id>: text}.
 
 Answers are written a batch at a time, the whole file anew, so it is never torn; answered questions
-are not asked again. A draw depends on the seed, the question's batch and its place there, and
+are not asked again. How every turn ended stands in `<workdir>/turns.jsonl`: the benchmarks' forms
+have no room for it. A draw depends on the seed, the question's batch and its place there, and
 batches are cut from all questions: where a run was stopped changes nothing.
 """
 
@@ -67,8 +68,8 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     """Answers what `configs/chat.py` names and is not answered yet.
 
     Returns:
-      the file of answers, how many there are, how many turns this call wrote, and how many of these
-      were cut (by `max_new_tokens` or the model's positions), left out for want of room, or empty.
+      the file of answers, how many there are, how many turns they have, and how many of these were
+      cut (by `max_new_tokens` or the model's positions), left out for want of room, or empty.
 
     Raises:
       ValueError (DataError): a model without a tokenizer, questions or answers that cannot be read.
@@ -80,10 +81,11 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     questions = read_questions(config.benchmark, config.data_root, config.limit)
     name = model_id(config)
     path = workdir / "model_answer" / f"{name}.jsonl"
-    rows = read_rows(path)
+    # Written before the answers: one without its turns is asked again.
+    ended = {row["id"]: row["turns"] for row in read_rows(workdir / "turns.jsonl")}
+    rows = [row for row in read_rows(path) if question_id(row) in ended]
     found = {question_id(row) for row in rows}
     chat = Chat(config, model)
-    written: list[Turn] = []
     with tqdm(
         total=len(questions), initial=len(found), desc=config.benchmark, file=sys.stderr
     ) as bar:
@@ -94,9 +96,11 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
             # The whole batch, so that the draws do not depend on where a run was stopped.
             for question, turns in zip(group, chat(group), strict=True):
                 if question in missing:
-                    written += turns
+                    ended[question.id] = turns
                     texts = [turn.text for turn in turns]
                     rows.append(answer_row(config.benchmark, question, name, texts))
+            kept = [{"id": key, "turns": turns} for key, turns in ended.items()]
+            write_rows(workdir / "turns.jsonl", kept)
             write_rows(path, rows)
             bar.update(len(missing))
     return {
@@ -105,7 +109,7 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
         "answers": str(path),
         "answered": len(rows),
         "chat_template": chat.template,
-        **turn_counts(written),
+        **turn_counts([Turn(*turn) for row in rows for turn in ended[question_id(row)]]),
     }
 
 
