@@ -102,7 +102,6 @@ def save_pretrained(
     kept = cast(kept, dtype)
     rules = family_by_name(config.family).rules(config)
     with local_directory(directory) as temporary:
-        temporary.mkdir()
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
             for rule in rules:
                 saved = rule.save([leaves[path] for path in rule.paths])
@@ -121,11 +120,11 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
     """Where to write a directory: beside its place and then moved; or, for a bucket, on this
     machine's disk and then copied, config.json last: without it a directory is no model."""
     if not is_bucket(directory):
-        with atomic_path(directory) as temporary:
+        with atomic_path(directory, directory=True) as temporary:
             yield Path(os.fspath(temporary))
         return
     with tempfile.TemporaryDirectory() as held:
-        temporary = Path(held) / "model"
+        temporary = Path(held)
         yield temporary
         (directory / "config.json").unlink(missing_ok=True)
         copy_tree(epath.Path(temporary), directory, last="config.json")

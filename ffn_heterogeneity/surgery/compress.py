@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.card import check_repository, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
-from ffn_heterogeneity.io.files import remove_leftovers, write_json
+from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.surgery import SURGERIES, Surgery, reduce
@@ -38,7 +38,6 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery.function(model, config, key=key)
         check_leaves(changed.config, changed.params)
-        remove_leftovers(target)
         save_pretrained(
             changed.config, changed.params, target, tokenizer=model.tokenizer,
             export=config.export, dtype=dtype, overwrite=True,
