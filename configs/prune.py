@@ -11,13 +11,15 @@ Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from configs import perplexity
+
 
 def get_config() -> ConfigDict:
-    return ConfigDict(
+    # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
+    # before and after, and stands in results.json and the model card.
+    config = perplexity.get_config()
+    config.update(
         {
-            # Model: a directory, a .gguf file, a hub id or the name of a preset.
-            "model": "",
-            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
             # 2015: neurons that resemble another); reverse turns the order round.
             "criterion": "entropy",
@@ -48,3 +50,4 @@ def get_config() -> ConfigDict:
             "push": "",
         }
     )
+    return config

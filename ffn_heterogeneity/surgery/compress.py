@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.card import check_repository, push, write_card
+from ffn_heterogeneity.io.card import check_repository, compared, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import load_model, model_directory
@@ -20,8 +21,12 @@ from ffn_heterogeneity.wording import check_choice
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
-def run(config: ConfigDict, workdir: epath.Path) -> dict:
+def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | None = None) -> dict:
     """Loads, operates, writes (structure kept); returns what `results.json` holds.
+
+    Args:
+      score: (config, model) -> perplexity, tokens ... (`evaluate.run.score`): of the model as it
+        comes and of the one written, read back; None: not measured.
 
     Raises:
       ValueError, CheckpointError: a config value or a file is wrong; the message names it.
@@ -29,12 +34,14 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     check_config(config)
     surgery = surgery_of(config)
     target, dtype = workdir / "model", None if config.dtype == "as_read" else config.dtype
-    if config.get("streaming"):
+    streaming = config.get("streaming")
+    model = None if streaming else load_model(config.model, revision=config.revision)
+    before = score and score(config, model or load_model(config.model, revision=config.revision))
+    if streaming:
         source = model_directory(config.model, revision=config.revision)
         plan = reduce.plan_of(config)
         results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
     else:
-        model = load_model(config.model, revision=config.revision)
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery.function(model, config, key=key)
         check_leaves(changed.config, changed.params)
@@ -45,6 +52,13 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         )  # fmt: skip
         if "removed" in results:
             write_json(target / "removed_neurons.json", results)
+    if score:
+        after = score(config, load_model(str(target)))
+        protocol = {key: after[key] for key in ("windows", "tokens", "bos")}
+        results |= compared(
+            before["perplexity"], after["perplexity"], text=config.text or config.token_ids,
+            **protocol, dtype=config.compute_dtype,
+        )  # fmt: skip
     write_card(target, config.model, describe(surgery.name, config, results), results)
     write_json(workdir / "results.json", results)
     print(f"{describe(surgery.name, config, results)}; {target}", file=sys.stderr)
