@@ -39,7 +39,8 @@ def get_config() -> ConfigDict:
             # Of the random criterion.
             "seed": 0,
             # auto: a plain directory where all layers end equally wide, else native (per-layer
-            # widths in config.json); padded: zero neurons fill up, so that transformers loads it.
+            # widths in config.json); padded: zero neurons fill up, so that transformers loads it;
+            # deci: a Llama's widths as NVIDIA's block_configs, all multiples of 256.
             "export": "auto",
             # From checkpoint to checkpoint, one layer in memory at a time: for models larger than
             # memory. Directories of safetensors and hub ids; the same weights come out.

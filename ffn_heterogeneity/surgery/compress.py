@@ -34,10 +34,9 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     check_config(config)
     surgery = surgery_of(config)
     target, dtype = workdir / "model", None if config.dtype == "as_read" else config.dtype
-    streaming = config.get("streaming")
-    model = None if streaming else load_model(config.model, revision=config.revision)
+    model = None if config.get("streaming") else load_model(config.model, revision=config.revision)
     before = score and score(config, model or load_model(config.model, revision=config.revision))
-    if streaming:
+    if model is None:
         source = model_directory(config.model, revision=config.revision)
         plan = reduce.plan_of(config)
         results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
@@ -54,10 +53,9 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
             write_json(target / "removed_neurons.json", results)
     if score:
         after = score(config, load_model(str(target)))
-        protocol = {key: after[key] for key in ("windows", "tokens", "bos")}
         results |= compared(
             before["perplexity"], after["perplexity"], text=config.text or config.token_ids,
-            **protocol, dtype=config.compute_dtype,
+            **{key: after[key] for key in ("windows", "tokens", "bos")}, dtype=config.compute_dtype,
         )  # fmt: skip
     write_card(target, config.model, describe(surgery.name, config, results), results)
     write_json(workdir / "results.json", results)

@@ -228,10 +228,8 @@ def measured(
     batches = whole.validation_iterator(config.eval.max_batches or None)
     counts = [(mask.any(1).sum(), mask.sum()) for mask in (b["loss_mask"] for b in batches)]
     windows, tokens = np.sum(counts, axis=0).tolist()
-    text = (
-        config.data.get("validation_path")
-        or f"held-out part of {config.data.path or config.data.task}"
-    )
+    data = config.data
+    text = data.get("validation_path") or f"held-out part of {data.path or data.task}"
     return compared(
         *(float(np.exp(nll[at])) for at in (0, step)), text=text, window=config.seq_len,
         windows=windows, tokens=tokens, dtype=str(built.options.compute_dtype),
