@@ -11,19 +11,16 @@ Paper:     massive weights: rank = alpha = 16, all linear layers but embedding a
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
+from configs import perplexity
 from configs.parts import adapters
 
 
 def get_config(surgery: str = "lora") -> ConfigDict:
     if surgery not in ("lora", "fold"):
         raise ValueError(f"config argument {surgery!r}: lora or fold")
-    config = ConfigDict()
+    config = perplexity.get_config()  # model; with a text: before and after, as in prune.py
     config.surgery = surgery  # lora | fold
-    # Model: a directory, a .gguf file, a hub id or the name of a preset.
-    config.model = ""
-    config.revision = placeholder(str)  # branch, tag or commit of a hub id
     if surgery == "lora":
         config.update(adapters.lora())
         config.seed = 0

@@ -11,13 +11,15 @@ Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from configs import perplexity
+
 
 def get_config() -> ConfigDict:
-    return ConfigDict(
+    # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
+    # before and after, and stands in results.json and the model card.
+    config = perplexity.get_config()
+    config.update(
         {
-            # Model: a directory, a .gguf file, a hub id or the name of a preset.
-            "model": "",
-            "revision": placeholder(str),  # branch, tag or commit of a hub id
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
             # 2015: neurons that resemble another); reverse turns the order round.
             "criterion": "entropy",
@@ -37,7 +39,8 @@ def get_config() -> ConfigDict:
             # Of the random criterion.
             "seed": 0,
             # auto: a plain directory where all layers end equally wide, else native (per-layer
-            # widths in config.json); padded: zero neurons fill up, so that transformers loads it.
+            # widths in config.json); padded: zero neurons fill up, so that transformers loads it;
+            # deci: a Llama's widths as NVIDIA's block_configs, all multiples of 256.
             "export": "auto",
             # From checkpoint to checkpoint, one layer in memory at a time: for models larger than
             # memory. Directories of safetensors and hub ids; the same weights come out.
@@ -48,3 +51,4 @@ def get_config() -> ConfigDict:
             "push": "",
         }
     )
+    return config

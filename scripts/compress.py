@@ -8,11 +8,12 @@ Example:
 
 Writes <workdir>/model/ (a directory that transformers loads where it can express the result),
 <workdir>/results.json with `removed` (one index list per layer), the parameter counts and, of a
-compensation, what it took in each layer. With streaming the model is never in memory.
+compensation, what it took in each layer. With streaming the model is never in memory. With
+--config.text=<file> both models' perplexities stand there, and in the model card.
 """
 
+from ffn_heterogeneity.evaluate.pruned import surgery
 from ffn_heterogeneity.launch import cli
-from ffn_heterogeneity.surgery.compress import run
 
 if __name__ == "__main__":
-    cli.launch(run, "prune", "configs/prune.py")
+    cli.launch(surgery, "prune", "configs/prune.py")

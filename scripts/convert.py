@@ -5,8 +5,8 @@ Example:
   python scripts/convert.py --model=runs/pruned/model --output=pruned.gguf --type=q8_0
 
 `--model` is a directory, a .gguf file, a preset (gemma2_2b) or a hub id (google/gemma-2-2b).
-`--export=padded` pads FFNs of unequal width with zero neurons so that transformers reads them. The
-last line says which programs load what was written; `--push=<owner>/<name>` uploads a directory.
+FFNs of unequal width: `--export=padded` adds zero neurons, so that transformers reads them; `deci`
+is NVIDIA's `block_configs`. The last line says who loads it; `--push=<owner>/<name>` uploads it.
 """
 
 from __future__ import annotations

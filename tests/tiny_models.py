@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import logging
+import re
 import runpy
 import socket
 import sys
@@ -21,7 +23,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import unflatten
+from ffn_heterogeneity.paths import flatten_config, unflatten
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = topics["lambda"] + topics["yield"]
@@ -126,6 +128,18 @@ def save_tiny(directory: Path, config: ModelConfig = LLAMA, params: dict | None 
     """The model in a directory, with the byte tokenizer."""
     params = random_params(config) if params is None else params
     return save_pretrained(config, params, directory, tokenizer=byte_tokenizer(), overwrite=True)
+
+
+def card_differs(directory: Path, results: dict) -> dict:
+    """{number: (the card's, results.json's)} of a model's card, where they are not the same."""
+    rows = re.findall(r"^\| (\S+) \| (\S+) \|$", (directory / "README.md").read_text(), re.M)
+    said = {key: json.loads(value) for key, value in rows if key != "number"}
+    numbers = {
+        key.replace(".", "/"): value for key, value in flatten_config(results).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }  # fmt: skip
+    return {key: (said.get(key), numbers.get(key)) for key in {**said, **numbers}
+            if said.get(key) != numbers.get(key)}  # fmt: skip
 
 
 def config_of(name: str, argument: str | None = None, **changes):

@@ -102,7 +102,7 @@ def write_random(config: ModelConfig, directory: Path) -> None:
                 count = min(_BLOCK, total - start)
                 block = 0.02 * rng.standard_normal(count, dtype=np.float32)
                 pieces.write_part(name, start, block)
-    write_configs(directory, config, {dtype}, native=False)
+    write_configs(directory, config, {dtype}, "plain")
 
 
 @contextlib.contextmanager

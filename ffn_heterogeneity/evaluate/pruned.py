@@ -70,6 +70,23 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     return results
 
 
+def surgery(config: ConfigDict, workdir: epath.Path) -> dict:
+    """`compress.run`; where the config names a text, with the perplexity before and after."""
+    check_surgery(config)
+    return compress.run(config, workdir, evaluation.score if _measures(config) else None)
+
+
+def check_surgery(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded; errors as `surgery`."""
+    compress.check_config(config)
+    if _measures(config):
+        evaluation.check_config(config)
+
+
+def _measures(config: ConfigDict) -> bool:
+    return bool(config.get("text") or config.get("token_ids"))
+
+
 def check_config(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded; errors as `run`."""
     evaluation.check_config(config)

@@ -12,6 +12,7 @@ from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import loads_in
+from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import first_line
 
@@ -20,7 +21,8 @@ _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma"}
 
 
 def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapping[str, Any]):
-    """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it.
+    """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it; of
+    `compared` the perplexities and how they were measured.
 
     Args:
       base: what the model was made from: a path, a hub id, a preset.
@@ -31,7 +33,8 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
     hub = base if re.fullmatch(r"[\w-]+/[\w.-]+", base) and not Path(base).exists() else ""
     head = ["library_name: ffn_heterogeneity", f"license: {licence or 'other'}"]
     head += [f"base_model: {hub}"] if hub else []
-    flat = flatten_config(dict(facts))
+    facts = plain(facts)  # as results.json has it
+    flat = flatten_config(facts)
     rows = [
         f"| {key.replace('.', '/')} | {value} |"
         for key, value in flat.items()
@@ -41,9 +44,27 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
         "---", *head, "---", f"# {Path(base).stem or 'model'}, {method.split(':')[0]}", "",
         f"- base: `{base}`", f"- method: {method}",
         f"- licence: {licence or 'not known here'} (the base model's)",
-        f"- {loads_in(directory)}", "", "| number (results.json) | value |", "|:--|--:|", *rows, "",
+        *_measured(facts), f"- {loads_in(directory)}", "",
+        "| number (results.json) | value |", "|:--|--:|", *rows, "",
     ]  # fmt: skip
     (epath.Path(directory) / CARD).write_text("\n".join(text))
+
+
+def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
+    """What `results.json`, and so the card, says of a model made from another.
+
+    Args:
+      protocol: what makes the numbers comparable: text, window, windows, tokens, dtype ...
+    """
+    return {"perplexity_before": before, "perplexity_after": after, "protocol": protocol}
+
+
+def _measured(facts: Mapping[str, Any]) -> list[str]:
+    if "protocol" not in facts:
+        return ["- perplexity: not measured by this run"]
+    how = ", ".join(f"{key} {value}" for key, value in facts["protocol"].items())
+    return [f"- perplexity: {facts['perplexity_before']} before, {facts['perplexity_after']} after",
+            f"- measured on: {how}"]  # fmt: skip
 
 
 def licence_of(base: str) -> str:

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints out: a directory that `transformers` and vLLM load as it is.
 
-Three forms. Plain: what the family's own config.json expresses, FFNs of unequal width under
+Four forms. Plain: what the family's own config.json expresses, FFNs of unequal width under
 `per_layer_config`. Padded: those are padded with zero neurons to the widest; the outputs are the
-same. Native: the whole config under "ffn_heterogeneity" too, for what config.json cannot express.
+same. Deci: a Llama's widths under `block_configs` (models/families/deci.py). Native: the whole
+config under "ffn_heterogeneity" too, for what config.json cannot express.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ffn_heterogeneity.models.families import (
     config_to_hf,
     expected_shapes,
     family_by_name,
+    to_deci,
 )
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
@@ -41,7 +43,7 @@ from ffn_heterogeneity.wording import check_choice
 # Key of config.json under which the native form keeps what no other library can express.
 NATIVE_KEY = "ffn_heterogeneity"
 MAX_SHARD_BYTES = 5 * 10**9
-EXPORTS = ("auto", "padded", "native")
+EXPORTS = ("auto", "padded", "native", "deci")
 STRUCTURES = ("fold", "keep")
 
 
@@ -69,7 +71,7 @@ def save_pretrained(
       params: stacked or unstacked, numpy or jax.
       tokenizer: anything with `save_pretrained(directory)`.
       export: "auto" (plain if the family's config can express the model, else native), "padded",
-        or "native".
+        "native" or "deci".
       dtype: cast to it; None keeps each leaf's own.
       extra: JSON-ready facts kept in config.json under "ffn_heterogeneity" (removed indices...).
       max_shard_bytes: larger models are written as shards with an index.
@@ -82,6 +84,7 @@ def save_pretrained(
     Raises:
       CheckpointError: a leaf missing, unknown or of the wrong shape; "padded" where padding is not
         enough, or with structure to keep; a non-empty directory.
+      ConfigError: "deci" where that cannot express the model.
     """
     check_choice("structure", structure, STRUCTURES, CheckpointError)
     directory = epath.Path(directory)
@@ -96,13 +99,12 @@ def save_pretrained(
     leaves = _checked_leaves(config, tree)
     if kept and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
-    config, native = choose_form(config, export)
+    config, form = choose_form(config, export)
     shapes = expected_shapes(config)
     leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
     kept = cast(kept, dtype)
     rules = family_by_name(config.family).rules(config)
     with local_directory(directory) as temporary:
-        temporary.mkdir()
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
             for rule in rules:
                 saved = rule.save([leaves[path] for path in rule.paths])
@@ -110,7 +112,7 @@ def save_pretrained(
                     pieces.write(name, array)
         if kept:
             extra = (extra or {}) | {KEY: write_structure(temporary, kept, leaves)}
-        write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, native, extra)
+        write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, form, extra)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
     return directory
@@ -121,11 +123,11 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
     """Where to write a directory: beside its place and then moved; or, for a bucket, on this
     machine's disk and then copied, config.json last: without it a directory is no model."""
     if not is_bucket(directory):
-        with atomic_path(directory) as temporary:
+        with atomic_path(directory, directory=True) as temporary:
             yield Path(os.fspath(temporary))
         return
     with tempfile.TemporaryDirectory() as held:
-        temporary = Path(held) / "model"
+        temporary = Path(held)
         yield temporary
         (directory / "config.json").unlink(missing_ok=True)
         copy_tree(epath.Path(temporary), directory, last="config.json")
@@ -168,26 +170,28 @@ def fold(node: Any) -> Any:
     return node
 
 
-def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, bool]:
-    """(config to write, whether config.json needs the native section).
+def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
+    """(config to write, form of config.json: "plain", "native" or "deci").
 
     With "padded" the config to write is wider, and leaves are to be filled up by `pad`.
 
     Raises:
-      CheckpointError: an unknown form, or one that cannot express the model.
+      CheckpointError, ConfigError: an unknown form, or one that cannot express the model.
     """
     check_choice("export", export, EXPORTS, CheckpointError)
     if export == "native":
-        return config, True
+        return config, export
     if export == "padded" and not config.uniform_width:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
     expressible = _expressible(config)
-    if export == "padded" and not expressible:
+    if export == "deci" and expressible:
+        to_deci(config, config_to_hf(config))
+    if export in ("padded", "deci") and not expressible:
         raise CheckpointError(
             f"the {config.family} config.json cannot express this model even with equal widths: "
             "use export='native'"
         )
-    return config, not expressible
+    return config, "deci" if export == "deci" else "plain" if expressible else "native"
 
 
 def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -208,6 +212,11 @@ def loads_in(output: str | os.PathLike) -> str:
     values = json.loads((epath.Path(output) / "config.json").read_text())
     if "config" in values.get(NATIVE_KEY, {}):
         return "loads in: this library alone (its config.json cannot say all of the model)"
+    if "block_configs" in values:
+        return (
+            "loads in: this library, mlx-lm, llama.cpp's converter (tokenizers of Llama 2 and 3); "
+            "vLLM and transformers with NVIDIA's DeciLM code, which is not in it"
+        )
     if "per_layer_config" in values:
         return (
             "loads in: this library (FFN widths differ by layer; transformers reads the config and "
@@ -231,15 +240,16 @@ def write_configs(
     directory: Path,
     config: ModelConfig,
     dtypes: set[np.dtype],
-    native: bool,
+    form: str,
     extra: dict | None = None,
 ) -> None:
     """config.json and generation_config.json; arguments as in `save_pretrained`."""
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
     dtype = str(jnp.result_type(*dtypes))
     values = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    values = to_deci(config, values) if form == "deci" else values
     section = dict(extra or {})
-    if native:
+    if form == "native":
         section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}
     _write_json(directory / "config.json", values)

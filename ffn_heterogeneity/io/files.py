@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import re
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,48 +22,82 @@ from ffn_heterogeneity.wording import first_line
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[epath.Path]:
+def atomic_path(path: str | os.PathLike, *, directory: bool = False) -> Iterator[epath.Path]:
     """Yields a temporary sibling of `path`; on success it is moved over `path`, else removed.
 
-    The caller may make a file or a directory of it. In a bucket it is `path` itself, and a file: an
-    object appears whole there or not at all, and moving it would be a copy.
+    It is an empty file, or an empty directory. In a bucket it is `path` itself, and a file: an
+    object appears whole there or not at all, and moving it would be a copy. What killed processes
+    left of the same path goes first.
     """
     path = epath.Path(path)
     if is_bucket(path):
         yield path
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix is kept last because some writers (matplotlib) choose the format by it.
-    temporary = path.parent / f".{path.stem}.{uuid.uuid4().hex[:8]}.partial{path.suffix}"
+    _remove_leftovers(path)
+    temporary, handle = _temporary(path, directory)
     try:
         yield temporary
-        if path.is_dir() and temporary.is_dir():
+        if path.is_dir() and directory:
             old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.old"
             path.rename(old)
             temporary.rename(path)
-            old.rmtree()
+            shutil.rmtree(old, ignore_errors=True)  # another process may be removing it, too
         else:
             temporary.replace(path)
     finally:
         if temporary.exists():
             temporary.rmtree() if temporary.is_dir() else temporary.unlink()
+        os.close(handle)
 
 
-def remove_leftovers(path: str | os.PathLike) -> None:
-    """Removes what `atomic_path` of `path` left behind in a process that was killed.
+def _temporary(path: epath.Path, directory: bool) -> tuple[epath.Path, int]:
+    """A new sibling and the handle that locks it: by that others know that its process lives."""
+    while True:
+        # The suffix is kept last because some writers (matplotlib) choose the format by it.
+        temporary = path.parent / f".{path.stem}.{uuid.uuid4().hex[:8]}.partial{path.suffix}"
+        temporary.mkdir() if directory else temporary.touch()
+        with contextlib.suppress(FileNotFoundError):  # taken for a leftover before it was locked
+            handle = os.open(temporary, os.O_RDONLY)
+            if lock(handle) is not False and temporary.exists():
+                return temporary, handle
+            os.close(handle)
 
-    For the one process that writes `path` now: another's unfinished work would go too.
+
+def _remove_leftovers(path: epath.Path) -> None:
+    """Removes what `atomic_path` of `path` left behind in processes that were killed.
+
+    What a living process writes is locked and stays; where there are no locks all of it stays.
     """
-    path = epath.Path(path)
-    if is_bucket(path) or not path.parent.exists():
-        return
     name = re.compile(
         rf"\.{re.escape(path.stem)}\.[0-9a-f]{{8}}\.partial{re.escape(path.suffix)}"
         rf"|\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.old"
     )
-    for found in path.parent.iterdir():
-        if name.fullmatch(found.name):
-            found.rmtree() if found.is_dir() else found.unlink()
+    for found in filter(name.fullmatch, os.listdir(path.parent)):
+        left = path.parent / found
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            handle = os.open(left, os.O_RDONLY)
+            if lock(handle):
+                left.rmtree() if left.is_dir() else left.unlink()
+            os.close(handle)
+
+
+def lock(handle: int) -> bool | None:
+    """Takes the kernel's lock on an open file or directory, gone with the process however it ends.
+
+    Returns:
+      Whether it could: False where another has it, None where the file system knows no locks.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Some network file systems.
+        if error.errno not in (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return None
+    return True
 
 
 def is_bucket(path: str | os.PathLike) -> bool:

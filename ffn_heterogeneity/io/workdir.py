@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -15,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.files import is_bucket, plain, read_json, write_json
+from ffn_heterogeneity.io.files import is_bucket, lock, plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel.processes import on_main
@@ -90,17 +88,11 @@ def _locked(workdir: str | os.PathLike) -> Iterator[None]:
     held = [handle]
     os.register_at_fork(after_in_child=lambda: held and os.close(held.pop()))
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if lock(handle) is False:  # where there are no locks nobody is kept out
             raise WorkdirError(
                 f"another process is at work in {path}: wait for it, stop it, or use another "
                 "--workdir"
-            ) from None
-        except OSError as error:
-            # Some network file systems have no locks: there nobody is kept out.
-            if error.errno not in (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
+            )
         yield
     finally:
         if held:

@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate import pruned
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.train import build
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.shared import Shared
@@ -40,7 +39,7 @@ def _removal(config: ConfigDict, workdir: epath.Path, shared: Shared) -> dict:
 
 
 def _surgery(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
-    return compress.run(config, workdir)
+    return pruned.surgery(config, workdir)
 
 
 def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
@@ -49,7 +48,7 @@ def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
 
 COMMANDS = {
     "train": Command(build.check_config, training.run, "train.py", together=True),
-    "surgery": Command(compress.check_config, _surgery, "compress.py"),
+    "surgery": Command(pruned.check_surgery, _surgery, "compress.py"),
     "evaluate": Command(evaluation.check_config, _evaluate, "evaluate.py", makes_model=False),
     "removal": Command(pruned.check_config, _removal),
 }

@@ -25,7 +25,7 @@ from ffn_heterogeneity.data.corpus.tokenizer_training import (
     train_tokenizer,
 )
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import is_bucket, remove_leftovers, write_json
+from ffn_heterogeneity.io.files import is_bucket, write_json
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.workdir import release_workdir
 from ffn_heterogeneity.wording import check_choice
@@ -151,7 +151,6 @@ def find_tokenizer(
     tokenizer = train_tokenizer(texts, training.vocab_size, training.min_frequency)
     if config.dry_run:
         return tokenizer, str(directory)
-    remove_leftovers(directory)
     shutil.rmtree(directory, ignore_errors=True)  # of texts that have changed since
     save_tokenizer(tokenizer, directory, facts | {"texts_sha256": texts.digest()})
     print(f"tokenizer: {directory}", file=sys.stderr)

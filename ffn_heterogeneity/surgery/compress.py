@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.card import check_repository, push, write_card
+from ffn_heterogeneity.io.card import check_repository, compared, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
-from ffn_heterogeneity.io.files import remove_leftovers, write_json
+from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.surgery import SURGERIES, Surgery, reduce
@@ -20,8 +21,12 @@ from ffn_heterogeneity.wording import check_choice
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
-def run(config: ConfigDict, workdir: epath.Path) -> dict:
+def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | None = None) -> dict:
     """Loads, operates, writes (structure kept); returns what `results.json` holds.
+
+    Args:
+      score: (config, model) -> perplexity, tokens ... (`evaluate.run.score`): of the model as it
+        comes and of the one written, read back; None: not measured.
 
     Raises:
       ValueError, CheckpointError: a config value or a file is wrong; the message names it.
@@ -29,16 +34,16 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     check_config(config)
     surgery = surgery_of(config)
     target, dtype = workdir / "model", None if config.dtype == "as_read" else config.dtype
-    if config.get("streaming"):
+    model = None if config.get("streaming") else load_model(config.model, revision=config.revision)
+    before = score and score(config, model or load_model(config.model, revision=config.revision))
+    if model is None:
         source = model_directory(config.model, revision=config.revision)
         plan = reduce.plan_of(config)
         results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
     else:
-        model = load_model(config.model, revision=config.revision)
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery.function(model, config, key=key)
         check_leaves(changed.config, changed.params)
-        remove_leftovers(target)
         save_pretrained(
             changed.config, changed.params, target, tokenizer=model.tokenizer,
             export=config.export, dtype=dtype, overwrite=True,
@@ -46,6 +51,12 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         )  # fmt: skip
         if "removed" in results:
             write_json(target / "removed_neurons.json", results)
+    if score:
+        after = score(config, load_model(str(target)))
+        results |= compared(
+            before["perplexity"], after["perplexity"], text=config.text or config.token_ids,
+            **{key: after[key] for key in ("windows", "tokens", "bos")}, dtype=config.compute_dtype,
+        )  # fmt: skip
     write_card(target, config.model, describe(surgery.name, config, results), results)
     write_json(workdir / "results.json", results)
     print(f"{describe(surgery.name, config, results)}; {target}", file=sys.stderr)

@@ -29,7 +29,7 @@ from ffn_heterogeneity.io.export import (
     pad,
     write_configs,
 )
-from ffn_heterogeneity.io.files import remove_leftovers, write_json
+from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.pieces import Pieces, Spec, open_pieces
 from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
@@ -136,15 +136,12 @@ def compress_directory(
     cuts = plan.cuts(checkpoint.config.ffn_widths, checkpoint.ffn)
     widths = enumerate(checkpoint.config.ffn_widths)
     smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
-    written, native = choose_form(smaller, export)
+    written, form = choose_form(smaller, export)
     specs = _specs(checkpoint, written, dtype)
-    target = epath.Path(target)
-    remove_leftovers(target)
-    with local_directory(target) as temporary:
-        temporary.mkdir()
+    with local_directory(epath.Path(target)) as temporary:
         with open_pieces(temporary, specs, max_shard_bytes) as pieces:
             removed, reports = _write(checkpoint, written, plan, cuts, pieces)
-        write_configs(temporary, written, {spec.dtype for spec in specs.values()}, native)
+        write_configs(temporary, written, {spec.dtype for spec in specs.values()}, form)
         for pattern in ("generation_config.json", *huggingface.TOKENIZER_FILES):
             for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
                 shutil.copyfile(file, temporary / file.name)

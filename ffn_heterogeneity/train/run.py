@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
-from ffn_heterogeneity.io.card import write_card
+from ffn_heterogeneity.io.card import compared, write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
@@ -90,7 +91,8 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
         result = loop.run()
     if result.stopped:
         raise SystemExit(128 + signal.Signals[result.stopped])
-    params = to_host(built.settled(*final_params(config, workdir, result), hyper(result.step)))
+    params, step = final_params(config, workdir, result)
+    params = to_host(built.settled(params, step, hyper(result.step)))
 
     def finish() -> None:
         save_pretrained(
@@ -99,12 +101,13 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
             structure="fold" if config.export.form == "padded" else "keep",
         )  # fmt: skip
         results = facts | summary(workdir, result)
+        results |= measured(config, built, pipeline, results["history"], step)
         if hasattr(batches, "shares"):
             results["shares"] = batches.shares
             say(", ".join(f"{share:.1%} of rows from {k}" for k, share in batches.shares.items()))
-        losses = ", ".join(facts["losses"])
+        losses, results["seconds"] = ", ".join(facts["losses"]), time.time() - start
         write_card(workdir / "model", config.model or "", f"trained with {losses}", results)
-        write_json(workdir / "results.json", results | {"seconds": time.time() - start})
+        write_json(workdir / "results.json", results)
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)
 
@@ -218,3 +221,26 @@ def summary(workdir: epath.Path, result: LoopResult) -> dict:
         "compile_seconds": result.compile_seconds,
         **({"steps_without_metrics": lost} if lost else {}),
     }
+
+
+def measured(
+    config: ConfigDict, built: Built, pipeline: Pipeline, history: list[dict], step: int
+) -> dict:
+    """Perplexity of the held-out rows before the first step and at the exported one; {}: unknown.
+
+    The rows are counted over all processes' batches, which this one reads again.
+    """
+    nll = {row["step"]: row["validation/nll"] for row in history if "validation/nll" in row}
+    if not {0, step} <= nll.keys():
+        return {}
+    whole = copy.copy(pipeline)
+    whole.rows = np.arange(pipeline.batch_size)
+    batches = whole.validation_iterator(config.eval.max_batches or None)
+    counts = [(mask.any(1).sum(), mask.sum()) for mask in (b["loss_mask"] for b in batches)]
+    windows, tokens = np.sum(counts, axis=0).tolist()
+    data = config.data
+    text = data.get("validation_path") or f"held-out part of {data.path or data.task}"
+    return compared(
+        *(float(np.exp(nll[at])) for at in (0, step)), text=text, window=config.seq_len,
+        windows=windows, tokens=tokens, dtype=str(built.options.compute_dtype),
+    )  # fmt: skip

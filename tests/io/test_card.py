@@ -12,10 +12,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny_models import REPOSITORY, run_script, save_tiny
+from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
 
+from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.evaluate.run import score
 from ffn_heterogeneity.io.card import licence_of, push, write_card
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.load import load_model
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -120,3 +123,33 @@ def test_licences(tmp_path):
     card = (tmp_path / "made" / "README.md").read_text()
     assert "license: mit" in card and "| a/b | 1.5 |" in card and "| c |" not in card
     assert licence_of(str(tmp_path / "made")) == "mit"
+
+
+@pytest.mark.parametrize("changes", [{}, {"streaming": True, "layers": "1,3", "dtype": "bfloat16"}])
+def test_perplexity_before_and_after(model, text, tmp_path, changes):
+    config = config_of(
+        "prune", model=str(model), text=str(text), window=16, max_windows=6, **changes
+    )
+    found = pruned.surgery(config, tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results == found and not card_differs(tmp_path / "model", results)
+    for name, directory in (("before", model), ("after", tmp_path / "model")):
+        measured = score(config, load_model(str(directory)))
+        assert results[f"perplexity_{name}"] == measured["perplexity"]
+    assert results["perplexity_after"] != results["perplexity_before"]
+    assert results["protocol"] == {
+        "text": str(text), "windows": 6, "tokens": 96, "bos": "segment", "dtype": "float32",
+    }  # fmt: skip
+    card = (tmp_path / "model" / "README.md").read_text()
+    before, after = results["perplexity_before"], results["perplexity_after"]
+    assert f"- perplexity: {before} before, {after} after\n" in card
+    assert f"- measured on: text {text}, windows 6, tokens 96, bos segment, dtype float32" in card
+
+
+def test_not_measured_is_said_and_a_bad_text_refused_first(model, tmp_path):
+    pruned.surgery(config_of("prune", model=str(model)), tmp_path / "a")
+    assert "perplexity: not measured" in (tmp_path / "a" / "model" / "README.md").read_text()
+    for changes in ({"text": "no.txt"}, {"text": "x", "token_ids": "y"}):
+        with pytest.raises((ValueError, OSError), match=r"no.txt|exactly one"):
+            pruned.surgery(config_of("prune", model=str(model), **changes), tmp_path / "b")
+    assert not (tmp_path / "b").exists()

@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 import jax
 import numpy as np
 import pytest
-from tiny_models import byte_tokenizer
+from tiny_models import byte_tokenizer, card_differs
 
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
@@ -85,6 +85,22 @@ def test_a_run_trains_and_exports(files, finished):
     }
     assert min(moved.values()) > 0
     assert Checkpoints(workdir / "checkpoints").latest_step() == 6
+
+
+def test_the_card_says_what_results_json_says(files, finished):
+    workdir, results = finished
+    assert not card_differs(workdir / "model", results)
+    nll = [np.log(results[f"perplexity_{when}"]) for when in ("before", "after")]
+    expected = [results[row]["validation/nll"] for row in ("first", "final")]
+    np.testing.assert_allclose(nll, expected, rtol=1e-12)
+    said = results["protocol"]
+    assert said["text"] == f"held-out part of {files[1]}" and said["dtype"] == "float32"
+    # Two batches of four rows; each document's first token is predicted by none.
+    assert said["windows"] == 8 and said["window"] == 32 and 8 * 31 <= said["tokens"] <= 8 * 32
+    assert (
+        f"before, {results['perplexity_after']} after"
+        in (workdir / "model" / "README.md").read_text()
+    )
 
 
 def test_nucl_lowers_the_entropy(files, finished, tmp_path):
@@ -241,6 +257,7 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
     results = training.run(make_config(files, steps=1, **changes), tmp_path / "x")
     assert results["final"]["validation/nll"] > results["best"]["value"]
     assert results["best"]["step"] == 0
+    assert results["perplexity_after"] == results["perplexity_before"]
     assert "no evaluation was better" in capsys.readouterr().out
     before = flatten(load_model(str(files[0])).params)
     for path, leaf in flatten(load_model(str(tmp_path / "x" / "model")).params).items():

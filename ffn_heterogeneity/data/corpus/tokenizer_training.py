@@ -133,7 +133,7 @@ def save_tokenizer(
     Args:
       made_of: kept in `made_of.json`, for `differs`.
     """
-    with atomic_path(directory) as temporary:
+    with atomic_path(directory, directory=True) as temporary:
         tokenizer.save_pretrained(os.fspath(temporary))
         if made_of is not None:
             write_json(Path(temporary) / MADE_OF, dict(made_of))

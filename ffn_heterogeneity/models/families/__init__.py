@@ -11,6 +11,8 @@ from typing import Any
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, gpt_neox, llama, olmo, qwen3
 from ffn_heterogeneity.models.families.common import Family
+from ffn_heterogeneity.models.families.deci import MODEL_TYPE, from_deci
+from ffn_heterogeneity.models.families.deci import to_deci as to_deci
 from ffn_heterogeneity.models.families.rules import Rule as Rule
 from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
@@ -56,7 +58,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """`ModelConfig` of config.json, by `model_type`, else by `architectures`.
 
-    Of `per_layer_config` the widths are read.
+    Of `per_layer_config` and `block_configs` the widths are read.
 
     Raises:
       ConfigError: unknown kind of model (the message lists the known ones), or settings that the
@@ -65,6 +67,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if values.get("quantization_config"):
         raise ConfigError("quantised checkpoints (quantization_config) are not read: use the "
                           "original weights or a GGUF file")  # fmt: skip
+    values = from_deci(values) if values.get("model_type") == MODEL_TYPE else values
     kind, architectures = values.get("model_type"), values.get("architectures") or []
     for family in FAMILIES.values():
         if kind == (family.model_type or family.name) or (
