@@ -227,12 +227,11 @@ def _next_break(path: str, offset: int, separator: bytes, size: int) -> int:
     """Behind the first separator that starts at `offset` or later; else the end of the file."""
     if not separator or offset >= size:
         return size
-    while block := _read(path, offset, _BLOCK):
+    while offset < size:
+        block = _read(path, offset, _BLOCK - 1 + len(separator))
         if (found := block.find(separator)) >= 0:
             return offset + found + len(separator)
-        if len(block) < _BLOCK:
-            break
-        offset += len(block) - len(separator) + 1  # one may begin in this block
+        offset += _BLOCK  # all that begin before it lay in this block
     return size
 
 
