@@ -36,7 +36,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     else:
         model = load_model(config.model, revision=config.revision)
         key = jax.random.key(config.get("seed", 0))
-        changed, results = surgery.function(model, config, key=key)
+        changed, results = surgery(model, config, key=key)
         check_leaves(changed.config, changed.params)
         remove_leftovers(target)
         save_pretrained(
