@@ -80,7 +80,7 @@ def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
     """The adapters whose leaves are there, in the order in which they apply.
 
     Raises:
-      ValueError: an adapter is present with only some of its leaves.
+      ValueError: an adapter is present with only some of its leaves, or has no kernel to read.
     """
     found = []
     for adapter in ADAPTERS:
@@ -88,5 +88,8 @@ def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
         if present and len(present) < len(adapter.leaves):
             needed = tuple(adapter.leaves)
             raise ValueError(f"adapter {adapter.name!r} needs {needed}, found {present}")
+        if present and adapter.base is None and adapter.kernel is None:
+            raise ValueError(f"adapter {adapter.name!r} needs kernel= or base=, which losses on "
+                             "weights, surgery and export read (adapters/__init__.py)")  # fmt: skip
         found += [adapter] if present else []
     return found

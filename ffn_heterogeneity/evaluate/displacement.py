@@ -164,23 +164,17 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
 
 
 def _say(name: str, result: dict) -> None:
-    """The displacements of every layer and the jump rates, as tables on stderr."""
-    parts = (("all", result), ("last", result["last"]))
-    columns = [part[reading]["psi"] for _, part in parts for reading in READINGS]
-    header = [f"{positions} tokens, {_words(reading).removesuffix(' final norm')}"
-              for positions, _ in parts for reading in READINGS]  # fmt: skip
-    layers = [(i, *(f"{psi:.5f}" for psi in row))
-              for i, row in enumerate(zip(*columns, strict=True), 1)]  # fmt: skip
-    cells = [
-        (reading.split("_")[0], positions, part["tokens"],
-         *(f"{part[reading][rate]:.2f}" if rate in part[reading] else "-" for rate in RATES))
-        for positions, part in parts
-        for reading in READINGS
-    ]  # fmt: skip
-    print(f"{name}, angular displacement (before or after the final norm):\n"
-          f"{markdown_table(('layer', *header), layers)}\njump rates in percent:\n"
-          f"{markdown_table(('final norm', 'positions', 'tokens', *RATES), cells)}",
-          file=sys.stderr)  # fmt: skip
+    """A table on stderr: every layer's displacement, the jump rates, the tokens averaged over."""
+    parts = {"all": result, "last": result["last"]}
+    header = [f"{reading.split('_')[0]}, {which}" for which in parts for reading in READINGS]
+    columns = [[*(f"{psi:.5f}" for psi in part[reading]["psi"]),
+                *(f"{part[reading][rate]:.2f}%" for rate in RATES if rate in part[reading]),
+                part["tokens"]] for part in parts.values() for reading in READINGS]  # fmt: skip
+    layers = len(result["block_influence"])
+    rows = [*range(1, layers + 1), *RATES[: layers - 1], "tokens"]
+    table = markdown_table(("layer", *header), [*zip(rows, *columns, strict=True)])
+    title = "angular displacement before or after the final norm, of all or the last tokens"
+    print(f"{name}: {title}\n{table}", file=sys.stderr)
 
 
 def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.models.config import ModelConfig
@@ -80,6 +81,30 @@ class LossTerm:
     def __post_init__(self):
         if self.on not in ("outputs", "params"):
             raise ValueError(f"term {self.name!r}: on={self.on!r}, must be 'outputs' or 'params'")
+        if not all(isinstance(probe, Probe) for probe in self.probes):
+            raise ValueError(f"term {self.name!r}: probes={self.probes!r} must be of type Probe")
+
+    def __call__(self, *seen: Any) -> TermValue:
+        """What `function` returns.
+
+        Raises:
+          ValueError: that is no `TermValue`, or it reads what is not there.
+        """
+        try:
+            value = self.function(*seen)
+        except KeyError as error:
+            raise ValueError(
+                f"loss term {self.name!r} reads {error}, which is not there: what it reads of "
+                "outputs['probes'] must be among its LossTerm(probes=...), losses/terms.py"
+            ) from error
+        two = value[:2] if isinstance(value, TermValue) else ()
+        if [*map(np.shape, two)] != [(), ()] or not isinstance(value.metrics, dict):
+            raise ValueError(
+                f"loss term {self.name!r} returned the shapes {jax.tree.map(np.shape, value)}: it "
+                "must return TermValue(total, denominator, metrics), two scalars and a dict "
+                "(losses/terms.py)"
+            )
+        return value
 
 
 def probe_term(context: TermContext, probe: Probe) -> LossTerm:

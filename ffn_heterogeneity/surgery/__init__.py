@@ -24,6 +24,16 @@ class Surgery:
     check: Callable[[Mapping[str, Any]], None]
     abstract: bool = False
 
+    def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:
+        """What `function` returns; ValueError where that is no model with its report."""
+        found = self.function(*given, **options)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise ValueError(
+                f"surgery {self.name!r} returned {type(found).__name__}: it must return (model, "
+                "report), the report a dict (SURGERIES in surgery/__init__.py)"
+            )
+        return found
+
 
 SURGERIES = {
     surgery.name: surgery

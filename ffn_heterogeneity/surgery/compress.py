@@ -42,7 +42,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
     else:
         key = jax.random.key(config.get("seed", 0))
-        changed, results = surgery.function(model, config, key=key)
+        changed, results = surgery(model, config, key=key)
         check_leaves(changed.config, changed.params)
         save_pretrained(
             changed.config, changed.params, target, tokenizer=model.tokenizer,

@@ -118,4 +118,10 @@ def layer_scores(
         scores = CRITERIA[name](ffn, rng)
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
+    width = ffn["down"]["kernel"].shape[0]
+    if np.shape(scores) != (width,):
+        raise ValueError(
+            f"layer {layer}: criterion {name!r} returned the shape {np.shape(scores)}: it must "
+            f"return a score for each of the {width} neurons (CRITERIA in surgery/criteria.py)"
+        )
     return -scores if reverse else scores

@@ -237,11 +237,13 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
         term, where = group.get("term", name), f"{kind}.{name}"
         if kind == "monitors" and "probe" in group:
             if group.probe not in PROBES:
-                raise ValueError(f"{where}: {unknown('probe', group.probe, tuple(PROBES))}")
+                new = "a new one needs a line in PROBES (probes/__init__.py)"
+                raise ValueError(f"{where}: {unknown('probe', group.probe, tuple(PROBES))}; {new}")
             made[len(TERMS), name] = probe_term(TermContext(name, 0.0), PROBES[group.probe])
             continue
         if term not in TERMS:
-            raise ValueError(f"{where}: {unknown('term', term, tuple(TERMS))}")
+            new = "a new one needs a line in TERMS (losses/__init__.py), a probe probe=<its name>"
+            raise ValueError(f"{where}: {unknown('term', term, tuple(TERMS))}; {new}")
         weight = key_of_weight(name) if kind == "losses" else 0.0
         if weight and weight not in weights:
             continue
@@ -250,9 +252,10 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
         for key in sorted(set(settings) - set(known)):
             raise ValueError(f"{where}: {unknown('setting', key, known or ('weight',))}")
         try:
-            made[list(TERMS).index(term), name] = TERMS[term](
-                TermContext(name, weight, model, mesh), **settings
-            )
+            one = TERMS[term](TermContext(name, weight, model, mesh), **settings)
+            if not isinstance(one, LossTerm):
+                raise ValueError(f"term {term!r} returned {one!r:.60}: it must return a LossTerm")
+            made[list(TERMS).index(term), name] = one
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return tuple(made[key] for key in sorted(made))

@@ -74,7 +74,7 @@ def prepared(config: ConfigDict, model: Model) -> Model:
     """
     for name in config.get("prepare", ()):
         key = jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
-        model, _ = SURGERIES[name].function(model, config[name], key=key)
+        model, _ = SURGERIES[name](model, config[name], key=key)
     return model
 
 

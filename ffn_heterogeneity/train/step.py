@@ -200,7 +200,7 @@ class _StepLoss:
             dropout = (jax.random.fold_in(self.dropout_key, index), self.hyper["dropout"])
         more = per_layer_of(self.on_outputs, params, micro)
         outputs = self.forward_fn(params, micro, probes=self.probes, dropout=dropout, **more)
-        return {term.name: term.function(params, outputs, micro) for term in self.on_outputs}
+        return {term.name: term(params, outputs, micro) for term in self.on_outputs}
 
     def _micro_grad(self, train: dict, micro: dict, index, denominators: dict | None):
         """Gradient of one micro-batch's share; `denominators` None: it is the whole batch."""
@@ -238,7 +238,7 @@ class _StepLoss:
 
     def _params_loss(self, train: dict):
         params = self._params(train)
-        values = {term.name: term.function(params) for term in self.on_params}
+        values = {term.name: term(params) for term in self.on_params}
         total = sum(
             self.weights[name] * value.total * jax.lax.stop_gradient(_reciprocal(value.denominator))
             for name, value in values.items()
@@ -264,7 +264,7 @@ def make_eval_step(
     def eval_step(params, batch):
         more = per_layer_of(on_outputs, params, batch)
         outputs = forward_fn(params, batch, probes=probes, dropout=None, **more)
-        values = {term.name: term.function(params, outputs, batch) for term in on_outputs}
+        values = {term.name: term(params, outputs, batch) for term in on_outputs}
         predict = objective.predictions
         return values, {} if predict is None else predict(params, outputs, batch)
 
@@ -276,7 +276,7 @@ def make_params_metrics(terms: Sequence[LossTerm], replicated: Any | None = None
     on_params = [term for term in terms if term.on == "params"]
 
     def params_metrics(params):
-        return plain_metrics({t.name: t.function(params) for t in on_params})
+        return plain_metrics({t.name: t(params) for t in on_params})
 
     return jax.jit(params_metrics, out_shardings=replicated)
 

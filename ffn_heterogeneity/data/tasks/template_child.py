@@ -27,10 +27,10 @@ def main(more: int) -> None:
         # Of computing, not of waiting: a busy machine changes nothing. SIGPROF ends the process.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            reply = {"text": render_jinja_template(**request)[0][0]}
+            text = render_jinja_template(**request)[0][0]
             # What many times longer is than all that went in is no conversation.
-            if len(reply["text"]) > (1 << 20) + 4 * len(line):
-                reply = {"runaway": f"writes {len(reply['text']):,} characters"}
+            too_long = len(text) > (1 << 20) + 4 * len(line)
+            reply = {"runaway": f"writes {len(text):,} characters"} if too_long else {"text": text}
             reply = json.dumps(reply)
         except MemoryError:
             reply = json.dumps({"runaway": f"wants more than {more >> 20} MB"})

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.wording import first_line
 
 CHILD = Path(__file__).with_name("template_child.py")
 SECONDS, BYTES = 4.0, 512 << 20  # of computing, and of memory beside the interpreter's
+TULU = "chat_template='tulu' uses the built-in form"
 
 
 def render_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
@@ -34,22 +34,14 @@ def render_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **opt
         the model. No error of one conversation, so `skip_bad` does not go on to the next.
     """
     name = tokenizer.name_or_path or "the tokenizer"
-    try:
-        request = {"conversations": [messages], "chat_template": tokenizer.get_chat_template()}
-    except ValueError as error:  # several templates, none of them the default
-        raise DataError(f"{name}: {first_line(error)}") from error
+    request = {"conversations": [messages], "chat_template": tokenizer.get_chat_template()}
     request |= tokenizer.special_tokens_map | options
     reply = _renderer(os.getpid()).ask(json.dumps([SECONDS, request]))
     if "refused" in reply:
-        raise DataError(
-            f"the chat template of {name} refuses the conversation ({reply['refused']}); "
-            "chat_template='tulu' uses the built-in form"
-        )
+        raise DataError(f"the chat template of {name} refuses the conversation "
+                        f"({reply['refused']}); {TULU}")  # fmt: skip
     if "runaway" in reply:
-        raise ValueError(
-            f"the chat template of {name} is stopped, as it {reply['runaway']}: mend it, or do "
-            "without (chat_template='tulu' uses the built-in form)"
-        )
+        raise ValueError(f"the chat template of {name} is stopped: it {reply['runaway']}; {TULU}")
     return reply["text"]
 
 
