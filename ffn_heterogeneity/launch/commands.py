@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate import pruned
 from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.train import build
 from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.shared import Shared
@@ -21,6 +22,8 @@ class Command:
     """A function of a config, and what refuses the config before anything is loaded.
 
     Attributes:
+      check: of the config's values alone.
+      examine: of what it names as well, without reading any weights.
       run: (config, directory, what the process's runs share) -> what it wrote to results.json.
       script: that runs one such config by itself; "": none, so it is no stage either.
       makes_model: a stage maps a model to a model, at `<directory>/model`; False: to itself.
@@ -32,6 +35,9 @@ class Command:
     script: str = ""
     makes_model: bool = True
     together: bool = False
+    examine: Callable[[ConfigDict], Any] = lambda config: load_config(
+        config.model, revision=config.get("revision")
+    )
 
 
 def _removal(config: ConfigDict, workdir: epath.Path, shared: Shared) -> dict:
@@ -47,7 +53,9 @@ def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
 
 
 COMMANDS = {
-    "train": Command(build.check_config, training.run, "train.py", together=True),
+    "train": Command(
+        build.check_config, training.run, "train.py", together=True, examine=training.examine
+    ),
     "surgery": Command(pruned.check_surgery, _surgery, "compress.py"),
     "evaluate": Command(evaluation.check_config, _evaluate, "evaluate.py", makes_model=False),
     "removal": Command(pruned.check_config, _removal),

@@ -78,6 +78,17 @@ def check(config: ConfigDict, kind: str = "train") -> None:
         COMMANDS[kind].check(config)
 
 
+def examine(config: ConfigDict, kind: str = "train") -> None:
+    """Refuses what a run would before it compiles: it opens what the config names, no weights.
+
+    Raises:
+      ValueError, OSError: as the run.
+    """
+    stages = make_stages(config) if "stages" in config else [Stage(kind, "", config)]
+    for stage in stages:
+        COMMANDS[stage.kind].examine(stage.config)
+
+
 def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) -> dict:
     if "stages" not in config:
         return COMMANDS[kind].run(config, workdir, shared)

@@ -22,7 +22,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.wording import check_choice, unknown
+from ffn_heterogeneity.wording import check_choice, some, unknown
 
 LAUNCHERS = ("local", "submitit")
 LISTING = "sweep.json"
@@ -137,14 +137,25 @@ def apply(config: ConfigDict, one: Point) -> ConfigDict:
 
 
 def check(kind: str, tasks: Sequence[PointRun]) -> None:
-    """Refuses bad settings, and directories that hold other runs, before anything is run."""
+    """Refuses bad settings, what is missing or does not fit together, and directories that hold
+    other runs: all bad points at once, before anything is run."""
+    bad, examined = {}, set()
     for task in tasks:
         try:
             experiment.check(task.config, kind)
-        except ValueError as error:
-            raise ValueError(f"point {task.point.name!r}: {error}") from None
-        if (task.directory / "config.json").exists():
-            prepare_workdir(task.directory, task.config.to_dict())
+            if (task.directory / "config.json").exists():
+                prepare_workdir(task.directory, task.config.to_dict())
+            # Numbers and seeds, which most sweeps are over, name nothing that could be missing.
+            settings = flatten_config(task.config.to_dict()).items()
+            key = repr([x for x in settings if type(x[1]) is not float and "seed" not in x[0]])
+            if key not in examined and not task.finished:
+                experiment.examine(task.config, kind)
+            examined.add(key)
+        except cli.USER_ERRORS as error:
+            bad.setdefault(cli.one_line(error), []).append(task.point.name)
+    if bad:
+        lines = "; ".join(f"point {some(names, 3)}: {line}" for line, names in bad.items())
+        raise ValueError(f"nothing was run: {lines}" if len(bad) > 1 else lines)
 
 
 def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> None:

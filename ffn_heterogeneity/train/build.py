@@ -200,7 +200,7 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
-    loss_weights(config)
+    hyper_function(config), optimizer_config(config), loop_config(config)
     if config.accumulation < 1 or config.batch_size % config.accumulation:
         raise ValueError(
             f"batch_size={config.batch_size} must be a multiple of "

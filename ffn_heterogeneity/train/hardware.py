@@ -8,13 +8,17 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.memory import memory_for_this_process
+
 GIB = 2**30
+# Bytes that Python, its libraries and the compiler hold beside a run's arrays.
+PROGRAMS = 0.7 * GIB
 # Part of the reachable rate that a training step of dense matrix products is expected to take.
 # Data sheets: published runs reach 40 to 56% (nanochat 41-51%, llm.c 40-50% on H100, TinyLlama 56%
 # on A100, MaxText 56-67% on v5e). Measured rates: 57% was SmolLM2-135M on 2 CPU cores
@@ -125,9 +129,19 @@ def measure(device: jax.Device, dtype: Any) -> Chip:
     copied = jax.device_put(jnp.ones((64 * n if n < 4096 else 8 * n, n), jnp.float32), device)
     flops = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
     bandwidth = 2 * copied.nbytes / _seconds(jax.jit(lambda x: x + 1), copied)
-    stats = device.memory_stats() or {}
-    memory = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Chip(flops, memory, bandwidth, 0.0, "measured")
+    del x, copied
+    return Chip(flops, memory_of([device]), bandwidth, 0.0, "measured")
+
+
+def memory_of(devices: Iterable[jax.Device]) -> float:
+    """Bytes that a run may take on each of these devices; those of a CPU share the host's.
+
+    Infinite where the device does not tell.
+    """
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if local[0].platform == "cpu":
+        return max(0.0, memory_for_this_process() - PROGRAMS) / len(local)
+    return min((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in local)
 
 
 def _seconds(function: Callable[..., jax.Array], *arguments: jax.Array) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,9 @@ from typing import Any
 import jax
 
 from ffn_heterogeneity.train.console import StopRequested
+
+# Steps after which the speed is said; the first one is not counted, it warms up.
+FIRST_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,17 @@ class Throughput:
         if counts and seconds > 0:
             self._steps.append((tokens, seconds))
         return seconds
+
+    def first_word(self, left: int) -> str | None:
+        """The speed and what it makes of the steps that are left: once, after the first steps."""
+        if len(self._steps) != FIRST_STEPS + 1 or not left:
+            return None
+        mean = sum(seconds for _, seconds in self._steps[1:]) / FIRST_STEPS
+        rest = datetime.timedelta(seconds=math.ceil(left * mean))
+        return (
+            f"{mean:.3g} s a step, {self.mean:,.0f} tokens/s: {left:,} more steps take about {rest}"
+            ", evaluations and checkpoints apart"
+        )
 
     @property
     def mean(self) -> float | None:

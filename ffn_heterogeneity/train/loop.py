@@ -104,6 +104,8 @@ class TrainLoop:
       shardings: the (state, batch, replicated) that the step was built with.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
       tensorboard, wandb: where else metrics go, see `MetricsWriter`.
+      compile_seconds: that compiling the step for this very state and such batches took; None: the
+        first call compiles.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class TrainLoop:
         gradient_paths: tuple[str, ...] = (),
         tensorboard: bool = True,
         wandb: str = "",
+        compile_seconds: float | None = None,
     ):
         self.config, self.train_step, self.state = config, train_step, state
         self.batches, self.hyper, self.hooks = batches, hyper, tuple(hooks)
@@ -139,7 +142,7 @@ class TrainLoop:
         self.stopping, self.throughput = Stopping(), Throughput()
         self._pending: tuple[int, Any, dict] | None = None
         self._improved = False
-        self.compile_seconds: float | None = None
+        self.compile_seconds = compile_seconds
         self._compiled_at = -1  # the step whose time is the compiler's
 
     def run(self) -> LoopResult:
@@ -223,7 +226,7 @@ class TrainLoop:
         hyper = self.hyper(self.step)
         placed = self._place_batch(batch), self._place_hyper(hyper)
         self._profiler.before(self.step + 1)
-        if self.compile_seconds is None:
+        if self._compiled_at < 0:
             metrics = self._first_call(placed)
         else:
             # From here on the loop moves nothing between host and device without saying so.
@@ -243,30 +246,21 @@ class TrainLoop:
         self._report(previous)
 
     def _first_call(self, placed: tuple) -> Any:
-        known = self.train_step._cache_size() > 0  # by a run before this one
-        self._say("the train step is compiled already" if known else "compiling the train step ...")
+        if self.compile_seconds is None:
+            self._say("compiling the train step ...")
         start = time.perf_counter()
         self.state, metrics = self.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
-        self.compile_seconds, self._compiled_at = time.perf_counter() - start, self.step + 1
-        what = "first step" if known else "compiled; compilation and first step"
-        self._say(f"{what} took {self.compile_seconds:.1f} s")
+        seconds, self._compiled_at = time.perf_counter() - start, self.step + 1
+        if self.compile_seconds is None:
+            self.compile_seconds = seconds
+            self._say(f"compilation and first step took {seconds:.1f} s")
         self.throughput.restart()
         return metrics
 
     def _place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        a = self.config.accumulation
-        for name, leaf in batch.items():
-            if leaf.shape[0] % a:
-                raise ValueError(
-                    f"batch[{name!r}] has {leaf.shape[0]} rows, which accumulation={a} does not "
-                    "divide: choose a batch size that is a multiple of it"
-                )
-        cut = {k: v.reshape(a, v.shape[0] // a, *v.shape[1:]) for k, v in batch.items()}
-        if jax.process_count() > 1:
-            wanted = np.int32(self.stopping.wanted is not None)
-            cut["stop"] = np.full(next(iter(cut.values())).shape[:2], wanted)
-        return place_batch(cut, self.shardings[1])
+        stop = self.stopping.wanted is not None
+        return place_batch(cut(batch, self.config.accumulation, stop), self.shardings[1])
 
     def _place_hyper(self, hyper: Mapping[str, float]) -> dict[str, jax.Array]:
         return place_scalars(hyper, self.shardings[2])
@@ -299,6 +293,8 @@ class TrainLoop:
         shown = {name: float(metrics[name]) for name in ("loss", "nll") if name in metrics}
         if self._speaks:
             self.progress.update(step, shown, tokens / seconds if timed and seconds else None)
+        if timed and (line := self.throughput.first_word(self.config.steps - step)):
+            self._say(line)
 
     def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> None:
         terms = [
@@ -389,3 +385,23 @@ class TrainLoop:
     def _say(self, line: str) -> None:
         if self._speaks:
             self.progress.say(line)
+
+
+def cut(
+    batch: Mapping[str, np.ndarray], accumulation: int, stop: bool = False
+) -> dict[str, np.ndarray]:
+    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes with the wish to stop.
+
+    Raises:
+      ValueError: A does not divide B.
+    """
+    for name, leaf in batch.items():
+        if leaf.shape[0] % accumulation:
+            raise ValueError(
+                f"batch[{name!r}] has {leaf.shape[0]} rows, which accumulation={accumulation} does "
+                "not divide: choose a batch size that is a multiple of it"
+            )
+    parts = {k: v.reshape(accumulation, -1, *v.shape[1:]) for k, v in batch.items()}
+    if jax.process_count() > 1:
+        parts["stop"] = np.full(next(iter(parts.values())).shape[:2], np.int32(stop))
+    return parts

@@ -12,27 +12,39 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.memory import memory_for_this_process
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.shapes import count_parameters
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
+from ffn_heterogeneity.parallel.placement import place_batch, place_scalars, rows_of_micro_batch
+from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train import hlo
 from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
-from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
+from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target, memory_of
+from ffn_heterogeneity.train.loop import cut
 from ffn_heterogeneity.train.source import model_shape, prepared
+from ffn_heterogeneity.train.state import TrainState
+
+# What else a run that does not fit may turn.
+LESS = (
+    "shorter seq_len, remat=full, fewer trainable leaves (train_only, lora), adafactor or more "
+    "devices on mesh.fsdp or mesh.tensor need less"
+)
 
 # Batch leaves as `data.pipeline` gives them.
 BATCH = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
@@ -56,15 +68,9 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     if config.compute_dtype == "auto" and config.dry_run == "here" and _on_cpu():
         dtype = jnp.float32
     target = find_target(config.dry_run, dtype)
-    model = model_shape(config)
     mesh = _mesh(config, target)
     rows_of_micro_batch(mesh, config.batch_size, config.accumulation)
-    # Frozen leaves keep their storage dtype: half precision, as models are published.
-    params = jax.eval_shape(
-        lambda params: prepared(config, Model(model, params, None, "")).params,
-        causal_lm.abstract_params(model, jnp.bfloat16),
-    )
-    built = build(config, model, params, mesh)
+    built = build_shapes(config, mesh)
     sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(built.state.params).items()}
     plan: dict[str, Any] = {
         "model": config.model or "new",
@@ -81,11 +87,32 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     plan["compiled"] = None
     if target.devices is not None:
         print("compiling the train step ...", file=sys.stderr, flush=True)
-        plan["compiled"] = compile_step(config, built)
+        start = time.perf_counter()
+        compiled, held = compile_step(config, built)
+        found = hlo.collectives(compiled.as_text()) if compiled else ()
+        plan["compiled"] = {
+            "seconds": time.perf_counter() - start,
+            "bytes_per_device": held,
+            "collectives": [list(row) for row in hlo.summary(found)],
+        }
+    plan["verdict"] = _verdict(config, built, target, plan)
     write_json(epath.Path(workdir) / "plan.json", plan)
     print(describe(plan, target))
     print(f"plan: {workdir}/plan.json", file=sys.stderr)
     return plan
+
+
+def build_shapes(config: ConfigDict, mesh: Mesh | AbstractMesh) -> Built:
+    """`build` of a model that is not read: its config, and the surgeries that prepare it, decide.
+
+    Frozen leaves keep their storage dtype: half precision, as models are published.
+    """
+    model = model_shape(config)
+    params = jax.eval_shape(
+        lambda params: prepared(config, Model(model, params, None, "")).params,
+        causal_lm.abstract_params(model, jnp.bfloat16),
+    )
+    return build(config, model, params, mesh)
 
 
 def _on_cpu() -> bool:
@@ -203,31 +230,114 @@ def _bytes_sent(config: ConfigDict, built: Built) -> float:
     return sent + 2 * (tensor - 1) / tensor * reduced
 
 
-def compile_step(config: ConfigDict, built: Built) -> dict[str, Any]:
-    """The real step, compiled for the mesh's devices: seconds, bytes on a device, collectives."""
-    rows = config.batch_size // config.accumulation
-    shape = (config.accumulation, rows, config.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH.items()}
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    hyper = dict.fromkeys(hyper_function(config)(0), scalar)
-    start = time.perf_counter()
-    traced = built.train_step.trace(built.state, batch, hyper)
-    lowered = traced.lower(lowering_platforms=(built.options.platform,))
-    compiled = lowered.compile()
+def compile_step(
+    config: ConfigDict, built: Built, state: TrainState | None = None, rows: int = 0
+) -> tuple[jax.stages.Compiled | None, dict[str, float]]:
+    """(the real step, compiled for the mesh's devices; bytes on one of them while it runs).
+
+    None and infinity where the compiler itself finds it too large (the TPU's does).
+
+    Args:
+      state: as the run has it: then this is the very program that the loop's first call finds.
+      rows: of a batch that this process feeds, with `state`.
+    """
+    shape = rows or config.batch_size, config.seq_len
+    batch = cut({k: np.zeros(shape, dtype) for k, dtype in BATCH.items()}, config.accumulation)
+    hyper, platforms = {k: np.float32(x) for k, x in hyper_function(config)(0).items()}, None
+    if state is None:
+        state, platforms = built.state, (built.options.platform,)
+    else:
+        batch = place_batch(batch, built.shardings[1])
+        hyper = place_scalars(hyper, built.shardings[2])
+    traced = built.train_step.trace(state, batch, hyper)
+    try:
+        compiled = traced.lower(lowering_platforms=platforms).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None, {"together": math.inf}
     memory = compiled.memory_analysis()
     kept = memory.argument_size_in_bytes
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    found = hlo.collectives(compiled.as_text())
-    return {
-        "seconds": time.perf_counter() - start,
-        "bytes_per_device": {
-            "arguments (state, batch)": kept,
-            "temporary (gradients, activations)": memory.temp_size_in_bytes,
-            "results": made,
-            "together": kept + memory.temp_size_in_bytes + made,
-        },
-        "collectives": [list(row) for row in hlo.summary(found)],
+    return compiled, {
+        "arguments (state, batch)": kept,
+        "temporary (gradients, activations)": memory.temp_size_in_bytes,
+        "results": made,
+        "together": kept + memory.temp_size_in_bytes + made,
     }
+
+
+def what_would_fit(config: ConfigDict, built: Built, room: float) -> str:
+    """The way out for a step that needs more than `room` bytes a device: the same batch in the
+    fewest micro-batches that fit, each number compiled to be sure."""
+    print("looking for a batch that fits ...", file=sys.stderr, flush=True)
+    most = config.batch_size // (built.mesh.shape["data"] * built.mesh.shape["fsdp"])
+    for n in (n for n in range(config.accumulation + 1, most + 1) if most % n == 0):
+        tried = config.copy_and_resolve_references()
+        tried.accumulation = n
+        part = build(tried, built.model, built.state.params, built.mesh)
+        if compile_step(tried, part)[1]["together"] <= room:
+            smaller = config.batch_size // n * config.accumulation
+            return f"accumulation={n} fits, with the same updates, or batch_size={smaller}"
+    return f"not even accumulation={most} fits: {LESS}"
+
+
+# ---- what a run says of itself
+
+
+def check_loading(config: ConfigDict) -> None:
+    """Before the weights are read: as they are stored, at 2 bytes each, they must fit the host.
+
+    Raises:
+      ValueError: they do not.
+    """
+    count = count_parameters(model_shape(config))["total"]
+    what = f"reading {config.model or 'a new model'} ({count:,} parameters)"
+    _check(what, 2 * count, memory_for_this_process(), lambda: "take a smaller model")
+
+
+def check_state(config: ConfigDict, built: Built) -> None:
+    """Before the training state is made.
+
+    Raises:
+      ValueError: it does not fit by itself, so no batch would help.
+    """
+    held = state_bytes(built)
+    del held["gradients"]  # the step's
+    parts = ", ".join(f"{size / GIB:.2f} GiB {kind}" for kind, size in held.items() if size)
+    need, have = sum(held.values()), memory_of(built.mesh.local_devices)
+    _check(f"training ({parts})", need, have, lambda: LESS)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(built.state.params))
+    tokens = config.batch_size * config.seq_len
+    say(
+        f"{count:,} parameters: {parts}; {tokens:,} tokens a step, {config.steps * tokens:,} in all"
+    )
+
+
+def compile_checked(config: ConfigDict, built: Built, state: TrainState, rows: int) -> float:
+    """`compile_step` for a run, before it evaluates or trains; the seconds that it took.
+
+    Raises:
+      ValueError: the step needs more memory than there is; names what would fit.
+    """
+    say("compiling the train step ...")
+    start = time.perf_counter()
+    need = compile_step(config, built, state, rows)[1]["together"]
+    seconds, have = time.perf_counter() - start, memory_of(built.mesh.local_devices)
+    what = f"a step of batch_size={config.batch_size} with accumulation={config.accumulation}"
+    _check(what, need, have, lambda: what_would_fit(config, built, have))
+    say(f"compiled in {seconds:.1f} s; a step takes {need / GIB:.2f} of {have / GIB:.2f} GiB")
+    return seconds
+
+
+def _check(what: str, need: float, have: float, way_out: Callable[[], str]) -> None:
+    if need > have:
+        raise ValueError(
+            f"{what} needs {need / GIB:.2f} GiB of memory and has {have / GIB:.2f}: {way_out()}"
+        )
+
+
+# ---- as tables
 
 
 def describe(plan: dict, target: Target) -> str:
@@ -249,8 +359,7 @@ def describe(plan: dict, target: Target) -> str:
             for kind, size in compiled["bytes_per_device"].items()
         ]
     rows.append(("a device has", f"{target.chip.memory / GIB:.3f}"))
-    lines += [markdown_table(("on one device", "GiB"), rows), ""]
-    lines += _verdict(plan, target)
+    lines += [markdown_table(("on one device", "GiB"), rows), "", plan["verdict"]]
     seconds = plan["seconds_per_step"]
     rows = [(name, f"{value * 1e3:,.2f}") for name, value in seconds.items()]
     rows += [(f"hours of the run, {name}", f"{value:,.2f} h") for name, value in
@@ -266,18 +375,16 @@ def describe(plan: dict, target: Target) -> str:
     return "\n".join(lines)
 
 
-def _verdict(plan: dict, target: Target) -> list[str]:
+def _verdict(config: ConfigDict, built: Built, target: Target, plan: dict) -> str:
     """Whether it fits, and what to turn where it does not."""
+    needed, what = sum(plan["bytes_per_device"].values()), "the state alone"
     if plan["compiled"] is None:
-        needed, what = sum(plan["bytes_per_device"].values()), "the state alone (not compiled: "
-        what += f"{target.why_not})"
+        what += f" (not compiled: {target.why_not})"
     else:
         needed, what = plan["compiled"]["bytes_per_device"]["together"], "the compiled step"
     room = target.chip.memory
     verdict = f"{what} needs {needed / GIB:.2f} of {room / GIB:.1f} GiB a device"
     if needed <= room:
-        return [verdict]
-    return [
-        f"{verdict}: it does NOT fit. More devices on mesh.fsdp or mesh.tensor, a larger "
-        "accumulation, remat=full, fewer trainable leaves or adafactor need less"
-    ]
+        return verdict
+    way = what_would_fit(config, built, room) if plan["compiled"] else LESS
+    return f"{verdict}: it does NOT fit; {way}"

@@ -15,14 +15,16 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
 from ffn_heterogeneity.io.card import compared, write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Model, load_model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.parallel import partition
@@ -33,9 +35,15 @@ from ffn_heterogeneity.train.build import Built, build, check_config, hyper_func
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
-from ffn_heterogeneity.train.plan import dry_run
+from ffn_heterogeneity.train.plan import (
+    build_shapes,
+    check_loading,
+    check_state,
+    compile_checked,
+    dry_run,
+)
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.train.source import starting_model
+from ffn_heterogeneity.train.source import is_fresh, model_shape, starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.wording import spans
 
@@ -71,16 +79,13 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
     """The run; `start` is when it began."""
     check_config(config)
     mesh = partition.make_mesh(**config.mesh)
-    rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
+    check_loading(config)
     say(f"loading {config.model} ..." if config.model else "making a new model ...")
     model = starting_model(config, shared.load if shared else load_model)
     say(model.source)
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer, so no text can be read: add its files")
-    pipeline = make_pipeline(
-        config.data.to_dict(), model.tokenizer, config.batch_size, config.seq_len, config.seed,
-        accumulation=config.accumulation, rows=rows, vocab_size=model.config.vocab_size,
-    )  # fmt: skip
+    pipeline = open_data(config, model.tokenizer, model.config.vocab_size, mesh)
     with contextlib.closing(pipeline.train_iterator()) as batches:
         make = shared.build if shared else build
         built = make(config, model.config, model.params, mesh)
@@ -114,6 +119,27 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
     on_main(finish)
 
 
+def examine(config: ConfigDict) -> None:
+    """Refuses what `run` would before it compiles, without reading any weights; errors as there."""
+    check_config(config)
+    mesh = partition.make_mesh(**config.mesh)
+    fresh = is_fresh(config)
+    name, revision = (config.tokenizer, None) if fresh else (config.model, config.revision)
+    tokenizer, vocabulary = load_tokenizer(name, revision=revision), model_shape(config).vocab_size
+    check_vocabulary(tokenizer, vocabulary, config.model or "the new model")
+    open_data(config, tokenizer, vocabulary, mesh)
+    build_shapes(config, mesh)
+
+
+def open_data(config: ConfigDict, tokenizer: Any, vocab_size: int, mesh: Mesh) -> Pipeline:
+    """The run's data, of which this process reads the rows that its devices are given."""
+    rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
+    return make_pipeline(
+        config.data.to_dict(), tokenizer, config.batch_size, config.seq_len, config.seed,
+        accumulation=config.accumulation, rows=rows, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
 def make_loop(
     config: ConfigDict,
     workdir: epath.Path,
@@ -123,10 +149,13 @@ def make_loop(
     batches: Any,
 ) -> tuple[TrainLoop, dict]:
     """Everything but the running; and the facts of the run that `results.json` names."""
+    check_state(config, built)
     state = create_state(
         model.params, built.optimizer, built.trainable,
         seed=config.seed, shardings=built.shardings[0],
     )  # fmt: skip
+    done = (workdir / "checkpoints" / str(config.steps)).exists()
+    seconds = None if done else compile_checked(config, built, state, len(pipeline.rows))
     loop = TrainLoop(
         loop_config(config),
         train_step=built.train_step,
@@ -139,6 +168,7 @@ def make_loop(
         gradient_paths=tuple(sorted(path for path, trains in built.trainable.items() if trains)),
         tensorboard=config.tensorboard,
         wandb=config.wandb,
+        compile_seconds=seconds,
     )
     sizes = {path: int(np.size(leaf)) for path, leaf in flatten(model.params).items()}
     facts = {
