@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import is_bucket, plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.parallel.processes import on_main
@@ -64,9 +65,12 @@ def working_in(
         resumed = on_main(claim)
         try:
             yield
-        except Exception:
-            if resumed is False:  # None where this is not the main process
-                release_workdir(workdir)
+        except Exception as error:
+            given_back = False
+            with contextlib.suppress(OSError):
+                given_back = resumed is False and release_workdir(workdir)  # None: not the main one
+            if not given_back and isinstance(error, (OSError, CheckpointError)):
+                error.add_note(f"to go on: {resume_command(workdir)}")
             raise
 
 
@@ -149,19 +153,23 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
     return resumed
 
 
-def release_workdir(workdir: str | os.PathLike) -> None:
-    """Gives back a directory whose run failed before it wrote anything: the next may have it."""
+def release_workdir(workdir: str | os.PathLike) -> bool:
+    """Gives back a directory whose run failed before it wrote anything: the next may have it.
+
+    Returns whether it did.
+    """
     path = epath.Path(workdir)
     if not path.exists():
-        return
+        return False
     children = list(path.iterdir())
     # Folders are those of stages or seeds that are done; other files are the user's.
     if any(child.is_dir() or child.name in OUTPUTS for child in children):
-        return
+        return False
     for name in CLAIM:
         (path / name).unlink(missing_ok=True)
     if not is_bucket(path) and not any(path.iterdir()):  # a bucket has no empty directories
         path.rmdir()
+    return True
 
 
 def resume_command(workdir: str | os.PathLike) -> str:

@@ -104,8 +104,7 @@ class TrainLoop:
       shardings: the (state, batch, replicated) that the step was built with.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
       tensorboard: also write events.
-      compile_seconds: that compiling the step for this very state and such batches took; None: the
-        first call compiles.
+      compile_seconds: that compiling it ahead took; None: the first call compiles.
     """
 
     def __init__(
@@ -244,15 +243,12 @@ class TrainLoop:
         self._report(previous)
 
     def _first_call(self, placed: tuple) -> Any:
-        if self.compile_seconds is None:
-            self._say("compiling the train step ...")
         start = time.perf_counter()
         self.state, metrics = self.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
-        seconds, self._compiled_at = time.perf_counter() - start, self.step + 1
+        self._compiled_at = self.step + 1
         if self.compile_seconds is None:
-            self.compile_seconds = seconds
-            self._say(f"compilation and first step took {seconds:.1f} s")
+            self.compile_seconds = time.perf_counter() - start
         self.throughput.restart()
         return metrics
 
@@ -388,11 +384,7 @@ class TrainLoop:
 def cut(
     batch: Mapping[str, np.ndarray], accumulation: int, stop: bool = False
 ) -> dict[str, np.ndarray]:
-    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes with the wish to stop.
-
-    Raises:
-      ValueError: A does not divide B.
-    """
+    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes also a wish to stop."""
     for name, leaf in batch.items():
         if leaf.shape[0] % accumulation:
             raise ValueError(
