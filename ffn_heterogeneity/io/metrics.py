@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -95,24 +96,33 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._lines.append(line)
             if time.monotonic() - self._written > BUCKET_SECONDS:
                 self.flush()
+            self._write_events(step, metrics)
         elif self._file is not None:
-            self._append(line)
+            try:
+                self._append(line)
+                self._write_events(step, metrics)
+            except OSError as error:
+                self._stop(error)
         else:
             return
         self.rows += 1
-        self._write_events(step, metrics)
 
     def _append(self, line: str) -> None:
-        try:
-            self._file.write(line)
-            self._file.flush()
-        except OSError as error:
-            # Closed without a second try at the line that could not be written.
-            file, self._file = self._file, None
-            with contextlib.suppress(OSError):
-                file.close()
-            what = f"{error.strerror}; put that right, then resume"
-            raise OSError(error.errno, what, str(self.path)) from None
+        # Of a lost mount the open file may go on taking lines that nobody will read.
+        if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+            raise OSError(errno.ESTALE, "another file is in its place (a lost mount?)")
+        self._file.write(line)
+        self._file.flush()
+
+    def _stop(self, error: OSError) -> NoReturn:
+        """Closes without a second try at what could not be written, now and when Python ends."""
+        file, events, self._file, self._events = self._file, self._events, None, None
+        with contextlib.suppress(OSError):
+            file.close()
+        if events is not None:
+            events.file_writer.event_writer.close = lambda: None
+        what = f"{error.strerror}; put that right, then resume"
+        raise OSError(error.errno, what, str(self.path)) from None
 
     def _write_events(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Scalars, and of per-layer values a curve a layer, named so that they sort by depth."""
@@ -135,7 +145,10 @@ class MetricsWriter(contextlib.AbstractContextManager):
             _write_lines(self.path, self._lines)
             self._written = time.monotonic()
         elif self._file is not None:
-            os.fsync(self._file.fileno())
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self._stop(error)
 
     def close(self, failed: bool = False) -> None:
         """Closes the files; `failed` is what Weights & Biases shows of the run."""

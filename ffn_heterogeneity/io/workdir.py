@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import is_bucket, lock, plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
@@ -67,9 +68,12 @@ def working_in(
         before = on_main(claim)
         try:
             yield
-        except Exception:
-            if before is not None:  # None: resumed, or not the main process
-                release_workdir(workdir, before)
+        except Exception as error:
+            given_back = False
+            with contextlib.suppress(OSError):  # before is None: resumed, or not the main process
+                given_back = before is not None and release_workdir(workdir, before)
+            if not given_back and isinstance(error, (OSError, CheckpointError)):
+                error.add_note(f"to go on: {resume_command(workdir)}")
             raise
 
 
@@ -146,24 +150,30 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
     return resumed
 
 
-def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) -> None:
+def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) -> bool:
     """Gives back a directory whose run failed before its first step: the next may have it.
 
     Args:
       before: names of what was there before the run: not its work.
+
+    Returns:
+      Whether it did.
     """
-    found = [path for path in _children(workdir) if path.name not in before]
-    # Folders are those of stages or seeds that are done; other files are the user's.
-    if any((path.is_dir() or path.name in OUTPUTS) and _has_step(path) for path in found):
-        return
-    for path in found:
-        if path.is_dir():
-            path.rmtree()
-        elif path.name in (*CLAIM, *UNSTARTED):
-            path.unlink()
     path = epath.Path(workdir)
-    if not is_bucket(path) and path.exists() and not any(path.iterdir()):  # a bucket has none
+    if not path.exists():
+        return False
+    found = [child for child in _children(workdir) if child.name not in before]
+    # Folders are those of stages or seeds that are done; other files are the user's.
+    if any((child.is_dir() or child.name in OUTPUTS) and _has_step(child) for child in found):
+        return False
+    for child in found:
+        if child.is_dir():
+            child.rmtree()
+        elif child.name in (*CLAIM, *UNSTARTED):
+            child.unlink()
+    if not is_bucket(path) and not any(path.iterdir()):  # a bucket has no empty directories
         path.rmdir()
+    return True
 
 
 def _children(workdir: str | os.PathLike) -> list[epath.Path]:

@@ -246,7 +246,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         text += f": pip install 'ffn-heterogeneity[{EXTRAS[error.name]}]'"
     enough = isinstance(error, (*USER_ERRORS, flags.Error)) and not isinstance(error, KeyError)
-    return text if text and enough else f"{type(error).__name__}: {text}"
+    text = text if text and enough else f"{type(error).__name__}: {text}"
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:

@@ -84,9 +84,10 @@ def run(
     root = epath.Path(workdir)
     kind, points = points_of(spec, sweep, config)
     tasks = [PointRun(one, apply(config, one), root / one.name) for one in points]
-    check(kind, tasks)
+    chosen = choose(tasks, only)
+    check(kind, chosen, names=not commands)
     claim(root, spec, sweep, kind, points)
-    todo = [task for task in choose(tasks, only) if not task.finished]
+    todo = [task for task in chosen if not task.finished]
     if commands:
         for task in todo:
             print(command(task, root, spec, sweep, kind))
@@ -136,26 +137,32 @@ def apply(config: ConfigDict, one: Point) -> ConfigDict:
     return config
 
 
-def check(kind: str, tasks: Sequence[PointRun]) -> None:
+def check(kind: str, tasks: Sequence[PointRun], names: bool = True) -> None:
     """Refuses bad settings, what is missing or does not fit together, and directories that hold
-    other runs: all bad points at once, before anything is run."""
+    other runs: all bad points at once, before anything is run.
+
+    Args:
+      names: look at what the configs name, too; another machine may have it.
+    """
     bad, examined = {}, set()
     for task in tasks:
         try:
             experiment.check(task.config, kind)
-            if (task.directory / "config.json").exists():
-                prepare_workdir(task.directory, task.config.to_dict())
             # Numbers and seeds, which most sweeps are over, name nothing that could be missing.
             settings = flatten_config(task.config.to_dict()).items()
             key = repr([x for x in settings if type(x[1]) is not float and "seed" not in x[0]])
-            if key not in examined and not task.finished:
+            if names and key not in examined and not task.finished:
                 experiment.examine(task.config, kind)
             examined.add(key)
         except cli.USER_ERRORS as error:
             bad.setdefault(cli.one_line(error), []).append(task.point.name)
     if bad:
-        lines = "; ".join(f"point {some(names, 3)}: {line}" for line, names in bad.items())
-        raise ValueError(f"nothing was run: {lines}" if len(bad) > 1 else lines)
+        lines = [f"point {some(points)}: {line}" for line, points in bad.items()]
+        more = f"; and {len(lines) - 5} other errors" if len(lines) > 5 else ""
+        raise ValueError("; ".join(lines[:5]) + more)
+    for task in tasks:
+        if (task.directory / "config.json").exists():
+            prepare_workdir(task.directory, task.config.to_dict())
 
 
 def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> None:

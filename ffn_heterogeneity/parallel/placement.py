@@ -76,3 +76,19 @@ def to_host(tree: Any) -> Any:
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
     return jax.tree.map(fetch, tree)
+
+
+def cut(
+    batch: Mapping[str, np.ndarray], accumulation: int, stop: bool = False
+) -> dict[str, np.ndarray]:
+    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes also a wish to stop."""
+    for name, leaf in batch.items():
+        if leaf.shape[0] % accumulation:
+            raise ValueError(
+                f"batch[{name!r}] has {leaf.shape[0]} rows, which accumulation={accumulation} does "
+                "not divide: choose a batch size that is a multiple of it"
+            )
+    parts = {k: v.reshape(accumulation, -1, *v.shape[1:]) for k, v in batch.items()}
+    if jax.process_count() > 1:
+        parts["stop"] = np.full(next(iter(parts.values())).shape[:2], np.int32(stop))
+    return parts

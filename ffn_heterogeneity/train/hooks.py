@@ -13,9 +13,6 @@ import jax
 
 from ffn_heterogeneity.train.console import StopRequested
 
-# Steps after which the speed is said; the first one is not counted, it warms up.
-FIRST_STEPS = 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
@@ -82,15 +79,12 @@ class Throughput:
         return seconds
 
     def first_word(self, left: int) -> str | None:
-        """The speed and what it makes of the steps that are left: once, after the first steps."""
-        if len(self._steps) != FIRST_STEPS + 1 or not left:
+        """The speed and what it makes of the steps that are left: once, after three that count."""
+        if len(self._steps) != 4 or not left:
             return None
-        mean = sum(seconds for _, seconds in self._steps[1:]) / FIRST_STEPS
-        rest = datetime.timedelta(seconds=math.ceil(left * mean))
-        return (
-            f"{mean:.3g} s a step, {self.mean:,.0f} tokens/s: {left:,} more steps take about {rest}"
-            ", evaluations and checkpoints apart"
-        )
+        mean = sum(seconds for _, seconds in self._steps[1:]) / 3
+        rest = f"{left:,} more take about {datetime.timedelta(seconds=math.ceil(left * mean))}"
+        return f"{mean:.3g} s a step, {self.mean:,.0f} tokens/s: {rest} beside evaluations"
 
     @property
     def mean(self) -> float | None:

@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.io.workdir import resume_command
-from ffn_heterogeneity.parallel.placement import place_batch, place_scalars
+from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
@@ -104,8 +104,7 @@ class TrainLoop:
       shardings: the (state, batch, replicated) that the step was built with.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
       tensorboard, wandb: where else metrics go, see `MetricsWriter`.
-      compile_seconds: that compiling the step for this very state and such batches took; None: the
-        first call compiles.
+      compile_seconds: that compiling it ahead took; None: the first call compiles.
     """
 
     def __init__(
@@ -246,15 +245,12 @@ class TrainLoop:
         self._report(previous)
 
     def _first_call(self, placed: tuple) -> Any:
-        if self.compile_seconds is None:
-            self._say("compiling the train step ...")
         start = time.perf_counter()
         self.state, metrics = self.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
-        seconds, self._compiled_at = time.perf_counter() - start, self.step + 1
+        self._compiled_at = self.step + 1
         if self.compile_seconds is None:
-            self.compile_seconds = seconds
-            self._say(f"compilation and first step took {seconds:.1f} s")
+            self.compile_seconds = time.perf_counter() - start
         self.throughput.restart()
         return metrics
 
@@ -385,23 +381,3 @@ class TrainLoop:
     def _say(self, line: str) -> None:
         if self._speaks:
             self.progress.say(line)
-
-
-def cut(
-    batch: Mapping[str, np.ndarray], accumulation: int, stop: bool = False
-) -> dict[str, np.ndarray]:
-    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes with the wish to stop.
-
-    Raises:
-      ValueError: A does not divide B.
-    """
-    for name, leaf in batch.items():
-        if leaf.shape[0] % accumulation:
-            raise ValueError(
-                f"batch[{name!r}] has {leaf.shape[0]} rows, which accumulation={accumulation} does "
-                "not divide: choose a batch size that is a multiple of it"
-            )
-    parts = {k: v.reshape(accumulation, -1, *v.shape[1:]) for k, v in batch.items()}
-    if jax.process_count() > 1:
-        parts["stop"] = np.full(next(iter(parts.values())).shape[:2], np.int32(stop))
-    return parts

@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,19 +23,21 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.memory import memory_for_this_process
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.shapes import count_parameters
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import place_batch, place_scalars, rows_of_micro_batch
+from ffn_heterogeneity.parallel.placement import (
+    cut,
+    place_batch,
+    place_scalars,
+    rows_of_micro_batch,
+)
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train import hlo
 from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target, memory_of
-from ffn_heterogeneity.train.loop import cut
 from ffn_heterogeneity.train.source import model_shape, prepared
 from ffn_heterogeneity.train.state import TrainState
 
@@ -285,33 +286,21 @@ def what_would_fit(config: ConfigDict, built: Built, room: float) -> str:
 # ---- what a run says of itself
 
 
-def check_loading(config: ConfigDict) -> None:
-    """Before the weights are read: as they are stored, at 2 bytes each, they must fit the host.
+def check_state(config: ConfigDict, mesh: Mesh) -> str:
+    """Before anything is read: a line of how much there is to do and to hold, from shapes alone.
 
     Raises:
-      ValueError: they do not.
+      ValueError: the training state does not fit by itself, so no batch would help.
     """
-    count = count_parameters(model_shape(config))["total"]
-    what = f"reading {config.model or 'a new model'} ({count:,} parameters)"
-    _check(what, 2 * count, memory_for_this_process(), lambda: "take a smaller model")
-
-
-def check_state(config: ConfigDict, built: Built) -> None:
-    """Before the training state is made.
-
-    Raises:
-      ValueError: it does not fit by itself, so no batch would help.
-    """
+    built, have = build_shapes(config, mesh), memory_of(mesh.local_devices)
     held = state_bytes(built)
     del held["gradients"]  # the step's
     parts = ", ".join(f"{size / GIB:.2f} GiB {kind}" for kind, size in held.items() if size)
-    need, have = sum(held.values()), memory_of(built.mesh.local_devices)
-    _check(f"training ({parts})", need, have, lambda: LESS)
+    if (need := sum(held.values())) > have:
+        raise ValueError(f"training needs {_gib(need, have)} ({parts}): {LESS}")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(built.state.params))
-    tokens = config.batch_size * config.seq_len
-    say(
-        f"{count:,} parameters: {parts}; {tokens:,} tokens a step, {config.steps * tokens:,} in all"
-    )
+    n = config.batch_size * config.seq_len
+    return f"{count:,} parameters: {parts}; {n:,} tokens a step, {config.steps * n:,} in all"
 
 
 def compile_checked(config: ConfigDict, built: Built, state: TrainState, rows: int) -> float:
@@ -324,17 +313,18 @@ def compile_checked(config: ConfigDict, built: Built, state: TrainState, rows: i
     start = time.perf_counter()
     need = compile_step(config, built, state, rows)[1]["together"]
     seconds, have = time.perf_counter() - start, memory_of(built.mesh.local_devices)
-    what = f"a step of batch_size={config.batch_size} with accumulation={config.accumulation}"
-    _check(what, need, have, lambda: what_would_fit(config, built, have))
-    say(f"compiled in {seconds:.1f} s; a step takes {need / GIB:.2f} of {have / GIB:.2f} GiB")
+    if need > have:
+        way_out = what_would_fit(config, built, have)
+        raise ValueError(
+            f"a step of batch_size={config.batch_size} with accumulation={config.accumulation} "
+            f"needs {_gib(need, have)}: {way_out}"
+        )
+    say(f"compiled in {seconds:.1f} s; a step needs {_gib(need, have)}")
     return seconds
 
 
-def _check(what: str, need: float, have: float, way_out: Callable[[], str]) -> None:
-    if need > have:
-        raise ValueError(
-            f"{what} needs {need / GIB:.2f} GiB of memory and has {have / GIB:.2f}: {way_out()}"
-        )
+def _gib(need: float, have: float) -> str:
+    return f"{need / GIB:.2f} of {have / GIB:.2f} GiB of memory"
 
 
 # ---- as tables

@@ -35,13 +35,7 @@ from ffn_heterogeneity.train.build import Built, build, check_config, hyper_func
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
-from ffn_heterogeneity.train.plan import (
-    build_shapes,
-    check_loading,
-    check_state,
-    compile_checked,
-    dry_run,
-)
+from ffn_heterogeneity.train.plan import check_state, compile_checked, dry_run
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import is_fresh, model_shape, starting_model
 from ffn_heterogeneity.train.state import create_state
@@ -79,7 +73,7 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
     """The run; `start` is when it began."""
     check_config(config)
     mesh = partition.make_mesh(**config.mesh)
-    check_loading(config)
+    say(check_state(config, mesh))
     say(f"loading {config.model} ..." if config.model else "making a new model ...")
     model = starting_model(config, shared.load if shared else load_model)
     say(model.source)
@@ -128,7 +122,7 @@ def examine(config: ConfigDict) -> None:
     tokenizer, vocabulary = load_tokenizer(name, revision=revision), model_shape(config).vocab_size
     check_vocabulary(tokenizer, vocabulary, config.model or "the new model")
     open_data(config, tokenizer, vocabulary, mesh)
-    build_shapes(config, mesh)
+    check_state(config, mesh)
 
 
 def open_data(config: ConfigDict, tokenizer: Any, vocab_size: int, mesh: Mesh) -> Pipeline:
@@ -149,7 +143,6 @@ def make_loop(
     batches: Any,
 ) -> tuple[TrainLoop, dict]:
     """Everything but the running; and the facts of the run that `results.json` names."""
-    check_state(config, built)
     state = create_state(
         model.params, built.optimizer, built.trainable,
         seed=config.seed, shardings=built.shardings[0],

@@ -51,6 +51,15 @@ SWEEPS = {{
         point("bad", {{"data.path": "nowhere.txt"}}), point("good"),
         point("worse", {{"data.path": "nowhere.txt"}}),
     ),
+    "wrong": chain(
+        point("good"), point("rule", {{"freeze": ("ffn/dwn",)}}),
+        point("rate", {{"optimizer.learning_rate": -1.0}}),
+        point("rate2", {{"optimizer.learning_rate": -1.0, "seed": 1}}),
+    ),
+    "mixed": chain(
+        point("loss", {{"losses.nucl.variant": "sum"}}), point("good"),
+        point("text", {{"data.path": "nowhere.txt"}}),
+    ),
 }}
 """)
     return str(path)
@@ -165,7 +174,22 @@ def test_an_interrupted_sweep_goes_on(spec, alphas, tmp_path, monkeypatch):
         assert rows_of(tmp_path / "run" / name) == rows_of(alphas[0] / name)
 
 
+def test_what_a_point_lacks_is_said_before_the_first_runs(spec, tmp_path):
+    """Of all points at once, and the work directory is free for the mended sweep."""
+    flags = [f"--config={spec}", f"--workdir={tmp_path / 'run'}"]
+    for sweep, message in (
+        ("broken", "error: point 'bad', 'worse': nowhere.txt: no such file"),
+        ("wrong", "error: point 'rule': .*'ffn/dwn'.*; point 'rate', 'rate2': .*learning_rate=-1"),
+        ("mixed", "error: point 'loss': losses.nucl: .*; point 'text': .*nowhere.txt"),
+    ):
+        done = run_script("sweep", *flags, f"--sweep={sweep}")
+        assert re.search(message, done.error) and not (tmp_path / "run").exists()
+        assert "runs to do" not in done.err
+
+
 def test_one_failing_point_does_not_lose_the_others(spec, files, tmp_path, monkeypatch):
+    # The file goes after the sweep has looked.
+    monkeypatch.setattr(experiment, "examine", lambda *_: None)
     flags = [f"--config={spec}", "--sweep=broken", f"--workdir={tmp_path / 'run'}"]
     done = run_script("sweep", *flags)
     assert re.search(r"2 of 3 points failed: bad worse: .*nowhere\.txt", done.error)

@@ -163,13 +163,18 @@ def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
     pruned.check_config(config)  # without tasks their keys have no say
 
 
+ALL = "'unpruned', 'all', 'top', 'bottom', 'even' and 1 more"
+PRUNED = "'all', 'top', 'bottom', 'even', 'odd'"
+
+
 def test_bad_points_stop_the_sweep_before_it_begins(files, tmp_path):
     flags = table_flags(files, "halves", tmp_path / "run")
     for flag, message in (
-        ("--config.text=", "point 'unpruned': give exactly one of --config.text"),
-        ("--config.criterion=size", "point 'all': criterion 'size' is unknown"),
-        ("--config.ratio=2.0", "point 'all': ratio=2.0 is outside"),
-        ("--config.streaming=True", "point 'unpruned': streaming=True is for"),
+        ("--config.text=", f"error: point {ALL}: give exactly one of --config.text"),
+        ("--config.criterion=size", f"point {PRUNED}: criterion 'size' is unknown"),
+        ("--config.ratio=2.0", f"point {PRUNED}: ratio=2.0 is outside"),
+        ("--config.streaming=True", f"point {ALL}: streaming=True is for"),
+        ("--config.model=runs/nowhere/model", f"point {ALL}: model 'runs/nowhere/model' is not a"),
     ):
         assert message in run_script("sweep", *flags, flag).error
         assert not (tmp_path / "run").exists()
