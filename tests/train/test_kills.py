@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import REPOSITORY, TEXT, save_tiny
 
 from ffn_heterogeneity.io.metrics import read_metrics
 
@@ -95,6 +97,59 @@ def check_best(workdir, values):
     assert step == 0 or step in steps
 
 
+class Launch(Life):
+    """The command itself, from the start of its interpreter on."""
+
+    def __init__(self, workdir, flags, cache):
+        self.workdir = workdir
+        keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        self.process = subprocess.Popen(
+            [sys.executable, REPOSITORY / "scripts/train.py", *flags, f"--workdir={workdir}"],
+            env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            | dict(zip(keys, (str(cache), "0"), strict=True)),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def wait_for_export(self, number):
+        """Until it has begun and written so much; from len(WRITTEN) on until the model is moved."""
+        before, model = set(half_exported(self.workdir)), self.workdir / "model"
+        former = model.stat().st_ino if model.exists() else 0
+
+        def reached():
+            if number >= len(WRITTEN):
+                return model.exists() and model.stat().st_ino != former
+            new = set(half_exported(self.workdir)) - before
+            return any((path / WRITTEN[number]).exists() for path in new)
+
+        self.wait_for(1, reached)
+
+
+# What an export writes, one after the other.
+WRITTEN = ("", "model.safetensors", "structure", "structure/model.safetensors", "config.json",
+           "generation_config.json", "tokenizer.json", "tokenizer_config.json")  # fmt: skip
+
+
+def half_exported(workdir):
+    return list(workdir.glob(".model.*"))
+
+
+def files(workdir):
+    """Names of all files and directories; tensorstore's own are digests."""
+    found = (str(path.relative_to(workdir)) for path in workdir.rglob("*"))
+    return {re.sub(r"[0-9a-f]{32}", "*", name) for name in found}
+
+
+def lasting(workdir):
+    """(results.json without times, bytes of the model's files; the card has times, too)."""
+    results = json.loads((workdir / "results.json").read_text())
+    for key in ("seconds", "tokens_per_second", "compile_seconds"):
+        del results[key]
+    model = {str(path.relative_to(workdir)): path.read_bytes()
+             for path in (workdir / "model").rglob("*")
+             if path.is_file() and path.name != "README.md"}  # fmt: skip
+    return results, model
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
@@ -170,6 +225,57 @@ def drill_on_meshes(directory, cache, steps, meshes):
 def test_a_run_killed_on_every_mesh_in_turn(tmp_path, cache):
     meshes = ("8,1,1", "1,8,1", "2,2,2", "1,4,2", "1,1,8", "1,1,1", "8,1,1")
     drill_on_meshes(tmp_path, cache, steps=120, meshes=meshes)
+
+
+def moments(chance, startup):
+    """30 in start-up, steps and saves, mixed; then 10 in the export: (kind, number, delay)."""
+    mixed = ["start", "step", "save"] * 10
+    chance.shuffle(mixed)
+    for kind in mixed:
+        yield kind, chance.randint(1, 4), chance.uniform(0, startup if kind == "start" else 0.03)
+    for number in range(10):
+        yield "export", number, 0
+
+
+@pytest.mark.slow
+def test_forty_launches_killed(tmp_path, cache):
+    """At start-up, while compiling, in steps, saves and the export: each relaunch goes on."""
+    model, text = save_tiny(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    flags = [f"--config=configs/nucl_finetune.py:{model},text,lora", f"--config.data.path={text}",
+             "--config.steps=160", "--config.batch_size=2", "--config.seq_len=32",
+             "--config.eval.every=8", "--config.checkpoint.every=2", "--config.tensorboard=false",
+             "--config.losses.nucl.weight=1", "--config.data.passage_chars=400",
+             "--config.data.validation_fraction=0.2"]  # fmt: skip
+    plain, workdir = tmp_path / "plain", tmp_path / "killed"
+    start, reference = time.monotonic(), Launch(plain, flags, cache)
+    reference.wait_for_rows(1)
+    startup = time.monotonic() - start
+    code, output = reference.end()
+    assert code == 0, output
+    chance, counts = random.Random(5), dict.fromkeys(("start", "step", "save", "export"), 0)
+    for kind, number, delay in moments(chance, startup):
+        life = Launch(workdir, flags, cache)
+        if kind == "step":
+            life.wait_for_rows(number)
+        elif kind == "save":
+            life.wait_for_saves(1)
+        elif kind == "export":
+            life.wait_for_export(number)
+        time.sleep(delay)
+        code, output = life.end(signal.SIGKILL)
+        done = (workdir / "results.json").exists()
+        assert code == -signal.SIGKILL and not done, f"it ended before a kill in {kind}\n{output}"
+        inside = {"save": half_saved, "export": half_exported}.get(kind, lambda _: True)
+        counts[kind] += bool(inside(workdir))
+    last = Launch(workdir, flags, cache)
+    code, output = last.end()
+    assert code == 0, output
+    assert rows(workdir) == rows(plain) and lasting(workdir) == lasting(plain)
+    assert files(workdir) == files(plain)
+    print(counts)
+    assert counts["start"] == counts["step"] == 10
+    assert counts["save"] >= 3 and counts["export"] >= 5, counts
 
 
 def test_three_kills_leave_no_trace(tmp_path, cache):
