@@ -70,7 +70,8 @@ def _left_in_groups() -> Iterator[int]:
         _, kind, path = line.split(":", 2)
         own = Path("/sys/fs/cgroup", kind, path.lstrip("/"))
         # From its own up to the root, which is its own where a container sees no other.
-        for folder in (own, *own.parents)[: len(Path(path).parts)] if kind in names else ():
+        depth = 1 + path.rstrip("/").count("/") if kind in names else 0
+        for folder in (own, *own.parents)[:depth]:
             limit, used, total = names[kind]
             with contextlib.suppress(OSError, LookupError, ValueError):  # "max": no limit
                 left = int((folder / f"memory.{limit}").read_text())

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ffn_heterogeneity.data.tasks.templates import render_template
+from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model

@@ -9,11 +9,11 @@ import pytest
 from test_messages import GEMMA
 from tiny_models import byte_tokenizer, save_tiny
 
+from ffn_heterogeneity.data import templates
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks import templates
 from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation
-from ffn_heterogeneity.data.tasks.templates import render_template
+from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.io import huggingface
 from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
 

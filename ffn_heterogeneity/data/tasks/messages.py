@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, text_of
-from ffn_heterogeneity.data.tasks.templates import render_template
+from ffn_heterogeneity.data.templates import render_template
 
 ROLES = ("system", "user", "assistant")
 
