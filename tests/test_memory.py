@@ -45,5 +45,6 @@ def test_most_steps_find_their_pages():
     assert kept < given_back / 2
 
 
+@pytest.mark.slow
 def test_the_users_own_settings_win():
     assert faults("keep", MALLOC_ARENA_MAX="2")[0] == "False"

@@ -146,6 +146,7 @@ def test_fake_devices_get_threads_of_their_own(monkeypatch):
         assert os.getenv("NPROC") == threads
 
 
+@pytest.mark.slow
 def test_what_moves_between_devices():
     """NUCL: two all-reduces of a number a row, no weights. FSDP: one layer's kernels at a time.
 

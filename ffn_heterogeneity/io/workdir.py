@@ -72,7 +72,11 @@ def working_in(
             given_back = False
             with contextlib.suppress(OSError):  # before is None: resumed, or not the main process
                 given_back = before is not None and release_workdir(workdir, before)
-            if not given_back and isinstance(error, (OSError, CheckpointError)):
+            # A launcher and its run claim the same directory: what the run said is enough, or,
+            # where nothing is left to go on from, too much.
+            if given_back:
+                vars(error).pop("__notes__", None)
+            elif isinstance(error, (OSError, CheckpointError)) and not hasattr(error, "__notes__"):
                 error.add_note(f"to go on: {resume_command(workdir)}")
             raise
 
@@ -160,7 +164,7 @@ def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) ->
       Whether it did.
     """
     path = epath.Path(workdir)
-    if not path.exists():
+    if not (path / "config.json").exists():  # not the directory that was claimed: a lost mount
         return False
     found = [child for child in _children(workdir) if child.name not in before]
     # Folders are those of stages or seeds that are done; other files are the user's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -44,12 +45,26 @@ def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leave_terminal() -> None:
-    """What is printed from here on goes nowhere: writing to a terminal that is gone is an error."""
+def _leave_terminal() -> bool:
+    """What is printed from here on goes nowhere: writing to a terminal that is gone is an error.
+
+    Returns whether anything went to one.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(nowhere, descriptor)
+    terminals = [number for number in (1, 2) if stat.S_ISCHR(os.fstat(number).st_mode)]
+    for descriptor in terminals:
+        os.dup2(nowhere, descriptor)
+    return bool(terminals)
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[None]:
+    """A terminal may be gone before Python has run the handler of the signal that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO or not _leave_terminal():
+            raise
 
 
 class Progress:
@@ -62,6 +77,7 @@ class Progress:
         self.every = max(1, steps // 20)
         self.bar = tqdm.tqdm(total=steps, initial=start, unit="step", disable=None)
 
+    @_shown()
     def update(self, step: int, values: Mapping[str, float], rate: float | None) -> None:
         """`rate`: tokens a second; None where the step's time was the compiler's."""
         text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -72,6 +88,7 @@ class Progress:
         elif step == 1 or step % self.every == 0:
             print(f"step {step}/{self.steps}: {text}", flush=True)
 
+    @_shown()
     def say(self, line: str) -> None:
         if self.bar.disable:
             print(line, flush=True)

@@ -61,6 +61,7 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     assert code == 0 and "--config.model='some/model'" in out and "--workdir" in out
 
 
+@pytest.mark.slow
 def test_a_config_of_ones_own_beside_them(wheel, tmp_path):
     """Prunes; the user's `configs` directory hides nothing of ours."""
     save_tiny(tmp_path / "tiny")

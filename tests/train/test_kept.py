@@ -92,7 +92,13 @@ def broken(trouble, workdir, patch):
         patch.setattr(MetricsWriter, "write", write)
 
 
-@pytest.mark.parametrize("trouble", ["save", "metrics", "export", "results", "mount"])
+LONGER = ("metrics", "export", "results")
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["save", "mount", *(pytest.param(x, marks=pytest.mark.slow) for x in LONGER)],
+)
 def test_the_last_line_goes_on(flags, whole, tmp_path, trouble):
     workdir = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -318,3 +318,17 @@ def test_a_terminal_that_closes(tmp_path, cache):
     os.close(terminal)
     assert process.wait(timeout=60) == 129
     assert rows(tmp_path)[-1]["step"] == whole(tmp_path)[-1] and not half_saved(tmp_path)
+
+
+def test_a_terminal_that_is_gone_before_its_signal(tmp_path):
+    """Writing to it is an error (EIO) already: the run goes on to hear the signal, and saves."""
+    program = (
+        "import os, sys\nfrom ffn_heterogeneity.train.console import Progress\n"
+        "outer, inner = os.openpty()\nos.dup2(inner, 1), os.dup2(inner, 2), os.close(inner)\n"
+        "progress = Progress(9, 0)\nos.close(outer)\n"
+        "for step in range(1, 4): progress.say('a line'), progress.update(step, {}, 1.0)\n"
+        "open(sys.argv[1], 'w').close()"
+    )
+    done = [sys.executable, "-c", program, tmp_path / "done"]
+    subprocess.run(done, check=True, start_new_session=True)
+    assert (tmp_path / "done").exists()

@@ -55,6 +55,7 @@ def alone(files, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_macro_f1_over_the_whole_held_out_part(files, alone):
     results = json.loads((alone / "results.json").read_text())
     first, last = results["first"], results["final"]
