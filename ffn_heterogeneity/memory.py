@@ -48,9 +48,15 @@ def memory_for_this_process() -> float:
 
     Infinite where the system does not tell. FFNH_MEMORY_GIB, where the environment sets it, is
     believed instead.
+
+    Raises:
+      ValueError: FFNH_MEMORY_GIB is no positive number.
     """
     if told := os.environ.get("FFNH_MEMORY_GIB"):
-        return float(told) * 2**30
+        with contextlib.suppress(ValueError):
+            if (gib := float(told)) > 0:
+                return gib * 2**30
+        raise ValueError(f"FFNH_MEMORY_GIB={told!r}: a number of GiB is expected, e.g. 24")
     try:
         free = _kilobytes("/proc/meminfo", "MemAvailable")
         return min(free, *_left_in_groups(), math.inf) + _kilobytes("/proc/self/status", "RssAnon")

@@ -84,7 +84,7 @@ def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(fast_compile)),
     }
     done = subprocess.run(

@@ -126,9 +126,9 @@ class HubSource(Source):
             self._data = datasets.load_dataset(
                 repository, config or None, split=split, revision=revision
             )
-        if not len(self._data):
+        if not len(self):
             raise DataError(f"data set {name!r}, split {split!r}, has no rows")
-        self.name, self.rows = f"{name}[{split}]", len(self._data)
+        self.name, self.rows = f"{name}[{split}]", len(self)
         self.fingerprint = str(getattr(self._data, "_fingerprint", ""))
 
     def __len__(self) -> int:

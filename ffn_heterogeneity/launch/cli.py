@@ -253,17 +253,28 @@ def one_line(error: BaseException) -> str:
 def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
     """The script's docstring, its flags, and the config's keys with their values."""
     module = sys.modules["__main__"]
-    print((module.__doc__ or "").strip(), "\n\nFlags:")
-    by_module = flags.FLAGS.flags_by_module_dict()
-    for flag in (f for name in (__name__, sys.argv[0]) for f in by_module.get(name, ())):
-        default = "" if flag.default is None else f" (default: {flag.default})"
-        print(f"  --{flag.name}: {flag.help}{default}")
-    if config is not None:
-        print(f"  --config: the file; now {spec}:")
-        said = comments_of(spec.partition(":")[0])
-        for key, value in flatten_config(config.to_dict()).items():
-            print(f"  --config.{key}={value!r}    # {comment_of(key, said)}")
+    with reader_may_leave():
+        print((module.__doc__ or "").strip(), "\n\nFlags:")
+        by_module = flags.FLAGS.flags_by_module_dict()
+        for flag in (f for name in (__name__, sys.argv[0]) for f in by_module.get(name, ())):
+            default = "" if flag.default is None else f" (default: {flag.default})"
+            print(f"  --{flag.name}: {flag.help}{default}")
+        if config is not None:
+            print(f"  --config: the file; now {spec}:")
+            said = comments_of(spec.partition(":")[0])
+            for key, value in flatten_config(config.to_dict()).items():
+                print(f"  --config.{key}={value!r}    # {comment_of(key, said)}")
     sys.exit(0)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """What is printed inside goes nowhere once the pipe is closed (`--help | head`)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:

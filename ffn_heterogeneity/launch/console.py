@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import ffn_heterogeneity as fh
-from ffn_heterogeneity.launch.cli import HELP_FLAGS, home
+from ffn_heterogeneity.launch.cli import HELP_FLAGS, home, reader_may_leave
 from ffn_heterogeneity.wording import unknown
 
 
@@ -27,7 +27,8 @@ def main() -> None:
     elif name == "--version":
         print(f"ffn_heterogeneity {fh.__version__}")
     elif name in HELP_FLAGS:
-        print(_usage(scripts))
+        with reader_may_leave():
+            print(_usage(scripts))
     else:
         print(f"error: {unknown('command', name, scripts)}", file=sys.stderr)
         sys.exit(2)

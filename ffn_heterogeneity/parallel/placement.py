@@ -81,7 +81,11 @@ def to_host(tree: Any) -> Any:
 def cut(
     batch: Mapping[str, np.ndarray], accumulation: int, stop: bool = False
 ) -> dict[str, np.ndarray]:
-    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes also a wish to stop."""
+    """Rows [B, ...] as micro-batches [A, B / A, ...]; of several processes also a wish to stop.
+
+    Raises:
+      ValueError: rows that the accumulation does not divide.
+    """
     for name, leaf in batch.items():
         if leaf.shape[0] % accumulation:
             raise ValueError(

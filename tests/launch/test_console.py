@@ -10,6 +10,7 @@ import zipfile
 import pytest
 from tiny_models import REPOSITORY, save_tiny
 
+COMMAND = (sys.executable, "-c", "from ffn_heterogeneity.launch.console import main; main()")
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
 
 
@@ -29,11 +30,14 @@ def wheel(tmp_path_factory):
     return root / "installed"
 
 
+def environment(wheel):
+    return {**os.environ, "PYTHONPATH": str(wheel)}
+
+
 def ffnh(wheel, cwd, *arguments):
-    program = "from ffn_heterogeneity.launch.console import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=cwd, env={**os.environ, "PYTHONPATH": str(wheel)}, capture_output=True, text=True,
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd, env=environment(wheel), capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -55,6 +59,11 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     code, out, _ = ffnh(wheel, tmp_path)
     assert code == 0 and all(f"\n  {name} " in out for name in SCRIPTS)
     assert "nucl_finetune" in out
+    reader, writer = os.pipe()  # of a `| head` that has read enough
+    os.close(reader)
+    done = subprocess.run([*COMMAND], env=environment(wheel), stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
     code, _, error = ffnh(wheel, tmp_path, "compres")
     assert code == 2 and "did you mean 'compress'?" in error
     code, out, _ = ffnh(wheel, tmp_path, "train", "--config=nucl_finetune:some/model,text", "-h")

@@ -15,6 +15,7 @@ import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, free_address, random_params
 
 from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
@@ -61,23 +62,31 @@ def test_processes_train_as_one(tmp_path, counts):
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path):
+@pytest.mark.parametrize("data", ["text", "mixture"])
+def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
     """Both stop at the same step, saved within 10 s; one process ends the run as one would have."""
     save_pretrained(
         LLAMA, jax.tree.map(np.asarray, random_params(LLAMA)), tmp_path / "model",
         tokenizer=byte_tokenizer(),
     )  # fmt: skip
-    (tmp_path / "text.txt").write_text(TEXT * 4)
+    parts = []
+    for name, weight in (("text", 0.5), ("second", 0.3), ("third", 0.2)):
+        (tmp_path / f"{name}.txt").write_text(TEXT * 4 if name == "text" else name * 3000)
+        parts.append(("text", str(tmp_path / f"{name}.txt"), weight))
+    source = {
+        "text": {"data.path": tmp_path / "text.txt"},
+        "mixture": {"data.mixture": tuple(parts)},
+    }
 
     def arguments(name: str) -> list:
-        settings = {
-            "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2,
-            "data.passage_chars": 400, "steps": 12, "seq_len": 64, "batch_size": 8,
-            "accumulation": 2, "eval.every": 4, "checkpoint.every": 4,
+        settings = source[data] | {
+            "data.validation_fraction": 0.2, "data.passage_chars": 400, "steps": 12,
+            "seq_len": 64, "batch_size": 8, "accumulation": 2,
+            "eval.every": 4, "checkpoint.every": 4,
             "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0,
         }  # fmt: skip
         return [
-            "scripts/train.py", f"--config=configs/nucl_finetune.py:{tmp_path}/model,text",
+            "scripts/train.py", f"--config=configs/nucl_finetune.py:{tmp_path}/model,{data}",
             *(f"--config.{key}={value}" for key, value in settings.items()),
             f"--workdir={tmp_path / name}",
         ]  # fmt: skip
@@ -105,6 +114,11 @@ def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path):
     for one, other in zip(first, second, strict=True):
         for key in {"train/loss", "validation/nll", "train/target_tokens"} & one.keys():
             assert abs(one[key] - other[key]) <= 1e-5 * abs(one[key]), (key, one["step"])
+    if data == "mixture":
+        shares = [
+            read_json(tmp_path / name / "results.json")["shares"] for name in ("alone", "two")
+        ]
+        assert shares[0] == shares[1] and len(shares[0]) == 3
 
 
 def test_local_rows_of_one_process_are_all_rows_and_uneven_ones_are_named():

@@ -234,4 +234,9 @@ def test_a_containers_limit_is_the_memory(tmp_path, monkeypatch, kind):
     assert memory.memory_for_this_process() == 5_000_000 - 3_000_000 + 1_000_000 + 1_024_000
     monkeypatch.setenv("FFNH_MEMORY_GIB", "1.5")
     assert memory.memory_for_this_process() == 1.5 * 2**30
+    for wrong in ("24GB", "-1", "nan"):
+        monkeypatch.setenv("FFNH_MEMORY_GIB", wrong)
+        with pytest.raises(ValueError, match=f"FFNH_MEMORY_GIB='{wrong}'.* number of GiB"):
+            memory.memory_for_this_process()
+    monkeypatch.setenv("FFNH_MEMORY_GIB", "1.5")
     assert jax.devices()[0].platform != "cpu" or plan.memory_of(jax.devices()[:1]) < 1.5 * 2**30
