@@ -44,6 +44,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
         data.response_field = ""  # as prompt_field
     if data.task in ("text", "jsonl"):
         data.text_field = ""  # of JSONL and parquet; "": "text"
+    if data.task in ("text", "jsonl", "mixture"):
         data.passage_chars = 16_384  # a long file is shuffled in passages of at most so many
     data.packing = True  # several documents in a row; False: one, padded
     data.bos = "auto"  # auto | segment | document | none

@@ -70,8 +70,9 @@ def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
         tokenizer=byte_tokenizer(),
     )  # fmt: skip
     parts = []
-    for name, weight in (("text", 0.5), ("second", 0.3), ("third", 0.2)):
-        (tmp_path / f"{name}.txt").write_text(TEXT * 4 if name == "text" else name * 3000)
+    texts = {"text": TEXT, "second": TEXT.upper(), "third": TEXT.swapcase()}
+    for (name, text), weight in zip(texts.items(), (0.5, 0.3, 0.2), strict=True):
+        (tmp_path / f"{name}.txt").write_text(text * 4)
         parts.append(("text", str(tmp_path / f"{name}.txt"), weight))
     source = {
         "text": {"data.path": tmp_path / "text.txt"},
@@ -80,10 +81,9 @@ def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
 
     def arguments(name: str) -> list:
         settings = source[data] | {
-            "data.validation_fraction": 0.2, "data.passage_chars": 400, "steps": 12,
-            "seq_len": 64, "batch_size": 8, "accumulation": 2,
-            "eval.every": 4, "checkpoint.every": 4,
-            "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0,
+            "data.validation_fraction": 0.2, "data.passage_chars": 400,
+            "steps": 12, "seq_len": 64, "batch_size": 8, "accumulation": 2, "eval.every": 4,
+            "checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0,
         }  # fmt: skip
         return [
             "scripts/train.py", f"--config=configs/nucl_finetune.py:{tmp_path}/model,{data}",
