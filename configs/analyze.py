@@ -39,5 +39,5 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     config.max_windows = 40  # of text, at most; 0: all
     config.bos = "segment"  # segment: bos first in each (Gemma needs it) | stream | none
     config.batch_size = 4  # windows at once
-    config.compute_dtype = "float32"  # or bfloat16; displacements are float32 in either
+    config.compute_dtype = "auto"  # float32 | bfloat16; displacements are float32 in any
     return config

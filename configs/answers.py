@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
             "max_new_tokens": 32,  # of an answer
             # Prompts answered at once, and the dtype of the computation.
             "batch_size": 8,
-            "compute_dtype": "float32",
+            "compute_dtype": "auto",
             # Resamples of the questions for the 95% intervals, and the seed of their draws.
             "bootstrap": 1000,
             "seed": 0,

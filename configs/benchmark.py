@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # nucl | nll | step | jreg | streaming.
+            # nucl | nll | step | jreg | tail | streaming.
             "name": "",
-            # Of step, jreg, streaming: a preset (random weights); of step and jreg: the
+            # Of step, jreg, tail, streaming: a preset (random weights); of step and jreg: the
             # batch, the computation.
             "model": "smollm2_135m",
             "batch": 4,  # rows

@@ -45,6 +45,6 @@ def get_config() -> ConfigDict:
             "max_new_tokens": 1024,
             # Questions answered at once, and the dtype of the computation.
             "batch_size": 8,
-            "compute_dtype": "float32",
+            "compute_dtype": "auto",
         }
     )

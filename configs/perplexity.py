@@ -27,6 +27,6 @@ def get_config() -> ConfigDict:
             "bos": "segment",
             # Windows computed at once, and the dtype of the computation.
             "batch_size": 4,
-            "compute_dtype": "float32",
+            "compute_dtype": "auto",
         }
     )

@@ -31,6 +31,7 @@ def get_config() -> ConfigDict:
     for part in (tasks, perplexity, prune):
         keys |= dict(part.get_config().items(preserve_field_references=True))
     config = ConfigDict(keys)
+    config.compute_dtype = "float32"  # as what docs/results has, on any machine
     # criterion: besides those of configs/prune.py also "none".
     config.tasks = ()  # scored beside the perplexity
     config.save_samples = False

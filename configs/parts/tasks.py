@@ -38,6 +38,6 @@ def get_config() -> ConfigDict:
             # Tokens scored at once, prompts continued at once, dtype of the computation.
             "batch_tokens": 2048,
             "generation_batch_size": 8,
-            "compute_dtype": "float32",
+            "compute_dtype": "auto",
         }
     )

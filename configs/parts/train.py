@@ -54,8 +54,10 @@ def get_config() -> ConfigDict:
     config.mesh.data = 1  # copies of the model, each with rows of its own
     config.mesh.fsdp = -1  # parts of the weights along d_model, gathered a layer at a time
     config.mesh.tensor = 1  # parts of the neurons and heads
-    config.compute_dtype = "auto"  # float32 | bfloat16; auto: float32 on CPU, else bfloat16
-    config.remat = "auto"  # none | full | dots | attention_output; auto: dots on CPU, else full
+    config.compute_dtype = "auto"  # float32 | bfloat16; auto: where it is fast, bfloat16
+    config.remat = (
+        "auto"  # none | dots | attention_output | full; auto: the first that fits of the last three
+    )
     config.unroll = 1  # layers a scan step; 0: all (best on one GPU)
 
     _what_is_kept(config)

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.bench.losses import benchmark_nll, benchmark_nucl
 from ffn_heterogeneity.bench.step import benchmark_jreg, benchmark_step
 from ffn_heterogeneity.bench.streaming import benchmark_streaming
+from ffn_heterogeneity.bench.tail import benchmark_tail
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.families import preset
 
@@ -18,6 +19,7 @@ BENCHMARKS: dict[str, Callable[[ConfigDict], dict]] = {
     "nll": lambda config: benchmark_nll(),
     "step": benchmark_step,
     "jreg": benchmark_jreg,
+    "tail": benchmark_tail,
     "streaming": lambda config: benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
     ),

@@ -28,6 +28,7 @@ from ffn_heterogeneity.data.sources import open_source
 from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
 from ffn_heterogeneity.evaluate.chat.answers import read_rows, write_rows
 from ffn_heterogeneity.evaluate.generate import Generation, Generator, Sampling
+from ffn_heterogeneity.evaluate.inputs import options_of
 from ffn_heterogeneity.evaluate.metrics import (
     METRICS,
     SUPERGLUE,
@@ -37,7 +38,6 @@ from ffn_heterogeneity.evaluate.metrics import (
     superglue,
 )
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.wording import check_choice
 
 PIECE = 16  # batches between two writes
@@ -61,7 +61,7 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     encoder = Encoder(model.tokenizer, config.bos)
     generator = Generator(
         model.config, model.params, model.tokenizer,
-        options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+        options=options_of(config),
         batch_size=config.batch_size,
     )  # fmt: skip
     rows, values, draws = {}, {}, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import sys
@@ -17,6 +18,7 @@ from ffn_heterogeneity.evaluate.inputs import (
     check_rows,
     input_documents,
     input_rows,
+    options_of,
     padded_batches,
 )
 from ffn_heterogeneity.io.files import once
@@ -154,7 +156,7 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
     else:
         documents = input_rows(config, model)  # every window is one document
         counts = {"windows": len(documents)}
-    options = RunOptions(compute_dtype=np.dtype(config.compute_dtype))
+    options = dataclasses.replace(options_of(config), packed=False)
     psi = displacements(
         model.config, model.params, documents, batch_size=config.batch_size, options=options
     )

@@ -15,8 +15,12 @@ from ffn_heterogeneity.data.sources import DataError, named_place, read_jsonl, r
 from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.options import RunOptions, choose_dtype
 
-DTYPES = ("float32", "bfloat16")
+
+def options_of(config: ConfigDict) -> RunOptions:
+    """How an evaluation computes."""
+    return RunOptions(compute_dtype=choose_dtype(config.compute_dtype))
 
 
 def check_inputs(config: ConfigDict) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -14,12 +13,12 @@ from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import displacement
-from ffn_heterogeneity.evaluate.inputs import DTYPES, check_inputs, input_rows
+from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.wording import check_choice
 
 
@@ -31,6 +30,9 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     """
     check_config(config)
     results = {key: config[key] for key in ("model", "analysis") if key in config}
+    if "compute_dtype" in config:
+        results["compute_dtype"] = str(options_of(config).compute_dtype)
+        print(f"computing in {results['compute_dtype']}", file=sys.stderr)
     results |= EVALUATIONS[_chosen(config)[1]][1](config, workdir)
     write_json(workdir / "results.json", results)
     for path in (workdir / "results.json", *sorted(workdir.glob("*.png"))):
@@ -44,7 +46,7 @@ def check_config(config: ConfigDict) -> None:
     check_choice(key, name, EVALUATIONS)
     if "model" in config and not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    check_choice("compute_dtype", config.get("compute_dtype", DTYPES[0]), DTYPES)
+    check_choice("compute_dtype", config.get("compute_dtype", "auto"), COMPUTE_DTYPES)
     EVALUATIONS[name][0](config)
 
 
@@ -59,7 +61,7 @@ def score(config: ConfigDict, model: Model) -> dict:
     rows = input_rows(config, model)
     results = perplexity(
         model.config, model.params, rows, batch_size=config.batch_size,
-        options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+        options=options_of(config),
     )  # fmt: skip
     bos = "in token_ids" if config.token_ids else config.bos
     return results | {"bos": bos, "model": config.model}

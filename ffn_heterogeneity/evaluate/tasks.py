@@ -14,11 +14,11 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+from ffn_heterogeneity.evaluate.inputs import options_of
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.io.files import atomic_path, once
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.wording import check_choice
 
 # Metrics that are shares of questions: these have a 95% interval.
@@ -68,7 +68,7 @@ def evaluate_tasks(
     manager, jobs = _load(config, [str(name) for name in config.tasks])
     lm = HarnessLM(
         model,
-        options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+        options=options_of(config),
         batch_size=config.generation_batch_size,
         batch_tokens=config.batch_tokens,
         max_length=config.max_length or None,

@@ -1,15 +1,17 @@
-"""Next-token cross-entropy, chunked along time, with its own backward pass.
+"""Next-token cross-entropy, chunked, with its own backward pass.
 
     l = z, or cap tanh(z / cap) under a soft-cap,  z = h K        (float32)
     NLL = logsumexp(l) - l_y
     dNLL/dz = (softmax(l) - onehot(y)) (1 - (l / cap)^2)          (the last factor under a soft-cap)
 
-Logits exist for one chunk of positions at a time. When the sum is differentiated, the gradient is
-computed beside the value (three products, not four: no logits are computed twice) and only scaled
-by the upstream cotangent later; dK is accumulated in float32 whatever the kernel's dtype.
+Logits exist for one chunk of rows at a time, and for targets only: where few positions are targets
+(answers of a few tokens after long prompts) the head costs as little as they do. When the sum is
+differentiated, the gradient is computed beside the value (three products, not four: no logits are
+computed twice) and only scaled by the upstream cotangent later; dK is accumulated in float32
+whatever the kernel's dtype.
 
-Chunks cut the time axis and not B * T or V: on a mesh, those would gather every token's state or
-the whole embedding.
+On a mesh every device takes its own rows: chunks of all rows or of V would gather every token's
+state or the whole embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -32,6 +33,8 @@ from ffn_heterogeneity.wording import check_choice
 # before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
 CHUNK_BYTES = 2**30
 CHUNK_BYTES_CPU = 2**27
+# Of a chunk's part, below which it is not worth a loop of its own.
+FEW_ROWS = 16
 LAYOUTS = ("vd", "dv")
 # How a mesh cuts the kernel; as parallel.partition has it.
 KERNEL_SPECS = {"vd": PartitionSpec("tensor", "fsdp"), "dv": PartitionSpec("fsdp", "tensor")}
@@ -94,6 +97,7 @@ def chunked_nll(
     static, mask_bt = _prepare(
         hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh
     )
+    targets_bt = jnp.asarray(targets_bt)
     # The count depends on the mask alone: whoever wants only that pays for nothing else.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
     total, correct = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
@@ -179,34 +183,60 @@ def _prepare(
     return static, mask_bt.astype(bool)
 
 
-def _chunks(time: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start, number of valid positions) of each chunk, all of one length.
+class _Rows(NamedTuple):
+    """The positions [B, T] as rows, those of targets first.
 
-    Where `chunk` does not divide `time` the first chunk reaches into the second, which overwrites
-    what the first wrote there.
+    Attributes:
+      order: [B * T + C], the position in each place; 0 in places beyond the last.
+      place: [B * T], the place of each position: `order` undone.
+      number: of targets.
+      size: C, rows in a chunk.
+      stop: the first place that need not be visited.
     """
-    count = -(-time // chunk)
-    surplus = count * chunk - time
-    starts = np.maximum(np.arange(count) * chunk - surplus, 0)
-    return starts.astype(np.int32), np.where(np.arange(count) == 0, chunk - surplus, chunk)
+
+    order: jax.Array
+    place: jax.Array
+    number: jax.Array
+    size: int
+    stop: jax.Array | int
+
+    def cut(self, start, size, hidden_btd, targets_bt):
+        """(states [n, D], targets [n], whether they are any [n]) of the places from `start` on."""
+        at = lax.dynamic_slice_in_dim(self.order, start, size)
+        states = hidden_btd.reshape(-1, hidden_btd.shape[-1])[at]
+        return states, targets_bt.reshape(-1)[at], start + jnp.arange(size) < self.number
+
+    def fold(self, body, carry):
+        """`carry = body(start, size, carry)` over whole chunks, and eighths of one for the rest.
+
+        Where an eighth would be few rows, whole ones for it too: one program less to compile.
+        """
+        if self.size // 8 < FEW_ROWS:
+            chunks = -(-self.stop // self.size)
+            return lax.fori_loop(0, chunks, lambda i, c: body(i * self.size, self.size, c), carry)
+        whole, part = self.stop // self.size, self.size // 8
+        start = whole * self.size
+        carry = lax.fori_loop(0, whole, lambda i, c: body(i * self.size, self.size, c), carry)
+        parts = -((start - self.stop) // part)
+        return lax.fori_loop(0, parts, lambda i, c: body(start + i * part, part, c), carry)
 
 
-def _cut(hidden_btd, targets_bt, mask_bt, start, chunk):
-    return tuple(
-        lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (hidden_btd, targets_bt, mask_bt)
-    )
+def _rows(mask_bt, static) -> _Rows:
+    targets_n = mask_bt.reshape(-1)
+    size = min(static.chunk * mask_bt.shape[0], targets_n.size)
+    order = jnp.pad(jnp.argsort(~targets_n, stable=True), (0, size))
+    number = jnp.sum(targets_n, dtype=jnp.int32)
+    others = number + jnp.cumsum(~targets_n, dtype=jnp.int32)
+    place = jnp.where(targets_n, jnp.cumsum(targets_n, dtype=jnp.int32), others) - 1
+    # Devices that share a vocabulary take the same steps.
+    shared = static.mesh is not None and static.mesh.shape["tensor"] > 1
+    return _Rows(order, place, number, size, targets_n.size if shared else number)
 
 
-def _logits(h_bcd, kernel, static):
-    """[B * C, V] float32, soft-capped.
-
-    Flat rows: XLA:CPU copies the transposed logits for a dK that contracts two axes, and takes 1.3
-    times as long for the whole loss. The batch stays the outer axis, so a mesh that shards it
-    shards the rows alike.
-    """
-    wide = jnp.promote_types(h_bcd.dtype, jnp.float32)
+def _logits(h_nd, kernel, static):
+    """[C, V] float32, soft-capped."""
+    wide = jnp.promote_types(h_nd.dtype, jnp.float32)
     equation = f"nd,{static.layout}->nv"
-    h_nd = h_bcd.reshape(-1, h_bcd.shape[-1])
     logits_nv = jnp.einsum(equation, h_nd, kernel, preferred_element_type=wide)
     if static.softcap is None:
         return logits_nv
@@ -225,9 +255,9 @@ def _target_logit(logits_nv, y_n):
     return jnp.take_along_axis(logits_nv, y_n[:, None], axis=-1, mode="fill")[:, 0]
 
 
-def _chunk_loss(h_bcd, kernel, y_n, mask_n, static):
+def _chunk_loss(h_nd, kernel, y_n, mask_n, static):
     """(NLL sum, number correct, logits, logsumexp) of a chunk."""
-    logits_nv = _logits(h_bcd, kernel, static)
+    logits_nv = _logits(h_nd, kernel, static)
     log_z_n, top_n = _log_z(logits_nv)
     target_n = _target_logit(logits_nv, jnp.where(mask_n, y_n, 0))
     total = jnp.sum(jnp.where(mask_n, log_z_n - target_n, 0))
@@ -243,16 +273,13 @@ def _nll(hidden_btd, kernel, targets_bt, mask_bt, static):
 
 def _sums(hidden_btd, kernel, targets_bt, mask_bt, static):
     """(NLL sum, number correct)."""
-    starts, valid = _chunks(hidden_btd.shape[1], static.chunk)
+    rows = _rows(mask_bt, static)
 
-    def body(sums, scanned):
-        start, count = scanned
-        h_bcd, y_bc, mask_bc = _cut(hidden_btd, targets_bt, mask_bt, start, static.chunk)
-        mask_bc &= jnp.arange(static.chunk) < count
-        new = _chunk_loss(h_bcd, kernel, y_bc.reshape(-1), mask_bc.reshape(-1), static)[:2]
-        return tuple(map(jnp.add, sums, new)), None
+    def body(start, size, sums):
+        h_nd, y_n, mask_n = rows.cut(start, size, hidden_btd, targets_bt)
+        return tuple(map(jnp.add, sums, _chunk_loss(h_nd, kernel, y_n, mask_n, static)[:2]))
 
-    return lax.scan(body, _zero_sums(hidden_btd), (starts, valid))[0]
+    return rows.fold(body, _zero_sums(hidden_btd))
 
 
 def _zero_sums(hidden_btd):
@@ -278,28 +305,25 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
     """(NLL sum, number correct, its gradients by the hidden states and, float32, the kernel)."""
     dtype = hidden_btd.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
-    starts, valid = _chunks(hidden_btd.shape[1], static.chunk)
+    rows = _rows(mask_bt, static)
 
-    def body(carry, scanned):
-        (*sums, d_hidden_btd, d_kernel), (start, count) = carry, scanned
-        h_bcd, y_bc, mask_bc = _cut(hidden_btd, targets_bt, mask_bt, start, static.chunk)
-        mask_bc &= jnp.arange(static.chunk) < count
-        y_n, mask_n = y_bc.reshape(-1), mask_bc.reshape(-1)
-        total, correct, logits_nv, log_z_n = _chunk_loss(h_bcd, cast, y_n, mask_n, static)
+    def body(start, size, carry):
+        total, correct, d_rows, d_kernel = carry
+        h_nd, y_n, mask_n = rows.cut(start, size, hidden_btd, targets_bt)
+        more, right, logits_nv, log_z_n = _chunk_loss(h_nd, cast, y_n, mask_n, static)
         d_nv = _d_logits(logits_nv, log_z_n, y_n, mask_n, static).astype(dtype)
         d_h_nd = jnp.einsum(f"nv,{static.layout}->nd", d_nv, cast, preferred_element_type=wide)
-        d_hidden_btd = lax.dynamic_update_slice_in_dim(
-            d_hidden_btd, d_h_nd.astype(dtype).reshape(h_bcd.shape), start, 1
-        )
+        d_rows = lax.dynamic_update_slice_in_dim(d_rows, d_h_nd.astype(dtype), start, 0)
         if trainable:
-            h_nd = h_bcd.reshape(-1, h_bcd.shape[-1])
             equation = f"nv,nd->{static.layout}"
             d_kernel += jnp.einsum(equation, d_nv, h_nd, preferred_element_type=wide)
-        return (sums[0] + total, sums[1] + correct, d_hidden_btd, d_kernel), None
+        return total + more, correct + right, d_rows, d_kernel
 
+    d_rows = jnp.zeros((rows.order.size, hidden_btd.shape[-1]), dtype)
     d_kernel = jnp.zeros(cast.shape if trainable else (), wide)
-    start = (*_zero_sums(hidden_btd), jnp.zeros_like(hidden_btd), d_kernel)
-    return lax.scan(body, start, (starts, valid))[0]
+    start = (*_zero_sums(hidden_btd), d_rows, d_kernel)
+    total, correct, d_rows, d_kernel = rows.fold(body, start)
+    return total, correct, d_rows[rows.place].reshape(hidden_btd.shape), d_kernel
 
 
 _sums_and_d_hidden = functools.partial(_sums_and_gradients, trainable=False)

@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ffn_heterogeneity.models import splash
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import Linear
 from ffn_heterogeneity.models.norms import Norm
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import apply_rotary
+from ffn_heterogeneity.wording import check_choice
 
-KERNELS = ("auto", "xla", "plain", "cudnn")
+KERNELS = ("auto", "xla", "plain", "cudnn", "splash")
 MIN_BLOCK = 128
 # What the blocked form's backward pass needs beside q, k and v: for rematerialisation policies.
 ATTENTION_RESIDUALS = "attention_residuals"
@@ -34,11 +37,16 @@ class Mask:
       causal: no query of a row sees a key that stands after it in the row.
       window: w: no query of a row sees a key that stands w or more places before it; None: no such
         bound.
+      in_order: `causal`, `window` and `segments` say all that `visible` does, of rows that are
+        read.
+      segments: int [B, T], the numbers of the row's documents, or None: one a row.
     """
 
     visible: jax.Array
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    in_order: bool = dataclasses.field(default=False, metadata={"static": True})
+    segments: jax.Array | None = None
 
 
 def attention_mask(
@@ -72,27 +80,49 @@ def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
     return before & (places[None, :, None] < subtree_ends_bt[:, None, :])
 
 
-def choose_kernel(
-    requested: str, config: ModelConfig, dtype: jnp.dtype, platform: str | None = None
-) -> str:
-    """The kernel for a platform (None: this one), decided at trace time from static facts only.
+def with_kernel(
+    options: RunOptions, config: ModelConfig, length: int, in_order: bool = True
+) -> RunOptions:
+    """`options` with the kernel that its `attention` means, from static facts only.
 
-    "auto" is "xla", the blocked form, on CPU and TPU; on GPU, cuDNN's fused kernel where it can be
-    used: half precision, no soft-cap, heads of at most 128 (the limit that holds on every card).
+    "auto" is, where heads and rows fit them, cuDNN's fused kernel on a GPU (half precision, no
+    soft-cap, heads of at most 128, 256 on Hopper and later) and splash attention on a TPU (rows of
+    a multiple of 128 places); "xla", the blocked form, everywhere else.
+
+    Args:
+      length: T.
+      in_order: as in `Mask`.
 
     Raises:
-      ValueError: an unknown name, or cuDNN asked for a soft-capped model.
+      ValueError: an unknown name, or a kernel asked for that cannot do it.
     """
-    if requested not in KERNELS:
-        raise ValueError(f"attention kernel {requested!r}: choose one of {KERNELS}")
-    if requested == "cudnn" and config.attention_softcap is not None:
+    name = options.attention
+    check_choice("attention kernel", name, KERNELS)
+    if name == "cudnn" and config.attention_softcap is not None:
         raise ValueError("cuDNN attention has no soft-cap: use attention='auto' or 'xla'")
-    if requested != "auto":
-        return requested
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    fits = config.attention_softcap is None and config.head_dim <= 128
-    platform = platform or jax.default_backend()
-    return "cudnn" if platform == "gpu" and half and fits else "xla"
+    fits_splash = in_order and length % splash.LANES == 0
+    if name == "splash" and not fits_splash:
+        raise ValueError(
+            f"splash attention is of rows in order, a multiple of {splash.LANES} places long, not "
+            f"{length}: use attention='auto' or 'xla'"
+        )
+    if name == "auto":
+        half = options.compute_dtype in (jnp.bfloat16, jnp.float16)
+        fits_cudnn = config.attention_softcap is None and config.head_dim % 8 == 0
+        fits_cudnn &= config.head_dim <= _largest_head()
+        name = "xla"
+        if options.on == "gpu" and half and fits_cudnn:
+            name = "cudnn"
+        elif options.on == "tpu" and fits_splash:
+            name = "splash"
+    return dataclasses.replace(options, attention=name)
+
+
+def _largest_head() -> int:
+    """Of cuDNN's kernel, forward and backward, on this machine's cards; on others 128."""
+    if jax.default_backend() != "gpu":
+        return 128
+    return 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
 
 
 def plain_attention(
@@ -287,15 +317,28 @@ def _blocked_bwd(softcap, window, residuals, d_out_bkgth):
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def attend(kernel: str, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig) -> jax.Array:
-    """Attention output [B, T, N, H] of T queries on T keys by "xla", "plain" or "cudnn"."""
-    if kernel == "cudnn":
-        return jax.nn.dot_product_attention(
-            q_btnh, k_bskh, v_bskh, mask=mask.visible[:, None], scale=config.scale,
-            implementation="cudnn",
-        )  # fmt: skip
+def attend(
+    options: RunOptions, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig
+) -> jax.Array:
+    """Attention output [B, T, N, H] of T queries on T keys by the kernel `options.attention`."""
     numbers = {"scale": config.scale, "softcap": config.attention_softcap}
-    if kernel == "plain":
+    if options.attention == "cudnn":
+        fused = functools.partial(
+            jax.nn.dot_product_attention, q_btnh, k_bskh, v_bskh,
+            scale=config.scale, implementation="cudnn",
+        )  # fmt: skip
+        if not mask.in_order or mask.segments is not None:
+            return fused(mask=mask.visible[:, None])
+        # Said in two words the mask lets the kernel skip what nobody sees.
+        window = None if mask.window is None else (mask.window - 1, 0)
+        return fused(is_causal=True, local_window_size=window)
+    if options.attention == "splash":
+        return splash.splash_attention(
+            q_btnh, k_bskh, v_bskh, mask.segments, window=mask.window, **numbers,
+            activations=options.activations, interpret=options.on != "tpu",
+            residuals=ATTENTION_RESIDUALS,
+        )  # fmt: skip
+    if options.attention == "plain":
         return plain_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)[0]
     return blocked_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)
 
@@ -305,12 +348,12 @@ class Attention(nn.Module):
 
     Attributes:
       config: shapes.
-      kernel: "xla", "plain" or "cudnn" (already chosen).
+      options: how; its kernel is chosen (`with_kernel`).
       with_weights: return the probabilities too (forces the plain form).
     """
 
     config: ModelConfig
-    kernel: str = "xla"
+    options: RunOptions = RunOptions(attention="xla")
     with_weights: bool = False
 
     @nn.compact
@@ -323,10 +366,11 @@ class Attention(nn.Module):
         keys, those of x.
         """
         config = self.config
+        linear = functools.partial(Linear, wide=self.options.wide_products)
         b, t, _ = x_btd.shape
 
         def project(name: str, heads: int) -> jax.Array:
-            y = Linear(heads * config.head_dim, config.attention_bias, name=name)(x_btd)
+            y = linear(heads * config.head_dim, config.attention_bias, name=name)(x_btd)
             if config.qkv_clip is not None:
                 y = jnp.clip(y, -config.qkv_clip, config.qkv_clip)
             return y.reshape(b, t, heads, config.head_dim)
@@ -348,6 +392,6 @@ class Attention(nn.Module):
         elif self.with_weights:
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
-            y_btnh = attend(self.kernel, q_btnh, k_btkh, v_btkh, mask, config)
-        out = Linear(config.d_model, config.attention_out_bias, name="out")
+            y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config)
+        out = linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

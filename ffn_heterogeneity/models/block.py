@@ -15,6 +15,7 @@ from ffn_heterogeneity.models.attention import Attention
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.feed_forward import FeedForward
 from ffn_heterogeneity.models.norms import Norm
+from ffn_heterogeneity.models.options import RunOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     layer: LayerConfig
-    attention_kernel: str = "xla"
+    options: RunOptions = RunOptions(attention="xla")
     with_attention_weights: bool = False
 
     @nn.compact
@@ -82,14 +83,12 @@ class Block(nn.Module):
                 y_btd = dropout(y_btd, jax.random.fold_in(drop[0], index), drop[1])
             return y_btd
 
-        attention = Attention(
-            config, self.attention_kernel, self.with_attention_weights, name="attention"
-        )
+        attention = Attention(config, self.options, self.with_attention_weights, name="attention")
         attended, weights, cache = attention(norm("attention_norm")(x_btd), rotary, mask, cache)
         attended = checkpoint_name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
         ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
-        ffn_output, ffn_state = FeedForward(config, self.layer, name="ffn")(ffn_input)
+        ffn_output, ffn_state = FeedForward(config, self.layer, self.options, name="ffn")(ffn_input)
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
         seen = LayerIO(x_btd, output, ffn_input, ffn_state, ffn_output, weights, cache)
         return output, seen

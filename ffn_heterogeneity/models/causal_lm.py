@@ -11,41 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ffn_heterogeneity.models.attention import Mask, attention_mask, choose_kernel, tree_mask
+from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask, with_kernel
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import normal_init
 from ffn_heterogeneity.models.norms import Norm
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import run_stack, segmentation
 from ffn_heterogeneity.paths import flatten
-
-
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """How to compute, never what: any choice gives the same numbers up to rounding.
-
-    Attributes:
-      compute_dtype: dtype of activations and of kernels when they are used.
-      remat: "none", "full" (keep block inputs only), "dots", "attention_output".
-      unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
-      attention: "auto", "xla", "plain" or "cudnn" (models/attention.py).
-      platform: what "auto" is chosen for; None: the default backend. (A step may be compiled for
-        another machine's devices.)
-      activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
-        embedding [V, D] that tokens are looked up in; None leaves them to XLA.
-      cache: on a mesh, sharding of a layer's keys and values in generation, [B, K, ...].
-    """
-
-    compute_dtype: Any = jnp.float32
-    remat: str = "none"
-    unroll: int | bool = 1
-    attention: str = "auto"
-    platform: str | None = None
-    activations: jax.sharding.Sharding | None = None
-    table: jax.sharding.Sharding | None = None
-    cache: jax.sharding.NamedSharding | None = None
 
 
 # Compiled whole: operation by operation it takes ten times as long.
@@ -116,14 +91,14 @@ def forward(
     """
     tokens = batch["tokens"]
     x = embed(config, params, tokens, options)
-    kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
+    options = with_kernel(options, config, tokens.shape[1], is_in_order(batch))
     needs = frozenset().union(*(probe.needs for probe in probes))
     with_cosine = "block_cosine" in needs
-    context = _context(config, batch, tokens.shape)
+    context = _context(config, batch, tokens.shape, options.packed)
 
     def run_layer(index, layer_params, carried, extra):
         x, link = carried
-        block = Block(config, config.layers[index], kernel, "attention_weights" in needs)
+        block = Block(config, config.layers[index], options, "attention_weights" in needs)
         if with_cosine:
             x, link = lend(x, link)
         drop = None if dropout is None else (extra["dropout_key"], dropout[1])
@@ -175,7 +150,12 @@ def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[tuple]:
+def is_in_order(batch: dict) -> bool:
+    """Whether places of a row, its documents and a window say which keys a query sees."""
+    return "subtree_ends" not in batch and ("positions" not in batch or "segment_ids" in batch)
+
+
+def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: bool) -> list[tuple]:
     """(rotary tables, mask) of each layer; layers of one kind share theirs."""
     positions = batch.get("positions")
     segments = batch.get("segment_ids")
@@ -188,7 +168,11 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int]) -> list[t
         # A window no shorter than the row hides nothing.
         window = None if layer.window is None or layer.window >= shape[1] else layer.window
         if window not in masks:
-            masks[window] = attention_mask(positions, positions, window, segments, segments)
+            mask = attention_mask(positions, positions, window, segments, segments)
+            if is_in_order(batch):
+                several = segments if packed else None
+                mask = dataclasses.replace(mask, in_order=True, segments=several)
+            masks[window] = mask
             if "subtree_ends" in batch:
                 # What a window shows is not a stretch of the row there: `visible` alone says it.
                 visible = masks[window].visible & tree_mask(batch["subtree_ends"])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.models.attention import Mask, attention_mask, choose_kernel
+from ffn_heterogeneity.models.attention import Mask, attention_mask, with_kernel
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.causal_lm import RunOptions, embed, finish, hold
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
@@ -144,7 +144,7 @@ def forward_cached(
     if not fresh and count > 1 and any(x.window and x.window <= length for x in config.layers):
         raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")
     x = embed(config, params, tokens_bt, options)
-    kernel = choose_kernel(options.attention, config, x.dtype, options.platform)
+    options = with_kernel(options, config, count, in_order=False)
     column = jnp.asarray(column, jnp.int32)
     columns_bt = column + jnp.arange(count, dtype=jnp.int32)[None]
     context = _contexts(config, columns_bt, pads_b, length, fresh)
@@ -160,7 +160,7 @@ def forward_cached(
         segment, slot = place_of[index]
         here = LayerCache(cache[segment][slot], repeat, column, fresh)
         rotary, mask = context[index]
-        block = Block(config, config.layers[index], kernel)
+        block = Block(config, config.layers[index], options)
         x, seen = block.apply({"params": layer_params}, x, rotary, mask, None, here)
         cache = {**cache, segment: {**cache[segment], slot: seen.cache.leaves}}
         return (hold(x, options.activations), cache), {}

@@ -10,6 +10,7 @@ import jax
 
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.linear import Linear, optional_leaf
+from ffn_heterogeneity.models.options import RunOptions
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -28,17 +29,19 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     layer: LayerConfig
+    options: RunOptions = RunOptions()
 
     @nn.compact
     def __call__(self, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D] -> (y [B, T, D], intermediate state h [B, T, M])."""
         config, width = self.config, self.layer.ffn_width
         act = ACTIVATIONS[config.activation]
-        up_btm = Linear(width, config.ffn_bias, name="up")(x_btd)
+        linear = functools.partial(Linear, wide=self.options.wide_products)
+        up_btm = linear(width, config.ffn_bias, name="up")(x_btd)
         if self.layer.ffn_kind == "gated":
-            state_btm = act(Linear(width, config.ffn_bias, name="gate")(x_btd)) * up_btm
+            state_btm = act(linear(width, config.ffn_bias, name="gate")(x_btd)) * up_btm
         else:
             state_btm = act(up_btm)
         scale = optional_leaf(self, "neuron_scale")
         scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
-        return Linear(config.d_model, config.ffn_bias, name="down")(scaled_btm), state_btm
+        return linear(config.d_model, config.ffn_bias, name="down")(scaled_btm), state_btm

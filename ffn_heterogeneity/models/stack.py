@@ -20,6 +20,7 @@ import numpy as np
 from ffn_heterogeneity.models.attention import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.block_cosine import BLOCK_COSINE
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.linear import WIDE_PRODUCT
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.wording import check_choice
 
@@ -33,7 +34,9 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     # The products of the linear layers, and what attention's own backward pass reads.
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS, BLOCK_COSINE),
+        jax.checkpoint_policies.save_only_these_names(
+            ATTENTION_RESIDUALS, WIDE_PRODUCT, BLOCK_COSINE
+        ),
     ),
     "attention_output": jax.checkpoint_policies.save_only_these_names(
         "attention_output", BLOCK_COSINE

@@ -14,6 +14,7 @@ from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
+from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.surgery import SURGERIES, Surgery, reduce
 from ffn_heterogeneity.surgery.streaming import compress_directory
 from ffn_heterogeneity.wording import check_choice
@@ -55,7 +56,8 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         after = score(config, load_model(str(target)))
         results |= compared(
             before["perplexity"], after["perplexity"], text=config.text or config.token_ids,
-            **{key: after[key] for key in ("windows", "tokens", "bos")}, dtype=config.compute_dtype,
+            **{key: after[key] for key in ("windows", "tokens", "bos")},
+            dtype=str(choose_dtype(config.compute_dtype)),
         )  # fmt: skip
     write_card(target, config.model, describe(surgery.name, config, results), results)
     write_json(workdir / "results.json", results)

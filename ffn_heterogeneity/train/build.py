@@ -22,6 +22,7 @@ from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.options import COMPUTE_DTYPES, choose_dtype
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
@@ -40,7 +41,9 @@ from ffn_heterogeneity.train.step import (
 )
 from ffn_heterogeneity.wording import check_choice, unknown
 
-COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
+# What remat="auto" means: the first that fits (train/fit.py). With the products' outputs kept 3% of
+# the operations are done again; to keep everything takes three times the memory for those.
+AUTO_REMAT = ("dots", "attention_output", "full")
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 # Keys, or groups of keys, that no compiled program depends on: they go through `hyper`, or are the
 # host's business. Any other key is taken to be part of the program.
@@ -309,17 +312,12 @@ def hyper_function(config: ConfigDict):
 def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunOptions:
     """What "auto" means on the mesh's platform; shardings on several devices."""
     platform = causal_lm.platform_of(mesh)
-    on_cpu = platform == "cpu"
-    dtype, remat = config.compute_dtype, config.remat
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
-    if remat == "auto":
-        remat = "dots" if on_cpu else "full"
     held = partition.run_shardings(mesh) if mesh.size > 1 else {}
     return causal_lm.RunOptions(
-        compute_dtype=jax.numpy.dtype(dtype),
-        remat=remat,
+        compute_dtype=choose_dtype(config.compute_dtype, platform),
+        remat=AUTO_REMAT[0] if config.remat == "auto" else config.remat,
         unroll=config.unroll or True,
+        packed=config.data.get("packing", True),
         platform=platform,
         **held,
     )

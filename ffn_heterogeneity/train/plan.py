@@ -14,42 +14,24 @@ import sys
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import (
-    cut,
-    place_batch,
-    place_scalars,
     rows_of_micro_batch,
 )
-from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train import hlo
-from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function
-from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target, memory_of
-from ffn_heterogeneity.train.source import model_shape, prepared
-from ffn_heterogeneity.train.state import TrainState
-
-# What else a run that does not fit may turn.
-LESS = (
-    "shorter seq_len, remat=full, fewer trainable leaves (train_only, lora), adafactor or more "
-    "devices on mesh.fsdp or mesh.tensor need less"
-)
-
-# Batch leaves as `data.pipeline` gives them.
-BATCH = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
-         "loss_mask": np.bool_}  # fmt: skip
+from ffn_heterogeneity.train.build import Built, check_config
+from ffn_heterogeneity.train.fit import LESS, build_shapes, fit, state_bytes, what_would_fit
+from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
 
 
 def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
@@ -65,19 +47,30 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
       ValueError: a key, a rule or a mesh that does not fit; one line.
     """
     check_config(config)
-    dtype = {"float32": jnp.float32}.get(config.compute_dtype, jnp.bfloat16)
-    if config.compute_dtype == "auto" and config.dry_run == "here" and _on_cpu():
-        dtype = jnp.float32
-    target = find_target(config.dry_run, dtype)
+    platform = None if config.dry_run == "here" else "accelerator"
+    target = find_target(config.dry_run, choose_dtype(config.compute_dtype, platform))
     mesh = _mesh(config, target)
     rows_of_micro_batch(mesh, config.batch_size, config.accumulation)
-    built = build_shapes(config, mesh)
+    built, compilation = build_shapes(config, mesh), None
+    if target.devices is not None:
+        print("compiling the train step ...", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        built, compiled, held = fit(config, built, target.chip.memory)
+        found = hlo.collectives(compiled.as_text()) if compiled else ()
+        compilation = {
+            "seconds": time.perf_counter() - start,
+            "bytes_per_device": held,
+            "collectives": [list(row) for row in hlo.summary(found)],
+        }
     sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(built.state.params).items()}
     plan: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
         "device_count": target.count,
         "mesh": dict(mesh.shape),
+        "compute_dtype": str(built.options.compute_dtype),
+        "remat": built.options.remat,
+        "compiled": compilation,
         "parameters": sum(sizes.values()),
         "trainable_parameters": sum(n for path, n in sizes.items() if built.trainable[path]),
         "bytes_per_device": state_bytes(built),
@@ -85,17 +78,6 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         "flops_per_step": step_flops(config, built),
     }
     plan |= roofline(config, built, target, plan)
-    plan["compiled"] = None
-    if target.devices is not None:
-        print("compiling the train step ...", file=sys.stderr, flush=True)
-        start = time.perf_counter()
-        compiled, held = compile_step(config, built)
-        found = hlo.collectives(compiled.as_text()) if compiled else ()
-        plan["compiled"] = {
-            "seconds": time.perf_counter() - start,
-            "bytes_per_device": held,
-            "collectives": [list(row) for row in hlo.summary(found)],
-        }
     plan["verdict"] = _verdict(config, built, target, plan)
     write_json(epath.Path(workdir) / "plan.json", plan)
     print(describe(plan, target))
@@ -103,45 +85,11 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     return plan
 
 
-def build_shapes(config: ConfigDict, mesh: Mesh | AbstractMesh) -> Built:
-    """`build` of a model that is not read: its config, and the surgeries that prepare it, decide.
-
-    Frozen leaves keep their storage dtype: half precision, as models are published.
-    """
-    model = model_shape(config)
-    params = jax.eval_shape(
-        lambda params: prepared(config, Model(model, params, None, "")).params,
-        causal_lm.abstract_params(model, jnp.bfloat16),
-    )
-    return build(config, model, params, mesh)
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
-
-
 def _mesh(config: ConfigDict, target: Target):
     if target.devices is not None:
         return partition.make_mesh(**config.mesh, devices=target.devices)
     sizes = partition.mesh_sizes(**config.mesh, count=target.count)
     return AbstractMesh(sizes, partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def state_bytes(built: Built) -> dict[str, int]:
-    """Bytes on one device, by kind: exact, from the shardings. The gradients are as the masters."""
-    described = partition.describe_shardings(built.mesh, built.state.params)
-    trains = [path for path in described if built.trainable[path]]
-    size = {path: leaf["bytes_per_device"] for path, leaf in described.items()}
-    masters = sum(size[path] for path in trains)
-    moments = partition.describe_shardings(
-        built.mesh, built.state.opt_state, built.shardings[0].opt_state
-    )
-    return {
-        "trainable parameters (float32)": masters,
-        "frozen parameters": sum(size.values()) - masters,
-        "optimiser state": sum(leaf["bytes_per_device"] for leaf in moments.values()),
-        "gradients": masters,
-    }
 
 
 def step_flops(config: ConfigDict, built: Built) -> dict[str, float]:
@@ -231,102 +179,6 @@ def _bytes_sent(config: ConfigDict, built: Built) -> float:
     return sent + 2 * (tensor - 1) / tensor * reduced
 
 
-def compile_step(
-    config: ConfigDict, built: Built, state: TrainState | None = None, rows: int = 0
-) -> tuple[jax.stages.Compiled | None, dict[str, float]]:
-    """(the real step, compiled for the mesh's devices; bytes on one of them while it runs).
-
-    None and infinity where the compiler itself finds it too large (the TPU's does).
-
-    Args:
-      state: as the run has it: then this is the very program that the loop's first call finds.
-      rows: of a batch that this process feeds, with `state`.
-    """
-    shape = rows or config.batch_size, config.seq_len
-    batch = cut({k: np.zeros(shape, dtype) for k, dtype in BATCH.items()}, config.accumulation)
-    hyper, platforms = {k: np.float32(x) for k, x in hyper_function(config)(0).items()}, None
-    if state is None:
-        state, platforms = built.state, (built.options.platform,)
-    else:
-        batch = place_batch(batch, built.shardings[1])
-        hyper = place_scalars(hyper, built.shardings[2])
-    traced = built.train_step.trace(state, batch, hyper)
-    try:
-        compiled = traced.lower(lowering_platforms=platforms).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None, {"together": math.inf}
-    memory = compiled.memory_analysis()
-    kept = memory.argument_size_in_bytes
-    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return compiled, {
-        "arguments (state, batch)": kept,
-        "temporary (gradients, activations)": memory.temp_size_in_bytes,
-        "results": made,
-        "together": kept + memory.temp_size_in_bytes + made,
-    }
-
-
-def what_would_fit(config: ConfigDict, built: Built, room: float) -> str:
-    """The way out for a step that needs more than `room` bytes a device: the same batch in the
-    fewest micro-batches that fit, each number compiled to be sure."""
-    print("looking for a batch that fits ...", file=sys.stderr, flush=True)
-    most = config.batch_size // (built.mesh.shape["data"] * built.mesh.shape["fsdp"])
-    for n in (n for n in range(config.accumulation + 1, most + 1) if most % n == 0):
-        tried = config.copy_and_resolve_references()
-        tried.accumulation = n
-        part = build(tried, built.model, built.state.params, built.mesh)
-        if compile_step(tried, part)[1]["together"] <= room:
-            smaller = config.batch_size // n * config.accumulation
-            return f"accumulation={n} fits, with the same updates, or batch_size={smaller}"
-    return f"not even accumulation={most} fits: {LESS}"
-
-
-# ---- what a run says of itself
-
-
-def check_state(config: ConfigDict, mesh: Mesh) -> str:
-    """Before anything is read: a line of how much there is to do and to hold, from shapes alone.
-
-    Raises:
-      ValueError: the training state does not fit by itself, so no batch would help.
-    """
-    built, have = build_shapes(config, mesh), memory_of(mesh.local_devices)
-    held = state_bytes(built)
-    del held["gradients"]  # the step's
-    parts = ", ".join(f"{size / GIB:.2f} GiB {kind}" for kind, size in held.items() if size)
-    if (need := sum(held.values())) > have:
-        raise ValueError(f"training needs {_gib(need, have)} ({parts}): {LESS}")
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(built.state.params))
-    n = config.batch_size * config.seq_len
-    return f"{count:,} parameters: {parts}; {n:,} tokens a step, {config.steps * n:,} in all"
-
-
-def compile_checked(config: ConfigDict, built: Built, state: TrainState, rows: int) -> float:
-    """`compile_step` for a run, before it evaluates or trains; the seconds that it took.
-
-    Raises:
-      ValueError: the step needs more memory than there is; names what would fit.
-    """
-    say("compiling the train step ...")
-    start = time.perf_counter()
-    need = compile_step(config, built, state, rows)[1]["together"]
-    seconds, have = time.perf_counter() - start, memory_of(built.mesh.local_devices)
-    if need > have:
-        way_out = what_would_fit(config, built, have)
-        raise ValueError(
-            f"a step of batch_size={config.batch_size} with accumulation={config.accumulation} "
-            f"needs {_gib(need, have)}: {way_out}"
-        )
-    say(f"compiled in {seconds:.1f} s; a step needs {_gib(need, have)}")
-    return seconds
-
-
-def _gib(need: float, have: float) -> str:
-    return f"{need / GIB:.2f} of {have / GIB:.2f} GiB of memory"
-
-
 # ---- as tables
 
 
@@ -336,7 +188,8 @@ def describe(plan: dict, target: Target) -> str:
         f"{plan['model']} on {target.name} ({plan['device_count']} devices, mesh "
         + " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items()) + ")",
         f"{plan['parameters']:,} parameters, {plan['trainable_parameters']:,} of them train; "
-        f"{plan['tokens_per_step']:,} tokens a step",
+        f"{plan['tokens_per_step']:,} tokens a step, in {plan['compute_dtype']}, "
+        f"remat={plan['remat']}",
         "",
     ]  # fmt: skip
     held = plan["bytes_per_device"]

@@ -33,9 +33,10 @@ from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import Built, build, check_config, hyper_function, loop_config
 from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.fit import check_state, compile_checked
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
-from ffn_heterogeneity.train.plan import check_state, compile_checked, dry_run
+from ffn_heterogeneity.train.plan import dry_run
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import is_fresh, model_shape, starting_model
 from ffn_heterogeneity.train.state import create_state
@@ -83,7 +84,7 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
     with contextlib.closing(pipeline.train_iterator()) as batches:
         make = shared.build if shared else build
         built = make(config, model.config, model.params, mesh)
-        loop, facts = make_loop(config, workdir, built, model, pipeline, batches)
+        loop, facts = make_loop(config, workdir, built, model, pipeline, batches, make)
         hyper = loop.hyper
         # The device holds the weights now; the host's copy is not needed any more.
         model = Model(model.config, {}, model.tokenizer, model.source)
@@ -141,6 +142,7 @@ def make_loop(
     model: Model,
     pipeline: Pipeline,
     batches: Any,
+    make: Callable[..., Built] = build,
 ) -> tuple[TrainLoop, dict]:
     """Everything but the running; and the facts of the run that `results.json` names."""
     state = create_state(
@@ -148,7 +150,9 @@ def make_loop(
         seed=config.seed, shardings=built.shardings[0],
     )  # fmt: skip
     done = (workdir / "checkpoints" / str(config.steps)).exists()
-    seconds = None if done else compile_checked(config, built, state, len(pipeline.rows))
+    seconds = None
+    if not done:
+        built, seconds = compile_checked(config, built, state, len(pipeline.rows), make)
     loop = TrainLoop(
         loop_config(config),
         train_step=built.train_step,
@@ -171,6 +175,8 @@ def make_loop(
             int(size * np.mean(built.trainable[path])) for path, size in sizes.items()
         ),
         "device": jax.devices()[0].device_kind,
+        "compute_dtype": str(built.options.compute_dtype),
+        "remat": built.options.remat,
         "mesh": dict(built.mesh.shape),
         "processes": jax.process_count(),
         "losses": {term.name: config.losses[term.name].weight for term in built.terms},

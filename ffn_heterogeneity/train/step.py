@@ -93,7 +93,8 @@ def make_train_step(
     Returns:
       The jitted step. Batch leaves are [A, B, T]; `hyper` is a dict of scalar float32 arrays with
       "learning_rate", the terms' weights by name, and "dropout" if it is on. Metrics: "loss",
-      each term's value by name, "<term>/<metric>", "grad_norm", "update_norm", "tokens" (not
+      each term's value by name, "<term>/<metric>", "grad_norm", "update_norm" (of what the
+      parameters moved by, as they are stored), "tokens" (not
       padding), "target_tokens", "stop" (the largest of the batch's, where it has the leaf),
       "finite" (bool) and "gradient_finite" (bool per trainable leaf, in
       sorted order of paths). An "outputs" term's metrics are sums, divided by its denominator as
@@ -119,26 +120,12 @@ def make_train_step(
         train, frozen = split_params(state.params, trainable)
         loss = _StepLoss(*static, frozen, state.step, key, hyper)
         grads, metrics = loss.grad_and_metrics(train, batch, accumulation)
-        split = {path: own for path, own in trainable.items() if isinstance(own, tuple)}
-        grads |= {path: jnp.where(by_layer(own, grads[path]), grads[path], 0)
-                  for path, own in split.items()}  # fmt: skip
-        gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
-        finite = jnp.isfinite(metrics["loss"]) & jnp.all(gradient_finite)
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, train, learning_rate=hyper["learning_rate"]
-        )
-        new = {path: leaf + updates[path] for path, leaf in train.items()}
-        new |= {path: jnp.where(by_layer(own, train[path]), new[path], train[path])
-                for path, own in split.items()}  # fmt: skip
-        new, opt_state = jax.tree.map(
-            lambda a, b: jnp.where(finite, a, b), (new, opt_state), (train, state.opt_state)
-        )
-        metrics |= _counts(batch) | {
-            "grad_norm": optax.global_norm(grads),
-            "update_norm": optax.global_norm(updates),
-            "finite": finite,
-            "gradient_finite": gradient_finite,
-        }
+        new, opt_state, changed = update_leaves(
+            optimizer, trainable, train, state.opt_state, grads,
+            loss=metrics["loss"], learning_rate=hyper["learning_rate"],
+        )  # fmt: skip
+        metrics |= _counts(batch) | changed
+        finite = metrics["finite"]
         new_state = TrainState(
             step=jnp.where(finite, state.step + 1, state.step),
             params=merge_params(new, frozen),
@@ -152,6 +139,45 @@ def make_train_step(
         state_s, batch_s, whole = shardings
         placed = {"in_shardings": (state_s, batch_s, whole), "out_shardings": (state_s, whole)}
     return jax.jit(train_step, donate_argnums=(0,) if donate else (), **placed)
+
+
+def update_leaves(
+    optimizer: optax.GradientTransformationExtraArgs,
+    trainable: Mapping[str, bool],
+    train: dict[str, jax.Array],
+    opt_state: Any,
+    grads: dict[str, jax.Array],
+    *,
+    loss: jax.Array,
+    learning_rate: jax.Array,
+) -> tuple[dict, Any, dict]:
+    """(new leaves, new optimiser state, "grad_norm" ... "gradient_finite" of `make_train_step`).
+
+    Both come back as they were, and "update_norm" is NaN, where the loss or a gradient is not
+    finite.
+    """
+    split = {path: own for path, own in trainable.items() if isinstance(own, tuple)}
+    grads = grads | {path: jnp.where(by_layer(own, grads[path]), grads[path], 0)
+                     for path, own in split.items()}  # fmt: skip
+    gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
+    finite, norm = jnp.isfinite(loss) & jnp.all(gradient_finite), optax.global_norm(grads)
+
+    def updated(train, opt_state):
+        updates, opt_state = optimizer.update(grads, opt_state, train, learning_rate=learning_rate)
+        new = {path: leaf + updates[path] for path, leaf in train.items()}
+        new |= {path: jnp.where(by_layer(own, train[path]), new[path], train[path])
+                for path, own in split.items()}  # fmt: skip
+        # Of what the parameters moved by: the updates themselves would have to exist for it.
+        moved = {path: leaf - train[path] for path, leaf in new.items()}
+        return new, opt_state, optax.global_norm(moved)
+
+    def kept(train, opt_state):
+        return train, opt_state, jnp.full_like(norm, jnp.nan)
+
+    # A branch: to choose leaf by leaf reads the whole state again.
+    new, opt_state, moved = jax.lax.cond(finite, updated, kept, train, opt_state)
+    metrics = {"grad_norm": norm, "update_norm": moved, "finite": finite}
+    return new, opt_state, metrics | {"gradient_finite": gradient_finite}
 
 
 @dataclasses.dataclass

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import losses, timing
+from ffn_heterogeneity.bench import losses, tail, timing
 from ffn_heterogeneity.losses.nucl import nucl
 
 PROMISED = (26, 2304, 576)
@@ -78,3 +79,12 @@ def test_turns_are_interleaved_and_warmed_up():
         {name: lambda name=name: calls.append(name) for name in "ab"}, rounds=3
     )
     assert calls == ["a", "b"] * 4 and all(len(times) == 3 for times in seconds.values())
+
+
+@pytest.mark.slow
+def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
+    """At most 1.6 times optax alone, and no memory for the norm of the update."""
+    result = tail.benchmark_tail(ConfigDict({"model": "smollm2_135m", "repetitions": 12}))
+    assert result["ratio"][0] <= 1.6 and "optax alone" in capsys.readouterr().out
+    temporary = {name: row["temporary_mb"] for name, row in result["programs"].items()}
+    assert temporary["step's tail"] <= 1.01 * temporary["optax alone"]

@@ -17,7 +17,7 @@ from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, pro
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.train.build import build, hyper_function, static_key
-from ffn_heterogeneity.train.plan import BATCH
+from ffn_heterogeneity.train.fit import BATCH
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -54,7 +54,9 @@ def relative(got, expected):
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk", [None, 1, 5, 23, 100])
-def test_equals_the_oracle(layout, softcap, chunk):
+def test_equals_the_oracle(layout, softcap, chunk, monkeypatch):
+    if chunk in (5, 23):  # in parts, too
+        monkeypatch.setattr(nll, "FEW_ROWS", 1)
     hidden, kernel, targets, mask = inputs(layout)
     scale = 0.37
 
@@ -253,8 +255,29 @@ def test_automatic_chunks_keep_to_the_budget(monkeypatch):
     hidden, kernel, targets, mask = inputs()
     static, _ = nll._prepare(hidden, kernel, targets, mask, "vd", None, None, True)
     assert static.chunk == 8  # 23 = 7 + 8 + 8, not 3 + 10 + 10
-    starts, valid = nll._chunks(T, static.chunk)
-    assert starts.tolist() == [0, 7, 15] and valid.tolist() == [7, 8, 8]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.6, 1.0])
+@pytest.mark.parametrize(("chunk", "few"), [(1, 16), (5, 1), (23, 1), (23, 9)])
+def test_every_target_is_visited_once_and_little_else(share, chunk, few, monkeypatch):
+    """Whole chunks, then eighths: no more rows than an eighth beyond the targets; where an eighth
+    is few rows, than a chunk."""
+    monkeypatch.setattr(nll, "FEW_ROWS", few)
+    hidden, kernel, targets, _ = inputs()
+    mask = jnp.asarray(np.random.default_rng(chunk).random((B, T)) < share)
+    static, mask = nll._prepare(hidden, kernel, targets, mask, "vd", None, chunk, True)
+    rows = nll._rows(mask, static)
+    np.testing.assert_array_equal(rows.order[rows.place], np.arange(B * T))
+    numbered = jnp.arange(B * T).reshape(B, T)
+
+    def body(start, size, carry):
+        _, at, valid = rows.cut(start, size, hidden, numbered)
+        return carry[0].at[at].add(valid), carry[1] + size
+
+    seen, visited = rows.fold(body, (jnp.zeros(B * T, jnp.int32), 0))
+    np.testing.assert_array_equal(seen.reshape(B, T), mask)
+    surplus = B * chunk // 8 if B * chunk // 8 >= few else B * chunk
+    assert mask.sum() <= visited < mask.sum() + surplus
 
 
 @pytest.mark.parametrize("shape", [(16, 1024), (4, 4096)])

@@ -16,11 +16,12 @@ from ffn_heterogeneity.models.attention import (
     Mask,
     attention_mask,
     blocked_attention,
-    choose_kernel,
     plain_attention,
+    with_kernel,
 )
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 
 # Nothing here is large.
@@ -261,9 +262,25 @@ def oracle_of_everything(q, k, v, scale):
 
 
 def test_kernel_choice_is_static_and_says_no_clearly():
-    assert choose_kernel("auto", CONFIG, jnp.bfloat16) == "xla"
-    capped = dataclasses.replace(CONFIG, attention_softcap=50.0)
-    with pytest.raises(ValueError, match="no soft-cap"):
-        choose_kernel("cudnn", capped, jnp.bfloat16)
-    with pytest.raises(ValueError, match="flash"):
-        choose_kernel("flash", CONFIG, jnp.float32)
+    half, capped = (
+        RunOptions(compute_dtype=jnp.bfloat16),
+        dataclasses.replace(CONFIG, attention_softcap=50.0),
+    )
+    for config, platform, length, in_order, expected in (
+        (CONFIG, None, 256, True, "xla"),
+        (CONFIG, "gpu", 300, False, "cudnn"),
+        (capped, "gpu", 256, True, "xla"),
+        (dataclasses.replace(CONFIG, head_dim=136), "gpu", 256, True, "xla"),
+        (capped, "tpu", 256, True, "splash"),
+        (CONFIG, "tpu", 300, True, "xla"),
+        (CONFIG, "tpu", 256, False, "xla"),
+    ):
+        options = dataclasses.replace(half, platform=platform)
+        assert with_kernel(options, config, length, in_order).attention == expected
+    for name, config, length, message in (
+        ("cudnn", capped, 256, "no soft-cap"),
+        ("splash", CONFIG, 300, "multiple of 128 places long, not 300"),
+        ("flash", CONFIG, 256, "flash"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_kernel(RunOptions(attention=name), config, length)

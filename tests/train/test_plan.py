@@ -17,8 +17,8 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.train import hardware, hlo, plan, run
-from ffn_heterogeneity.train.build import build
+from ffn_heterogeneity.train import fit, hardware, hlo, plan, run
+from ffn_heterogeneity.train.build import AUTO_REMAT, build, hyper_function
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -62,6 +62,23 @@ def test_gemma2_2b_on_eight_h100s_is_the_papers_arithmetic(tmp_path, capsys):
     assert "2,614,341,888 parameters" in printed and "no compiler for GPUs" in printed
 
 
+def test_the_least_rematerialisation_that_fits(tmp_path):
+    config = make_config(save_tiny(tmp_path / "tiny"), batch_size=16, seq_len=64)
+    mesh = partition.make_mesh()
+    sizes = {}
+    for remat in AUTO_REMAT:
+        config.remat = remat
+        sizes[remat] = fit.compile_step(config, fit.build_shapes(config, mesh))[1]["together"]
+    assert sizes["dots"] > sizes["full"]
+    config.remat = "auto"
+    built = fit.build_shapes(config, mesh)
+    for room in (1.0, *sizes.values()):
+        fits = [remat for remat in AUTO_REMAT if sizes[remat] <= room]
+        chosen, _, held = fit.fit(config, built, room)
+        assert chosen.options.remat == (fits or ["full"])[0]
+        assert held["together"] == sizes[chosen.options.remat]
+
+
 def test_windows_frozen_leaves_and_remat_count():
     layers = (LayerConfig(64, window=8), LayerConfig(64))
     model = ModelConfig("llama", 50, 32, 4, 2, 8, layers, tied=False)
@@ -96,8 +113,8 @@ def test_products_are_those_the_compiler_counts():
     )
     mesh = partition.make_mesh()
     built = build(config, model, causal_lm.abstract_params(model), mesh)
-    batch = {k: jax.ShapeDtypeStruct((1, 4, 64), v) for k, v in plan.BATCH.items()}
-    hyper = dict.fromkeys(plan.hyper_function(config)(0), jax.ShapeDtypeStruct((), jnp.float32))
+    batch = {k: jax.ShapeDtypeStruct((1, 4, 64), v) for k, v in fit.BATCH.items()}
+    hyper = dict.fromkeys(hyper_function(config)(0), jax.ShapeDtypeStruct((), jnp.float32))
     cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
     ours = plan.step_flops(config, built)["model"]
     assert 1 <= cost["flops"] / ours < 1.1

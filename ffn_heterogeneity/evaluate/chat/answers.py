@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -31,9 +30,9 @@ from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.evaluate.inputs import options_of
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.wording import check_choice
 
 BENCHMARKS = ("mt_bench", "vicuna_bench", "wizardlm_testset")
@@ -141,7 +140,7 @@ class Chat:
         self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.generator = Generator(
             model.config, model.params, model.tokenizer,
-            options=RunOptions(compute_dtype=np.dtype(config.compute_dtype)),
+            options=options_of(config),
             batch_size=config.batch_size,
         )  # fmt: skip
 

@@ -1,0 +1,68 @@
+"""What a training step does after its gradients, beside the optimiser's update alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.bench.timing import (
+    figures,
+    paired_interval,
+    print_figures,
+    print_ratios,
+    take_turns,
+)
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.step import update_leaves
+
+
+def benchmark_tail(config: ConfigDict) -> dict:
+    """Times AdamW with clipping on `config.model`'s leaves: the step's tail (finite check, norms, a
+    state that stays where something is not finite) in turn with optax alone.
+
+    Raises:
+      ValueError: an unknown model.
+    """
+    shapes = flatten(causal_lm.abstract_params(preset(config.model)[0]))
+    rng, trainable = np.random.default_rng(0), dict.fromkeys(shapes, True)
+    grads, train = (
+        {path: jnp.asarray(rng.standard_normal(x.shape, np.float32)) for path, x in shapes.items()}
+        for _ in range(2)
+    )
+    clipped = OptimizerConfig(name="adamw", weight_decay=0.1, clip_norm=1.0)
+    optimizer = make_optimizer(clipped, shapes, trainable)
+    rate = jnp.float32(1e-4)
+
+    def tail(state, grads):
+        new, opt_state, metrics = update_leaves(
+            optimizer, trainable, *state, grads, loss=jnp.zeros(()), learning_rate=rate
+        )
+        return (new, opt_state), metrics
+
+    def alone(state, grads):
+        updates, opt_state = optimizer.update(grads, state[1], state[0], learning_rate=rate)
+        return (optax.apply_updates(state[0], updates), opt_state), {}
+
+    programs, calls = {}, {}
+    for name, function in (("step's tail", tail), ("optax alone", alone)):
+        state = jax.tree.map(jnp.copy, train)
+        held = [(state, optimizer.init(state))]
+        program = jax.jit(function, donate_argnums=0).lower(held[0], grads).compile()
+
+        def call(program=program, held=held):
+            held[0], _ = program(held[0], grads)
+            return held[0]
+
+        programs[name], calls[name] = program, call
+    seconds = take_turns(calls, config.repetitions)
+    rows = {name: figures(seconds[name], program) for name, program in programs.items()}
+    print_figures("after the gradients", rows)
+    ratio = paired_interval(seconds["step's tail"], seconds["optax alone"])
+    print_ratios({"step's tail / optax alone": ratio})
+    return {"programs": rows, "ratio": ratio}

@@ -1,0 +1,78 @@
+"""How a model is computed: dtype, rematerialisation, kernels, layouts on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
+# Of Linux, for a unit that multiplies tiles of bfloat16 (five times as fast as float32 vectors).
+AMX = "amx_bf16"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How to compute, never what: any choice gives the same numbers up to rounding.
+
+    Attributes:
+      compute_dtype: dtype of activations and of kernels when they are used.
+      remat: "none", "full" (keep block inputs only), "dots", "attention_output".
+      unroll: scan unrolling; 1 is best on TPU and CPU, True on GPU.
+      attention: "auto" or one of models/attention.py's kernels.
+      packed: a row may hold several documents. False: at most one, at its start, and what follows
+        it is padding that nobody reads: fused kernels then need no mask in memory.
+      platform: what "auto" is chosen for; None: the default backend. (A step may be compiled for
+        another machine's devices.)
+      activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
+        embedding [V, D] that tokens are looked up in; None leaves them to XLA.
+      cache: on a mesh, sharding of a layer's keys and values in generation, [B, K, ...].
+    """
+
+    compute_dtype: Any = jnp.float32
+    remat: str = "none"
+    unroll: int | bool = 1
+    attention: str = "auto"
+    packed: bool = True
+    platform: str | None = None
+    activations: jax.sharding.Sharding | None = None
+    table: jax.sharding.Sharding | None = None
+    cache: jax.sharding.NamedSharding | None = None
+
+    @property
+    def on(self) -> str:
+        """The platform that is computed for."""
+        return self.platform or jax.default_backend()
+
+    @property
+    def wide_products(self) -> bool:
+        """Whether products of bfloat16 come out in float32 before they are rounded.
+
+        XLA:CPU keeps only that form on the machine's bfloat16 units; to bfloat16 at once it makes
+        a float32 product of it. Accelerators' units round on their way out.
+        """
+        return self.compute_dtype == jnp.bfloat16 and self.on == "cpu"
+
+
+def choose_dtype(name: str, platform: str | None = None) -> Any:
+    """The compute dtype that one of `COMPUTE_DTYPES` means on a platform (None: this one).
+
+    "auto" is bfloat16 where the machine multiplies it faster, on accelerators and on CPUs with AMX,
+    and float32 elsewhere.
+    """
+    if name != "auto":
+        return jnp.dtype(name)
+    fast = (platform or jax.default_backend()) != "cpu" or _has_amx()
+    return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
+
+
+@functools.cache
+def _has_amx() -> bool:
+    try:
+        return AMX in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
