@@ -1,10 +1,11 @@
 """Benchmarks: ratios inside one run.
 
-Command:   python scripts/benchmark.py nucl | nll | step [--config.peer=transformers] | streaming
-           python scripts/benchmark.py jreg --config.repetitions=24 --config.remat=full
+Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transformers] | streaming
+           python scripts/benchmark.py model --config.calls="('train step','train step + JREG')"
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
-Hardware:  any; figures in the README are from 2 CPU cores.
-Hours:     nucl and nll about a minute, step and streaming a few minutes.
+Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
+Hours:     nucl, nll, tail, streaming a few minutes; model, all calls with the peer, two hours: what
+           was measured is kept, and the same command with the same --workdir goes on.
 """
 
 from ml_collections import ConfigDict
@@ -13,22 +14,28 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # nucl | nll | step | jreg | tail | streaming.
+            # model | nucl | nll | tail | streaming.
             "name": "",
-            # Of step, jreg, tail, streaming: a preset (random weights); of step and jreg: the
-            # batch, the computation.
+            # Of model, tail, streaming: a preset (random weights).
             "model": "smollm2_135m",
-            "batch": 4,  # rows
+            # Of model: what is timed, and in what it is computed.
+            "calls": (
+                "forward", "train step", "train step + NUCL", "train step + JREG", "perplexity",
+                "generate 1", "generate 8", "generate 32",
+            ),
+            "dtypes": ("float32", "bfloat16"),
+            "batch": 2,  # rows of the forward pass and the training step
             "seq_len": 512,  # tokens a row
-            "compute_dtype": "float32",
+            "windows": 40,  # of perplexity
+            "window": 128,  # tokens a window
             "remat": "dots",
             "unroll": 1,
             # "transformers": torch on the same weights, interleaved (extra `parity`).
             "peer": "",
-            # Measured rounds; but for streaming after one that compiles.
-            "repetitions": 10,
+            # Measured rounds, after one that compiles.
+            "repetitions": 20,
             # Of streaming: on the disk to be measured, with room for three checkpoints (default:
             # that of temporary files).
             "directory": "",
         }
-    )
+    )  # fmt: skip

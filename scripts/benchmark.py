@@ -3,9 +3,8 @@
 Example:
   python scripts/benchmark.py nucl            NUCL (mstd) in a donated update, beside the listing
   python scripts/benchmark.py nll             chunked cross-entropy beside the plain one
-  python scripts/benchmark.py step --config.peer=transformers     a training step beside torch's
-  python scripts/benchmark.py jreg --config.repetitions=24 --config.remat=full
-                                              a training step with JREG beside one without
+  python scripts/benchmark.py model --config.peer=transformers    forward, step, perplexity and
+                                              generation beside torch's
   python scripts/benchmark.py tail            finite check, norms and AdamW beside optax alone
   python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
                                               surgery from disk to disk beside a plain copy

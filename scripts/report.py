@@ -4,6 +4,7 @@ Example:
   python scripts/report.py --compare runs/alpha-0 runs/alpha-10 --output=runs/alphas
   python scripts/report.py runs/alpha-10
   python scripts/report.py --paper=nucl runs/alpha runs/table4 runs/pairs --out=runs/paper
+  python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
 
 Reads config.json, results.json and metrics.jsonl of the runs' work directories, of any script, also
 while they run; a run over seeds is shown as mean [low, high]. Differences and ratios are against
@@ -11,7 +12,7 @@ the first run. Writes <output>/compare.md and compare.png (of one run: report.md
 
 --paper=nucl (or jreg) takes directories of runs and of sweeps, and writes <output>/nucl.md and each
 table (Markdown, CSV) and figure (PNG, CSV) beside the paper's own numbers; what was not measured is
-"-".
+"-". --benchmarks takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from absl import flags
 
 from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.report.benchmarks import write_page
 from ffn_heterogeneity.report.compare import write_report
 from ffn_heterogeneity.report.engine import PAPERS, write_paper
 
@@ -31,6 +33,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 flags.DEFINE_alias("out", "output")
 _PAPER = flags.DEFINE_enum("paper", None, list(PAPERS), "Make this paper's tables and figures.")
+_BENCHMARKS = flags.DEFINE_bool("benchmarks", False, "Make a page of these results.json.")
 RUNS: list[str] = []
 
 
@@ -39,6 +42,9 @@ def main() -> None:
         raise ValueError(
             f"--compare needs two or more run directories, given: {', '.join(RUNS) or 'none'}"
         )
+    if _BENCHMARKS.value:
+        print(write_page(RUNS, _OUTPUT.value or "docs"), end="")
+        return
     if _PAPER.value:
         output = _OUTPUT.value or f"runs/{_PAPER.value}-{time.strftime('%Y%m%d-%H%M%S')}"
         print(write_paper(_PAPER.value, RUNS, output), end="")

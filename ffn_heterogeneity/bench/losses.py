@@ -12,9 +12,9 @@ import numpy as np
 
 from ffn_heterogeneity.bench.timing import (
     figures,
-    print_figures,
-    print_ratios,
     ratio_interval,
+    table_of_figures,
+    table_of_ratios,
     take_turns,
     temporary_bytes,
 )
@@ -31,8 +31,8 @@ def benchmark_nucl(
 ) -> dict[str, Any]:
     """Time and memory that NUCL adds to a donated SGD update W <- W - lr (g + alpha dNUCL/dW).
 
-    Prints tables and returns their figures: per program "median_ms", "fastest_ms", "added_ms" and
-    "temporary_mb"; "floor_ms", a bare row sum (one read of W); per variant
+    Prints tables and returns them and their figures: per program "median_ms", "fastest_ms",
+    "added_ms" and "temporary_mb"; "floor_ms", a bare row sum (one read of W); per variant
     "listing_over_closed_form" and "added_over_floor", each [ratio, low, high] of added times.
 
     Args:
@@ -61,20 +61,24 @@ def benchmark_nucl(
     for row in programs.values():
         row["added_ms"] = row["median_ms"] - programs["update alone"]["median_ms"]
     floor_ms, platform = 1e3 * float(np.median(floor)), jax.default_backend()
-    print_figures(f"donated SGD update of W {list(shape)} float32, {platform}", programs)
-    print(f"row sum (the floor): {floor_ms:.2f} ms\n")
-    ratios = {}
+    title = f"donated SGD update of W {list(shape)} float32, {platform}; "
+    title += f"row sum (the floor): {floor_ms:.2f} ms"
+    tables, ratios = [table_of_figures(title, programs)], {}
     for variant in variants:
         listing, closed = seconds[f"{variant} listing"], seconds[f"{variant} closed form"]
         ratios[variant] = {
             "listing_over_closed_form": ratio_interval(listing, closed, base),
             "added_over_floor": ratio_interval(closed - base, floor),
         }
-        print_ratios({f"{variant}, added: {name}": one for name, one in ratios[variant].items()})
+        named = {f"{variant}, added: {name}": one for name, one in ratios[variant].items()}
+        tables.append(table_of_ratios(named))
     return {
-        "shape": list(shape), "platform": platform, "rounds": rounds, "floor_ms": floor_ms,
-        "programs": programs, **ratios,
-    }  # fmt: skip
+        "rounds": rounds,
+        "floor_ms": floor_ms,
+        "programs": programs,
+        "tables": tables,
+        **ratios,
+    }
 
 
 def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
@@ -104,10 +108,11 @@ def benchmark_nll(
 ) -> dict[str, Any]:
     """Value and gradient of the NLL of a tied head: chunked against plain, time and memory.
 
-    Prints tables and returns their figures: per program "median_ms", "fastest_ms", "temporary_mb";
-    "plain_over_chunked" and "chunked_over_products" (three bare products of the same size, the
-    floor) as [ratio, low, high]; "large", the temporary GiB of the chunked form, compiled and not
-    run, for `memory_shape` in bfloat16 with a soft-cap of 30.
+    Prints tables and returns them and their figures: per program "median_ms", "fastest_ms",
+    "temporary_mb"; "plain_over_chunked" and "chunked_over_products" (three bare products of the
+    same size, the floor) as [ratio, low, high]; "targets_one_in_...", the time relative to that
+    with all positions as targets; "gib", the temporary memory of the chunked
+    form, compiled and not run, for `memory_shape` in bfloat16 with a soft-cap of 30.
 
     Args:
       shape: [B, T, D, V], float32.
@@ -127,22 +132,26 @@ def benchmark_nll(
     }
     compiled = {name: jax.jit(f).lower(*arguments).compile() for name, f in functions.items()}
     turns = {name: functools.partial(one, *arguments) for name, one in compiled.items()}
+    masked = jax.jit(functions["chunked"]).lower(*arguments, jnp.ones((b, t), bool)).compile()
+    for share in (10, 100):
+        mask = jax.random.permutation(keys[2], jnp.arange(b * t) < b * t // share).reshape(b, t)
+        turns[f"1 target in {share}"] = functools.partial(masked, *arguments, mask)
+        compiled[f"1 target in {share}"] = masked
     seconds = take_turns(turns, rounds)
     programs = {name: figures(seconds[name], one) for name, one in compiled.items()}
     ratios = {
         "plain_over_chunked": ratio_interval(seconds["plain"], seconds["chunked"]),
         "chunked_over_products": ratio_interval(seconds["chunked"], seconds["three products"]),
     }
+    for share in (10, 100):
+        few = seconds[f"1 target in {share}"]
+        ratios[f"targets_one_in_{share}"] = ratio_interval(few, seconds["chunked"])
     gib = nll_temporary_bytes(*memory_shape) / 2**30
     platform = jax.default_backend()
-    print_figures(f"value and gradient, [B, T, D, V] = {list(shape)} float32, {platform}", programs)
-    print_ratios(ratios)
-    print(f"\nchunked, compiled only, {list(memory_shape)} bfloat16: {gib:.2f} GiB temporary")
-    return {
-        "shape": list(shape), "dtype": "float32", "platform": platform, "rounds": rounds,
-        "programs": programs, **ratios,
-        "large": {"shape": list(memory_shape), "temporary_gib": gib},
-    }  # fmt: skip
+    title = f"value and gradient of the NLL, [B, T, D, V] = {list(shape)} float32, {platform}; "
+    title += f"chunked, compiled only, {list(memory_shape)} bfloat16: {gib:.2f} GiB temporary"
+    tables = [table_of_figures(title, programs), table_of_ratios(ratios)]
+    return {"programs": programs, "gib": gib, "tables": tables, **ratios}
 
 
 def plain_nll(hidden_btd: jax.Array, kernel_vd: jax.Array, targets_bt: jax.Array) -> jax.Array:

@@ -17,11 +17,11 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from ffn_heterogeneity.bench.timing import table
 from ffn_heterogeneity.io.export import MAX_SHARD_BYTES, write_configs
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import expected_shapes, family_by_name
-from ffn_heterogeneity.report.tables import markdown_table
 
 # A process of its own, so that its memory is that of the surgery alone.
 _PROGRAM = """
@@ -62,11 +62,17 @@ def benchmark_streaming(
         rows = [_round(source, target) for _ in range(rounds)]
     figures = {name: [row[name] for row in rows] for name in rows[0]}
     ratio = float(np.median(figures["process_seconds"]) / np.median(figures["copy_seconds"]))
-    print(f"{size / 1e9:.2f} GB of {config.family}, {PLAN}, {rounds} rounds")
-    table = [(name, f"{np.median(x):.2f}", f"{max(x):.2f}") for name, x in figures.items()]
-    print(markdown_table(("figure", "median", "largest"), table))
-    print(f"process / copy: {ratio:.2f}")
-    return {"bytes": size, "plan": PLAN, "rounds": rounds, "ratio": ratio} | figures
+    lines = [(name, f"{np.median(x):.2f}", f"{max(x):.2f}") for name, x in figures.items()]
+    lines.append(("process / copy", f"{ratio:.2f}", "-"))
+    title = f"{size / 1e9:.2f} GB of {config.family}, {PLAN}, {rounds} rounds"
+    tables = [table(title, ("figure", "median", "largest"), lines)]
+    return {
+        "bytes": size,
+        "plan": PLAN,
+        "rounds": rounds,
+        "ratio": ratio,
+        "tables": tables,
+    } | figures
 
 
 def _round(source: Path, target: Path) -> dict[str, float]:

@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.bench.timing import (
     figures,
     paired_interval,
-    print_figures,
-    print_ratios,
+    table_of_figures,
+    table_of_ratios,
     take_turns,
 )
 from ffn_heterogeneity.models import causal_lm
@@ -62,7 +62,9 @@ def benchmark_tail(config: ConfigDict) -> dict:
         programs[name], calls[name] = program, call
     seconds = take_turns(calls, config.repetitions)
     rows = {name: figures(seconds[name], program) for name, program in programs.items()}
-    print_figures("after the gradients", rows)
     ratio = paired_interval(seconds["step's tail"], seconds["optax alone"])
-    print_ratios({"step's tail / optax alone": ratio})
-    return {"programs": rows, "ratio": ratio}
+    title = f"{config.model} after its gradients, AdamW with clipping"
+    tables = [
+        table_of_figures(title, rows), table_of_ratios({"step's tail / optax alone": ratio})
+    ]  # fmt: skip
+    return {"programs": rows, "ratio": ratio, "tables": tables}

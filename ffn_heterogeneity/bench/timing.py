@@ -6,33 +6,79 @@ machine that slows down slows all of them.
 
 from __future__ import annotations
 
+import functools
+import os
+import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
+from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.report.tables import markdown_table
 
 # (value, 2.5% bound, 97.5% bound)
 Interval = tuple[float, float, float]
 
 
-def take_turns(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each program in each round, after one warm-up round."""
-    from tqdm import tqdm
+def take_turns(
+    programs: Mapping[str, Callable[[], Any]], rounds: int, folder: epath.Path | None = None
+) -> dict[str, np.ndarray]:
+    """Seconds of each program in each round, after one warm-up round; printed as they come.
 
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    # Shown between rounds, so never within what is measured; only on a terminal.
-    for turn in tqdm(range(rounds + 1), desc="rounds", disable=None, file=sys.stderr):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program())
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: np.asarray(values) for name, values in seconds.items()}
+    Args:
+      folder: each round is kept there, and a run that was stopped goes on after its last whole one
+        (on another machine it begins anew).
+    """
+    warm = functools.cache(lambda: [_seconds(*program) for program in programs.items()])
+
+    def turn(label: str) -> dict[str, float]:
+        warm()
+        seconds = {name: _seconds(name, program, quiet=True) for name, program in programs.items()}
+        print(f"{label}:", ", ".join(f"{n} {s:.4g} s" for n, s in seconds.items()), file=sys.stderr)
+        return seconds
+
+    where = "{processor}, {cores} cores".format(**machine())
+    labels = [f"round {number + 1} of {rounds}" for number in range(rounds)]
+    kept = [once(folder, f"{label}, {where}", functools.partial(turn, label)) for label in labels]
+    return {name: np.asarray([round[name] for round in kept]) for name in programs}
+
+
+def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(program())
+    seconds = time.perf_counter() - start
+    if not quiet:
+        print(f"warm-up: {name} {seconds:.4g} s", file=sys.stderr)
+    return seconds
+
+
+def machine() -> dict[str, Any]:
+    """What times depend on: processor or card, cores, versions."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    facts = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
+    flags = facts.get("flags", "").split()
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processor": facts.get("model name", platform.processor()),
+        "units": [unit for unit in ("avx2", "avx512f", "amx_bf16") if unit in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A table as results.json keeps it; printed, too."""
+    print("\n".join(filter(None, (title, markdown_table(columns, rows)))) + "\n")
+    return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 
 def ratio_interval(
@@ -86,16 +132,19 @@ def figures(seconds: np.ndarray, compiled: jax.stages.Compiled) -> dict[str, flo
     }
 
 
-def print_figures(title: str, programs: Mapping[str, Mapping[str, float]]) -> None:
+def table_of_figures(title: str, programs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """A table of `figures`, one row a program."""
     names = list(next(iter(programs.values())))
     rows = [(name, *(f"{row[key]:.2f}" for key in names)) for name, row in programs.items()]
-    print(f"{title}\n{markdown_table(('program', *names), rows)}\n")
+    return table(title, ("program", *(name.replace("_", " ") for name in names)), rows)
 
 
-def print_ratios(ratios: Mapping[str, Interval]) -> None:
+def table_of_ratios(ratios: Mapping[str, Interval]) -> dict[str, Any]:
     """A table of ratios of times with their intervals."""
-    rows = [
-        (name, f"{m:.3f}", f"{low:.3f} .. {high:.3f}") for name, (m, low, high) in ratios.items()
-    ]
-    print(markdown_table(("ratio of times", "median", "95% interval"), rows))
+    rows = [(name, said(one)) for name, one in ratios.items()]
+    return table("", ("ratio of times", "median (95% interval)"), rows)
+
+
+def said(interval: Interval) -> str:
+    """In digits."""
+    return "{:.3f} ({:.3f} .. {:.3f})".format(*interval)

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.causal_lm import head_kernel, platform_of
+from ffn_heterogeneity.models.linear import turned
 from ffn_heterogeneity.wording import check_choice
 
 # Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
@@ -306,6 +307,11 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
     dtype = hidden_btd.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = _rows(mask_bt, static)
+    # A CPU's bfloat16 units take no product whose left operand lies across (`wide_product`): the
+    # few columns of the states are turned for it, not the vocabulary's.
+    turn = trainable and dtype == jnp.bfloat16 and platform_of(static.mesh) == "cpu"
+    across = turn and static.layout == "vd"
+    shape = cast.shape[::-1] if across else cast.shape
 
     def body(start, size, carry):
         total, correct, d_rows, d_kernel = carry
@@ -314,15 +320,18 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
         d_nv = _d_logits(logits_nv, log_z_n, y_n, mask_n, static).astype(dtype)
         d_h_nd = jnp.einsum(f"nv,{static.layout}->nd", d_nv, cast, preferred_element_type=wide)
         d_rows = lax.dynamic_update_slice_in_dim(d_rows, d_h_nd.astype(dtype), start, 0)
-        if trainable:
+        if turn:
+            d_kernel += jnp.dot(turned(h_nd), d_nv, preferred_element_type=wide)
+        elif trainable:
             equation = f"nv,nd->{static.layout}"
             d_kernel += jnp.einsum(equation, d_nv, h_nd, preferred_element_type=wide)
         return total + more, correct + right, d_rows, d_kernel
 
     d_rows = jnp.zeros((rows.order.size, hidden_btd.shape[-1]), dtype)
-    d_kernel = jnp.zeros(cast.shape if trainable else (), wide)
+    d_kernel = jnp.zeros(shape if trainable else (), wide)
     start = (*_zero_sums(hidden_btd), d_rows, d_kernel)
     total, correct, d_rows, d_kernel = rows.fold(body, start)
+    d_kernel = d_kernel.T if across else d_kernel
     return total, correct, d_rows[rows.place].reshape(hidden_btd.shape), d_kernel
 
 

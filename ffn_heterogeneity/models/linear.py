@@ -85,10 +85,14 @@ def wide_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return checkpoint_name(y, WIDE_PRODUCT)
 
 
+def turned(x: jax.Array) -> jax.Array:
+    """x [n, m] as [m, n] in memory, where XLA would only read it the other way round."""
+    return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1])
+
+
 def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    turned = jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1])
-    dw = jnp.dot(turned, g, preferred_element_type=jnp.float32)
+    dw = jnp.dot(turned(x), g, preferred_element_type=jnp.float32)
     dx = jnp.dot(g, w.T, preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 

@@ -313,10 +313,11 @@ def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunO
     """What "auto" means on the mesh's platform; shardings on several devices."""
     platform = causal_lm.platform_of(mesh)
     held = partition.run_shardings(mesh) if mesh.size > 1 else {}
+    alone = platform == "gpu" and mesh.size == 1
     return causal_lm.RunOptions(
         compute_dtype=choose_dtype(config.compute_dtype, platform),
         remat=AUTO_REMAT[0] if config.remat == "auto" else config.remat,
-        unroll=config.unroll or True,
+        unroll=(alone or 1) if config.unroll < 0 else config.unroll or True,
         packed=config.data.get("packing", True),
         platform=platform,
         **held,

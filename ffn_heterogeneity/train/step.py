@@ -94,11 +94,10 @@ def make_train_step(
       The jitted step. Batch leaves are [A, B, T]; `hyper` is a dict of scalar float32 arrays with
       "learning_rate", the terms' weights by name, and "dropout" if it is on. Metrics: "loss",
       each term's value by name, "<term>/<metric>", "grad_norm", "update_norm" (of what the
-      parameters moved by, as they are stored), "tokens" (not
-      padding), "target_tokens", "stop" (the largest of the batch's, where it has the leaf),
-      "finite" (bool) and "gradient_finite" (bool per trainable leaf, in
-      sorted order of paths). An "outputs" term's metrics are sums, divided by its denominator as
-      its total is; a "params" term's are reported as they are.
+      parameters moved by, as they are stored), "tokens" (not padding), "target_tokens", "stop"
+      (the largest of the batch's, where it has the leaf), "finite" (bool) and "gradient_finite"
+      (bool per trainable leaf, in sorted order of paths). An "outputs" term's metrics are sums,
+      divided by its denominator as its total is; a "params" term's are reported as they are.
       If the loss or any gradient is not finite, the state is returned as it came and "finite" is
       False.
 

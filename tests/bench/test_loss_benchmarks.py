@@ -59,8 +59,9 @@ def test_nll_benchmark_prints_and_returns_its_figures(capsys):
     result = losses.benchmark_nll((2, 16, 8, 64), rounds=2, memory_shape=(2, 64, 16, 512))
     printed = capsys.readouterr().out
     assert "plain_over_chunked" in printed and "GiB temporary" in printed
-    assert result["large"]["temporary_gib"] > 0
-    assert set(result["programs"]) == {"plain", "chunked", "three products"}
+    few = {f"1 target in {share}" for share in (10, 100)}
+    assert result["gib"] > 0
+    assert set(result["programs"]) == {"plain", "chunked", "three products", *few}
     json.dumps(result)
 
 

@@ -14,6 +14,7 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals
 from tiny_models import random_params, tiny_of
 
+from ffn_heterogeneity.losses.nll import chunked_nll
 from ffn_heterogeneity.models import causal_lm, options
 from ffn_heterogeneity.models.attention import attention_mask, plain_attention
 from ffn_heterogeneity.models.linear import wide_product
@@ -136,6 +137,19 @@ def test_wide_products_round_as_narrow_ones_and_multiply_in_float32():
     for line in products:
         assert line.count("xbf16>") == 2 and line.rstrip().endswith("xf32>")
         # The left operand's last axis, after it was turned.
+        assert "contracting_dims = [1] x" in line
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_every_product_of_the_cross_entropy_is_one_that_bfloat16_units_take(layout):
+    """Out in float32, and no left operand contracted along its first axis."""
+    h, k = jnp.zeros((2, 24, 16), jnp.bfloat16), jnp.zeros((96, 16) if layout == "vd" else (16, 96))
+    targets = jnp.zeros((2, 24), jnp.int32)
+    function = jax.grad(lambda h, k: chunked_nll(h, k, targets, layout=layout).total, (0, 1))
+    products = re.findall(r"stablehlo.dot_general.*", jax.jit(function).lower(h, k).as_text())
+    assert len(products) >= 3
+    for line in products:
+        assert line.count("xbf16>") == 2 and line.rstrip().endswith("xf32>")
         assert "contracting_dims = [1] x" in line
 
 

@@ -84,11 +84,12 @@ def test_unknown_flags_and_positional_arguments(name, tmp_path):
         ("analyze", [], ["model is empty"]),
         ("compress", [], ["model is empty"]),
         ("evaluate", [], ["model is empty"]),
-        ("benchmark", [], ["nucl|nll|step"]),
-        ("benchmark", ["speed"], ["'speed'", "nucl|nll|step"]),
-        ("benchmark", ["step", "nll", "--config.repetitions=x"], ["repetitions=x"]),
-        ("benchmark", ["step", "--config.peer=onnx"], ["peer='onnx'"]),
-        ("benchmark", ["step", "--config.model=gpt5"], ["'gpt5'", "smollm2_135m"]),
+        ("benchmark", [], ["model|nucl|nll"]),
+        ("benchmark", ["speed"], ["'speed'", "model|nucl|nll"]),
+        ("benchmark", ["model", "nll", "--config.repetitions=x"], ["repetitions=x"]),
+        ("benchmark", ["model", "--config.peer=onnx"], ["peer='onnx'"]),
+        ("benchmark", ["model", "--config.calls=('step',)"], ["calls='step'", "train step"]),
+        ("benchmark", ["model", "--config.model=gpt5"], ["'gpt5'", "smollm2_135m"]),
         ("compress", ["--config.model=no/such/model"], ["no/such/model", "preset"]),
         ("evaluate", ["--config.model=nothing.gguf", "--config.text=README.md"], ["nothing.gguf"]),
         ("convert", ["--model=x"], ["--output"]),
@@ -109,7 +110,7 @@ def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
 def test_the_benchmarks_name_is_an_argument(monkeypatch, tmp_path):
     from ffn_heterogeneity.bench import run as benchmark
 
-    monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config: config.to_dict()})
+    monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config, workdir: config.to_dict()})
     for i in (0, 1, 3):
         flags = ["--workdir", str(tmp_path / str(i)), "--config.batch=3"]
         arguments = [*flags[:i], "nll", *flags[i:]] if i != 1 else [flags[2], "nll", *flags[:2]]

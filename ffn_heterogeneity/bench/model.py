@@ -1,0 +1,169 @@
+"""What a model costs, measured: forward, training step, perplexity, generation, beside a peer's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.bench.peer import Torch
+from ffn_heterogeneity.bench.timing import (
+    machine,
+    paired_interval,
+    said,
+    table,
+    table_of_ratios,
+    take_turns,
+)
+from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.losses.jreg import jreg_term
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.models.options import RunOptions, choose_dtype
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.wording import check_choice
+
+STEP = "train step"
+TERMS = {f"{STEP} + NUCL": nucl_term, f"{STEP} + JREG": jreg_term}
+CALLS = ("forward", STEP, *TERMS, "perplexity", "generate 1", "generate 8", "generate 32")
+DTYPES = ("float32", "bfloat16")
+LEARNING_RATE = 1e-6
+PROMPT, NEW = 64, 32  # tokens a row of generation
+PEER = "torch: "
+
+
+def benchmark_model(config: ConfigDict, workdir: epath.Path) -> dict:
+    """`compare` of `config.model`, a preset; errors as there, and of `preset`."""
+    return compare(preset(config.model)[0], config, workdir)
+
+
+def compare(model: ModelConfig, config: ConfigDict, workdir: epath.Path) -> dict:
+    """Times `config.calls` in each of `config.dtypes`, ours and the peer's in turn.
+
+    Of a model of random weights on random tokens: "forward" gives the logits of a batch [batch,
+    seq_len]; "train step" is forward, backward and AdamW on it, with the NLL alone or NUCL (mstd)
+    or JREG added; "perplexity" is of `config.windows` windows, a batch at once; "generate n"
+    continues n prompts of 64 tokens by 32, greedily.
+
+    Raises:
+      ValueError: an unknown peer, call or dtype.
+    """
+    check_choice("peer", config.peer, ("", "transformers"))
+    for key, known in (("calls", CALLS), ("dtypes", DTYPES)):
+        for name in config[key]:
+            check_choice(key, name, known)
+    ours, about, calls = Ours(model, config), {}, {}
+    if config.peer:
+        peer = Torch(model, ours.params, batch=config.batch, new=NEW, learning_rate=LEARNING_RATE)
+        about = peer.about()
+    for call in config.calls:
+        for dtype in config.dtypes:
+            arguments = call, dtype, ours.rows(call)
+            calls[f"{call}, {dtype}"] = ours.call(*arguments)
+            if config.peer and call not in TERMS:
+                calls[f"{PEER}{call}, {dtype}"] = peer.call(*arguments)
+    print(f"{len(calls)} calls in {config.repetitions} rounds; kept in {workdir / 'rounds'}")
+    seconds = take_turns(calls, config.repetitions, workdir / "rounds")
+    about |= machine()
+    return {"machine": about, "seconds": seconds, "tables": tables(seconds, config)}
+
+
+class Ours:
+    """The calls of this package on a model of random weights."""
+
+    def __init__(self, model: ModelConfig, config: ConfigDict):
+        self.model, self.params = model, causal_lm.init(model, jax.random.key(0))
+        self.options = RunOptions(remat=config.remat, unroll=config.unroll)
+        rng, self.batch = np.random.default_rng(0), config.batch
+        draw = functools.partial(rng.integers, 0, model.vocab_size, dtype=np.int32)
+        self.tokens = draw((config.batch, config.seq_len + 1))
+        self.windows = draw((config.windows, config.window))
+        # One for all steps, which donate it.
+        self.state = None
+
+    def rows(self, call: str) -> np.ndarray:
+        """The tokens that a call reads."""
+        if call.startswith("generate"):
+            count = int(call.split()[1])
+            return np.resize(self.windows, (count, PROMPT))
+        return self.windows if call == "perplexity" else self.tokens
+
+    def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
+        """The call, compiled when it is first called."""
+        options = RunOptions(**{**vars(self.options), "compute_dtype": jnp.dtype(dtype)})
+        if name == "perplexity":
+            measured = functools.partial(perplexity, self.model, self.params, rows, progress=None)
+            return functools.partial(measured, batch_size=self.batch, options=options)
+        if name == "forward":
+            return functools.partial(_logits, self.model, options, self.params, rows[:, :-1])
+        if name in (STEP, *TERMS):
+            return self._step(name, options, rows)
+        generator = Generator(self.model, self.params, options=options, batch_size=len(rows))
+        greedy = Sampling(max_new_tokens=NEW, eos=())
+        return functools.partial(generator, list(rows), greedy, progress=None)
+
+    def _step(self, name: str, options: RunOptions, rows: np.ndarray) -> Callable[[], Any]:
+        trainable = dict.fromkeys(flatten(self.params), True)
+        optimizer = make_optimizer(OptimizerConfig(name="adamw"), self.params, trainable)
+        terms = [nll_term(TermContext("nll", model=self.model))]
+        if name in TERMS:
+            terms.append(TERMS[name](TermContext("added")))
+        forward = functools.partial(causal_lm.forward, self.model, options=options)
+        step = make_train_step(forward, terms, optimizer, trainable)
+        if self.state is None:
+            copied = jax.tree.map(jnp.copy, self.params)
+            self.state = create_state(copied, optimizer, trainable)
+        mask = np.ones((1, *rows[:, 1:].shape), bool)
+        batch = {"tokens": rows[None, :, :-1], "targets": rows[None, :, 1:], "loss_mask": mask}
+
+        def call():
+            self.state, metrics = step(self.state, batch, {"learning_rate": LEARNING_RATE})
+            return metrics["loss"]
+
+        return call
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(model, options, params, tokens):
+    hidden = causal_lm.forward(model, params, {"tokens": tokens}, options=options)["hidden"]
+    return causal_lm.logits(model, params, hidden)
+
+
+def tables(seconds: dict[str, np.ndarray], config: ConfigDict) -> list[dict]:
+    """Medians beside the peer's, and ratios inside ours: terms added, bfloat16 for float32."""
+    rows, ratios = [], {}
+    # On a machine without such units bfloat16 is emulated, by torch as by XLA.
+    emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
+    for call in config.calls:
+        for dtype in config.dtypes:
+            name, plain = f"{call}, {dtype}", f"{STEP}, {dtype}"
+            ours, peer = seconds[name], seconds.get(PEER + name)
+            cells = f"{np.median(ours):.3f}", "-", "-"
+            if peer is not None:
+                cells = cells[0], f"{np.median(peer):.3f}", said(paired_interval(peer, ours))
+            rows.append((name + emulated * (dtype == "bfloat16"), *cells))
+            if call in TERMS and plain in seconds:
+                ratios[f"{name} / {plain}"] = paired_interval(ours, seconds[plain])
+        if set(DTYPES) <= set(config.dtypes):
+            full, half = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)
+            ratios[f"{call}, float32 / bfloat16"] = paired_interval(full, half)
+    size = f"{config.batch} x {config.seq_len} tokens"
+    title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
+    title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"
+    columns = ("call", "ours", "peer", "peer / ours (95% interval)")
+    made = [table(title, columns, rows)]
+    return [*made, table_of_ratios(ratios)] if ratios else made

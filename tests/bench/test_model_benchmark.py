@@ -1,0 +1,68 @@
+"""The calls that are timed compute what the peer's do; rounds are kept and gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, config_of
+
+from ffn_heterogeneity.bench import model as bench
+from ffn_heterogeneity.bench.peer import Torch
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.report.benchmarks import write_page
+
+MODEL = dataclasses.replace(LLAMA, bos_id=None, eos_id=None)
+SIZES = {"batch": 2, "seq_len": 12, "windows": 4, "window": 70, "repetitions": 2}
+
+
+@pytest.fixture(scope="module")
+def both(torch):
+    config = config_of("benchmark", **SIZES)
+    ours = bench.Ours(MODEL, config)
+    settings = {"batch": 2, "new": bench.NEW, "learning_rate": bench.LEARNING_RATE}
+    return ours, Torch(MODEL, ours.params, **settings)
+
+
+@pytest.mark.parametrize("call", [name for name in bench.CALLS if name not in bench.TERMS])
+def test_the_peer_computes_the_same(both, call):
+    ours, peer = both
+    rows = ours.rows(call)
+    mine, theirs = (one.call(call, "float32", rows)() for one in (ours, peer))
+    if call.startswith("generate"):
+        theirs = theirs.numpy()[:, bench.PROMPT :]
+        assert theirs.shape == (len(rows), bench.NEW)
+        np.testing.assert_array_equal([one.tokens for one in mine], theirs)
+    else:
+        mine = mine["perplexity"] if call == "perplexity" else mine
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
+    calls = ("forward", "train step", "train step + JREG", "generate 1")
+    config = config_of("benchmark", calls=calls, **SIZES)
+    results = bench.compare(MODEL, config, tmp_path)
+    assert "warm-up: forward, float32" in capsys.readouterr().err
+    first, second = sorted((tmp_path / "rounds").iterdir())
+    kept = first.read_text()
+    second.unlink()
+    again = bench.compare(MODEL, config, tmp_path)
+    assert first.read_text() == kept and second.exists()
+    for name, seconds in results["seconds"].items():
+        assert again["seconds"][name][0] == seconds[0] and len(seconds) == 2
+    rows = {row[0] for one in again["tables"] for row in one["rows"]}
+    assert {
+        "train step + JREG, bfloat16 / train step, bfloat16",
+        "forward, float32 / bfloat16",
+    } <= rows
+
+    path = tmp_path / "results.json"
+    write_json(path, {"benchmark": "model", **again})
+    page = write_page([str(path)], tmp_path)
+    assert json.loads(path.read_text())["machine"]["processor"] in page
+    assert all(row in page for row in rows)
+    path.write_text('{"perplexity": 3}')
+    with pytest.raises(ValueError, match="is not the results.json of scripts/benchmark.py"):
+        write_page([str(path)], tmp_path)
