@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,11 +203,17 @@ def _write_lines(path: epath.Path, lines: Sequence[str]) -> None:
 
 
 def _tensorboard(directory: epath.Path, resume_step: int | None):
+    # Where torch is installed tensorboardX imports it, for seconds, to draw graphs of its modules.
+    hidden = {"torch": None} if "torch" not in sys.modules else {}
+    sys.modules |= hidden
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
         print("tensorboardX is not installed: metrics go to metrics.jsonl only", flush=True)
         return None
+    finally:
+        for name in hidden:
+            del sys.modules[name]
     purge = None if resume_step is None else resume_step + 1
     return SummaryWriter(os.fspath(directory), purge_step=purge)
 

@@ -235,15 +235,45 @@ def _by_query_head(x_bkgth: jax.Array) -> jax.Array:
     return x_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
 
 
-def _blocks(t: int, window: int | None) -> list[tuple[slice, slice]]:
-    """(queries, the keys they can see); at most 16, so that the program stays small."""
-    block = max(MIN_BLOCK, -(-t // 16))
-    pairs = []
+def _blocks(t: int, window: int | None) -> list[tuple[slice, slice, int]]:
+    """(queries, the keys they can see, the parts they are computed in, one after another).
+
+    At most 16 blocks, so that the program stays small; of rows longer than those hold in
+    `MIN_BLOCK` queries each, 8 blocks in parts of so many, where that divides them.
+    """
+    block, parts = max(MIN_BLOCK, -(-t // 16)), 1
+    if block > MIN_BLOCK and t % (8 * MIN_BLOCK) == 0:
+        block, parts = t // 8, t // (8 * MIN_BLOCK)
+    blocks = []
     for start in range(0, t, block):
         stop = min(start + block, t)
         first = 0 if window is None else max(0, start - window + 1)
-        pairs.append((slice(start, stop), slice(first, stop)))
-    return pairs
+        blocks.append((slice(start, stop), slice(first, stop), parts))
+    return blocks
+
+
+def _in_turn(function, parts: int, carry, *by_row: jax.Array):
+    """`carry, results = function(carry, by_row)` over parts of a block, put together again.
+
+    A loop, because a compiler may compute all blocks of straight code before it uses the first:
+    their logits, T^2 numbers a head, would be in memory at once.
+
+    Args:
+      by_row: arrays [B, K, G, Q, ...], as the results are; the last one [B, Q, ...].
+    """
+    if parts == 1:
+        return function(carry, by_row)
+
+    def cut(x: jax.Array, axis: int) -> jax.Array:
+        size = x.shape[axis] // parts
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :]), axis, 0)
+
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], parts * x.shape[4], *x.shape[5:])
+
+    xs = (*(cut(x, 3) for x in by_row[:-1]), cut(by_row[-1], 1))
+    carry, results = jax.lax.scan(function, carry, xs)
+    return carry, jax.tree.map(whole, results)
 
 
 def _rows(x_bkgth: jax.Array) -> jax.Array:
@@ -270,24 +300,32 @@ def _blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
 
 
 def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
-    parts = []
-    for rows, keys in _blocks(q_bkgth.shape[3], window):
-        q_bkgqh, v_block = q_bkgth[:, :, :, rows], v_bksh[:, :, keys]
-        logits, _ = _block_logits(q_bkgqh, k_bksh[:, :, keys], mask_bts[:, rows, keys], softcap)
-        largest = jnp.max(logits, -1, keepdims=True)
-        weights = jnp.exp(logits - largest)
-        total = jnp.sum(weights, -1, keepdims=True)
-        out = jnp.einsum(
-            "bkqs,bksh->bkqh", _rows(weights.astype(v_block.dtype)), v_block,
-            preferred_element_type=logits.dtype,
-        )  # fmt: skip
-        out = (out.reshape(q_bkgqh.shape) / total).astype(q_bkgth.dtype)
-        parts.append((out, largest, total))
+    results = []
+    for rows, keys, parts in _blocks(q_bkgth.shape[3], window):
+        block = functools.partial(_block_fwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
+        results.append(
+            _in_turn(block, parts, None, q_bkgth[:, :, :, rows], mask_bts[:, rows, keys])[1]
+        )
     kept = tuple(
-        checkpoint_name(jnp.concatenate(part, axis=3), ATTENTION_RESIDUALS)
-        for part in zip(*parts, strict=True)
+        checkpoint_name(jnp.concatenate(result, axis=3), ATTENTION_RESIDUALS)
+        for result in zip(*results, strict=True)
     )
     return kept[0], (q_bkgth, k_bksh, v_bksh, mask_bts, *kept)
+
+
+def _block_fwd(k_bksh, v_bksh, softcap, _, by_row):
+    """(None, (output, largest logit, sum of weights)) of queries on keys."""
+    q_bkgqh, mask_bqs = by_row
+    logits, _ = _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap)
+    largest = jnp.max(logits, -1, keepdims=True)
+    weights = jnp.exp(logits - largest)
+    total = jnp.sum(weights, -1, keepdims=True)
+    out = jnp.einsum(
+        "bkqs,bksh->bkqh", _rows(weights.astype(v_bksh.dtype)), v_bksh,
+        preferred_element_type=logits.dtype,
+    )  # fmt: skip
+    out = (out.reshape(q_bkgqh.shape) / total).astype(q_bkgqh.dtype)
+    return None, (out, largest, total)
 
 
 def _blocked_bwd(softcap, window, residuals, d_out_bkgth):
@@ -295,23 +333,35 @@ def _blocked_bwd(softcap, window, residuals, d_out_bkgth):
     wide = total.dtype
     scaled = d_out_bkgth.astype(wide) / total
     inner = jnp.sum(scaled * out.astype(wide), -1, keepdims=True)
+    by_row = q_bkgth, scaled, inner, largest
     dq, dk, dv = [], jnp.zeros(k_bksh.shape, wide), jnp.zeros(v_bksh.shape, wide)
-    for rows, keys in _blocks(q_bkgth.shape[3], window):
-        q_bkgqh, k_block, v_block = q_bkgth[:, :, :, rows], k_bksh[:, :, keys], v_bksh[:, :, keys]
-        mask_bqs = mask_bts[:, rows, keys]
-        logits, bent = _block_logits(q_bkgqh, k_block, mask_bqs, softcap)
-        weights = jnp.exp(logits - largest[:, :, :, rows])
-        d_rows = _rows(scaled[:, :, :, rows].astype(v_block.dtype))
-        d_weights = jnp.einsum("bkqh,bksh->bkqs", d_rows, v_block, preferred_element_type=wide)
-        d_logits = weights * (d_weights.reshape(weights.shape) - inner[:, :, :, rows])
-        if bent is not None:
-            d_logits = d_logits * (1 - bent * bent)
-        d_logits = _rows(jnp.where(mask_bqs[:, None, None], d_logits, 0).astype(q_bkgth.dtype))
-        dq.append(jnp.einsum("bkqs,bksh->bkqh", d_logits, k_block).reshape(q_bkgqh.shape))
-        to_keys = functools.partial(jnp.einsum, "bkqs,bkqh->bksh", preferred_element_type=wide)
-        dk = dk.at[:, :, keys].add(to_keys(d_logits, _rows(q_bkgqh)))
-        dv = dv.at[:, :, keys].add(to_keys(_rows(weights.astype(v_block.dtype)), d_rows))
+    for rows, keys, parts in _blocks(q_bkgth.shape[3], window):
+        block = functools.partial(_block_bwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
+        own = (*(x[:, :, :, rows] for x in by_row), mask_bts[:, rows, keys])
+        sums = jnp.zeros(dk[:, :, keys].shape, wide)
+        (dk_block, dv_block), dq_block = _in_turn(block, parts, (sums, sums), *own)
+        dk, dv = dk.at[:, :, keys].add(dk_block), dv.at[:, :, keys].add(dv_block)
+        dq.append(dq_block)
     return jnp.concatenate(dq, axis=3), dk.astype(k_bksh.dtype), dv.astype(v_bksh.dtype), None
+
+
+def _block_bwd(k_bksh, v_bksh, softcap, sums, by_row):
+    """((dk, dv) added to `sums`, dq) of queries on keys."""
+    q_bkgqh, scaled, inner, largest, mask_bqs = by_row
+    wide = inner.dtype
+    logits, bent = _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap)
+    weights = jnp.exp(logits - largest)
+    d_rows = _rows(scaled.astype(v_bksh.dtype))
+    d_weights = jnp.einsum("bkqh,bksh->bkqs", d_rows, v_bksh, preferred_element_type=wide)
+    d_logits = weights * (d_weights.reshape(weights.shape) - inner)
+    if bent is not None:
+        d_logits = d_logits * (1 - bent * bent)
+    d_logits = _rows(jnp.where(mask_bqs[:, None, None], d_logits, 0).astype(q_bkgqh.dtype))
+    dq = jnp.einsum("bkqs,bksh->bkqh", d_logits, k_bksh).reshape(q_bkgqh.shape)
+    to_keys = functools.partial(jnp.einsum, "bkqs,bkqh->bksh", preferred_element_type=wide)
+    dk = to_keys(d_logits, _rows(q_bkgqh))
+    dv = to_keys(_rows(weights.astype(v_bksh.dtype)), d_rows)
+    return (sums[0] + dk, sums[1] + dv), dq
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)

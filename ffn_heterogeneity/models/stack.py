@@ -156,8 +156,11 @@ def restack(config: ModelConfig, params: dict) -> dict:
 
 
 def _stack_leaves(*leaves):
-    library = np if all(isinstance(leaf, np.ndarray) for leaf in leaves) else jnp
-    return library.stack(leaves)
+    if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return jnp.stack(leaves)
+    # Files hold many kernels transposed: left to itself numpy keeps that order, to be copied again.
+    made = np.empty((len(leaves), *leaves[0].shape), leaves[0].dtype)
+    return np.stack(leaves, out=made)
 
 
 def check_stack(config: ModelConfig, stack: dict) -> tuple[Segment, ...]:

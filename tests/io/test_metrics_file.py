@@ -1,6 +1,7 @@
 """metrics.jsonl: exact values, resumed without repeats; events beside it."""
 
 import json
+import subprocess
 import sys
 import types
 
@@ -141,3 +142,16 @@ def test_wandb_offline(wandb, tmp_path, monkeypatch):
         content = path.read_bytes()
         assert b"a project" in content and b"train/loss" in content
         assert (b"layers/001" in content) == layers
+
+
+def test_a_writer_with_events_does_not_wait_for_torch(torch, tmp_path):
+    """tensorboardX would import it, three of a run's first ten seconds."""
+    program = (
+        "import sys; from ffn_heterogeneity.io.metrics import MetricsWriter\n"
+        f"writer = MetricsWriter({str(tmp_path)!r}, tensorboard=True)\n"
+        "writer.write(1, {'loss': 2.0}); writer.close()\n"
+        "assert 'tensorboardX' in sys.modules and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "tensorboard").iterdir())

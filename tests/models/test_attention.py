@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models import attention, causal_lm
 from ffn_heterogeneity.models.attention import (
     Mask,
     attention_mask,
@@ -77,13 +77,16 @@ def test_both_forms_equal_the_oracle(softcap, window):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 50])
-def test_gradients_of_both_forms_agree(softcap, window):
+@pytest.mark.parametrize("block", [128, 16])  # of 384 rows, the second in loops of parts
+def test_gradients_of_both_forms_agree(softcap, window, block, monkeypatch):
     """The blocked form's own backward against autodiff of the plain one, in float64."""
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.normal(size=(2, 300, heads, 8)) for heads in (4, 2, 2))
-    segments = np.stack([np.repeat([1, 2, 0], [120, 130, 50]), np.ones(300, int)])
+    monkeypatch.setattr(attention, "MIN_BLOCK", block)
+    assert attention._blocks(384, None)[0][2] == (3 if block == 16 else 1)
+    rng, size = np.random.default_rng(1), 384
+    q, k, v = (rng.normal(size=(2, size, heads, 8)) for heads in (4, 2, 2))
+    segments = np.stack([np.repeat([1, 2, 0], [120, 130, 134]), np.ones(size, int)])
     with jax.enable_x64(True):
-        positions = jnp.arange(300)[None]
+        positions = jnp.arange(size)[None]
         mask = attention_mask(positions, positions, window, segments, segments)
         arguments = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
 
@@ -99,6 +102,19 @@ def test_gradients_of_both_forms_agree(softcap, window):
         second = jax.jit(jax.grad(blocked, argnums=(0, 1, 2)))(*arguments)
         for a, b in zip(first, second, strict=True):
             assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
+
+
+def test_long_rows_keep_one_part_of_their_logits_in_memory():
+    """A soft-capped layer of Gemma-2 2B at T = 4,096: 1,164 MiB a row as straight blocks."""
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16) for heads in (8, 4))
+    mask = jax.ShapeDtypeStruct((1, 4096, 4096), jnp.bool_)
+
+    def total(q, k, v, mask):
+        mask = attention.Mask(mask, causal=True)
+        return jnp.sum(blocked_attention(q, k, v, mask, scale=0.06, softcap=50.0), dtype="float32")
+
+    compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k, mask).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 450 * 2**20
 
 
 def test_bfloat16_gradients_are_as_near_to_the_truth_as_autodiffs():
