@@ -10,6 +10,8 @@ Hours:     nucl, nll, tail, streaming a few minutes; model, all calls with the p
 
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.bench.model import CALLS
+
 
 def get_config() -> ConfigDict:
     return ConfigDict(
@@ -19,10 +21,7 @@ def get_config() -> ConfigDict:
             # Of model, tail, streaming: a preset (random weights).
             "model": "smollm2_135m",
             # Of model: what is timed, and in what it is computed.
-            "calls": (
-                "forward", "train step", "train step + NUCL", "train step + JREG", "perplexity",
-                "generate 1", "generate 8", "generate 32",
-            ),
+            "calls": CALLS,
             "dtypes": ("float32", "bfloat16"),
             "batch": 2,  # rows of the forward pass and the training step
             "seq_len": 512,  # tokens a row
@@ -38,4 +37,4 @@ def get_config() -> ConfigDict:
             # that of temporary files).
             "directory": "",
         }
-    )  # fmt: skip
+    )

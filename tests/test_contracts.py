@@ -148,7 +148,14 @@ def test_family(name):
     assert jax.tree.map(lambda x: x.shape, initial) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize("name", sorted(families.PRESETS))
+# All in `make test-all`, otherwise the first and the last of each family.
+ENDS = {
+    list(one.presets)[end] for one in families.FAMILIES.values() if one.presets for end in (0, -1)
+}
+EACH = [x if x in ENDS else pytest.param(x, marks=pytest.mark.slow) for x in families.PRESETS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_preset(name):
     config, hub_id = families.preset(name)
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.bench.timing import (
-    figures,
-    ratio_interval,
-    table_of_figures,
-    table_of_ratios,
-    take_turns,
-    temporary_bytes,
-)
+from ffn_heterogeneity.bench.timing import Interval, compare, ratio_interval
 from ffn_heterogeneity.losses.nll import chunked_nll
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
@@ -31,9 +24,8 @@ def benchmark_nucl(
 ) -> dict[str, Any]:
     """Time and memory that NUCL adds to a donated SGD update W <- W - lr (g + alpha dNUCL/dW).
 
-    Prints tables and returns them and their figures: per program "median_ms", "fastest_ms",
-    "added_ms" and "temporary_mb"; "floor_ms", a bare row sum (one read of W); per variant
-    "listing_over_closed_form" and "added_over_floor", each [ratio, low, high] of added times.
+    Prints and returns what `compare` says of the update alone, with the paper's listing and with
+    the closed form, and of a bare row sum (one read of W: the floor). Ratios are of added times.
 
     Args:
       shape: [layers, m, n] of the float32 stack of outgoing kernels.
@@ -54,31 +46,21 @@ def benchmark_nucl(
         holder["w"] = compiled[name](holder["w"], gradient, alpha)
         return holder["w"]
 
-    turns = {name: functools.partial(turn, name) for name in compiled}
-    seconds = take_turns(turns | {"row sum": lambda: row_sum(holder["w"])}, rounds)
-    base, floor = seconds["update alone"], seconds["row sum"]
-    programs = {name: figures(seconds[name], one) for name, one in compiled.items()}
-    for row in programs.values():
-        row["added_ms"] = row["median_ms"] - programs["update alone"]["median_ms"]
-    floor_ms, platform = 1e3 * float(np.median(floor)), jax.default_backend()
-    title = f"donated SGD update of W {list(shape)} float32, {platform}; "
-    title += f"row sum (the floor): {floor_ms:.2f} ms"
-    tables, ratios = [table_of_figures(title, programs)], {}
-    for variant in variants:
-        listing, closed = seconds[f"{variant} listing"], seconds[f"{variant} closed form"]
-        ratios[variant] = {
-            "listing_over_closed_form": ratio_interval(listing, closed, base),
-            "added_over_floor": ratio_interval(closed - base, floor),
-        }
-        named = {f"{variant}, added: {name}": one for name, one in ratios[variant].items()}
-        tables.append(table_of_ratios(named))
-    return {
-        "rounds": rounds,
-        "floor_ms": floor_ms,
-        "programs": programs,
-        "tables": tables,
-        **ratios,
-    }
+    calls = {name: functools.partial(turn, name) for name in compiled}
+
+    def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+        base, floor, found = seconds["update alone"], seconds["row sum"], {}
+        for variant in variants:
+            listing, closed = seconds[f"{variant} listing"], seconds[f"{variant} closed form"]
+            found[f"{variant}: listing / closed form"] = ratio_interval(listing, closed, base)
+            found[f"{variant}: closed form / row sum"] = ratio_interval(closed - base, floor)
+        return found
+
+    return compare(
+        f"donated SGD update of W {list(shape)} float32; ratios of what is added to it",
+        compiled | {"row sum": row_sum}, calls | {"row sum": lambda: row_sum(holder["w"])},
+        rounds, ratios,
+    )  # fmt: skip
 
 
 def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
@@ -101,18 +83,11 @@ def _row_sum(w: jax.Array) -> jax.Array:
     return jnp.sum(w, axis=-1)
 
 
-def benchmark_nll(
-    shape: Sequence[int] = (4, 512, 576, 49_152),
-    rounds: int = 5,
-    memory_shape: Sequence[int] = (16, 1024, 2304, 256_000),
-) -> dict[str, Any]:
+def benchmark_nll(shape: Sequence[int] = (4, 512, 576, 49_152), rounds: int = 5) -> dict[str, Any]:
     """Value and gradient of the NLL of a tied head: chunked against plain, time and memory.
 
-    Prints tables and returns them and their figures: per program "median_ms", "fastest_ms",
-    "temporary_mb"; "plain_over_chunked" and "chunked_over_products" (three bare products of the
-    same size, the floor) as [ratio, low, high]; "targets_one_in_...", the time relative to that
-    with all positions as targets; "gib", the temporary memory of the chunked
-    form, compiled and not run, for `memory_shape` in bfloat16 with a soft-cap of 30.
+    Prints and returns what `compare` says of both, of three bare products of the same size (the
+    floor), and of the chunked form where one position in 10 or in 100 is a target.
 
     Args:
       shape: [B, T, D, V], float32.
@@ -131,27 +106,18 @@ def benchmark_nll(
         "three products": _products,
     }
     compiled = {name: jax.jit(f).lower(*arguments).compile() for name, f in functions.items()}
-    turns = {name: functools.partial(one, *arguments) for name, one in compiled.items()}
+    calls = {name: functools.partial(one, *arguments) for name, one in compiled.items()}
     masked = jax.jit(functions["chunked"]).lower(*arguments, jnp.ones((b, t), bool)).compile()
     for share in (10, 100):
         mask = jax.random.permutation(keys[2], jnp.arange(b * t) < b * t // share).reshape(b, t)
-        turns[f"1 target in {share}"] = functools.partial(masked, *arguments, mask)
+        calls[f"1 target in {share}"] = functools.partial(masked, *arguments, mask)
         compiled[f"1 target in {share}"] = masked
-    seconds = take_turns(turns, rounds)
-    programs = {name: figures(seconds[name], one) for name, one in compiled.items()}
-    ratios = {
-        "plain_over_chunked": ratio_interval(seconds["plain"], seconds["chunked"]),
-        "chunked_over_products": ratio_interval(seconds["chunked"], seconds["three products"]),
-    }
-    for share in (10, 100):
-        few = seconds[f"1 target in {share}"]
-        ratios[f"targets_one_in_{share}"] = ratio_interval(few, seconds["chunked"])
-    gib = nll_temporary_bytes(*memory_shape) / 2**30
-    platform = jax.default_backend()
-    title = f"value and gradient of the NLL, [B, T, D, V] = {list(shape)} float32, {platform}; "
-    title += f"chunked, compiled only, {list(memory_shape)} bfloat16: {gib:.2f} GiB temporary"
-    tables = [table_of_figures(title, programs), table_of_ratios(ratios)]
-    return {"programs": programs, "gib": gib, "tables": tables, **ratios}
+    pairs = [("plain", "chunked"), ("chunked", "three products")]
+    pairs += [(f"1 target in {share}", "chunked") for share in (10, 100)]
+    title = f"value and gradient of the NLL, [B, T, D, V] = {list(shape)} float32"
+    return compare(title, compiled, calls, rounds, lambda seconds: {
+        f"{a} / {b}": ratio_interval(seconds[a], seconds[b]) for a, b in pairs
+    })  # fmt: skip
 
 
 def plain_nll(hidden_btd: jax.Array, kernel_vd: jax.Array, targets_bt: jax.Array) -> jax.Array:
@@ -171,19 +137,3 @@ def _products(hidden_btd, kernel_vd, _):
     hidden_nd = hidden_btd.reshape(-1, hidden_btd.shape[-1])
     logits_nv = hidden_nd @ kernel_vd.T
     return logits_nv @ kernel_vd, logits_nv.T @ hidden_nd
-
-
-def nll_temporary_bytes(
-    batch: int, time_steps: int, d_model: int, vocab: int, layout: str = "vd",
-    chunk: int | None = None,
-) -> int:  # fmt: skip
-    """Temporary bytes of value and gradient of the chunked NLL in bfloat16; nothing is run."""
-    loss = functools.partial(_chunked, layout=layout, softcap=30.0, chunk=chunk)
-    shapes = (
-        ((batch, time_steps, d_model), jnp.bfloat16),
-        ((vocab, d_model) if layout == "vd" else (d_model, vocab), jnp.bfloat16),
-        ((batch, time_steps), jnp.int32),
-        ((batch, time_steps), jnp.bool_),
-    )
-    arguments = [jax.ShapeDtypeStruct(*one) for one in shapes]
-    return temporary_bytes(jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arguments).compile())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,9 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import Torch
-from ffn_heterogeneity.bench.timing import (
-    machine,
-    paired_interval,
-    said,
-    table,
-    table_of_ratios,
-    take_turns,
-)
+from ffn_heterogeneity.bench.timing import machine, paired_interval, said
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.losses.jreg import jreg_term
@@ -46,12 +41,9 @@ PROMPT, NEW = 64, 32  # tokens a row of generation
 PEER = "torch: "
 
 
-def benchmark_model(config: ConfigDict, workdir: epath.Path) -> dict:
-    """`compare` of `config.model`, a preset; errors as there, and of `preset`."""
-    return compare(preset(config.model)[0], config, workdir)
-
-
-def compare(model: ModelConfig, config: ConfigDict, workdir: epath.Path) -> dict:
+def benchmark_model(
+    config: ConfigDict, workdir: epath.Path, model: ModelConfig | None = None
+) -> dict:
     """Times `config.calls` in each of `config.dtypes`, ours and the peer's in turn.
 
     Of a model of random weights on random tokens: "forward" gives the logits of a batch [batch,
@@ -59,17 +51,21 @@ def compare(model: ModelConfig, config: ConfigDict, workdir: epath.Path) -> dict
     or JREG added; "perplexity" is of `config.windows` windows, a batch at once; "generate n"
     continues n prompts of 64 tokens by 32, greedily.
 
+    Args:
+      model: None: the preset `config.model`.
+
     Raises:
-      ValueError: an unknown peer, call or dtype.
+      ValueError: an unknown peer, model, call or dtype.
     """
     check_choice("peer", config.peer, ("", "transformers"))
     for key, known in (("calls", CALLS), ("dtypes", DTYPES)):
         for name in config[key]:
             check_choice(key, name, known)
-    ours, about, calls = Ours(model, config), {}, {}
+    model = model or preset(config.model)[0]
+    ours, about, calls = Ours(model, config), machine(), {}
     if config.peer:
         peer = Torch(model, ours.params, batch=config.batch, new=NEW, learning_rate=LEARNING_RATE)
-        about = peer.about()
+        about |= peer.about()
     for call in config.calls:
         for dtype in config.dtypes:
             arguments = call, dtype, ours.rows(call)
@@ -77,8 +73,7 @@ def compare(model: ModelConfig, config: ConfigDict, workdir: epath.Path) -> dict
             if config.peer and call not in TERMS:
                 calls[f"{PEER}{call}, {dtype}"] = peer.call(*arguments)
     print(f"{len(calls)} calls in {config.repetitions} rounds; kept in {workdir / 'rounds'}")
-    seconds = take_turns(calls, config.repetitions, workdir / "rounds")
-    about |= machine()
+    seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
     return {"machine": about, "seconds": seconds, "tables": tables(seconds, config)}
 
 
@@ -98,13 +93,12 @@ class Ours:
     def rows(self, call: str) -> np.ndarray:
         """The tokens that a call reads."""
         if call.startswith("generate"):
-            count = int(call.split()[1])
-            return np.resize(self.windows, (count, PROMPT))
+            return np.resize(self.windows, (int(call.split()[1]), PROMPT))
         return self.windows if call == "perplexity" else self.tokens
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
         """The call, compiled when it is first called."""
-        options = RunOptions(**{**vars(self.options), "compute_dtype": jnp.dtype(dtype)})
+        options = dataclasses.replace(self.options, compute_dtype=jnp.dtype(dtype))
         if name == "perplexity":
             measured = functools.partial(perplexity, self.model, self.params, rows, progress=None)
             return functools.partial(measured, batch_size=self.batch, options=options)
@@ -125,8 +119,7 @@ class Ours:
         forward = functools.partial(causal_lm.forward, self.model, options=options)
         step = make_train_step(forward, terms, optimizer, trainable)
         if self.state is None:
-            copied = jax.tree.map(jnp.copy, self.params)
-            self.state = create_state(copied, optimizer, trainable)
+            self.state = create_state(self.params, optimizer, trainable)
         mask = np.ones((1, *rows[:, 1:].shape), bool)
         batch = {"tokens": rows[None, :, :-1], "targets": rows[None, :, 1:], "loss_mask": mask}
 
@@ -165,5 +158,5 @@ def tables(seconds: dict[str, np.ndarray], config: ConfigDict) -> list[dict]:
     title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
     title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"
     columns = ("call", "ours", "peer", "peer / ours (95% interval)")
-    made = [table(title, columns, rows)]
-    return [*made, table_of_ratios(ratios)] if ratios else made
+    made = [timing.table(title, columns, rows)]
+    return [*made, timing.table_of_ratios(ratios)] if ratios else made

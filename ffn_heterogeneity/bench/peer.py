@@ -28,8 +28,7 @@ class Torch:
             save_pretrained(model, params, f"{directory}/model")
             load, path = AutoModelForCausalLM.from_pretrained, f"{directory}/model"
             self.models = {name: load(path, dtype=name) for name in ("float32", "bfloat16")}
-        self.model, self.batch = self.models["float32"], batch
-        self.new = new
+        self.model, self.batch, self.new = self.models["float32"], batch, new
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,13 +67,7 @@ def benchmark_streaming(
     lines.append(("process / copy", f"{ratio:.2f}", "-"))
     title = f"{size / 1e9:.2f} GB of {config.family}, {PLAN}, {rounds} rounds"
     tables = [table(title, ("figure", "median", "largest"), lines)]
-    return {
-        "bytes": size,
-        "plan": PLAN,
-        "rounds": rounds,
-        "ratio": ratio,
-        "tables": tables,
-    } | figures
+    return {"bytes": size, "ratio": ratio, "tables": tables} | figures
 
 
 def _round(source: Path, target: Path) -> dict[str, float]:
@@ -139,9 +134,7 @@ def _watched(source: Path, target: Path) -> tuple[float, float]:
 
 
 def _anonymous_kb(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    line = next((line for line in text.splitlines() if line.startswith("RssAnon")), "RssAnon 0")
-    return int(line.split()[1])
+    with contextlib.suppress(OSError):
+        found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        return int(found[1]) if found else 0
+    return 0

@@ -8,13 +8,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import (
-    figures,
-    paired_interval,
-    table_of_figures,
-    table_of_ratios,
-    take_turns,
-)
+from ffn_heterogeneity.bench.timing import compare, paired_interval
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.paths import flatten
@@ -60,11 +54,7 @@ def benchmark_tail(config: ConfigDict) -> dict:
             return held[0]
 
         programs[name], calls[name] = program, call
-    seconds = take_turns(calls, config.repetitions)
-    rows = {name: figures(seconds[name], program) for name, program in programs.items()}
-    ratio = paired_interval(seconds["step's tail"], seconds["optax alone"])
     title = f"{config.model} after its gradients, AdamW with clipping"
-    tables = [
-        table_of_figures(title, rows), table_of_ratios({"step's tail / optax alone": ratio})
-    ]  # fmt: skip
-    return {"programs": rows, "ratio": ratio, "tables": tables}
+    return compare(title, programs, calls, config.repetitions, lambda seconds: {
+        "step's tail / optax alone": paired_interval(seconds["step's tail"], seconds["optax alone"])
+    })  # fmt: skip

@@ -68,7 +68,7 @@ def machine() -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "processor": facts.get("model name", platform.processor()),
-        "units": [unit for unit in ("avx2", "avx512f", "amx_bf16") if unit in flags],
+        "units": " ".join(one for one in ("avx2", "avx512f", "amx_bf16") if one in flags),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -77,7 +77,7 @@ def machine() -> dict[str, Any]:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
     """A table as results.json keeps it; printed, too."""
-    print("\n".join(filter(None, (title, markdown_table(columns, rows)))) + "\n")
+    print(f"{title}\n{markdown_table(columns, rows)}\n")
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 
@@ -97,7 +97,9 @@ def paired_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
 
     For small differences: what moves the machine's speed from round to round falls out.
     """
-    return _bootstrapped(_median, np.asarray(numerator) / np.asarray(denominator))
+    return _bootstrapped(
+        functools.partial(np.median, axis=-1), np.asarray(numerator) / np.asarray(denominator)
+    )
 
 
 def _bootstrapped(statistic: Callable[[np.ndarray], np.ndarray], rounds: np.ndarray) -> Interval:
@@ -114,35 +116,40 @@ def _ratio_of_medians(rows: np.ndarray) -> np.ndarray:
     return np.where(bottom > floor, (top - floor) / np.maximum(bottom - floor, 1e-12), np.inf)
 
 
-def _median(ratios: np.ndarray) -> np.ndarray:
-    return np.median(ratios, axis=-1)
-
-
-def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of temporary memory of a compiled program (beside inputs and outputs)."""
-    return int(compiled.memory_analysis().temp_size_in_bytes)
-
-
 def figures(seconds: np.ndarray, compiled: jax.stages.Compiled) -> dict[str, float]:
-    """What is reported of one program."""
+    """What is reported of one program; temporary memory is that beside inputs and outputs."""
     return {
         "median_ms": 1e3 * float(np.median(seconds)),
         "fastest_ms": 1e3 * float(np.min(seconds)),
-        "temporary_mb": temporary_bytes(compiled) / 1e6,
+        "temporary_mb": compiled.memory_analysis().temp_size_in_bytes / 1e6,
     }
 
 
-def table_of_figures(title: str, programs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """A table of `figures`, one row a program."""
-    names = list(next(iter(programs.values())))
+def compare(
+    title: str,
+    compiled: Mapping[str, jax.stages.Compiled],
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    ratios: Callable[[Mapping[str, np.ndarray]], Mapping[str, Interval]],
+) -> dict[str, Any]:
+    """Programs in turn: {"programs": `figures` of each, "ratios", "tables": both}.
+
+    Args:
+      ratios: {name: seconds in each round} -> {label: ratio}.
+    """
+    seconds = take_turns(calls, rounds)
+    programs = {name: figures(seconds[name], one) for name, one in compiled.items()}
+    names, found = list(next(iter(programs.values()))), dict(ratios(seconds))
     rows = [(name, *(f"{row[key]:.2f}" for key in names)) for name, row in programs.items()]
-    return table(title, ("program", *(name.replace("_", " ") for name in names)), rows)
+    columns = ("program", *(name.replace("_", " ") for name in names))
+    tables = [table(f"{title}; {rounds} rounds", columns, rows), table_of_ratios(found)]
+    return {"programs": programs, "ratios": found, "tables": tables}
 
 
 def table_of_ratios(ratios: Mapping[str, Interval]) -> dict[str, Any]:
     """A table of ratios of times with their intervals."""
     rows = [(name, said(one)) for name, one in ratios.items()]
-    return table("", ("ratio of times", "median (95% interval)"), rows)
+    return table("ratios of times", ("ratio", "median (95% interval)"), rows)
 
 
 def said(interval: Interval) -> str:

@@ -311,7 +311,6 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
     # few columns of the states are turned for it, not the vocabulary's.
     turn = trainable and dtype == jnp.bfloat16 and platform_of(static.mesh) == "cpu"
     across = turn and static.layout == "vd"
-    shape = cast.shape[::-1] if across else cast.shape
 
     def body(start, size, carry):
         total, correct, d_rows, d_kernel = carry
@@ -328,7 +327,7 @@ def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable
         return total + more, correct + right, d_rows, d_kernel
 
     d_rows = jnp.zeros((rows.order.size, hidden_btd.shape[-1]), dtype)
-    d_kernel = jnp.zeros(shape if trainable else (), wide)
+    d_kernel = jnp.zeros(cast.shape[:: -1 if across else 1] if trainable else (), wide)
     start = (*_zero_sums(hidden_btd), d_rows, d_kernel)
     total, correct, d_rows, d_kernel = rows.fold(body, start)
     d_kernel = d_kernel.T if across else d_kernel

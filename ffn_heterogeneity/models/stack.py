@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.models.attention import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.block_cosine import BLOCK_COSINE
+from ffn_heterogeneity.models.blocked import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import WIDE_PRODUCT
 from ffn_heterogeneity.paths import flatten

@@ -34,6 +34,5 @@ def write_page(paths: Sequence[str], output: str | os.PathLike) -> str:
         facts = (f"{name} {value}" for name, value in results["machine"].items())
         parts.append(f"## {results['benchmark']}\n\n{'; '.join(facts)}.\n")
         for one in results["tables"]:
-            title = f"{one['title']}:\n\n" if one["title"] else ""
-            parts.append(f"{title}{markdown_table(one['columns'], one['rows'])}\n")
+            parts.append(f"{one['title']}:\n\n{markdown_table(one['columns'], one['rows'])}\n")
     return write_text(epath.Path(output) / "benchmarks.md", "\n".join(parts))

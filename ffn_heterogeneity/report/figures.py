@@ -17,6 +17,7 @@ from ffn_heterogeneity.io.files import atomic_path
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", ":", "-.")  # for more lines than colours
 MANY = 50  # points; a marker shows a lone one, many of them hide the line
+DPI = 150
 
 
 class Line(NamedTuple):
@@ -108,7 +109,7 @@ def save(figure, path: str | os.PathLike) -> None:
 
     try:
         with atomic_path(path) as temporary, temporary.open("wb") as file:
-            figure.savefig(file, format="png", dpi=150, bbox_inches="tight")
+            figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
     finally:
         plt.close(figure)
 

@@ -162,7 +162,8 @@ def update_leaves(
     finite, norm = jnp.isfinite(loss) & jnp.all(gradient_finite), optax.global_norm(grads)
 
     def updated(train, opt_state):
-        updates, opt_state = optimizer.update(grads, opt_state, train, learning_rate=learning_rate)
+        known = {"learning_rate": learning_rate, "grad_norm": norm}
+        updates, opt_state = optimizer.update(grads, opt_state, train, **known)
         new = {path: leaf + updates[path] for path, leaf in train.items()}
         new |= {path: jnp.where(by_layer(own, train[path]), new[path], train[path])
                 for path, own in split.items()}  # fmt: skip

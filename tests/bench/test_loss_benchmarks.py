@@ -49,18 +49,16 @@ def test_nucl_benchmark_prints_and_returns_its_figures(capsys):
     printed = capsys.readouterr().out
     for variant in ("mstd", "ent"):
         assert f"{variant} listing" in printed and f"{variant} closed form" in printed
-        ratio, low, high = result[variant]["listing_over_closed_form"]
+        ratio, low, high = result["ratios"][f"{variant}: listing / closed form"]
         assert low <= ratio <= high
-    assert "row sum (the floor)" in printed and result["floor_ms"] > 0
+    assert result["programs"]["row sum"]["median_ms"] > 0
     json.dumps(result)
 
 
 def test_nll_benchmark_prints_and_returns_its_figures(capsys):
-    result = losses.benchmark_nll((2, 16, 8, 64), rounds=2, memory_shape=(2, 64, 16, 512))
-    printed = capsys.readouterr().out
-    assert "plain_over_chunked" in printed and "GiB temporary" in printed
+    result = losses.benchmark_nll((2, 16, 8, 64), rounds=2)
+    assert "chunked / three products" in capsys.readouterr().out
     few = {f"1 target in {share}" for share in (10, 100)}
-    assert result["gib"] > 0
     assert set(result["programs"]) == {"plain", "chunked", "three products", *few}
     json.dumps(result)
 
@@ -86,6 +84,7 @@ def test_turns_are_interleaved_and_warmed_up():
 def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
     """At most 1.6 times optax alone, and no memory for the norm of the update."""
     result = tail.benchmark_tail(ConfigDict({"model": "smollm2_135m", "repetitions": 12}))
-    assert result["ratio"][0] <= 1.6 and "optax alone" in capsys.readouterr().out
+    assert result["ratios"]["step's tail / optax alone"][0] <= 1.6
+    assert "optax alone" in capsys.readouterr().out
     temporary = {name: row["temporary_mb"] for name, row in result["programs"].items()}
     assert temporary["step's tail"] <= 1.01 * temporary["optax alone"]

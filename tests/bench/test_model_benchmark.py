@@ -43,12 +43,12 @@ def test_the_peer_computes_the_same(both, call):
 def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     calls = ("forward", "train step", "train step + JREG", "generate 1")
     config = config_of("benchmark", calls=calls, **SIZES)
-    results = bench.compare(MODEL, config, tmp_path)
+    results = bench.benchmark_model(config, tmp_path, MODEL)
     assert "warm-up: forward, float32" in capsys.readouterr().err
     first, second = sorted((tmp_path / "rounds").iterdir())
     kept = first.read_text()
     second.unlink()
-    again = bench.compare(MODEL, config, tmp_path)
+    again = bench.benchmark_model(config, tmp_path, MODEL)
     assert first.read_text() == kept and second.exists()
     for name, seconds in results["seconds"].items():
         assert again["seconds"][name][0] == seconds[0] and len(seconds) == 2

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ffn_heterogeneity.bench.losses import nll_temporary_bytes
 from ffn_heterogeneity.losses import nll
 from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
 from ffn_heterogeneity.losses.terms import TermContext
@@ -51,9 +50,8 @@ def relative(got, expected):
     return np.linalg.norm(got - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("layout", ["vd", "dv"])
-@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk", [None, 1, 5, 23, 100])
+@pytest.mark.parametrize(("layout", "softcap"), [("vd", 3.0), ("dv", None)])
 def test_equals_the_oracle(layout, softcap, chunk, monkeypatch):
     if chunk in (5, 23):  # in parts, too
         monkeypatch.setattr(nll, "FEW_ROWS", 1)
@@ -280,11 +278,29 @@ def test_every_target_is_visited_once_and_little_else(share, chunk, few, monkeyp
     assert mask.sum() <= visited < mask.sum() + surplus
 
 
+def temporary_bytes(batch, length, layout, chunk):
+    """Of value and gradient in bfloat16 at Gemma-2 2B's sizes; nothing is run."""
+
+    def loss(hidden, kernel, targets, mask):
+        settings = {"layout": layout, "softcap": 30.0, "chunk": chunk}
+        return chunked_nll(hidden, kernel, targets, mask, **settings).total
+
+    shapes = (
+        ((batch, length, 2304), jnp.bfloat16),
+        ((256_000, 2304) if layout == "vd" else (2304, 256_000), jnp.bfloat16),
+        ((batch, length), jnp.int32),
+        ((batch, length), jnp.bool_),
+    )
+    arguments = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 @pytest.mark.parametrize("shape", [(16, 1024), (4, 4096)])
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_memory_at_gemma_size_compiled_only(shape, layout):
     # 16,384 tokens: whole float32 logits alone would be 15.6 GiB.
     for budget in (nll.CHUNK_BYTES_CPU, nll.CHUNK_BYTES):
         chunk = budget // (4 * shape[0] * 256_000)
-        gib = nll_temporary_bytes(*shape, 2304, 256_000, layout=layout, chunk=chunk) / 2**30
+        gib = temporary_bytes(*shape, layout, chunk) / 2**30
         assert gib < 6.5, (budget, gib)

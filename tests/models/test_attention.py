@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ffn_heterogeneity.models import attention, causal_lm
+from ffn_heterogeneity.models import blocked as blocks
 from ffn_heterogeneity.models.attention import (
     Mask,
     attention_mask,
@@ -80,8 +81,8 @@ def test_both_forms_equal_the_oracle(softcap, window):
 @pytest.mark.parametrize("block", [128, 16])  # of 384 rows, the second in loops of parts
 def test_gradients_of_both_forms_agree(softcap, window, block, monkeypatch):
     """The blocked form's own backward against autodiff of the plain one, in float64."""
-    monkeypatch.setattr(attention, "MIN_BLOCK", block)
-    assert attention._blocks(384, None)[0][2] == (3 if block == 16 else 1)
+    monkeypatch.setattr(blocks, "MIN_BLOCK", block)
+    assert blocks.blocks_of(384, None)[0][2] == (3 if block == 16 else 1)
     rng, size = np.random.default_rng(1), 384
     q, k, v = (rng.normal(size=(2, size, heads, 8)) for heads in (4, 2, 2))
     segments = np.stack([np.repeat([1, 2, 0], [120, 130, 134]), np.ones(size, int)])

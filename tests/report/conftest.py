@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 from builders import FLAT, RISING, pretrain, read_csv
 
+from ffn_heterogeneity.report import figures
 from ffn_heterogeneity.report.engine import write_paper
 
 
 @pytest.fixture(autouse=True)
-def figures_closed():
-    yield
+def small_figures(monkeypatch):
+    """Drawn whole, with few pixels, and closed."""
     from matplotlib import pyplot as plt
 
+    monkeypatch.setattr(figures, "DPI", 20)
+    yield
     plt.close("all")
 
 

@@ -137,6 +137,17 @@ def test_clipping_by_global_norm():
     assert_close(loose, {p: leaves(0)[p] - g for p, g in grads.items()})
 
 
+@pytest.mark.parametrize("largest", [1.5, 1e4])
+def test_clipping_by_a_known_norm_has_the_bits_of_optax(largest):
+    grads = {p: jnp.asarray(x) for p, x in leaves(100).items()}
+    theirs, _ = optax.clip_by_global_norm(largest).update(grads, optax.EmptyState())
+    config = OptimizerConfig("sgd", clip_norm=largest)
+    ours = make_optimizer(config, unflatten(grads), dict.fromkeys(grads, True))
+    for known in ({}, {"grad_norm": optax.global_norm(grads)}):
+        step, _ = ours.update(grads, ours.init(grads), grads, learning_rate=jnp.float32(1), **known)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(-a, b), step, theirs)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
 def test_frozen_leaves_have_no_state(name):
     mask = {path: path.endswith("bias") for path in SHAPES}
