@@ -3,6 +3,7 @@
 Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --config.model=<any>
            python scripts/analyze.py --config=configs/analyze.py:displacement --config.model=<any> \
              --config.jsonl=<lambada.jsonl>
+           python scripts/analyze.py --config=configs/analyze.py:massive --config.model=<any>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores.
 Paper:     JREG, Table 1: next-word prediction on 100 samples of LAMBADA. Whether h_L is taken
@@ -12,7 +13,9 @@ connectivity: entropy, gini and mstd of the outgoing weights, summed over each l
 (NUCL, section 3). displacement: how far each block turns the residual stream, jump rates before and
 after the final norm, over all tokens and the last of each document, block influence and the order
 in which it removes layers (JREG, section 3). A directory of checkpoints, or --config.revisions,
-gives the curves over training (its Figure 4).
+gives the curves over training (its Figure 4). massive: every state's largest magnitudes when bos
+stands alone, the layer and the neurons that massive activations come from, and what bos does in
+other places of a sentence (House of Cards, section 2, Figures 2 and 3).
 """
 
 from ml_collections import ConfigDict
@@ -22,12 +25,18 @@ from ml_collections.config_dict import placeholder
 def get_config(analysis: str = "connectivity") -> ConfigDict:
     config = ConfigDict(
         {
-            "analysis": analysis,  # connectivity | displacement
+            "analysis": analysis,  # connectivity | displacement | massive
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),  # branch, tag or commit of a hub id
         }
     )
+    if analysis == "massive":
+        config.layer = placeholder(int)  # from 0; default: the one with the largest |h| early on
+        config.token = placeholder(int)  # instead of bos
+        config.sentence = "Summer is warm. Winter is cold."  # bos first, in its middle, last
+        config.compute_dtype = "auto"  # float32 | bfloat16; the neurons are found in float32
+        return config
     # Of displacement alone:
     config.revisions = ()  # of a hub id, one checkpoint each: ('step1000', 'step2000')
     config.text = ""  # a UTF-8 text file, tokenised whole without special tokens, or ...

@@ -21,8 +21,14 @@ def get_config() -> ConfigDict:
     config.update(
         {
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
-            # 2015: neurons that resemble another); reverse turns the order round.
+            # 2015: neurons that resemble another) | largest_outgoing | maw | vow | pon (these
+            # three are OptiPFair's, of the incoming weights) | bos (|h| on bos) | mean_state (of
+            # |h|, over calibration text) | optipfair (its hybrid); reverse turns the order round.
             "criterion": "entropy",
+            "calibration": "",  # a UTF-8 text: its first 4 windows of 512 tokens
+            # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of
+            # the massive layer alone) | entropy:0.01 (of each layer the lowest-entropy hundredth).
+            "protect": "",
             "reverse": False,  # what would be kept goes
             # What the survivors take over: none | sum (of the nearest, or merged into them) |
             # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest).

@@ -22,6 +22,7 @@ from configs import perplexity, prune
 from configs.parts import tasks
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.launch.sweep import chain, point, product
+from ffn_heterogeneity.surgery.criteria import CRITERIA
 
 KIND = "removal"
 
@@ -62,6 +63,28 @@ SWEEPS = {
         point("stahlberg_byrne", {"criterion": "similarity", "compensation": "least_squares"}),
         point("stahlberg_byrne_ridge", {"criterion": "similarity", "compensation": "ridge"}),
         point("lowest_entropy", {"criterion": "entropy", "reverse": True}),
+    ),
+    # Every rule of one number a neuron, and what protecting a few neurons does for chance.
+    "rivals": chain(
+        UNPRUNED,
+        *(point(name, {"criterion": name}) for name in CRITERIA if name != "random"),
+        point("entropy_ridge", {"criterion": "entropy", "compensation": "ridge"}),
+        point("magnitude_reversed", {"criterion": "magnitude", "reverse": True}),
+        point("similarity", {"criterion": "similarity"}),
+        product(
+            point("random", {"criterion": "random"}),
+            {
+                "protect": (
+                    "",
+                    "bos:5",
+                    "massive:5",
+                    "entropy:0.01",
+                    "entropy:0.05",
+                    "entropy:0.25",
+                ),
+                "seed": tuple(range(20)),
+            },
+        ),
     ),
     "pairs": pairs,
     "halves": chain(

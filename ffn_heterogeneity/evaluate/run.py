@@ -14,6 +14,7 @@ from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
+from ffn_heterogeneity.evaluate.massive import massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.files import write_json
@@ -118,7 +119,7 @@ def _answers(config: ConfigDict, workdir: epath.Path) -> dict:
 
 
 def _nothing(config: ConfigDict) -> None:
-    """For an analysis that reads the weights alone."""
+    """For an analysis whose config names a model alone."""
 
 
 # name -> (what refuses its config before anything is loaded, what measures)
@@ -130,4 +131,5 @@ EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]]
     "judge": (judge.check, judge.run),
     "connectivity": (_nothing, connectivity),
     "displacement": (check_inputs, displacement),
+    "massive": (_nothing, massive),
 }

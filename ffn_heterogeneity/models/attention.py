@@ -16,6 +16,7 @@ from ffn_heterogeneity.models.blocked import (
     blocked,
     by_key_head,
     by_query_head,
+    first_key_share,
 )
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import Linear
@@ -220,6 +221,25 @@ def blocked_attention(
     return by_query_head(out_bkgth)
 
 
+def sink_weights(
+    q_btnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    mask: Mask,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> jax.Array:
+    """How much of its attention each query gives to the row's first key, float32 [B, T, N].
+
+    Of the blocked form's own statistics: never T^2 numbers.
+    """
+    q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
+    k_bksh, v_bksh = (x.transpose(0, 2, 1, 3) for x in (k_bskh, v_bskh))
+    share = first_key_share(q_bkgth, k_bksh, v_bksh, mask.visible, softcap, mask.window)
+    return by_query_head(share)[..., 0]
+
+
 def attend(
     options: RunOptions, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig
 ) -> jax.Array:
@@ -253,17 +273,20 @@ class Attention(nn.Module):
       config: shapes.
       options: how; its kernel is chosen (`with_kernel`).
       with_weights: return the probabilities too (forces the plain form).
+      with_sinks: return `sink_weights` in their place.
     """
 
     config: ModelConfig
     options: RunOptions = RunOptions(attention="xla")
     with_weights: bool = False
+    with_sinks: bool = False
 
     @nn.compact
     def __call__(self, x_btd, rotary, mask: Mask, cache=None):
         """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
 
-        weights [B, K, N/K, T, S]: None where they are never whole (blocked and fused kernels).
+        weights [B, K, N/K, T, S]: None where they are never whole (blocked and fused kernels); or
+        `sink_weights` [B, T, N].
 
         `cache`: a `decoding.LayerCache`, which comes back with the new keys and values; None: S = T
         keys, those of x.
@@ -296,5 +319,7 @@ class Attention(nn.Module):
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:
             y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config)
+            if self.with_sinks:
+                weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
         out = linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

@@ -24,10 +24,15 @@ class LayerIO:
 
     Attributes:
       block_input, block_output: the residual stream before and after the block, [B, T, D].
+      attention_input, attention_output: what the attention sees (after its norm) and returns,
+        before its post-norm, [B, T, D].
+      middle: the residual stream between the two branches, [B, T, D].
       ffn_input: what the FFN's first kernels see (after its norm), [B, T, D].
       ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
       ffn_output: what the FFN returns, before its post-norm, [B, T, D].
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
+      sink_weights: of attention, what goes to the row's first token, float32 [B, T, N]; None unless
+        a probe needs "sink_weights" (and none "attention_weights").
       cache: the layer's keys and values after the call (models/decoding.py), where it was given.
       block_cosine: cos(block_input, block_output), float32 [B, T]; None unless a probe needs
         "block_cosine". Its gradient recomputes nothing (models/block_cosine.py).
@@ -36,11 +41,15 @@ class LayerIO:
     """
 
     block_input: jax.Array
+    attention_input: jax.Array
+    attention_output: jax.Array
+    middle: jax.Array
     block_output: jax.Array
     ffn_input: jax.Array
     ffn_state: jax.Array
     ffn_output: jax.Array
     attention_weights: jax.Array | None = None
+    sink_weights: jax.Array | None = None
     cache: Any = None
     block_cosine: jax.Array | None = None
     is_last: jax.Array | None = None
@@ -67,6 +76,7 @@ class Block(nn.Module):
     layer: LayerConfig
     options: RunOptions = RunOptions(attention="xla")
     with_attention_weights: bool = False
+    with_sinks: bool = False
 
     @nn.compact
     def __call__(self, x_btd, rotary, mask, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
@@ -83,12 +93,19 @@ class Block(nn.Module):
                 y_btd = dropout(y_btd, jax.random.fold_in(drop[0], index), drop[1])
             return y_btd
 
-        attention = Attention(config, self.options, self.with_attention_weights, name="attention")
-        attended, weights, cache = attention(norm("attention_norm")(x_btd), rotary, mask, cache)
+        attention = Attention(
+            config, self.options, self.with_attention_weights, self.with_sinks, name="attention"
+        )
+        attention_input = norm("attention_norm")(x_btd)
+        attended, weights, cache = attention(attention_input, rotary, mask, cache)
         attended = checkpoint_name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
         ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
         ffn_output, ffn_state = FeedForward(config, self.layer, self.options, name="ffn")(ffn_input)
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
-        seen = LayerIO(x_btd, output, ffn_input, ffn_state, ffn_output, weights, cache)
+        seen = LayerIO(
+            x_btd, attention_input, attended, middle, output, ffn_input, ffn_state, ffn_output,
+            weights if self.with_attention_weights else None,
+            weights if self.with_sinks else None, cache,
+        )  # fmt: skip
         return output, seen

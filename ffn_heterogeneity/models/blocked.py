@@ -168,3 +168,10 @@ def _block_bwd(k_bksh, v_bksh, softcap, sums, by_row):
 
 
 blocked.defvjp(_blocked_fwd, _blocked_bwd)
+
+
+def first_key_share(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
+    """exp(l_0 - max l) / z: of the weights of each query that of the first key, [B, K, G, T, 1]."""
+    largest, total = _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window)[1][-2:]
+    logits, _ = _block_logits(q_bkgth, k_bksh[:, :, :1], mask_bts[:, :, :1], softcap)
+    return jnp.exp(logits - largest) / total

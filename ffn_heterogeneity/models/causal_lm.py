@@ -98,7 +98,8 @@ def forward(
 
     def run_layer(index, layer_params, carried, extra):
         x, link = carried
-        block = Block(config, config.layers[index], options, "attention_weights" in needs)
+        whole, sinks = ("attention_weights" in needs, "sink_weights" in needs)
+        block = Block(config, config.layers[index], options, whole, sinks and not whole)
         if with_cosine:
             x, link = lend(x, link)
         drop = None if dropout is None else (extra["dropout_key"], dropout[1])

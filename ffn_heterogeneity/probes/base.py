@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-NEEDS = frozenset({"attention_weights", "block_cosine"})
+NEEDS = frozenset({"attention_weights", "block_cosine", "sink_weights"})
 
 
 @dataclasses.dataclass(frozen=True)

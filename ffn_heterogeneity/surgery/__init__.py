@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ffn_heterogeneity.surgery import adapt, reduce
+from ffn_heterogeneity.surgery import adapt, attack, reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ SURGERIES = {
     for surgery in (
         Surgery("prune", reduce.prune, lambda settings: reduce.plan_of(settings).check()),
         Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
+        Surgery("attack", attack.attack, attack.check_attack),
         Surgery("fold", adapt.fold_all, lambda settings: None),
     )
 }

@@ -95,5 +95,8 @@ def check_config(config: ConfigDict) -> None:
     surgery_of(config).check(config)
     if config.get("push"):
         check_repository(config.push)
+    if config.get("streaming") and reduce.plan_of(config).looks:
+        raise ValueError("streaming=True never has the whole model, which this criterion or "
+                         "protection looks at: leave it out")  # fmt: skip
     if config.get("streaming") and str(config.model).endswith(".gguf"):
         model_directory(config.model)  # says what to do

@@ -14,12 +14,15 @@ first (the paper does not meet this case; removing it is exact).
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
-from ffn_heterogeneity.surgery.weights import outgoing
+from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
 from ffn_heterogeneity.wording import check_choice
 
 
@@ -65,6 +68,83 @@ def magnitude(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     return _row_by_row(ffn, scores)
 
 
+def largest_outgoing(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """-max_j |W_ij| [ours]: the neuron whose largest outgoing weight is smallest goes first."""
+    return _row_by_row(ffn, lambda rows: _dead_first(-np.abs(rows).max(1), ~rows.any(axis=1)))
+
+
+def _incoming(
+    ffn: dict, function: Callable[[np.ndarray], np.ndarray], join: Callable = np.add
+) -> np.ndarray:
+    """-join(function(gate's columns), function(up's)), rows float64 [b, p] -> [b]; the dead first.
+
+    OptiPFair's rules (0.4, arXiv 2512.22671): what they call lowest goes first. They know gated
+    FFNs alone; in a plain one "up" stands by itself [ours].
+    """
+    found = [_columns(ffn, name, function) for name in ("gate", "up") if name in ffn]
+    dead = _row_by_row(ffn, lambda rows: ~rows.any(axis=1))
+    return _dead_first(-functools.reduce(join, found), dead)
+
+
+def _columns(ffn: dict, name: str, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """`function` (columns of an incoming kernel as rows [b, p], float64) -> [b], of all neurons."""
+    columns = by_rows(finite_kernel(ffn[name], f"ffn/{name}/kernel").T)
+    parts = blocks(*columns.shape, CACHED)
+    return np.concatenate([function(columns[x].astype(np.float64)) for x in parts])
+
+
+def maw(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """Maximum absolute weight (PPM): max + |min| of gate's column, plus the same of up's."""
+    return _incoming(ffn, lambda rows: rows.max(1) + np.abs(rows.min(1)))
+
+
+def vow(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """Variance of weights: of gate's column plus of up's."""
+    return _incoming(ffn, lambda rows: rows.var(1))
+
+
+def pon(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """Product of norms: L1 of gate's column times that of up's."""
+    return _incoming(ffn, lambda rows: np.abs(rows).sum(1), np.multiply)
+
+
+def bos(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """-|h| when bos stands alone [ours]: what bos hardly moves goes first."""
+    return _of_states(ffn, lambda seen: seen["bos"])
+
+
+def mean_state(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """-mean |h| over calibration text, bos left out (as Minitron, 2407.14679, ranks neurons)."""
+    return _of_states(ffn, lambda seen: seen["mean"])
+
+
+def optipfair(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """OptiPFair's hybrid: (p2p(gate) / max + p2p(up) / max + p2p(down) / max) ||h||_2, lowest goes.
+
+    p2p is a neuron's largest weight less its smallest, the maximum is over the layer's neurons, h
+    over calibration text.
+    """
+
+    def spread(rows: np.ndarray) -> np.ndarray:
+        return np.ptp(rows, axis=1)
+
+    parts = [_columns(ffn, name, spread) for name in ("gate", "up") if name in ffn]
+    parts.append(_row_by_row(ffn, spread))
+    shares = sum(part / max(part.max(), np.finfo(float).tiny) for part in parts)
+    return _of_states(ffn, lambda seen: shares * seen["norm"])
+
+
+def _of_states(ffn: dict, function: Callable[[dict], np.ndarray]) -> np.ndarray:
+    """-function(what `seen.seen_states` says of the layer); the dead first."""
+    try:
+        values = function(ffn["seen"])
+    except KeyError as error:
+        raise ValueError(f"this criterion looks at activations ({error}), and none were taken: see "
+                         "surgery/seen.py") from None  # fmt: skip
+    dead = _row_by_row(ffn, lambda rows: ~rows.any(axis=1))
+    return _dead_first(-np.asarray(values, np.float64), dead)
+
+
 def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     """A seeded permutation; reads no weight."""
     return rng.permutation(ffn["down"]["kernel"].shape[0]).astype(np.float64)
@@ -80,7 +160,16 @@ CRITERIA: dict[str, Criterion] = {
     "mstd": mstd,
     "magnitude": magnitude,
     "random": random,
+    "largest_outgoing": largest_outgoing,
+    "maw": maw,
+    "vow": vow,
+    "pon": pon,
+    "bos": bos,
+    "mean_state": mean_state,
+    "optipfair": optipfair,
 }
+# Those that look at what neurons do on bos, and on calibration text.
+ON_BOS, ON_TEXT = ("bos",), ("mean_state", "optipfair")
 
 
 # The criterion that merges as it goes (Srinivas & Babu 2015), and all names.
@@ -100,10 +189,33 @@ def check_criterion(name: str, budget: str = "layer") -> None:
         )
 
 
+def check_protection(protect: str) -> tuple[str, float]:
+    """("bos", 5.0) of "bos:5"; ValueError where `Plan.protect` knows no such."""
+    kind, _, size = protect.partition(":")
+    with contextlib.suppress(ValueError):
+        number = float(size)
+        whole = number == int(number) and number >= 1
+        if (kind in ("bos", "massive") and whole) or (kind == "entropy" and 0 < number < 1):
+            return kind, number
+    raise ValueError(f"protect={protect!r}: bos:5, massive:5 or entropy:0.01")
+
+
+def protected(protect: str, ffn: dict) -> np.ndarray:
+    """The neurons of a layer that `Plan.protect` spares."""
+    kind, size = check_protection(protect)
+    if kind == "entropy":
+        scores = entropy(ffn, np.random.default_rng(0))
+        return np.argsort(scores, kind="stable")[: math.ceil(size * len(scores))]
+    if kind == "massive" and not ffn["seen"]["massive"]:
+        return np.zeros(0, int)
+    return np.argsort(-ffn["seen"]["bos"], kind="stable")[: int(size)]
+
+
 def layer_scores(
-    name: str, ffn: dict, *, layer: int, seed: int = 0, reverse: bool = False
+    name: str, ffn: dict, *, layer: int, seed: int = 0, reverse: bool = False, protect: str = ""
 ) -> np.ndarray:
-    """Scores [m] of one layer, float64; `reverse` turns the order round (the sanity row).
+    """Scores [m] of one layer, float64; `reverse` turns the order round (the sanity row), and
+    whoever `protect` spares has -inf.
 
     The generator depends on (seed, layer) alone, so a layer's choice does not depend on which other
     layers are chosen.
@@ -124,4 +236,8 @@ def layer_scores(
             f"layer {layer}: criterion {name!r} returned the shape {np.shape(scores)}: it must "
             f"return a score for each of the {width} neurons (CRITERIA in surgery/criteria.py)"
         )
-    return -scores if reverse else scores
+    scores = -scores if reverse else scores
+    if protect:
+        scores = scores.copy()
+        scores[protected(protect, ffn)] = -np.inf
+    return scores

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ffn_heterogeneity.surgery.compensation import check_compensation
-from ffn_heterogeneity.surgery.criteria import SIMILARITY, check_criterion, layer_scores
+from ffn_heterogeneity.surgery.criteria import (
+    ON_BOS,
+    ON_TEXT,
+    SIMILARITY,
+    check_criterion,
+    check_protection,
+    layer_scores,
+)
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
 
@@ -26,6 +33,9 @@ class Plan:
       layers: as in `selection.layer_subset`.
       budget: "layer" (each chosen layer loses its share) or "global" (one budget over them all).
       compensation: what the survivors take over (`compensation.COMPENSATIONS`).
+      protect: who goes last, whatever the criterion says: "bos:5" (the 5 neurons of every layer
+        with the largest |h| on bos), "massive:5" (of the massive layer alone), "entropy:0.01" (the
+        lowest-entropy hundredth of every layer), or "" (nobody).
     """
 
     criterion: str
@@ -36,6 +46,15 @@ class Plan:
     reverse: bool = False
     seed: int = 0
     compensation: str = "none"
+    protect: str = ""
+
+    @property
+    def looks(self) -> str:
+        """At which activations the choice looks: "" (none), "bos" or "text"."""
+        if self.criterion in ON_TEXT:
+            return "text"
+        on_bos = self.criterion in ON_BOS or self.protect.startswith(("bos:", "massive:"))
+        return "bos" if on_bos else ""
 
     def check(self) -> None:
         """Refuses what is wrong whatever the model.
@@ -45,6 +64,12 @@ class Plan:
         """
         check_criterion(self.criterion, self.budget)
         check_compensation(self.compensation)
+        if self.protect:
+            check_protection(self.protect)
+            if self.criterion == SIMILARITY:
+                raise ValueError(
+                    f"protect={self.protect!r}: criterion {SIMILARITY!r} has no scores"
+                )
         if self.count is None:
             removal_count(1, ratio=self.ratio)
 
@@ -65,7 +90,7 @@ class Plan:
             return {layer: removal_count(widths[layer], **how_much) for layer in chosen}
         # Sizes are checked before any score is computed.
         select_global({i: np.zeros(widths[i]) for i in chosen}, **how_much)
-        options = {"seed": self.seed, "reverse": self.reverse}
+        options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
         scores = {i: layer_scores(self.criterion, leaves(i), layer=i, **options) for i in chosen}
         return select_global(scores, **how_much)
 
@@ -81,7 +106,7 @@ class Plan:
         if not isinstance(cut, int):
             return np.sort(cut), None
         if self.criterion != SIMILARITY:
-            options = {"seed": self.seed, "reverse": self.reverse}
+            options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
             return highest(layer_scores(self.criterion, ffn, layer=layer, **options), cut), None
         width = ffn["down"]["kernel"].shape[0]
         try:

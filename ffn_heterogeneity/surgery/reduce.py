@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.seen import calibration_rows, seen_states
 from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
 
 
@@ -27,8 +28,11 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
-    plan = plan_of(settings)
-    config, tree, removed, reports = reduce_model(model.config, model.params, plan)
+    plan, seen = plan_of(settings), None
+    if plan.looks:
+        rows = calibration_rows(model, settings["calibration"]) if plan.looks == "text" else None
+        seen = seen_states(model.config, model.params, rows)
+    config, tree, removed, reports = reduce_model(model.config, model.params, plan, seen)
     results = results_of(plan, (model.config, config), removed, reports)
     smaller = dataclasses.replace(model, config=config, params=restack(config, tree))
     return smaller, results
@@ -48,7 +52,7 @@ def plan_of(settings: Mapping[str, Any]) -> Plan:
 
 
 def reduce_layer(
-    ffn: dict, plan: Plan, *, layer: int, cut: Cut
+    ffn: dict, plan: Plan, *, layer: int, cut: Cut, seen: dict | None = None
 ) -> tuple[dict, np.ndarray, dict | None]:
     """Chooses, compensates, removes.
 
@@ -58,6 +62,7 @@ def reduce_layer(
     Args:
       ffn: the layer's FFN leaves; untouched.
       cut: from `plan.cuts`.
+      seen: of `seen_states`, where `plan.looks`.
 
     Returns:
       (its new leaves, the removed neurons ascending, the report of the compensation or None).
@@ -65,7 +70,7 @@ def reduce_layer(
     Raises:
       ValueError: weights that cannot be read, kept or written; the message names the layer.
     """
-    gone, merges = plan.choose(ffn, layer, cut)
+    gone, merges = plan.choose(ffn if seen is None else ffn | {"seen": seen}, layer, cut)
     if not gone.size:
         return ffn, gone, None
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
@@ -82,12 +87,13 @@ def reduce_layer(
 
 
 def reduce_model(
-    config: ModelConfig, params: dict, plan: Plan
+    config: ModelConfig, params: dict, plan: Plan, seen: Sequence[dict] | None = None
 ) -> tuple[ModelConfig, dict, dict[int, np.ndarray], list[dict]]:
     """The smaller model; the tree that comes in is untouched.
 
     Args:
       params: unstacked (or stacked: it is unstacked first).
+      seen: of `seen_states`, where `plan.looks`.
 
     Returns:
       (config with the new widths, unstacked params, {layer: removed neurons}, the reports of the
@@ -97,10 +103,17 @@ def reduce_model(
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
     sites, widths = dict(ffn_sites(params)), list(config.ffn_widths)
+    seen = seen or [None] * config.n_layers
     new, removed, reports = {}, {}, []
-    for layer, cut in plan.cuts(widths, lambda i: sites[i, None]).items():
+
+    def leaves(i: int) -> dict:
+        return sites[i, None] | ({"seen": seen[i]} if seen[i] else {})
+
+    for layer, cut in plan.cuts(widths, leaves).items():
         for site in [site for site in sites if site[0] == layer]:
-            new[site], gone, report = reduce_layer(sites[site], plan, layer=layer, cut=cut)
+            new[site], gone, report = reduce_layer(
+                sites[site], plan, layer=layer, cut=cut, seen=seen[layer]
+            )
             removed.setdefault(layer, []).append(gone)
             reports += [report] if report else []
         widths[layer] -= len(gone)

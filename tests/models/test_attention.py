@@ -105,6 +105,20 @@ def test_gradients_of_both_forms_agree(softcap, window, block, monkeypatch):
             assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window):
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments = np.stack([np.repeat([1, 2], [100, 50]), np.ones(150, int)])
+    positions = jnp.arange(150)[None]
+    mask = attention_mask(positions, positions, window, segments, segments)
+    weights = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap)[1]
+    expected = weights[..., 0].transpose(0, 3, 1, 2).reshape(2, 150, 4)
+    found = attention.sink_weights(q, k, v, mask, scale=0.4, softcap=softcap)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_long_rows_keep_one_part_of_their_logits_in_memory():
     """A soft-capped layer of Gemma-2 2B at T = 4,096: 1,164 MiB a row as straight blocks."""
     q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16) for heads in (8, 4))

@@ -95,12 +95,14 @@ def oracle_scores(name: str, w: np.ndarray) -> list[float]:
             scores.append(1 - math.fsum(x * x for x in r))
         elif name == "mstd":
             scores.append(-math.sqrt(math.fsum((x - 1 / n) ** 2 for x in r) / n))
+        elif name == "largest_outgoing":
+            scores.append(-max(abs(x) for x in row))
         else:
             scores.append(-math.fsum(x * x for x in row))
     return scores
 
 
-@pytest.mark.parametrize("name", ["entropy", "gini", "mstd", "magnitude"])
+@pytest.mark.parametrize("name", ["entropy", "gini", "mstd", "magnitude", "largest_outgoing"])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_choice_equals_the_oracle(name, reverse):
     params = random_params(np.float32)
@@ -109,6 +111,30 @@ def test_choice_equals_the_oracle(name, reverse):
         scores = oracle_scores(name, tree["ffn"]["down"]["kernel"])
         order = sorted(range(40), key=lambda i: scores[i] if reverse else -scores[i])
         assert removed[layer].tolist() == sorted(order[:10])
+
+
+def incoming_scores(name: str, gate: np.ndarray, up: np.ndarray) -> list[float]:
+    """OptiPFair's three rules, column by column; what is lowest goes."""
+    values = []
+    for g, u in zip(gate.T.astype(np.float64), up.T.astype(np.float64), strict=True):
+        if name == "maw":
+            values.append(sum(max(x) + abs(min(x)) for x in (g, u)))
+        elif name == "vow":
+            values.append(sum(math.fsum((y - math.fsum(x) / len(x)) ** 2 for y in x) / len(x)
+                              for x in (g, u)))  # fmt: skip
+        else:
+            values.append(math.prod(math.fsum(abs(y) for y in x) for x in (g, u)))
+    return values
+
+
+@pytest.mark.parametrize("name", ["maw", "vow", "pon"])
+def test_rules_of_incoming_weights_equal_the_oracle(name):
+    params = random_params(np.float32)
+    removed = chosen(params, name, ratio=0.25)
+    for layer, tree in enumerate(unstack(params)["layers"]):
+        kernels = (tree["ffn"][kernel]["kernel"] for kernel in ("gate", "up"))
+        order = np.argsort(incoming_scores(name, *kernels))
+        assert removed[layer].tolist() == sorted(order[:10].tolist())
 
 
 def test_random_is_a_permutation_that_depends_on_seed_and_layer_only():
@@ -126,7 +152,10 @@ def test_dead_and_tiny_rows(name):
     w = np.random.default_rng(0).normal(size=(8, 6))
     w[3] = 0
     w[5] *= 1e-200
-    scores = layer_scores(name, {"down": {"kernel": w}}, layer=0)
+    up = np.random.default_rng(1).normal(size=(6, 8))
+    seen = dict.fromkeys(("bos", "mean", "norm"), np.arange(1.0, 9))
+    ffn = {"down": {"kernel": w}, "up": {"kernel": up}, "seen": seen}
+    scores = layer_scores(name, ffn, layer=0)
     assert scores.argmax() == 3, "a neuron that does nothing goes first"
     assert np.isfinite(np.delete(scores, 3)).all()
 

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.families import gemma, gemma2, gemma3, gpt_neox, llama, olmo, qwen3
+from ffn_heterogeneity.models.families import (
+    gemma,
+    gemma2,
+    gemma3,
+    gpt_neox,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen3,
+)
 from ffn_heterogeneity.models.families.common import Family
 from ffn_heterogeneity.models.families.deci import MODEL_TYPE, from_deci
 from ffn_heterogeneity.models.families.deci import to_deci as to_deci
@@ -17,7 +27,7 @@ from ffn_heterogeneity.models.families.rules import Rule as Rule
 from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 
-_MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, olmo, qwen3)
+_MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()

@@ -330,9 +330,19 @@ def short_float(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def layers_of(widths: Sequence[int], rope: RopeConfig) -> tuple[LayerConfig, ...]:
+def layers_of(
+    widths: Sequence[int], rope: RopeConfig, window: int | None = None
+) -> tuple[LayerConfig, ...]:
     """Layers that differ in width alone."""
-    return tuple(LayerConfig(width, rope=rope) for width in widths)
+    return tuple(LayerConfig(width, window=window, rope=rope) for width in widths)
+
+
+def one_window(config: ModelConfig) -> int | None:
+    """The window of a family whose layers share it; ConfigError where they do not."""
+    windows = {layer.window for layer in config.layers}
+    if len(windows) > 1:
+        raise ConfigError(f"family {config.family!r} has one window for all layers, not {windows}")
+    return windows.pop()
 
 
 def windows_from_hf(values: Mapping[str, Any], every: int) -> list[int | None]:

@@ -92,6 +92,22 @@ def fused(paths: Sequence[str], name: str, groups: int) -> Rule:
     return Rule(tuple(paths), (name,), load, save, shapes)
 
 
+def stacked(paths: Sequence[str], name: str, rows: Sequence[int]) -> Rule:
+    """Kernels [in, rows_i] that a file holds as one tensor [sum of rows, in], one after another."""
+    ends = np.cumsum(rows)[:-1]
+
+    def load(arrays: Arrays) -> Arrays:
+        return [part.T for part in np.split(arrays[0], ends)]
+
+    def save(leaves: Arrays) -> Arrays:
+        return [np.concatenate([leaf.T for leaf in leaves])]
+
+    def shapes(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(sum(rows), found[0][0])]
+
+    return Rule(tuple(paths), (name,), load, save, shapes)
+
+
 def fused_qkv(
     config: ModelConfig, names: Mapping[str, str], module: str, groups: int
 ) -> list[Rule]:

@@ -1,0 +1,149 @@
+"""Where massive activations begin, and which weights make them (MW, section 2)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate.inputs import options_of
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.probes.massive import MAGNITUDES, SINKS, STATES, TOP
+from ffn_heterogeneity.report.figures import curves_figure
+from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.surgery.attack import massive_weights
+
+SHOWN = 3  # the paper's figures: the three largest and the median
+# Where bos stands in a sentence of n tokens (Figure 2).
+PLACES = {"none": None, "first": lambda n: 0, "middle": lambda n: n // 2, "last": lambda n: n}
+
+
+def massive(config: ConfigDict, workdir: epath.Path) -> dict:
+    """The analysis "massive": the massive layer, its neurons, every state of every layer when bos
+    stands alone, and what bos does elsewhere in `config.sentence`.
+
+    Returns:
+      {"layer" (from 1), "layer_index" (from 0), "indices" and "magnitudes" of the 32 largest |h|,
+      "token", "layers": a row a layer, {state: {"top", "indices", "median"}}; with a tokenizer
+      "sinks" and "bos": {place: what `magnitudes_by_token` says}}.
+
+    Raises:
+      ValueError: as `load_model` and `massive_weights`.
+    """
+    model = load_model(config.model, revision=config.revision)
+    found = massive_weights(model.config, model.params, config.layer, config.token)
+    token = model.config.bos_id if config.token is None else config.token
+    options = options_of(config)
+    seen = _seen(model.config, options, model.params, np.array([[token]], np.int32))
+    layers = [
+        {name: _row(jax.tree.map(lambda x, i=i: x[i, 0, 0], seen[name])) for name in STATES}
+        for i in range(model.config.n_layers)
+    ]
+    result = {
+        "layer": found.layer + 1, "layer_index": found.layer, "token": token,
+        "indices": found.indices[:TOP].tolist(), "magnitudes": found.magnitudes[:TOP].tolist(),
+        "layers": layers, "bos": {},
+    }  # fmt: skip
+    if model.tokenizer is not None:
+        for place in PLACES:
+            result["bos"][place] = magnitudes_by_token(
+                model, config.sentence, place, token, options
+            )
+    _say(config.model, result)
+    _draw(result, workdir)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _seen(config, options, params, tokens, probe=MAGNITUDES) -> dict:
+    outputs = forward(config, params, {"tokens": tokens}, options=options, probes=(probe,))
+    return outputs["probes"][probe.name]
+
+
+def _row(state: dict) -> dict[str, Any]:
+    """Of one token: its `SHOWN` largest magnitudes, where they are, and the median."""
+    return {
+        "top": np.asarray(state["values"][:SHOWN]).tolist(),
+        "indices": np.asarray(state["indices"][:SHOWN]).tolist(),
+        "median": float(state["median"]),
+    }
+
+
+def sinks(model: Model, sentence: str, token: int, options: Any) -> list[float]:
+    """The share of attention, layer by layer, that a sentence's tokens give to bos before it."""
+    ids = [token, *model.tokenizer.encode(sentence, add_special_tokens=False)]
+    seen = _seen(model.config, options, model.params, np.array([ids], np.int32), SINKS)
+    return np.divide(*(np.asarray(seen[key], np.float64) for key in ("sum", "count"))).tolist()
+
+
+def magnitudes_by_token(
+    model: Model, sentence: str, place: str, token: int, options: Any
+) -> list[dict[str, Any]]:
+    """Of each token of a sentence: its text and the largest |h_l| at the middle layer, where
+    massive activations have long been there (Figure 2: layer 16 of 32).
+
+    Args:
+      place: of `PLACES`: where bos is put in.
+    """
+    ids = model.tokenizer.encode(sentence, add_special_tokens=False)
+    if PLACES[place] is not None:
+        ids.insert(PLACES[place](len(ids)), token)
+    seen = _seen(model.config, options, model.params, np.array([ids], np.int32))
+    middle = jax.tree.map(lambda x: x[model.config.n_layers // 2 - 1, 0], seen["h_out"])
+    rows = [_row(jax.tree.map(lambda x, t=t: x[t], middle)) for t in range(len(ids))]
+    texts = model.tokenizer.convert_ids_to_tokens(ids)
+    return [{"token": text, **row} for text, row in zip(texts, rows, strict=True)]
+
+
+def _say(name: str, result: dict) -> None:
+    columns = ("layer", *(f"{state}: {what}" for state in ("intermediate", "h_out")
+                          for what in ("largest", "2nd", "3rd", "median")))  # fmt: skip
+    rows = [
+        (i, *(f"{x:.3g}" for state in ("intermediate", "h_out")
+              for x in (*row[state]["top"], row[state]["median"])))
+        for i, row in enumerate(result["layers"], 1)
+    ]  # fmt: skip
+    top = ", ".join(
+        f"{i} ({x:.3g})"
+        for i, x in zip(result["indices"][:5], result["magnitudes"][:5], strict=True)
+    )
+    print(
+        f"{name}, token {result['token']} alone\n{markdown_table(columns, rows)}", file=sys.stderr
+    )
+    print(f"massive layer {result['layer']} (from 1), neurons {top}", file=sys.stderr)
+    rows = [
+        (place, *(f"{row['token']} {row['top'][0]:.3g}" for row in tokens))
+        for place, tokens in result["bos"].items()
+    ]
+    for place, *cells in rows:
+        print(f"bos {place}: {', '.join(cells)}", file=sys.stderr)
+
+
+def _draw(result: dict, workdir: epath.Path) -> None:
+    """Figures 3(b) and (c): magnitudes over depth; 3(a): every state of the early layers."""
+    labels = ("largest", "2nd", "3rd", "median")
+
+    def lines(rows: dict[Any, dict]) -> dict[str, dict]:
+        values = {x: (*row["top"], row["median"]) for x, row in rows.items()}
+        return {label: {x: v[i] for x, v in values.items()} for i, label in enumerate(labels)}
+
+    depth = {
+        title: lines({i: row[state] for i, row in enumerate(result["layers"], 1)})
+        for title, state in (("intermediate state", "intermediate"), ("hidden state", "h_out"))
+    }
+    if "sinks" in result:
+        depth["attention"] = {"share of bos": dict(enumerate(result["sinks"], 1))}
+    axes = {"ylabel": "magnitude"}
+    curves_figure(depth, workdir / "massive_depth.png", xlabel="layer", **axes)
+    early = {
+        f"layer {i}": lines(dict(enumerate((row[state] for state in STATES), 1)))
+        for i, row in enumerate(result["layers"][: result["layer"] + 1], 1)
+    }
+    states = ", ".join(f"{i} {name}" for i, name in enumerate(STATES, 1))
+    curves_figure(early, workdir / "massive_states.png", xlabel=states, **axes)

@@ -1,0 +1,63 @@
+"""Mistral 7B: Llama's block, every layer with the same sliding window (v0.1) or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, llama
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _preset(vocab_size: int, theta: float, window: int | None) -> ModelConfig:
+    return ModelConfig(
+        family="mistral", vocab_size=vocab_size, d_model=4096, n_heads=32, n_kv_heads=8,
+        head_dim=128, layers=common.layers_of([14_336] * 32, RopeConfig(theta), window),
+        norm_eps=1e-5, tied=False, max_position=32_768, bos_id=1, eos_id=2,
+    )  # fmt: skip
+
+
+PRESETS = {
+    "mistral_7b": (_preset(32_000, 10_000.0, 4096), "mistralai/Mistral-7B-v0.1"),
+    "mistral_7b_v0_3": (_preset(32_768, 1_000_000.0, None), "mistralai/Mistral-7B-v0.3"),
+}
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a MistralForCausalLM."""
+    fields = common.base_from_hf(values, _DEFAULTS)
+    # Absent means 4,096, null none.
+    window = values.get("sliding_window", 4096)
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
+    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
+    return ModelConfig(
+        family="mistral",
+        layers=common.layers_of(widths, rope, window),
+        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
+        **fields,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that transformers 4 and 5 and vLLM read."""
+    return common.base_to_hf(config, "mistral", "MistralForCausalLM") | {
+        "hidden_act": common.activation_to_hf(config.activation),
+        "sliding_window": common.one_window(config),
+    }
+
+
+# llama.cpp has no architecture of its own for it: a file of it is read as a Llama.
+FAMILY = dataclasses.replace(
+    llama.FAMILY, name="mistral", architecture="MistralForCausalLM", presets=PRESETS,
+    from_hf=from_hf, to_hf=to_hf, gguf_architecture="llama", gguf_uneven="",
+)  # fmt: skip

@@ -1,0 +1,97 @@
+"""Phi-3 (mini and medium, 4k): Llama's block, projections of one input in one tensor, a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, rules
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 32_000,
+    "pad_token_id": 32_000,
+}
+
+
+def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:
+    return ModelConfig(
+        family="phi3", vocab_size=32_064, d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads,
+        head_dim=d_model // n_heads, layers=common.layers_of([width] * layers, RopeConfig(), 2047),
+        norm_eps=1e-5, tied=False, max_position=4096, bos_id=1, eos_id=32_000, pad_id=32_000,
+    )  # fmt: skip
+
+
+PRESETS = {
+    "phi3_mini": (_preset(32, 8192, 3072, 32, 32), "microsoft/Phi-3-mini-4k-instruct"),
+    "phi3_medium": (_preset(40, 17_920, 5120, 40, 10), "microsoft/Phi-3-medium-4k-instruct"),
+}
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelConfig:
+    """config.json of a Phi3ForCausalLM; ConfigError for the long-context models' "longrope"."""
+    fields = common.base_from_hf(values, _DEFAULTS)
+    rope = common.shared_rope_from_hf(values, fields["max_position"])
+    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
+    return ModelConfig(
+        family="phi3",
+        layers=common.layers_of(widths, rope, values.get("sliding_window")),
+        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
+        **fields,
+    )
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """config.json that transformers 4 and 5 and vLLM read."""
+    return common.base_to_hf(config, "phi3", "Phi3ForCausalLM") | {
+        "hidden_act": common.activation_to_hf(config.activation),
+        "sliding_window": common.one_window(config),
+        "original_max_position_embeddings": config.max_position,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _rules_of(names: Mapping[str, str], qkv: str, gate_up: str):
+    """Rules of a file with those two fused tensors ("{i}" for the layer)."""
+
+    def made(config: ModelConfig) -> list[rules.Rule]:
+        heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
+        rows = [count * config.head_dim for count in heads.values()]
+        found = rules.one_to_one(config, names, but=r"/attention/[qkv]/|/ffn/(gate|up)/")
+        for i, width in enumerate(config.ffn_widths):
+            paths = [f"layers/{i}/attention/{name}/kernel" for name in heads]
+            found.append(rules.stacked(paths, qkv.format(i=i), rows))
+            paths = [f"layers/{i}/ffn/{name}/kernel" for name in ("gate", "up")]
+            found.append(rules.stacked(paths, gate_up.format(i=i), [width, width]))
+        return found
+
+    return made
+
+
+def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Metadata of a GGUF file with general.architecture = phi3."""
+    fields = common.base_from_gguf(meta)
+    rope = RopeConfig(common.short_float(meta.get("rope.freq_base", 10_000.0)))
+    window = meta.get("attention.sliding_window") or None
+    layers = common.layers_of(common.gguf_widths(meta), rope, window)
+    return ModelConfig(family="phi3", layers=layers, **fields)
+
+
+_LAYER = "model.layers.{i}."
+FAMILY = common.Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    rules=_rules_of(
+        common.HF_NAMES, f"{_LAYER}self_attn.qkv_proj.weight", f"{_LAYER}mlp.gate_up_proj.weight"
+    ),
+    gguf_rules=_rules_of(common.GGUF_NAMES, "blk.{i}.attn_qkv.weight", "blk.{i}.ffn_up.weight"),
+)

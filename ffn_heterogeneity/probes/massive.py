@@ -1,0 +1,71 @@
+"""Massive activations: the largest magnitudes in every state of a layer (MW, section 2.2).
+
+    x = h_{l-1};  a = LN(x);  b = ATTN(a);  y = x + b;  c = LN(y);  i = act(c G) * (c U);  f = i W;
+    h_l = y + f
+
+The paper follows these states through the early layers while the bos token stands alone, and finds
+the first huge number in i, the intermediate state, of one early layer. Where a family norms the
+branches' outputs as well, b and f are those before that norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.models.block import LayerIO
+from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.probes.displacement import counted_tokens
+
+# Kept of each state, so that layers of any width report alike; attacks want 30 at most.
+TOP = 32
+# The paper's states in the order in which a layer computes them, and where they are seen.
+STATES = {
+    "h_in": "block_input", "attention_norm": "attention_input", "attention": "attention_output",
+    "h_middle": "middle", "ffn_norm": "ffn_input", "intermediate": "ffn_state",
+    "ffn": "ffn_output", "h_out": "block_output",
+}  # fmt: skip
+
+
+def largest(x_btm: jax.Array) -> dict[str, jax.Array]:
+    """Of |x| [B, T, M], float32: "values" [B, T, 32] falling, their "indices", the "median" [B, T].
+
+    Narrower states are filled up with 0 at index -1.
+    """
+    size_btm = jnp.abs(x_btm.astype(jnp.float32))
+    values, indices = jax.lax.top_k(size_btm, min(TOP, x_btm.shape[-1]))
+    fill = ((0, 0), (0, 0), (0, TOP - values.shape[-1]))
+    return {
+        "values": jnp.pad(values, fill),
+        "indices": jnp.pad(indices, fill, constant_values=-1),
+        "median": jnp.median(size_btm, axis=-1),
+    }
+
+
+def _magnitudes(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, dict[str, jax.Array]]:
+    real_bt = counted_tokens(batch, seen.block_input.shape[:2])["all"][..., None]
+    return {
+        name: largest(jnp.where(real_bt, getattr(seen, field), 0.0))
+        for name, field in STATES.items()
+    }
+
+
+# {state: `largest` of it}, of every token (of padding: zeros); a row an example.
+MAGNITUDES = Probe("magnitudes", _magnitudes, kind="example")
+
+
+def _sinks(seen: LayerIO, batch: dict, per_layer: Any) -> dict[str, jax.Array]:
+    real_bt = counted_tokens(batch, seen.block_input.shape[:2])["all"]
+    real_bt &= jnp.arange(real_bt.shape[1]) > 0
+    share_bt = jnp.mean(seen.sink_weights, axis=-1)
+    return {
+        "sum": jnp.sum(jnp.where(real_bt, share_bt, 0.0)),
+        "count": jnp.sum(real_bt, dtype=share_bt.dtype),
+    }
+
+
+# The share of attention that goes to the row's first token, of all later ones, over heads: float32
+# [L] each. (Section 2.1: attention sinks.) Documents packed behind it do not see it: they count 0.
+SINKS = Probe("sinks", _sinks, needs=frozenset({"sink_weights"}))

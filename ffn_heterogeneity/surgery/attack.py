@@ -1,0 +1,149 @@
+"""Attacks on massive weights: columns of G and U of one layer set to 0 (MW, section 2.3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.adapters import adapters_of
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
+from ffn_heterogeneity.wording import check_choice
+
+ATTACKS = ("zero", "retain")
+
+
+def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
+    """Top-k zeroing or retaining of the massive weights: those columns of G and U, or all others of
+    their layer, set to 0.
+
+    k = 0 changes nothing under "zero" and silences the layer's whole FFN under "retain". A bias
+    goes with its column (the paper's models have none).
+
+    Args:
+      settings: "attack" ("zero" or "retain"), "k", and as `massive_weights` "layer" and "token".
+
+    Returns:
+      (the model, {"attack", "k", "layer" (from 1), "layer_index" (from 0), "indices",
+      "magnitudes"}).
+
+    Raises:
+      ValueError: settings out of range for the model, or adapters on that layer's kernels (what
+        they add would stay: fold them first).
+    """
+    check_attack(settings)
+    found = massive_weights(model.config, model.params, settings["layer"], settings["token"])
+    k, width = settings["k"], len(found.indices)
+    if k > width:
+        raise ValueError(f"k={k}: layer {found.layer} (from 0) has {width} neurons")
+    site, chosen = (found.layer, None), found.indices[:k]
+    blocks = {site: silenced(dict(ffn_sites(model.params))[site], chosen, settings["attack"])}
+    params = restack(model.config, write_sites(model.params, blocks))
+    report = {
+        "attack": settings["attack"], "k": k, "layer": found.layer + 1, "layer_index": found.layer,
+        "indices": chosen.tolist(), "magnitudes": found.magnitudes[:k].tolist(),
+    }  # fmt: skip
+    return dataclasses.replace(model, params=params), report
+
+
+@dataclasses.dataclass(frozen=True)
+class Massive:
+    """The massive layer and its neurons.
+
+    Attributes:
+      layer: from 0 (the paper counts from 1).
+      indices: all neurons of that layer by falling |h|, int [M].
+      magnitudes: their |h|, float32 [M].
+      states: |h| of every layer's neurons, float32 [L, M]; narrower layers are filled up with 0.
+    """
+
+    layer: int
+    indices: np.ndarray
+    magnitudes: np.ndarray
+    states: np.ndarray
+
+
+def massive_weights(
+    config: ModelConfig, params: dict, layer: int | None = None, token: int | None = None
+) -> Massive:
+    """The neurons with the largest |h| = |act(x G) * (x U)| when bos stands alone, in float32.
+
+    The paper gives no rule for the layer. Chosen here: the one with the largest |h| in the first
+    half of the stack.
+
+    Args:
+      layer: from 0; None: by that rule.
+      token: instead of bos.
+
+    Raises:
+      ValueError: a layer or token out of range, a model without bos, or |h| that is not finite.
+    """
+    token = config.bos_id if token is None else token
+    if token is None or not 0 <= token < config.vocab_size:
+        raise ValueError(f"token={token} of {config.vocab_size}: this {config.family} model needs "
+                         "one that stands first, such as its eos")  # fmt: skip
+    if layer is not None and not 0 <= layer < config.n_layers:
+        raise ValueError(f"layer={layer}: the model has layers 0 to {config.n_layers - 1}")
+    probe = _every_state(max(layer.ffn_width for layer in config.layers))
+    states = np.asarray(_states(config, probe, params, np.array([[token]], np.int32)))
+    if not np.isfinite(states).all():
+        bad = int(np.flatnonzero(~np.isfinite(states).all(1))[0])
+        raise ValueError(f"|h| of layer {bad} (from 0) is not finite: check the checkpoint")
+    if layer is None:
+        layer = int(np.argmax(states[: -(-config.n_layers // 2)].max(1)))
+    own = states[layer, : config.layers[layer].ffn_width]
+    order = np.argsort(-own, kind="stable")
+    return Massive(layer, order, own[order], states)
+
+
+@functools.cache
+def _every_state(width: int) -> Probe:
+    """|h| of the first token of the first row, float32 [width]."""
+
+    def function(seen, batch, per_layer):
+        own = jnp.abs(seen.ffn_state[0, 0].astype(jnp.float32))
+        return jnp.pad(own, (0, width - len(own)))
+
+    return Probe("ffn_state", function, kind="example")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _states(config, probe, params, tokens):
+    return forward(config, params, {"tokens": tokens}, probes=(probe,))["probes"][probe.name]
+
+
+def check_attack(settings: Mapping[str, Any]) -> None:
+    """Refuses settings that are wrong whatever the model; errors as `attack`."""
+    check_choice("attack", settings["attack"], ATTACKS)
+    if settings["k"] < 0:
+        raise ValueError(f"k={settings['k']} must not be negative")
+
+
+def silenced(block: dict, chosen: Sequence[int], attack: str) -> dict:
+    """An FFN's leaves with the chosen (or all other) columns of its incoming kernels set to 0.
+
+    Raises:
+      ValueError: those kernels carry adapters.
+    """
+    width = block["up"]["kernel"].shape[-1]
+    lost = np.isin(np.arange(width), chosen) == (attack == "zero")
+    result = dict(block)
+    for name in ("gate", "up"):
+        if name not in block:
+            continue
+        if adapters_of(block[name]):
+            raise ValueError(f"ffn/{name} carries adapters, which an attack would leave: fold them "
+                             "first (surgery fold)")  # fmt: skip
+        result[name] = jax.tree.map(lambda leaf: np.where(lost, np.zeros((), leaf.dtype), leaf),
+                                    block[name])  # fmt: skip
+    return result

@@ -1,0 +1,128 @@
+"""Attacks on massive weights: which neurons, what is set to 0, and that nothing else changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, our_logits, random_params, save_tiny, tiny_of, torch_model
+
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.surgery.attack import massive_weights
+
+TOKENS = np.arange(2, 14)[None]
+
+
+def attacked(model, **settings):
+    settings = {"attack": "zero", "k": 3, "layer": None, "token": None, **settings}
+    return SURGERIES["attack"](model, settings)
+
+
+@pytest.fixture(params=["llama", "gemma2", "gpt_neox"])
+def model(request):
+    config = tiny_of(request.param, 4)
+    return Model(config, random_params(config, dtype=np.float32), None, "tiny")
+
+
+def planted(config, layer=1, neuron=5):
+    """Weights under which one neuron of one early layer answers far louder than all others."""
+    tree = unstack(random_params(config))
+    ffn = tree["layers"][layer]["ffn"]
+    ffn = {name: {"kernel": leaf["kernel"].copy()} for name, leaf in ffn.items()}
+    for name in ("gate", "up"):
+        ffn[name]["kernel"][:, neuron] *= 60
+    tree["layers"][layer] = {**tree["layers"][layer], "ffn": ffn}
+    return restack(config, tree)
+
+
+def test_the_planted_neuron_is_found():
+    found = massive_weights(LLAMA, planted(LLAMA))
+    assert (found.layer, found.indices[0]) == (1, 5)
+    assert found.magnitudes[0] > 20 * found.magnitudes[1]
+    # The second half of the stack is not looked at, unless it is named.
+    late = planted(LLAMA, layer=3, neuron=7)
+    assert massive_weights(LLAMA, late).layer < 2
+    assert massive_weights(LLAMA, late, layer=3).indices[0] == 7
+
+
+def test_states_are_those_of_transformers(torch, tmp_path):
+    """|h| as what `down_proj` is given, with bos alone."""
+    params = random_params(LLAMA)
+    theirs, seen = torch_model(torch, save_tiny(tmp_path / "model", LLAMA, params)), []
+    for layer in theirs.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, x: seen.append(x[0][0, 0]))
+    with torch.no_grad():
+        theirs(torch.tensor([[LLAMA.bos_id]]))
+    expected = np.abs(torch.stack(seen).numpy())
+    found = massive_weights(LLAMA, params)
+    np.testing.assert_allclose(found.states, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(found.magnitudes, found.states[found.layer][found.indices])
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 12])
+@pytest.mark.parametrize("attack", ["zero", "retain"])
+def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
+    changed, report = attacked(model, attack=attack, k=k, layer=1)
+    width = model.config.layers[1].ffn_width
+    order = massive_weights(model.config, model.params, layer=1).indices
+    assert report["indices"] == order[:k].tolist() and report["layer"] == 2
+    lost = np.isin(np.arange(width), order[:k]) == (attack == "zero")
+    before, after = (unstack(one.params)["layers"] for one in (model, changed))
+    silent = unstack(model.params)
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        for name in ("gate", "up"):
+            for leaf in old["ffn"].get(name, {}):
+                a, b = old["ffn"][name][leaf], new["ffn"][name][leaf]
+                expected = np.where(lost, 0, a) if i == 1 else a
+                np.testing.assert_array_equal(b, expected)
+        np.testing.assert_array_equal(old["ffn"]["down"]["kernel"], new["ffn"]["down"]["kernel"])
+    # h = 0 there is as if the rows of W were 0.
+    kernel = np.where(lost[:, None], 0, before[1]["ffn"]["down"]["kernel"])
+    down = {**silent["layers"][1]["ffn"]["down"], "kernel": kernel}
+    ffn = {**silent["layers"][1]["ffn"], "down": down}
+    silent["layers"][1] = {**silent["layers"][1], "ffn": ffn}
+    logits = [
+        our_logits(model.config, params, TOKENS)
+        for params in (changed.params, restack(model.config, silent))
+    ]
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
+    whole = (attack, k) in (("zero", 0), ("retain", width))
+    same = np.array_equal(logits[0], our_logits(model.config, model.params, TOKENS))
+    assert same == whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": 13, "layer": 1}, "k=13: layer 1 .* has 12 neurons"),
+        ({"k": -1}, "k=-1 must not be negative"),
+        ({"layer": 4}, "layer=4: the model has layers 0 to 3"),
+        ({"attack": "drop"}, "attack='drop'"),
+        ({"token": 29}, "token=29 of 29"),
+    ],
+)
+def test_settings_that_cannot_be(model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        attacked(model, **settings)
+
+
+def test_a_model_without_bos_and_one_that_overflows(model):
+    nameless = dataclasses.replace(model, config=dataclasses.replace(model.config, bos_id=None))
+    with pytest.raises(ValueError, match="token=None .* its eos"):
+        attacked(nameless)
+    assert attacked(nameless, token=3)[1]["indices"]
+    broken = unstack(random_params(LLAMA))
+    broken["layers"][2]["ffn"]["up"]["kernel"][:] = np.nan
+    with pytest.raises(ValueError, match="layer 2 .* is not finite"):
+        massive_weights(LLAMA, restack(LLAMA, broken))
+
+
+def test_adapters_are_refused_by_name(model):
+    adapted, _ = SURGERIES["lora"](model, {"rank": 2, "alpha": 4, "targets": "ffn/up"})
+    with pytest.raises(ValueError, match="ffn/up carries adapters"):
+        attacked(adapted)
+    folded, _ = SURGERIES["fold"](adapted)
+    assert attacked(folded)[1]["k"] == 3

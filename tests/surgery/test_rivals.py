@@ -1,0 +1,133 @@
+"""Criteria that look at activations, and neurons that are spared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny, torch_model
+
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.surgery import SURGERIES, compress
+from ffn_heterogeneity.surgery.criteria import layer_scores
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.seen import calibration_rows, seen_states
+
+WIDTH = 24
+ROWS = np.concatenate([np.zeros((3, 1), int), np.random.default_rng(0).integers(2, 258, (3, 9))], 1)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def seen(params):
+    return seen_states(LLAMA, params, ROWS)
+
+
+def test_states_equal_those_of_transformers(torch, params, seen, tmp_path):
+    theirs, found = torch_model(torch, save_tiny(tmp_path / "model", LLAMA, params)), []
+    for layer in theirs.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, x: found.append(x[0]))
+    with torch.no_grad():
+        theirs(torch.tensor(ROWS))
+        theirs(torch.tensor([[LLAMA.bos_id]]))
+    found = [h.double().numpy() for h in found]
+    for layer, (text, bos) in enumerate(zip(found[:4], found[4:], strict=True)):
+        h = text[:, 1:].reshape(-1, WIDTH)
+        np.testing.assert_allclose(seen[layer]["mean"], np.abs(h).mean(0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            seen[layer]["norm"], np.sqrt((h**2).sum(0)), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(seen[layer]["bos"], np.abs(bos[0, 0]), rtol=1e-5, atol=1e-6)
+    largest = [np.abs(bos).max() for bos in found[4:6]]
+    assert [one["massive"] for one in seen].index(True) == int(np.argmax(largest))
+
+
+def removed(params, seen, criterion, ratio=0.25, **more):
+    return reduce_model(LLAMA, params, Plan(criterion, ratio=ratio, **more), seen)[2]
+
+
+def test_scores_of_activations(params, seen):
+    """Lowest goes; OptiPFair's from its formula."""
+    by = {name: removed(params, seen, name) for name in ("bos", "mean_state", "optipfair")}
+    for layer, tree in enumerate(unstack(params)["layers"]):
+        kernels = [tree["ffn"][name]["kernel"].astype(float) for name in ("gate", "up")]
+        kernels = [*kernels, tree["ffn"]["down"]["kernel"].astype(float).T]
+        spreads = [kernel.max(0) - kernel.min(0) for kernel in kernels]
+        shares = sum(spread / spread.max() for spread in spreads)
+        own = seen[layer]
+        values = {"bos": own["bos"], "mean_state": own["mean"], "optipfair": shares * own["norm"]}
+        for name, value in values.items():
+            assert by[name][layer].tolist() == sorted(np.argsort(value)[:6].tolist()), name
+
+
+@pytest.mark.parametrize("protect", ["bos:5", "massive:5", "entropy:0.2"])
+@pytest.mark.parametrize("budget", ["layer", "global"])
+def test_who_is_spared_goes_last(params, seen, protect, budget):
+    layers = unstack(params)["layers"]
+
+    def spared(layer):
+        if protect == "entropy:0.2":
+            ffn = layers[layer]["ffn"]
+            return set(np.argsort(layer_scores("entropy", ffn, layer=layer))[:5].tolist())
+        if protect == "massive:5" and not seen[layer]["massive"]:
+            return set()
+        return set(np.argsort(-seen[layer]["bos"])[:5].tolist())
+
+    for seed in range(4):
+        more = {"protect": protect, "budget": budget, "seed": seed}
+        gone = removed(params, seen, "random", ratio=0.5, **more)
+        assert all(not spared(layer) & set(own.tolist()) for layer, own in gone.items())
+        assert sum(map(len, gone.values())) == 4 * WIDTH // 2
+        # Where the others do not suffice they go as well.
+        most = removed(params, seen, "random", ratio=0.9, **more)
+        assert sum(map(len, most.values())) == (84 if budget == "layer" else 86)
+    plain = removed(params, seen, "random", ratio=0.5)
+    assert any(spared(layer) & set(own.tolist()) for layer, own in plain.items())
+
+
+def test_through_the_surgery(params, tmp_path):
+    model = Model(LLAMA, params, byte_tokenizer(), "tiny")
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh " * 300)
+    settings = {"criterion": "mean_state", "ratio": 0.25, "calibration": str(text)}
+    smaller, report = SURGERIES["prune"](model, settings)
+    rows = calibration_rows(model, str(text))
+    assert rows.shape == (4, 513) and (rows[:, 0] == LLAMA.bos_id).all()
+    expected = removed(params, seen_states(LLAMA, params, rows), "mean_state")
+    assert report["removed"] == [expected[i].tolist() for i in range(4)]
+    assert set(smaller.config.ffn_widths) == {18}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"criterion": "mean_state"}, "give --config.calibration"),
+        (
+            {"criterion": "mean_state", "calibration": "short"},
+            "of 512 tokens, 4 are needed",
+        ),
+        ({"protect": "bos"}, "protect='bos'"),
+        ({"protect": "bos:1.5"}, "protect='bos:1.5'"),
+        ({"protect": "entropy:2"}, "protect='entropy:2'"),
+        ({"protect": "entropy:0.1", "criterion": "similarity"}, "has no scores"),
+        ({"criterion": "bos", "streaming": True}, "never has the whole model"),
+    ],
+)
+def test_what_cannot_be(changes, message, tmp_path, model):
+    if "calibration" in changes:
+        (tmp_path / "short").write_text("abc " * 300)
+        changes = {**changes, "calibration": str(tmp_path / "short")}
+    config = config_of("prune", model=str(model), **changes)
+    with pytest.raises(ValueError, match=message):
+        compress.run(config, tmp_path / "run")
+
+
+def test_an_activation_that_was_not_taken(params):
+    ffn = unstack(params)["layers"][0]["ffn"]
+    with pytest.raises(ValueError, match="layer 0: this criterion looks at activations"):
+        layer_scores("bos", ffn, layer=0)
