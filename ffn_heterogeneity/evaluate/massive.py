@@ -51,6 +51,7 @@ def massive(config: ConfigDict, workdir: epath.Path) -> dict:
         "layers": layers, "bos": {},
     }  # fmt: skip
     if model.tokenizer is not None:
+        result["sinks"] = sinks(model, config.sentence, token, options)
         for place in PLACES:
             result["bos"][place] = magnitudes_by_token(
                 model, config.sentence, place, token, options
@@ -126,7 +127,7 @@ def _say(name: str, result: dict) -> None:
 
 
 def _draw(result: dict, workdir: epath.Path) -> None:
-    """Figures 3(b) and (c): magnitudes over depth; 3(a): every state of the early layers."""
+    """Figures 3(b) and (c): magnitudes over depth; 3(a): every state around the massive layer."""
     labels = ("largest", "2nd", "3rd", "median")
 
     def lines(rows: dict[Any, dict]) -> dict[str, dict]:
@@ -141,9 +142,11 @@ def _draw(result: dict, workdir: epath.Path) -> None:
         depth["attention"] = {"share of bos": dict(enumerate(result["sinks"], 1))}
     axes = {"ylabel": "magnitude"}
     curves_figure(depth, workdir / "massive_depth.png", xlabel="layer", **axes)
+    near = range(max(result["layer"] - 2, 0), min(result["layer"] + 1, len(result["layers"])))
     early = {
-        f"layer {i}": lines(dict(enumerate((row[state] for state in STATES), 1)))
-        for i, row in enumerate(result["layers"][: result["layer"] + 1], 1)
+        f"layer {i + 1}": lines(dict(enumerate((result["layers"][i][s] for s in STATES), 1)))
+        for i in near
     }
-    states = ", ".join(f"{i} {name}" for i, name in enumerate(STATES, 1))
+    named = [f"{i} {name}" for i, name in enumerate(STATES, 1)]
+    states = f"{', '.join(named[:4])},\n{', '.join(named[4:])}"
     curves_figure(early, workdir / "massive_states.png", xlabel=states, **axes)

@@ -1,0 +1,55 @@
+"""The analysis of massive activations: its numbers are the model's, its rows the sentence's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
+
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.probes.massive import STATES
+from ffn_heterogeneity.surgery.attack import massive_weights
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    params = unstack(random_params(LLAMA))
+    save_pretrained(LLAMA, params, path, tokenizer=byte_tokenizer())
+    return path
+
+
+def test_the_analysis(directory, tmp_path, capsys):
+    config = config_of("analyze", "massive", model=str(directory), sentence="ab cd")
+    results = evaluation.run(config, tmp_path)
+    found = massive_weights(LLAMA, random_params(LLAMA))
+    assert results["layer_index"] == found.layer == results["layer"] - 1
+    assert results["indices"] == found.indices.tolist()[:32]
+    for layer, row in enumerate(results["layers"]):
+        assert list(row) == list(STATES)
+        states = found.states[layer]
+        np.testing.assert_allclose(row["intermediate"]["top"], -np.sort(-states)[:3], rtol=1e-5)
+        np.testing.assert_allclose(row["intermediate"]["median"], np.median(states), rtol=1e-5)
+        following = results["layers"][layer + 1]["h_in"] if layer + 1 < 4 else row["h_out"]
+        np.testing.assert_allclose(row["h_out"]["top"], following["top"], rtol=1e-6)
+    places = {name: [row["token"] for row in rows] for name, rows in results["bos"].items()}
+    alone = places["none"]
+    assert len(alone) == 5 and places["first"] == ["<s>", *alone]
+    assert places["middle"].index("<s>") == 2 and places["last"] == [*alone, "<s>"]
+    # A token does not see what comes after it.
+    for one, other in zip(results["bos"]["none"], results["bos"]["last"], strict=False):
+        np.testing.assert_allclose(one["top"], other["top"], rtol=1e-5)
+    assert len(results["sinks"]) == 4 and all(0 < share < 1 for share in results["sinks"])
+    assert f"massive layer {results['layer']} (from 1)" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "massive_depth.png", "massive_states.png"}  # fmt: skip
+
+
+def test_another_layer_and_token(directory, tmp_path):
+    changes = {"model": str(directory), "layer": 3, "token": 7}
+    results = evaluation.run(config_of("analyze", "massive", **changes), tmp_path)
+    assert (results["layer"], results["token"]) == (4, 7)
+    with pytest.raises(ValueError, match="layer=4: the model has layers 0 to 3"):
+        evaluation.run(config_of("analyze", "massive", **changes | {"layer": 4}), tmp_path)
