@@ -2,7 +2,9 @@
 
 Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=criteria \
              --config.model=<any> --config.text=<wiki.test.raw> --workdir=runs/table4
-           --sweep=pairs: every two adjacent layers; --sweep=halves: all, top, bottom, even, odd.
+           --sweep=pairs: every two adjacent layers; --sweep=halves: all, top, bottom, even, odd;
+           --sweep=rivals: rules of a neuron's weights or activations, and 20 seeds of chance, a
+           few neurons spared: --config.calibrations="('<one.txt>', '<other.txt>')"
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
@@ -16,32 +18,29 @@ Layers are numbered from 0 here: "odd" are layers 1, 3, 5, ..., which the paper,
 calls even (in Gemma-2 those with global attention).
 """
 
+import os
+
 from ml_collections import ConfigDict
 
-from configs import perplexity, prune
-from configs.parts import tasks
+from configs import prune
+from configs.parts import in_memory
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.launch.sweep import chain, point, product
-from ffn_heterogeneity.surgery.criteria import CRITERIA
+from ffn_heterogeneity.surgery.criteria import CRITERIA, ON_TEXT
 
-KIND = "removal"
+KIND = "in_memory"
 
 
 def get_config() -> ConfigDict:
-    keys: dict = {}
-    for part in (tasks, perplexity, prune):
-        keys |= dict(part.get_config().items(preserve_field_references=True))
-    config = ConfigDict(keys)
-    config.compute_dtype = "float32"  # as what docs/results has, on any machine
     # criterion: besides those of configs/prune.py also "none".
-    config.tasks = ()  # scored beside the perplexity
-    config.save_samples = False
-    # Also write the smaller model, to <workdir>/<point>/model.
-    config.save_model = False
+    config = in_memory.get_config(prune.get_config())
+    # Of the sweep "rivals": texts that criteria of activations look at, each in a point of its own.
+    config.calibrations = ()
     return config
 
 
 UNPRUNED = point("unpruned", {"criterion": "none"})
+PROTECTED = ("", "bos:5", "massive:5", "entropy:0.01", "entropy:0.05", "entropy:0.25")
 
 
 def pairs(config: ConfigDict):
@@ -49,6 +48,28 @@ def pairs(config: ConfigDict):
     count = load_config(config.model, revision=config.revision).n_layers
     rows = [point(f"layers_{i}_{i + 1}", {"layers": f"pair:{i}"}) for i in range(count - 1)]
     return chain(UNPRUNED, *rows)
+
+
+def rivals(config: ConfigDict):
+    """Every rule of one number a neuron, and what protecting a few neurons does for chance."""
+    names = [name for name in CRITERIA if name not in ("random", *ON_TEXT)]
+    on_text = [
+        point(f"{name}-{os.path.basename(text)}", {"criterion": name, "calibration": text})
+        for name in ON_TEXT
+        for text in config.calibrations or ("",)  # without one: refused, and said what is missing
+    ]
+    return chain(
+        UNPRUNED,
+        *(point(name, {"criterion": name}) for name in names),
+        *on_text,
+        point("entropy_ridge", {"criterion": "entropy", "compensation": "ridge"}),
+        point("magnitude_reversed", {"criterion": "magnitude", "reverse": True}),
+        point("similarity", {"criterion": "similarity"}),
+        product(
+            point("random", {"criterion": "random"}),
+            {"seed": tuple(range(20)), "protect": PROTECTED},
+        ),
+    )
 
 
 SWEEPS = {
@@ -64,28 +85,7 @@ SWEEPS = {
         point("stahlberg_byrne_ridge", {"criterion": "similarity", "compensation": "ridge"}),
         point("lowest_entropy", {"criterion": "entropy", "reverse": True}),
     ),
-    # Every rule of one number a neuron, and what protecting a few neurons does for chance.
-    "rivals": chain(
-        UNPRUNED,
-        *(point(name, {"criterion": name}) for name in CRITERIA if name != "random"),
-        point("entropy_ridge", {"criterion": "entropy", "compensation": "ridge"}),
-        point("magnitude_reversed", {"criterion": "magnitude", "reverse": True}),
-        point("similarity", {"criterion": "similarity"}),
-        product(
-            point("random", {"criterion": "random"}),
-            {
-                "protect": (
-                    "",
-                    "bos:5",
-                    "massive:5",
-                    "entropy:0.01",
-                    "entropy:0.05",
-                    "entropy:0.25",
-                ),
-                "seed": tuple(range(20)),
-            },
-        ),
-    ),
+    "rivals": rivals,
     "pairs": pairs,
     "halves": chain(
         UNPRUNED,

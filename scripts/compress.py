@@ -12,7 +12,7 @@ compensation, what it took in each layer. With streaming the model is never in m
 --config.text=<file> both models' perplexities stand there, and in the model card.
 """
 
-from ffn_heterogeneity.evaluate.pruned import surgery
+from ffn_heterogeneity.evaluate.in_memory import surgery
 from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":

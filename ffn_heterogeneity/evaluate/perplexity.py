@@ -17,7 +17,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def window_nll(config: ModelConfig, options: RunOptions, params: dict, rows: jax.Array):
-    """Summed NLL in nats and number of predictions over rows int32 [B, T + 1]; (sum, count).
+    """Summed NLL in nats and number of predictions of each row of int32 [B, T + 1]: ([B], [B]).
 
     A row that is all -1 (padding of the last batch) counts nothing.
     """
@@ -25,10 +25,15 @@ def window_nll(config: ModelConfig, options: RunOptions, params: dict, rows: jax
     rows = jnp.maximum(rows, 0)
     hidden = forward(config, params, {"tokens": rows[:, :-1]}, options=options)["hidden"]
     kernel, layout = head_kernel(config, params)
-    total, count, *_ = chunked_nll(
-        hidden, kernel, rows[:, 1:], valid, layout=layout, softcap=config.final_softcap
-    )
-    return total, count
+
+    def one(row):
+        hidden, targets, valid = (x[None] for x in row)
+        sums = chunked_nll(
+            hidden, kernel, targets, valid, layout=layout, softcap=config.final_softcap
+        )
+        return sums.total, sums.count
+
+    return jax.lax.map(one, (hidden, rows[:, 1:], valid))
 
 
 def perplexity(
@@ -47,7 +52,8 @@ def perplexity(
       rows: int [windows, length]; every position after the first is predicted.
 
     Returns:
-      {"perplexity", "nll" (nats a token), "tokens" (predictions), "windows"}.
+      {"perplexity", "nll" (nats a token), "tokens" (predictions), "windows", "nll_windows": of
+      each}.
 
     Raises:
       ValueError: rows are not 2-D integers of at least two columns, or hold ids outside the
@@ -55,20 +61,23 @@ def perplexity(
     """
     rows = np.asarray(rows)
     check_rows(rows, config.vocab_size)
-    params, total, tokens = jax.device_put(params), 0.0, 0
+    params, nlls, counts = jax.device_put(params), [], []
     for number, batch in enumerate(padded_batches(rows, batch_size, progress)):
         nll, count = window_nll(config, options, params, batch)
-        if math.isnan(nll):
+        if np.isnan(nll).any():
             raise ValueError(
                 f"the NLL of the windows from {number * len(batch)} on is NaN: the weights or the "
                 "computation overflow; try compute_dtype=float32, or check the checkpoint"
             )
-        total, tokens = total + float(nll), tokens + int(count)
-    nll = total / tokens
+        nlls, counts = [*nlls, *np.asarray(nll, float)], [*counts, *np.asarray(count, int)]
+    nlls, counts = (np.array(each[: len(rows)]) for each in (nlls, counts))
+    tokens = int(counts.sum())
+    nll = float(nlls.sum()) / tokens
     return {
         # A model broken by an attack may exceed what a float holds.
         "perplexity": math.exp(nll) if nll < 700 else math.inf,
         "nll": nll,
         "tokens": tokens,
         "windows": len(rows),
+        "nll_windows": (nlls / counts).tolist(),
     }

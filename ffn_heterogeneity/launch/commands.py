@@ -9,7 +9,7 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.train import build
@@ -40,12 +40,12 @@ class Command:
     )
 
 
-def _removal(config: ConfigDict, workdir: epath.Path, shared: Shared) -> dict:
-    return pruned.run(config, workdir, shared.load)
+def _in_memory(config: ConfigDict, workdir: epath.Path, shared: Shared) -> dict:
+    return in_memory.run(config, workdir, shared.load)
 
 
 def _surgery(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
-    return pruned.surgery(config, workdir)
+    return in_memory.surgery(config, workdir)
 
 
 def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
@@ -56,7 +56,7 @@ COMMANDS = {
     "train": Command(
         build.check_config, training.run, "train.py", together=True, examine=training.examine
     ),
-    "surgery": Command(pruned.check_surgery, _surgery, "compress.py"),
+    "surgery": Command(in_memory.check_surgery, _surgery, "compress.py"),
     "evaluate": Command(evaluation.check_config, _evaluate, "evaluate.py", makes_model=False),
-    "removal": Command(pruned.check_config, _removal),
+    "in_memory": Command(in_memory.check_config, _in_memory),
 }

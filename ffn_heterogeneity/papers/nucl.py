@@ -17,12 +17,12 @@ from ffn_heterogeneity.papers.specs import (
 NUCL = "losses.nucl."
 WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
 NLL, ENTROPY = "validation/nll", "validation/entropy/ent/ffn_out/mean"
-REMOVAL = ("criterion", "reverse", "compensation", "layers")
+REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "calibration")
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 KINDS = {
     "removal": Kind({"criterion": bool, "perplexity": bool},
-                    ("model", *REMOVAL, *SIZE, *EVALUATION), ("model", *REMOVAL),
+                    ("model", *REMOVAL, *SIZE, *EVALUATION), ("model", *REMOVAL[:4]),
                     Label("{model}"), {"criterion": "random"}),
     "training": Kind(
         {TARGETS: bool, "shape.layers": None},
@@ -33,8 +33,9 @@ KINDS = {
 }  # fmt: skip
 
 # Method of Table 4 (below the six: ours) -> the config keys that make a removal it.
-PLAIN = {"reverse": False, "compensation": "none"}
-SIMILAR = {"criterion": "similarity", "reverse": False}
+FREELY = {"reverse": False, "protect": ""}
+PLAIN = {"compensation": "none", **FREELY}
+SIMILAR = {"criterion": "similarity", **FREELY}
 METHODS = {
     "Pre-trained baseline": {"criterion": "none"},
     "Srinivas and Babu (2015)": {**SIMILAR, "compensation": "sum"},
@@ -48,7 +49,7 @@ METHODS = {
     "lowest entropy (sanity row)": {"criterion": "entropy", **PLAIN, "reverse": True},
 }
 METHOD = Label("{criterion}, {compensation}, reverse {reverse}", METHODS)
-WEAK = {"criterion": ("similarity", "magnitude"), "reverse": False,
+WEAK = {"criterion": ("similarity", "magnitude"), **FREELY,
         "compensation": ("none", "sum", "least_squares")}  # fmt: skip
 # config.layers counts from 0, the paper from 1; in Gemma-2 layer 0 is local.
 LAYERS = Label("{layers}", {

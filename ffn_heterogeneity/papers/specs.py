@@ -1,8 +1,8 @@
 """Tables, curves and claims as plain data; `report/engine.py` draws them.
 
 A path names a value of a record (`report/records.py`): a config key, a number of its results, or
-one of `Accuracy`, `Scored`, `At`, `Against` (a tuple of them: their mean). A match is {config key:
-value}; a tuple of values is one of them, `bool` any that is true of itself.
+one of `Accuracy`, `Scored`, `At`, `Against`, `Share` (a tuple of them: their mean). A match is
+{config key: value}; a tuple of values is one of them, `bool` any that is true of itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Against(NamedTuple):
     """A value against that of the record which fits `where` and is equal but for the keys `free`.
 
     `how`: "difference" (paired over seeds, with its t interval), "ratio", "percent" (of the other,
-    above it), "z" (of two proportions).
+    above it), "z" (of two proportions), "windows" or "questions" (paired over those, with a
+    bootstrap's interval).
     """
 
     path: Any
@@ -55,6 +56,21 @@ class Cell(NamedTuple):
 
     path: Any
     where: Mapping[str, Any]
+
+
+class Share(NamedTuple):
+    """How far a value is on the way from a base's to a goal's, both found as `Against` finds."""
+
+    path: Any
+    base: Mapping[str, Any]
+    goal: Mapping[str, Any]
+    free: tuple[str, ...]
+
+
+class Mean(NamedTuple):
+    """The mean of several cells of a row."""
+
+    cells: tuple[Cell, ...]
 
 
 class Label(NamedTuple):
@@ -92,7 +108,7 @@ class Table(NamedTuple):
       key: "table_4": its name in the paper's JSON, and of the files. Ours is not in the JSON.
       kinds: of records; none: nobody can measure it here.
       labels: header -> label; the printed headers where the table is a paper's.
-      columns: header -> path or `Cell`; "*", True: and a column for each task that was scored.
+      columns: header -> path, `Cell` or `Mean`; "*", True: and a column for each scored task.
       where: a match of the records that count.
       best: of records with equal labels the one where this path is lowest; "": all of them.
       here: a format: what the column "from" says of a record.

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ffn_heterogeneity.papers.specs import Against, Label
+from ffn_heterogeneity.papers.specs import Against, Label, printed
 from ffn_heterogeneity.report import records as values
 from ffn_heterogeneity.report.records import Record, by_seed
+from ffn_heterogeneity.report.records import label as label_of
 from ffn_heterogeneity.report.tables import Spread, interval, middle, number, over
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
@@ -80,4 +81,15 @@ def rising(records: Sequence[Record], metric: str) -> Parts:
     return parts
 
 
-COMPUTE = {function.__name__: function for function in (compare, between, rising)}
+def as_printed(records: Sequence[Record], paper: str, table: str, label: Label,
+               values: Sequence[str]) -> Parts:  # fmt: skip
+    """The values of a record are those that the paper prints of the row of its name."""
+    rows = {row[0]: tuple(map(str, row[1:])) for row in printed(paper)["tables"][table]["rows"]}
+    found: dict[str, tuple] = {}
+    for record in records:
+        found[label_of(record, label)] = tuple(str(record.config.get(key)) for key in values)
+    return [(name, "; ".join(its), HOLDS if its == rows[name] else FAILS)
+            for name, its in found.items() if name in rows]  # fmt: skip
+
+
+COMPUTE = {function.__name__: function for function in (compare, between, rising, as_printed)}

@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.papers import jreg, nucl
-from ffn_heterogeneity.papers.specs import Cell, Curves, Paper, Scored, Table, printed
+from ffn_heterogeneity.papers import jreg, massive_weights, nucl
+from ffn_heterogeneity.papers.specs import Cell, Curves, Mean, Paper, Scored, Table, printed
 from ffn_heterogeneity.report import tables
 from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
@@ -22,12 +22,12 @@ from ffn_heterogeneity.report.records import Record, fill, fits, label, records,
 from ffn_heterogeneity.report.runs import Run, read_runs, union
 from ffn_heterogeneity.report.tables import markdown_table, middle, number
 
-PAPERS = {paper.name: paper for paper in (nucl.PAPER, jreg.PAPER)}
+PAPERS = {paper.name: paper for paper in (nucl.PAPER, jreg.PAPER, massive_weights.PAPER)}
 BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
     "t": "t: Student's 95% interval over n seeds (of differences: seed by seed)",
     "Wilson": "Wilson: Wilson's 95% interval over n questions",
-    "bootstrap": "bootstrap: 95% percentiles over resamples of n questions",
+    "bootstrap": "bootstrap: 95% percentiles over resamples of n questions, windows or seeds",
 }
 
 
@@ -152,6 +152,9 @@ def _groups(spec: Table, chosen: Sequence[Record]) -> dict[tuple, list[Record]]:
 
 def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:
     """The value of the first record that has it; `best`: of the one where that is lowest."""
+    if isinstance(column, Mean):
+        cells = [middle(_cell(spec, one, group)) for one in column.cells]
+        return None if None in cells else float(np.mean(cells))
     path, where = column if isinstance(column, Cell) else (column, {})
     group = [record for record in group if fits(record, where)]
     if spec.best:

@@ -20,15 +20,19 @@ from ffn_heterogeneity.papers.specs import (
     Kind,
     Label,
     Scored,
+    Share,
     two_proportions,
 )
+from ffn_heterogeneity.report import paired
 from ffn_heterogeneity.report.runs import Run, Seed, union
 from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
 
 READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
 FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
+RANKS = ("largest", "2nd", "3rd", "median")  # of the magnitudes of a state
+CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
-IDLE = {"layers": "all", "compensation": "none", "reverse": False,
+IDLE = {"layers": "all", "compensation": "none", "reverse": False, "protect": "", "calibration": "",
         "ratio": None, "count": None, "budget": None}  # fmt: skip
 
 
@@ -113,7 +117,11 @@ def _facts(run: Run) -> dict[str, Any]:
     pair = re.fullmatch(r"pair:(\d+)", str(run.config.get("layers")))
     own = {"pair": int(pair[1]) if pair else None, "model": run.model, "path": run.path}
     task, path = str(run.config.get("data.task")), str(run.config.get("data.path") or "")
+    places = [str(run.config.get(key) or "").lower() for key in ("text", "token_ids")]
+    own["corpus"] = next((x for x in CORPORA for place in places if x in place), None)
     own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
+    if "criterion" in run.config:  # older runs lack what came later
+        own |= {key: run.config.get(key, "") for key in ("protect", "calibration")}
     if run.config.get("criterion") == "none":  # nothing goes, from wherever
         own |= IDLE
     return own | ({"tokens": int(np.prod(size))} if all(size) else {})
@@ -148,7 +156,8 @@ def _accuracies(values: Mapping[str, Any]) -> dict[str, Spread]:
 
 
 def unfolded(runs: Sequence[Run]) -> Iterator[Run]:
-    """The runs; of an analysis of displacement one for each reading of h_L.
+    """The runs; of an analysis of displacement one for each reading of h_L, of one of massive
+    weights one for each rank of magnitudes.
 
     Raises:
       ValueError: a results.json is not one of that analysis; the message names it.
@@ -157,13 +166,17 @@ def unfolded(runs: Sequence[Run]) -> Iterator[Run]:
             for seed in run.seeds.values()}  # fmt: skip
     for run in runs:
         path = epath.Path(run.path) / "results.json"
-        if run.config.get("analysis") != "displacement":
+        analysis = run.config.get("analysis")
+        if analysis not in ("displacement", "massive"):
             yield run
         elif path.exists():
-            same = [x for x in runs if x.model == run.model and x.config.get("analysis")]
+            same = [x for x in runs if (x.model, x.config.get("analysis")) == (run.model, analysis)]
             model = f"{run.model} ({run.label})" if len(same) > 1 else run.model
+            one = dataclasses.replace(run, model=model)
             try:
-                yield from _readings(dataclasses.replace(run, model=model), read_json(path), ours)
+                results = read_json(path)
+                massive = analysis == "massive"
+                yield from _ranks(one, results) if massive else _readings(one, results, ours)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path} is no analysis: is it damaged? {error!r}") from None
 
@@ -188,6 +201,22 @@ def _readings(run: Run, results: Mapping[str, Any], ours: set[str]) -> Iterator[
         more = {"reading": where, "layers": len(psi[max(rows)])}
         seed = Seed("", {}, curves, {"validation/jreg/psi": psi})
         yield dataclasses.replace(run, config=config | more, seeds={None: seed})
+
+
+def _ranks(run: Run, results: Mapping[str, Any]) -> Iterator[Run]:
+    """A run for each of the three largest magnitudes and the median, by layer."""
+    found = {"layer": results["layer"], "five": ", ".join(map(str, results["indices"][:5]))}
+    rows = results["layers"]
+    for i, rank in enumerate(RANKS):
+        layers = {
+            f"massive/{state}": {0: [float((*row[state]["top"], row[state]["median"])[i])
+                                     for row in rows]}
+            for state in rows[0]
+        }  # fmt: skip
+        seed = Seed("", {}, {}, layers)
+        yield dataclasses.replace(
+            run, config=run.config | found | {"rank": rank}, seeds={None: seed}
+        )
 
 
 # ---- values
@@ -268,6 +297,12 @@ def value_of(record: Record, path: Any) -> Any:
     if isinstance(path, Against):
         reference = reference_of(record, path)
         return None if reference is None else _against(record, reference, path)
+    if isinstance(path, Share):
+        ends = [reference_of(record, Against(path.path, one, path.free))
+                for one in (path.base, path.goal)]  # fmt: skip
+        if record in ends or None in ends:
+            return None
+        return paired.share(*(_middles(one, path.path) for one in (record, *ends)))
     if isinstance(path, str) and path in record.config:
         return record.config[path]
     return over(list(by_seed(record, path).values()))
@@ -282,6 +317,9 @@ def reference_of(record: Record, path: Against) -> Record | None:
 
 
 def _against(record: Record, reference: Record, path: Against) -> Any:
+    if path.how in ("windows", "questions"):
+        units = [_units(one, path) for one in (record, reference)]
+        return None if record is reference else paired.difference(*units)
     own, other = (middle(value_of(r, path.path)) for r in (record, reference))
     if record is reference and path.how != "ratio" or None in (own, other):
         return None
@@ -295,12 +333,29 @@ def _against(record: Record, reference: Record, path: Against) -> Any:
     return ratio if path.how == "ratio" or ratio is None else 100 * (ratio - 1)
 
 
+def _units(record: Record, path: Against) -> dict[Any, float]:
+    """{window or question: mean over the seeds}; empty where the seeds' units differ."""
+    each = []
+    for member in record.members.values():
+        if path.how == "windows":
+            each.append(dict(enumerate(member.seed.windows)))
+        else:
+            each.append(paired.questions(member.run.path, fill(record, path.path.name)))
+    if len({tuple(one) for one in each}) != 1:
+        return {}
+    return {unit: float(np.mean([one[unit] for one in each])) for unit in each[0]}
+
+
+def _middles(record: Record, path: Any) -> dict[Any, float]:
+    return {seed: middle(value) for seed, value in by_seed(record, path).items()}
+
+
 def differences(record: Record, reference: Record, path: Any) -> list[float]:
     """Of the seeds that both have; a side without chance (None) meets every seed of the other.
 
     Where the two have no seed in common: of the means, one value.
     """
-    own, other = ({k: middle(v) for k, v in by_seed(r, path).items()} for r in (record, reference))
+    own, other = (_middles(one, path) for one in (record, reference))
     if not own or not other:
         return []
     if None in own:

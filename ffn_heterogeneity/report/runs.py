@@ -28,6 +28,7 @@ class Seed(NamedTuple):
       values: "final.validation/nll" -> number or text, as results.json has them.
       curves: metric -> step -> value, NaN where not finite.
       layers: metric with a value a layer -> step -> values.
+      windows: the NLL of each window of a text, where one was evaluated.
       lost: steps whose rows a crash took; the training curves are NaN there.
     """
 
@@ -36,6 +37,7 @@ class Seed(NamedTuple):
     curves: Mapping[str, Mapping[int, float]]
     layers: Mapping[str, Mapping[int, Sequence[float]]]
     lost: Sequence[int] = ()
+    windows: Sequence[float] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _read_seed(folder: epath.Path) -> Seed:
     values = {k: x for k, x in flatten_config(results).items() if not isinstance(x, list)}
     values = {k: x if (n := number_of(x)) is None else n for k, x in values.items()}
     model = os.path.join(os.path.realpath(folder), "model")
-    return Seed(model, values, curves, layers, lost)
+    return Seed(model, values, curves, layers, lost, results.get("nll_windows", ()))
 
 
 def _not_finite(seed: Seed) -> list[str]:

@@ -38,7 +38,7 @@ class Surgery:
 SURGERIES = {
     surgery.name: surgery
     for surgery in (
-        Surgery("prune", reduce.prune, lambda settings: reduce.plan_of(settings).check()),
+        Surgery("prune", reduce.prune, reduce.check),
         Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
         Surgery("attack", attack.attack, attack.check_attack),
         Surgery("fold", adapt.fold_all, lambda settings: None),

@@ -70,6 +70,9 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
 
 def describe(name: str, config: ConfigDict, results: dict) -> str:
     """One line of what was done."""
+    if "k" in results:
+        indices = ", ".join(map(str, results["indices"][:3])) + (", .." if results["k"] > 3 else "")
+        return f"{results['attack']} {results['k']} of layer {results['layer']} ({indices})"
     if "removed" not in results:
         return name
     return (

@@ -38,6 +38,19 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
     return smaller, results
 
 
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuses what is wrong whatever the model.
+
+    Raises:
+      ValueError: names the value and the way out.
+    """
+    plan = plan_of(settings)
+    plan.check()
+    if plan.looks == "text" and not settings.get("calibration"):
+        raise ValueError(f"criterion {plan.criterion!r} looks at calibration text: give "
+                         "--config.calibration=<text file>")  # fmt: skip
+
+
 def plan_of(settings: Mapping[str, Any]) -> Plan:
     """What the settings say is to be removed; a count goes before the ratio.
 

@@ -24,11 +24,10 @@ def calibration_rows(model: Model, path: str) -> np.ndarray:
     """int [4, 513] of a UTF-8 text: bos and 512 tokens each.
 
     Raises:
-      ValueError: no path, no tokenizer, or a text that is too short.
+      ValueError: no tokenizer, or a text that is too short.
     """
-    if not path or model.tokenizer is None:
-        what = "this model has no tokenizer" if path else "give --config.calibration=<text file>"
-        raise ValueError(f"a criterion that looks at calibration text: {what}")
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer to read the calibration text with")
     rows = text_windows(read_utf8(path), model.tokenizer, WINDOW, max_windows=WINDOWS)
     if len(rows) < WINDOWS:
         raise ValueError(f"{path}: {len(rows)} windows of {WINDOW} tokens, {WINDOWS} are needed")

@@ -12,7 +12,7 @@ from etils import epath
 from task_tools import rows_of, write
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 
-from ffn_heterogeneity.evaluate import pruned, tasks
+from ffn_heterogeneity.evaluate import in_memory, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks, limited
@@ -189,7 +189,7 @@ def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypa
     )  # fmt: skip
 
     def row():
-        return pruned.run(config, epath.Path(tmp_path / "out"), lambda *_, **__: model)
+        return in_memory.run(config, epath.Path(tmp_path / "out"), lambda *_, **__: model)
 
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
         stopped.setattr(HarnessLM, "generate_until", stop)

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
 
-from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate.run import score
 from ffn_heterogeneity.io.card import licence_of, push, write_card
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -130,7 +130,7 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     config = config_of(
         "prune", model=str(model), text=str(text), window=16, max_windows=6, **changes
     )
-    found = pruned.surgery(config, tmp_path)
+    found = in_memory.surgery(config, tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results == found and not card_differs(tmp_path / "model", results)
     for name, directory in (("before", model), ("after", tmp_path / "model")):
@@ -147,9 +147,9 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
 
 
 def test_not_measured_is_said_and_a_bad_text_refused_first(model, tmp_path):
-    pruned.surgery(config_of("prune", model=str(model)), tmp_path / "a")
+    in_memory.surgery(config_of("prune", model=str(model)), tmp_path / "a")
     assert "perplexity: not measured" in (tmp_path / "a" / "model" / "README.md").read_text()
     for changes in ({"text": "no.txt"}, {"text": "x", "token_ids": "y"}):
         with pytest.raises((ValueError, OSError), match=r"no.txt|exactly one"):
-            pruned.surgery(config_of("prune", model=str(model), **changes), tmp_path / "b")
+            in_memory.surgery(config_of("prune", model=str(model), **changes), tmp_path / "b")
     assert not (tmp_path / "b").exists()

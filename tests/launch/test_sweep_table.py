@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of, our_logits, random_params, run_script
 
-from ffn_heterogeneity.evaluate import pruned
+from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate.perplexity import window_nll
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import slurm
@@ -115,14 +115,36 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
         assert (together["tokens"], together["windows"]) == (apart["tokens"], apart["windows"])
 
 
+def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
+    """A point of the sweep over k against compress and evaluate; one whose k is too large fails."""
+    shared = [f"--config.model={files[0]}", f"--config.text={files[1]}", "--config.window=32",
+              "--config.max_windows=3"]  # fmt: skip
+    names = ("none", "attack=zero,k=3", "attack=retain,k=30")
+    flags = [f"--config={REPOSITORY}/configs/attack_table.py", "--sweep=k", *shared]
+    only = [f"--only={name}" for name in names]
+    done = run_script("sweep", *flags, *only, f"--workdir={tmp_path / 'sweep'}")
+    assert done.code == 2 and "k=30: layer 1 (from 0) has 24 neurons" in done.err
+    found = results_in(tmp_path / "sweep")
+    flags = [f"--config={REPOSITORY}/configs/attack.py", "--config.k=3", "--config.attack=zero"]
+    flags += ["--config.compute_dtype=float32", f"--workdir={tmp_path / 'one'}"]
+    assert run_script("compress", *flags, *shared).code == 0
+    one = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert set(found) == {"none", "attack=zero,k=3"}
+    assert found["none"]["perplexity"] == pytest.approx(one["perplexity_before"], rel=1e-6)
+    zeroed = found["attack=zero,k=3"]
+    assert zeroed["perplexity"] == pytest.approx(one["perplexity_after"], rel=1e-6)
+    assert zeroed["indices"] == one["indices"] and len(zeroed["nll_windows"]) == 3
+    assert np.mean(zeroed["nll_windows"]) == pytest.approx(zeroed["nll"], rel=1e-6)
+
+
 def test_filled_up_is_the_same_function(files):
     config = config_of("prune_table", model=str(files[0]), layers="odd", ratio=0.5)
     model = load_model(str(files[0]))
-    smaller, results = pruned.remove(config, model)
+    smaller, results = in_memory.operate(config, model)
     assert smaller.config.ffn_widths == (24, 12, 24, 12)
-    filled = pruned.filled_up(smaller)
+    filled = in_memory.filled_up(smaller)
     assert filled.config == model.config
-    assert pruned.filled_up(model) is model
+    assert in_memory.filled_up(model) is model
     tokens = np.random.default_rng(0).integers(2, 258, (2, 9))
     one, other = (our_logits(m.config, m.params, tokens) for m in (smaller, filled))
     assert np.abs(one - other).max() <= 5e-6 * np.abs(one).max()
@@ -132,7 +154,7 @@ def test_filled_up_is_the_same_function(files):
 def test_the_smaller_model_is_written_where_it_is_asked_for(files, tmp_path):
     config = config_of("prune_table", model=str(files[0]), text=str(files[1]), save_model=True)
     config.window, config.max_windows = 16, 2
-    results = pruned.run(config, tmp_path)
+    results = in_memory.run(config, tmp_path)
     assert load_model(str(tmp_path / "model")).config.ffn_widths == (18,) * 4
     assert json.loads((tmp_path / "results.json").read_text()) == results
 
@@ -145,22 +167,22 @@ def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
         tokens = np.arange(2, 9)[None]
         return {"piqa": {"first": float(our_logits(model.config, model.params, tokens)[0, 0, 0])}}
 
-    monkeypatch.setattr(pruned, "evaluate_tasks", evaluate_tasks)
+    monkeypatch.setattr(in_memory, "evaluate_tasks", evaluate_tasks)
     config = config_of("prune_table", model=str(files[0]), text=str(files[1]), tasks=("piqa",))
     config.window, config.max_windows, config.layers = 16, 2, "odd"
-    results = pruned.run(config, tmp_path)
+    results = in_memory.run(config, tmp_path)
     assert seen == [(("piqa",), (24,) * 4, None)], "filled up, so that one program is enough"
     tree = unstack(random_params(LLAMA))
-    _, removal = pruned.remove(config, load_model(str(files[0])))
+    _, removal = in_memory.operate(config, load_model(str(files[0])))
     for layer, gone in zip(tree["layers"], removal["removed"], strict=True):
         layer["ffn"]["down"]["kernel"][gone] = 0
     exact = our_logits(LLAMA, restack(LLAMA, tree), np.arange(2, 9)[None])[0, 0, 0]
     assert results["tasks"]["piqa"]["first"] == pytest.approx(float(exact), rel=1e-5)
     config.limit = -1
     with pytest.raises(ValueError, match="limit=-1"):
-        pruned.check_config(config)
+        in_memory.check_config(config)
     config.tasks = ()
-    pruned.check_config(config)  # without tasks their keys have no say
+    in_memory.check_config(config)  # without tasks their keys have no say
 
 
 ALL = "'unpruned', 'all', 'top', 'bottom', 'even' and 1 more"
@@ -172,6 +194,7 @@ def test_bad_points_stop_the_sweep_before_it_begins(files, tmp_path):
     for flag, message in (
         ("--config.text=", f"error: point {ALL}: give exactly one of --config.text"),
         ("--config.criterion=size", f"point {PRUNED}: criterion 'size' is unknown"),
+        ("--config.criterion=mean_state", f"point {PRUNED}: criterion 'mean_state' looks at calib"),
         ("--config.ratio=2.0", f"point {PRUNED}: ratio=2.0 is outside"),
         ("--config.streaming=True", f"point {ALL}: streaming=True is for"),
         ("--config.model=runs/nowhere/model", f"point {ALL}: model 'runs/nowhere/model' is not a"),

@@ -187,6 +187,32 @@ def jreg_runs(root):
     ]
 
 
+def attack(path, attack, k, perplexity, *, windows=(3.0, 3.2), text="data/wikitext2/test.txt",
+           answers=None, model="models/small.gguf", **config):  # fmt: skip
+    """A point of configs/attack_table.py; `answers`: whether each question of piqa was right."""
+    values = {"surgery": "attack", "attack": attack, "k": k, "layer": None, "token": None,
+              "model": model, **EVALUATION, "text": text, **config}  # fmt: skip
+    found = {"perplexity": perplexity, "nll": sum(windows) / len(windows), "layer": 12,
+             "nll_windows": list(windows)}  # fmt: skip
+    run = write_run(path, values, found)
+    if answers is not None:
+        found["tasks"] = {"piqa": score(sum(answers) / len(answers), n=len(answers))}
+        (path / "results.json").write_text(json.dumps(found))
+        (path / "samples").mkdir()
+        rows = [json.dumps({"doc_id": i, "acc": float(x)}) for i, x in enumerate(answers)]
+        (path / "samples" / "piqa.jsonl").write_text("\n".join(rows) + "\n")
+    return run
+
+
+def massive(path, model, layer=2, indices=(5, 3, 1, 2, 0)):
+    """A run of configs/analyze.py:massive on three layers."""
+    state = {"top": [9.0, 2.0, 1.0], "indices": [1, 2, 3], "median": 0.5}
+    rows = [{"h_out": state, "intermediate": state | {"median": 0.1 * i}} for i in range(3)]
+    values = {"analysis": "massive", "model": model, "layer": None, "token": None}
+    found = {"layer": layer, "indices": [*indices, 7, 8], "layers": rows}
+    return write_run(path, values, found)
+
+
 def read_csv(path):
     """Header and rows of a table."""
     with path.open() as file:

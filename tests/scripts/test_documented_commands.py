@@ -34,6 +34,8 @@ SMALL = [
     (r"chat\.py", "--config.limit=2 --config.max_new_tokens=4"),
     (r"answers\.py", "--config.limit=2 --config.max_new_tokens=2"),
     (r"fetch_models", "--only=smollm2"),
+    (r"sweep=k ", "--only=none --only=attack=zero,k=3"),
+    (r"sweep=rivals", "--only=unpruned --only=optipfair-train.txt"),
     (r"sweep=seeds", "--only=baseline,seed=0"),
     (r"dry_run=v5e", "--config.dry_run=h100:8"),
 ]  # fmt: skip

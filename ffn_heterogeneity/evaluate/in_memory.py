@@ -1,4 +1,4 @@
-"""Neurons out, then scores, in memory: a row of NUCL's Tables 4 and 5, a bar of Figure 4."""
+"""A surgery, then scores, in memory: a row of NUCL's Table 4, of massive weights' Table 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import jax
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -17,7 +18,7 @@ from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
-from ffn_heterogeneity.surgery import compress, reduce
+from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.removal import neuron_axis
 
 # The criterion of the row that all others are compared with: the model as it is.
@@ -27,18 +28,18 @@ LARGEST = ("lambda_norm", "lambda_max", "condition")
 
 
 def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = load_model) -> dict:
-    """Removes as `configs/prune.py` says, scores as `configs/perplexity.py` says and, where
-    `config.tasks` names any, as `configs/harness.py` says.
+    """Changes the model as `config.surgery` says (`configs/prune.py`, `configs/attack.py`), scores
+    it as `configs/perplexity.py` says and, where `config.tasks` names any, as `configs/harness.py`.
 
-    The smaller model is written only with `config.save_model`.
+    The changed model is written only with `config.save_model`.
 
     Args:
       load: as `load_model`; a sweep's keeps the model for the next point.
 
     Returns:
-      What `results.json` holds: those of the removal (without the lists of neurons; "largest_..."
-      over the layers of what a compensation reports), of the perplexity and of the tasks, and
-      "seconds".
+      What `results.json` holds: those of the surgery (of a removal without the lists of neurons;
+      "largest_..." over the layers of what a compensation reports), of the perplexity and of the
+      tasks, and "seconds".
 
     Raises:
       ValueError: a config value or a file is wrong; the message names it.
@@ -46,27 +47,27 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     check_config(config)
     start = time.time()
     model = load(config.model, revision=config.revision)
-    smaller, results = remove(config, model)
-    removed = results.pop("removed")
+    changed, results = operate(config, model)
+    removed = results.pop("removed", None)
     if config.save_model:
         save_pretrained(
-            smaller.config, smaller.params, workdir / "model", tokenizer=smaller.tokenizer,
+            changed.config, changed.params, workdir / "model", tokenizer=changed.tokenizer,
             export=config.export, dtype=None if config.dtype == "as_read" else config.dtype,
-            extra={"removed_neurons": removed}, overwrite=True,
+            extra=removed and {"removed_neurons": removed}, overwrite=True,
         )  # fmt: skip
-    equal = filled_up(smaller)
+    equal = filled_up(changed)
     results |= evaluation.score(config, equal)
     if config.tasks:
         samples = workdir / "samples" if config.save_samples else None
         results["tasks"] = evaluate_tasks(config, equal, samples, done_dir=workdir / "tasks")
     results["seconds"] = time.time() - start
     write_json(workdir / "results.json", results)
-    print(
-        f"{config.criterion}, layers {config.layers}: "
-        f"{results['parameters_removed_percent']:.1f}% of the parameters gone, perplexity "
-        f"{results['perplexity']:,.4f}; {workdir}/results.json",
-        file=sys.stderr,
-    )
+    if removed is not None:
+        results |= {"removed": removed}  # for the line alone
+    told = compress.describe(compress.surgery_of(config).name, config, results)
+    told += f": perplexity {results['perplexity']:,.4f}; {workdir}/results.json"
+    print(told, file=sys.stderr)
+    results.pop("removed", None)
     return results
 
 
@@ -92,19 +93,19 @@ def check_config(config: ConfigDict) -> None:
     evaluation.check_config(config)
     if config.tasks:
         check_tasks(config)
-    if config.streaming:
+    if config.get("streaming"):
         raise ValueError("streaming=True is for scripts/compress.py: this works in memory")
-    if config.criterion != UNPRUNED:
+    if config.get("criterion") != UNPRUNED:
         compress.check_config(config)
 
 
-def remove(config: ConfigDict, model: Model) -> tuple[Model, dict]:
-    """(the smaller model, the results of `reduce.prune`); criterion "none" removes nothing.
+def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
+    """(the changed model, the surgery's report); criterion "none" removes nothing.
 
     Raises:
       ValueError: as `compress.run`.
     """
-    if config.criterion == UNPRUNED:
+    if config.get("criterion") == UNPRUNED:
         widths = list(model.config.ffn_widths)
         count = count_parameters(model.config)["total"]
         return model, {
@@ -116,12 +117,13 @@ def remove(config: ConfigDict, model: Model) -> tuple[Model, dict]:
             "parameters_after": count,
             "parameters_removed_percent": 0.0,
         }
-    smaller, results = reduce.prune(model, config)
+    key = jax.random.key(config.get("seed", 0))
+    changed, results = compress.surgery_of(config)(model, config, key=key)
     for key in LARGEST:
-        values = [report.get(key) for report in results["compensated"]]
+        values = [report.get(key) for report in results.get("compensated", ())]
         values = [value for value in values if value is not None]
         results |= {f"largest_{key}": max(values)} if values else {}
-    return smaller, results
+    return changed, results
 
 
 def filled_up(model: Model) -> Model:

@@ -1,0 +1,38 @@
+"""Attacks compared (House of Cards: massive weights, Table 1, Figure 4).
+
+Command:   python scripts/sweep.py --config=configs/attack_table.py --sweep=k \
+             --config.model=<any> --config.text=<wiki.test.raw> --config.max_windows=40 \
+             --workdir=runs/attacks
+           --sweep=table: no attack, top-5 zeroing, top-5 retaining, with
+           --config.tasks="('arc_easy', 'arc_challenge', 'boolq', 'piqa', 'winogrande')"
+           python scripts/report.py runs/attacks --paper=massive_weights --out=reports/attacks
+Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
+           once; nothing but numbers is written.
+Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
+Paper:     Table 1: five tasks (accuracy, acc_norm where there is one) without examples, perplexity
+           in segments of 4,096 tokens. Figure 4: Llama-3-8B and others, k from 0 on.
+
+The keys are those of configs/attack.py, configs/perplexity.py and configs/parts/tasks.py.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import attack
+from configs.parts import in_memory
+from ffn_heterogeneity.launch.sweep import chain, point, product
+
+KIND = "in_memory"
+KS = (1, 2, 3, 5, 10, 30)
+
+
+def get_config() -> ConfigDict:
+    return in_memory.get_config(attack.get_config())
+
+
+BOTH = {"attack": ("zero", "retain")}
+NONE = point("none", {"attack": "zero", "k": 0})
+SWEEPS = {
+    "k": chain(NONE, point("attack=retain,k=0", {"attack": "retain", "k": 0}),
+               product(BOTH, {"k": KS})),
+    "table": chain(NONE, product(BOTH, {"k": (5,)})),
+}  # fmt: skip

@@ -1,0 +1,17 @@
+"""The keys of a surgery in memory and of what scores its model: of configs/*_table.py."""
+
+from ml_collections import ConfigDict
+
+from configs.parts import tasks
+
+
+def get_config(surgery: ConfigDict) -> ConfigDict:
+    """Those of configs/parts/tasks.py and of the surgery's own file, and `save_model`."""
+    keys = dict(tasks.get_config().items(preserve_field_references=True))
+    config = ConfigDict(keys | dict(surgery.items(preserve_field_references=True)))
+    config.compute_dtype = "float32"  # as what docs/results has, on any machine
+    config.tasks = ()  # scored beside the perplexity
+    config.save_samples = False
+    # Also write the changed model, to <workdir>/<point>/model.
+    config.save_model = False
+    return config

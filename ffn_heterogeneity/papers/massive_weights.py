@@ -1,0 +1,106 @@
+"""Massive weights (House of Cards): its tables and figures, beside what was measured here."""
+
+from __future__ import annotations
+
+from ffn_heterogeneity.papers import nucl, specs
+from ffn_heterogeneity.papers.specs import (
+    Accuracy,
+    Against,
+    Cell,
+    Claim,
+    Curves,
+    Kind,
+    Label,
+    Mean,
+    Share,
+    Table,
+)
+
+ATTACK = ("attack", "k", "layer", "token")
+KINDS = {
+    "attack": Kind({"attack": bool, "perplexity": bool},
+                   ("model", *ATTACK, *nucl.EVALUATION), ("model", *ATTACK, "text"),
+                   Label("{model}")),
+    "analysis": Kind({"analysis": "massive"}, ("model", "layer", "token", "five", "rank"),
+                     ("model", "rank", "layer", "five"), Label("{model}")),
+    "removal": nucl.KINDS["removal"]._replace(shown=("model", "ratio", *nucl.REMOVAL)),
+}  # fmt: skip
+
+WHOLE = {"attack": "zero", "k": 0}
+ATTACKS = Label("top-{k} {attack}", {
+    "-": WHOLE, "top-5 zeroing": {"attack": "zero", "k": 5},
+    "top-5 retaining": {"attack": "retain", "k": 5}})  # fmt: skip
+TASKS = {"ARC-E": Accuracy("arc_easy"), "ARC-C": Accuracy("arc_challenge"),
+         "BoolQ": Accuracy("boolq"), "PIQA": Accuracy("piqa"),
+         "WG": Accuracy("winogrande")}  # fmt: skip
+MEAN = tuple(TASKS.values())
+CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}
+PERPLEXITY = {name: Cell("perplexity", {"corpus": corpus}) for name, corpus in CORPORA.items()}
+MODEL, UNATTACKED = Label("{model}"), {"where": WHOLE, "free": ("attack", "k")}
+
+UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
+FREE = (*nucl.REMOVAL, "layer")
+CHANCE = {"criterion": "random", **nucl.PLAIN}
+RULE = Label("{criterion}, {compensation}, reverse {reverse}, spared {protect}, text {calibration}",
+             nucl.METHODS)  # fmt: skip
+SPARED = Label("{protect}", {"nobody": CHANCE})
+
+TABLES = (
+    Table("table_1", ("attack",), {"Models": MODEL, "Attack": ATTACKS},
+          {**PERPLEXITY, "Avg. (perplexity)": Mean(tuple(PERPLEXITY.values())), **TASKS,
+           "Avg. (accuracy)": MEAN}, {"k": (0, 5)}, here="here: windows of {window}"),
+    Table("table_7", ("analysis",), {"Models": MODEL}, {"Layer": "layer", "Indices": "five"},
+          here="here"),
+    Table("attacks", ("attack",), {
+        "model": MODEL, "text": Label("{text}"), "attack": Label("{attack}"), "k": Label("{k}")},
+        {"perplexity": "perplexity",
+         "NLL less unattacked": Against("nll", **UNATTACKED, how="windows"),
+         **{f"{name} less unattacked": Against(task, **UNATTACKED, how="questions")
+            for name, task in TASKS.items()}, "*": True},
+        here="here", title="Ours: every attack, against the model as it is",
+        notes=("Differences in nats a token and in points, paired over windows and questions.",)),
+    Table("removal", ("removal",), {
+        "model": MODEL, "share of neurons": Label("{ratio}"), "method": RULE},
+        {"NLL": "nll", "less unpruned": Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows"),
+         "less entropy": Against("nll", ENTROPY, FREE, "windows"),
+         "less chance": Against("nll", CHANCE, FREE, "windows")},
+        here="here", title="Ours: neurons removed, every rule", notes=(
+            "Nats a token. Of several seeds the mean, lowest and highest; differences are paired "
+            "over windows, of the means over seeds.",)),
+    Table("explained", ("removal",), {
+        "model": MODEL, "share of neurons": Label("{ratio}"), "spared": SPARED},
+        {"NLL": "nll", "less chance": Against("nll", CHANCE, FREE),
+         "of entropy's advantage": Share("nll", CHANCE, ENTROPY, FREE)},
+        {"criterion": "random", "reverse": False, "compensation": "none"}, here="here",
+        title="Ours: chance that spares a few neurons: how much of entropy's advantage over chance "
+              "that explains",
+        notes=("1: as good as entropy; 0: as bad as chance. Paired over seeds.",)),
+)  # fmt: skip
+
+LINES = Label("{attack}, {corpus}")
+CURVES = (
+    Curves("figure_3", ("analysis",), MODEL, Label("{rank}"), {
+        "hidden state": "massive/h_out", "intermediate state": "massive/intermediate"}, "layer"),
+    Curves("figure_4", ("attack",), MODEL, Label("{attack}"), {"mean accuracy (%)": MEAN}, x="k"),
+    Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
+           title="Ours: perplexity according to k", log=True),
+)  # fmt: skip
+
+FIVE = {"k": 5, "layer": None}
+CLAIMS = (
+    Claim("the massive layer and its five neurons are those printed", "Table 7", "as_printed",
+          "analysis", {}, MODEL, {"paper": "massive_weights", "table": "table_7", "label": MODEL,
+                                  "values": ("layer", "five")}),
+    Claim("top-5 zeroing does more harm than top-5 retaining", "Section 2.3, Table 1; by NLL",
+          "compare", "attack", {"attack": "zero", **FIVE}, Label("{model}, {corpus}"),
+          {"value": Against("nll", {"attack": "retain", **FIVE}, ("attack",)), "sign": 1,
+           "label": Label("{corpus}")}),
+    Claim("zeroing three already does harm", "Section 2.3 of the Llama families; by NLL",
+          "compare", "attack", {"attack": "zero", "k": 3}, Label("{model}, {corpus}"),
+          {"value": Against("nll", **UNATTACKED), "sign": 1, "label": Label("{corpus}")}),
+    Claim("removal by entropy does less harm than chance that spares the massive neurons",
+          "ours: NUCL, section 4.2", "compare", "removal", ENTROPY, Label("{model}, {ratio}"),
+          {"value": Against("nll", CHANCE | {"protect": "bos:5"}, FREE), "sign": -1,
+           "label": Label("entropy")}),
+)  # fmt: skip
+PAPER = specs.Paper("massive_weights", KINDS, TABLES, CURVES, CLAIMS)

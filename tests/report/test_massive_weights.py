@@ -1,0 +1,136 @@
+"""The report on massive weights: attacks, the analysis, removals that spare neurons."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+from builders import attack, claim, lines, massive, removal
+
+from ffn_heterogeneity.papers.specs import printed
+from ffn_heterogeneity.report import paired
+from ffn_heterogeneity.report.engine import write_paper
+
+NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
+           "piqa", "winogrande", "mean")  # fmt: skip
+
+
+def test_what_is_printed(shared_data):
+    """Against the second typing of Tables 1 and 7."""
+    folder = shared_data.parent / "papers" / "printed"
+    other, tables = json.loads((folder / "massive_weights.json").read_text()), None
+    tables = printed("massive_weights")["tables"]
+    mine = [row[2:] for row in tables["table_1"]["rows"]]
+    assert mine == [[row[key] for key in NUMBERS] for row in other["table_1"].values()]
+    seven = {row[0]: (str(row[1]), row[2]) for row in tables["table_7"]["rows"]}
+    assert seven == {name: (row["layer_from_1"], ", ".join(map(str, row["indices"])))
+                     for name, row in other["table_7"].items()}  # fmt: skip
+    for row in mine:
+        assert sum(row[4:9]) / 5 == pytest.approx(row[9], abs=0.0501)
+        assert sum(row[:3]) / 3 == pytest.approx(row[3], abs=0.0051)
+
+
+def test_attacks(report, tmp_path):
+    right, wrong = [1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0]
+    runs = [
+        attack(tmp_path / "none", "zero", 0, 20.0, answers=right),
+        attack(tmp_path / "zero", "zero", 5, 90.0, windows=(4.5, 4.9), answers=wrong),
+        attack(tmp_path / "retain", "retain", 5, 30.0, windows=(3.4, 3.5)),
+        attack(tmp_path / "c4", "zero", 5, 120.0, windows=(4.7, 4.8), text="data/c4/a.txt"),
+        attack(tmp_path / "three", "zero", 3, 80.0, windows=(4.4, 4.3)),
+    ]
+    tables = report("massive_weights", runs)
+    rows = {row["Attack"]: row for row in tables["table_1"] if row["from"] != "paper"
+            and row["Models"] == "small"}  # fmt: skip
+    assert rows["-"]["WikiText"] == "20.0" and float(rows["-"]["PIQA"]) == pytest.approx(500 / 6)
+    assert (rows["top-5 zeroing"]["WikiText"], rows["top-5 zeroing"]["C4"]) == ("90.0", "120.0")
+    assert rows["top-5 zeroing"]["Avg. (perplexity)"] == "-"
+    ours = {(r["attack"], r["k"], r["text"]): r for r in tables["attacks"]}
+    zeroed = ours["zero", "5", "data/wikitext2/test.txt"]
+    assert float(zeroed["NLL less unattacked"]) == pytest.approx((1.5 + 1.7) / 2)
+    assert float(zeroed["PIQA less unattacked"]) == pytest.approx(-50)
+    assert ours["zero", "5", "data/c4/a.txt"]["NLL less unattacked"] == "-"
+    assert "bootstrap n=2" in tables["text"] and "bootstrap n=6" in tables["text"]
+    points = lines(tables, "perplexity_by_k")
+    assert points["small", "zero, wikitext", "-"] == [(0, 20), (3, 80), (5, 90)]
+    assert claim(tables, "top-5 zeroing does more harm")[1] == "holds"
+    assert claim(tables, "zeroing three already does harm")[1] == "holds"
+
+
+def test_the_analysis_against_table_7(report, tmp_path):
+    runs = [
+        massive(tmp_path / "a", "hub/Meta-Llama-3-8B", 2, (2427, 198, 6412, 12657, 591)),
+        massive(tmp_path / "b", "hub/Mistral-7B-v0.1", 2, (7310, 8572, 2514, 1878, 1)),
+        massive(tmp_path / "c", "hub/little"),
+    ]
+    tables = report("massive_weights", runs)
+    rows = {row["Models"]: row for row in tables["table_7"] if row["from"] == "here"}
+    assert rows["little"]["Indices"] == "5, 3, 1, 2, 0" and rows["little"]["Layer"] == "2"
+    verdicts = [claim(tables, "the massive layer and its five", name)[1] for name in ("Meta", "Mi")]
+    assert verdicts == ["holds", "does not hold"]
+    points = {(row["line"], row["value"]): float(row["y"]) for row in tables["figure_3"]
+              if row["panel"] == "little" and row["layer"] == "3"}  # fmt: skip
+    assert points["median", "intermediate state"] == pytest.approx(0.2)
+    assert points["largest", "hidden state"] == 9
+
+
+def removals(root):
+    """Chance loses 1 nat and entropy 0.2; sparing the five of bos is worth three quarters."""
+    rows = [("unpruned", {"criterion": "none"}, 3.0), ("entropy", {}, 3.2)]
+    for seed, protect in product(range(4), ("", "bos:5")):
+        nll = 4.0 + seed / 10 - (0.6 if protect else 0)
+        settings = {"criterion": "random", "seed": seed, "protect": protect}
+        rows.append((f"{protect}{seed}", settings, nll))
+    made = []
+    for name, settings, nll in rows:
+        path = root / name.replace(":", "")
+        settings = {"protect": "", "calibration": "", **settings}
+        made.append(removal(path, float(np.exp(nll)), **settings))
+        results = json.loads((path / "results.json").read_text())
+        results |= {"nll": nll, "nll_windows": [nll - 0.1, nll, nll + 0.1]}
+        (path / "results.json").write_text(json.dumps(results))
+    return made
+
+
+def test_what_sparing_explains(report, tmp_path):
+    tables = report("massive_weights", removals(tmp_path))
+    rows = {row["spared"]: row for row in tables["explained"]}
+    # (chance - spared) / (chance - entropy) of the means: 0.6 / 0.95
+    assert float(rows["bos:5"]["of entropy's advantage"]) == pytest.approx(0.6 / 0.95)
+    assert rows["nobody"]["of entropy's advantage"] == "-"
+    assert float(rows["bos:5"]["less chance"]) == pytest.approx(-0.6)
+    found = {row["method"]: row for row in tables["removal"]}
+    assert float(found["Random"]["less entropy"]) == pytest.approx(0.95)
+    assert float(found["Entropy-based"]["less unpruned"]) == pytest.approx(0.2)
+    # Removals that spared neurons are no rows of plain chance, in NUCL's report either.
+    text = report("nucl", removals(tmp_path / "again"), "nucl")["text"]
+    assert 'protect "bos:5"' in text
+    rows = [row for row in report("nucl", removals(tmp_path / "more"), "more")["removal"]
+            if row["method"] == "Random"]  # fmt: skip
+    assert [float(row["perplexity"]) for row in rows] == pytest.approx(
+        [np.exp(4.0 + np.arange(4) / 10).mean()]
+    )
+
+
+def test_paired_intervals_against_a_plain_loop():
+    rng = np.random.default_rng(3)
+    own, base = rng.normal(1.0, 0.2, 40), rng.normal(2.0, 0.2, 40)
+    found = paired.difference(dict(enumerate(own)), dict(enumerate(base)))
+    draws = np.random.default_rng(0).integers(40, size=(10_000, 40))
+    means = [(own - base)[draw].mean() for draw in draws]
+    np.testing.assert_allclose((found.low, found.high), np.percentile(means, [2.5, 97.5]))
+    explained = paired.share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
+    ratios = [(base[d].mean() - own[d].mean()) / (base[d].mean() - 0.5) for d in draws]
+    np.testing.assert_allclose(
+        (explained.low, explained.high), np.percentile(ratios, [2.5, 97.5]), rtol=1e-9
+    )
+    assert paired.difference({0: 1.0}, {0: 1.0, 1: 2.0}) is None
+
+
+def test_a_damaged_analysis_is_named(tmp_path):
+    massive(tmp_path / "a", "m")
+    (tmp_path / "a" / "results.json").write_text('{"layer": 2}')
+    with pytest.raises(ValueError, match=r"a/results.json is no analysis"):
+        write_paper("massive_weights", [str(tmp_path / "a")], tmp_path / "out")
