@@ -4,8 +4,11 @@ Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --
            python scripts/analyze.py --config=configs/analyze.py:displacement --config.model=<any> \
              --config.jsonl=<lambada.jsonl>
            python scripts/analyze.py --config=configs/analyze.py:massive --config.model=<any>
+           python scripts/analyze.py --config=configs/analyze.py:lesions --config.model=<any> \
+             --config.text=<text>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
-Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores.
+Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores;
+           lesions an hour (it prints as it goes, and goes on where it was stopped).
 Paper:     JREG, Table 1: next-word prediction on 100 samples of LAMBADA. Whether h_L is taken
            before or after the final norm, and over which tokens, is not stated: all are computed.
 
@@ -15,17 +18,20 @@ after the final norm, over all tokens and the last of each document, block influ
 in which it removes layers (JREG, section 3). A directory of checkpoints, or --config.revisions,
 gives the curves over training (its Figure 4). massive: every state's largest magnitudes when bos
 stands alone, the layer and the neurons that massive activations come from, and what bos does in
-other places of a sentence (House of Cards, section 2, Figures 2 and 3).
+other places of a sentence (House of Cards, section 2, Figures 2 and 3). lesions: what the loss of
+one neuron alone costs, of every neuron of the massive layer and of some others.
 """
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from configs import perplexity
+
 
 def get_config(analysis: str = "connectivity") -> ConfigDict:
     config = ConfigDict(
         {
-            "analysis": analysis,  # connectivity | displacement | massive
+            "analysis": analysis,  # connectivity | displacement | massive | lesions
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),  # branch, tag or commit of a hub id
@@ -36,6 +42,14 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         config.token = placeholder(int)  # instead of bos
         config.sentence = "Summer is warm. Winter is cold."  # bos first, in its middle, last
         config.compute_dtype = "auto"  # float32 | bfloat16; the neurons are found in float32
+        return config
+    if analysis == "lesions":
+        config = perplexity.get_config()  # text, token_ids, window, bos, compute_dtype
+        config.update({"analysis": analysis, "max_windows": 2, "compute_dtype": "float32"})
+        config.layer = placeholder(int)  # from 0; default: the massive layer
+        config.token = placeholder(int)  # instead of bos
+        config.others = 300  # neurons of other layers, drawn by the seed
+        config.seed = 0
         return config
     # Of displacement alone:
     config.revisions = ()  # of a hub id, one checkpoint each: ('step1000', 'step2000')

@@ -8,11 +8,10 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.evaluate.inputs import prompt_rows, tokenizer_of
 from ffn_heterogeneity.io.card import push as push
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
@@ -62,11 +61,8 @@ def generate(
     Raises:
       ValueError: a model without a tokenizer, a prompt too long for it, or a bad setting.
     """
-    texts, encoder = [prompts] if isinstance(prompts, str) else list(prompts), _encoder(model)
-    if chat:
-        ids = [prompt_ids([Message("user", text)], encoder) for text in texts]
-    else:
-        ids = [model.tokenizer.encode(text) for text in texts]
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    ids = prompt_rows(model, texts, chat)
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
     found = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
     answers = [one.text for one in found]
@@ -85,14 +81,7 @@ def perplexity(
     Raises:
       ValueError: a model without a tokenizer, a text shorter than one window, a bad setting.
     """
-    _encoder(model)
-    bos = bos or ("none" if model.tokenizer.bos_token_id is None else "segment")
+    bos = bos or ("none" if tokenizer_of(model).bos_token_id is None else "segment")
     rows = text_windows(text, model.tokenizer, window, max_windows, bos)
     options = {"batch_size": batch_size, "progress": None}
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
-
-
-def _encoder(model: Model) -> Encoder:
-    if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer, so it reads no text: add its files")
-    return Encoder(model.tokenizer, "auto")

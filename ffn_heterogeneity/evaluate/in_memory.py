@@ -11,6 +11,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.files import write_json
@@ -38,8 +40,8 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
 
     Returns:
       What `results.json` holds: those of the surgery (of a removal without the lists of neurons;
-      "largest_..." over the layers of what a compensation reports), of the perplexity and of the
-      tasks, and "seconds".
+      "largest_..." over the layers of what a compensation reports), of the perplexity, of the
+      tasks, "answers" to `config.prompts`, and "seconds".
 
     Raises:
       ValueError: a config value or a file is wrong; the message names it.
@@ -60,6 +62,8 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     if config.tasks:
         samples = workdir / "samples" if config.save_samples else None
         results["tasks"] = evaluate_tasks(config, equal, samples, done_dir=workdir / "tasks")
+    if config.prompts:
+        results["answers"] = answers(config, equal)
     results["seconds"] = time.time() - start
     write_json(workdir / "results.json", results)
     if removed is not None:
@@ -124,6 +128,15 @@ def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
         values = [value for value in values if value is not None]
         results |= {f"largest_{key}": max(values)} if values else {}
     return changed, results
+
+
+def answers(config: ConfigDict, model: Model) -> dict[str, str]:
+    """{prompt: what the model says to it, greedily}; without a chat template its continuation."""
+    chat = bool(getattr(tokenizer_of(model), "chat_template", None))
+    generator = Generator(model.config, model.params, model.tokenizer, options=options_of(config))
+    rows = prompt_rows(model, config.prompts, chat)
+    found = generator(rows, Sampling(config.max_new_tokens), progress=None)
+    return {text: one.text for text, one in zip(config.prompts, found, strict=True)}
 
 
 def filled_up(model: Model) -> Model:

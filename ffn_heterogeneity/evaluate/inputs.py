@@ -10,9 +10,10 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.data.packing import encode
+from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError, named_place, read_jsonl, read_utf8
 from ffn_heterogeneity.data.tasks.base import text_of
+from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
@@ -52,7 +53,7 @@ def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
     if config.token_ids:
         return read_token_ids(config.token_ids)
     return text_windows(
-        read_utf8(config.text), _tokenizer(model), config.window,
+        read_utf8(config.text), tokenizer_of(model), config.window,
         max_windows=config.max_windows or None, bos=config.bos,
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ def input_documents(config: ConfigDict, model: Model) -> tuple[list[np.ndarray],
     Raises:
       ValueError: as `check_inputs`; the model has no tokenizer, or that no bos.
     """
-    tokenizer, window = _tokenizer(model), config.window
+    tokenizer, window = tokenizer_of(model), config.window
     if config.bos not in WINDOW_BOS or window < 1:
         raise ValueError(f"bos={config.bos!r}, window={window}: one of {WINDOW_BOS}, at least 1")
     bos = [] if config.bos == "none" else [tokenizer.bos_token_id]
@@ -93,7 +94,21 @@ def _texts(config: ConfigDict) -> list[str]:
     return texts
 
 
-def _tokenizer(model: Model) -> Any:
+def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
+    """The ids of texts to be continued; `chat`: of questions, in the tokenizer's template.
+
+    Raises:
+      ValueError: the model has no tokenizer, or that no template.
+    """
+    tokenizer = tokenizer_of(model)
+    if not chat:
+        return [tokenizer.encode(text) for text in texts]
+    encoder = Encoder(tokenizer, "auto")
+    return [prompt_ids([Message("user", text)], encoder) for text in texts]
+
+
+def tokenizer_of(model: Model) -> Any:
+    """The model's; ValueError where it has none."""
     if model.tokenizer is None:
         raise ValueError(
             f"{model.source} has no tokenizer, so no text can be read: add its files, or give "

@@ -14,6 +14,7 @@ from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
+from ffn_heterogeneity.evaluate.lesions import check_lesions, lesions
 from ffn_heterogeneity.evaluate.massive import massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
@@ -132,4 +133,5 @@ EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]]
     "connectivity": (_nothing, connectivity),
     "displacement": (check_inputs, displacement),
     "massive": (_nothing, massive),
+    "lesions": (check_lesions, lesions),
 }

@@ -34,13 +34,15 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One pair of axes; `log`: values that span more than a decade stand on a log scale."""
+    """One pair of axes; `log`: values that span more than a decade stand on a log scale; `dots`:
+    points that no line joins."""
 
     title: str
     lines: Sequence[Line]
     xlabel: str = "step"
     ylabel: str = ""
     log: bool = False
+    dots: bool = False
 
 
 def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
@@ -60,7 +62,9 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
     figure, axes = _axes(rows, columns, 4.6 * columns, 3.4 * rows)
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):
-            if len(line.x):
+            if panel.dots:
+                axis.plot(line.x, line.y[0], ".", color=COLOURS[i], markersize=3, label=line.label)
+            elif len(line.x):
                 _draw_line(axis, line, i)
         values = [y for line in panel.lines for y in line.y.ravel() if math.isfinite(y)]
         if panel.log and values and 0 < 10 * min(values) < max(values):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of, our_logits, random_params, run_script
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate.perplexity import window_nll
 from ffn_heterogeneity.io.load import load_model
@@ -121,6 +122,7 @@ def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
               "--config.max_windows=3"]  # fmt: skip
     names = ("none", "attack=zero,k=3", "attack=retain,k=30")
     flags = [f"--config={REPOSITORY}/configs/attack_table.py", "--sweep=k", *shared]
+    flags += ["--config.prompts=('ab',)", "--config.max_new_tokens=4"]
     only = [f"--only={name}" for name in names]
     done = run_script("sweep", *flags, *only, f"--workdir={tmp_path / 'sweep'}")
     assert done.code == 2 and "k=30: layer 1 (from 0) has 24 neurons" in done.err
@@ -130,6 +132,9 @@ def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
     assert run_script("compress", *flags, *shared).code == 0
     one = json.loads((tmp_path / "one" / "results.json").read_text())
     assert set(found) == {"none", "attack=zero,k=3"}
+    for name, path in (("none", files[0]), ("attack=zero,k=3", tmp_path / "one" / "model")):
+        answer = fh.generate(fh.load_model(str(path)), "ab", 4)
+        assert found[name]["answers"] == {"ab": answer}
     assert found["none"]["perplexity"] == pytest.approx(one["perplexity_before"], rel=1e-6)
     zeroed = found["attack=zero,k=3"]
     assert zeroed["perplexity"] == pytest.approx(one["perplexity_after"], rel=1e-6)

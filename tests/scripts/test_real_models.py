@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -115,6 +116,22 @@ def test_a_pruned_model_loads_in_transformers_and_agrees(
     np.testing.assert_array_equal(ours.argmax(-1), reference.argmax(-1))
     ids = smaller.tokenizer.encode("The same tokenizer, 1234!")
     assert ids == smollm2.tokenizer.encode("The same tokenizer, 1234!")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_the_model_rewritten_as_another_family(torch, smollm2, tokens, tmp_path, family):
+    """Llama's block is theirs: the same bits here, the same logits by their code in torch."""
+    config = dataclasses.replace(smollm2.config, family=family)
+    save_pretrained(config, smollm2.params, tmp_path, tokenizer=smollm2.tokenizer)
+    read = load_model(tmp_path)
+    assert read.config == config
+    ours = our_logits(smollm2.config, smollm2.params, tokens)
+    np.testing.assert_array_equal(our_logits(read.config, read.params, tokens), ours)
+    theirs = torch_model(torch, tmp_path)
+    assert type(theirs).__name__.lower() == f"{family}forcausallm"
+    reference = torch_logits(torch, theirs, tokens)
+    assert np.abs(ours - reference).max() <= 1e-4 * np.abs(reference).max()
 
 
 def perplexity_against_torch(torch, gguf, wikitext, directory):

@@ -1,0 +1,185 @@
+"""What each neuron's loss alone costs: the forward pass goes on from the state before its layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.losses.nll import chunked_nll
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.report.figures import Line, Panel, draw, save
+from ffn_heterogeneity.surgery.adapt import fold_all
+from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.criteria import layer_scores
+from ffn_heterogeneity.surgery.sites import ffn_sites
+
+BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_input, kind="example")
+SHOWN, LEAST = 10, 1e-6  # neurons that are printed; the least damage of the figure's log axis
+
+
+def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
+    """The analysis "lesions": every neuron of one layer and `config.others` of the other layers,
+    drawn by `config.seed`, removed alone.
+
+    Every damage is kept in `<workdir>/lesions.jsonl` as it is found, and the same command goes on.
+
+    Returns:
+      {"layer_index" (from 0), "nll" (of the whole model, nats a token), "neurons": a row each,
+      {"layer", "neuron", "damage" (nats a token), "entropy_rank" (the share of its layer's neurons
+      that have a lower entropy: removal by entropy takes 1 first), "bos" (|h| on bos)}}.
+
+    Raises:
+      ValueError: as `load_model`, `massive_weights` and `input_rows`; a layer with experts.
+    """
+    model, _ = fold_all(load_model(config.model, revision=config.revision))
+    found = massive_weights(model.config, model.params, config.layer, config.token)
+    rows, options = input_rows(config, model), options_of(config)
+    sites = dict(ffn_sites(model.params))
+    chosen = draw_neurons(model.config, found.layer, config.others, config.seed)
+    ranks = {layer: entropy_ranks(sites[layer, None], layer) for layer, _ in chosen}
+    damages = _damages(model, options, rows, chosen, workdir / "lesions.jsonl")
+    neurons = [
+        {"layer": layer, "neuron": i, "damage": damages[layer, i] - damages[layer, -1],
+         "entropy_rank": float(ranks[layer][i]), "bos": float(found.states[layer, i])}
+        for layer, i in chosen if i >= 0
+    ]  # fmt: skip
+    result = {"layer_index": found.layer, "nll": damages[found.layer, -1], "neurons": neurons}
+    _say(result)
+    _draw(result, workdir)
+    return result
+
+
+def check_lesions(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded."""
+    if config.others < 0:
+        raise ValueError(f"others={config.others} must not be negative")
+    check_inputs(config)
+
+
+def draw_neurons(config: ModelConfig, layer: int, others: int, seed: int) -> list[tuple[int, int]]:
+    """(layer, neuron): all of one layer, some of the rest; layer by layer, -1 (none) first."""
+    rest = [(i, j) for i, width in enumerate(config.ffn_widths) if i != layer for j in range(width)]
+    picks = np.random.default_rng(seed).permutation(len(rest))[:others]
+    some = sorted(rest[i] for i in picks)
+    chosen = [(layer, i) for i in range(config.ffn_widths[layer])] + some
+    result = []
+    for own in dict.fromkeys(i for i, _ in chosen):
+        result += [(own, -1), *((i, j) for i, j in chosen if i == own)]
+    return result
+
+
+def entropy_ranks(ffn: dict, layer: int) -> np.ndarray:
+    """The share of the layer's neurons whose outgoing weights have a lower entropy, [m]."""
+    scores = layer_scores("entropy", ffn, layer=layer)
+    return np.searchsorted(np.sort(scores), scores) / max(len(scores) - 1, 1)
+
+
+def _damages(
+    model: Model, options: RunOptions, rows: np.ndarray, chosen: Sequence[tuple[int, int]],
+    path: epath.Path,
+) -> dict[tuple[int, int], float]:  # fmt: skip
+    """(layer, neuron) -> NLL without it; neuron -1: without none."""
+    from tqdm import tqdm
+
+    done: dict[tuple[int, int], float] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.endswith("}"):  # a line cut short by a crash is computed again
+            row = json.loads(line)
+            done[row["layer"], row["neuron"]] = row["nll"]
+    tree, states, at = unstack(model.params), None, None
+    for layer, neuron in tqdm(chosen, desc="lesions", file=sys.stderr):
+        if (layer, neuron) in done:
+            continue
+        if states is None:
+            states = _states(model.config, options, jax.device_put(model.params), rows[:, :-1])
+        if at != layer:
+            at, (config, params) = layer, resumed(model.config, tree, states[layer], layer)
+            params = jax.device_put(params)
+        nll = float(_nll(config, options, params, rows[:, 1:], neuron))
+        done[layer, neuron] = nll
+        with path.open("a") as file:
+            file.write(json.dumps({"layer": layer, "neuron": neuron, "nll": nll}) + "\n")
+    return done
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _states(config, options, params, tokens):
+    outputs = forward(config, params, {"tokens": tokens}, options=options, probes=(BLOCK_INPUT,))
+    return outputs["probes"][BLOCK_INPUT.name]
+
+
+def resumed(
+    config: ModelConfig, tree: dict, states_btd: jax.Array, layer: int
+) -> tuple[ModelConfig, dict]:
+    """The layers from `layer` on, as a model whose token i is the i-th of the states before it."""
+    layers, kernel = tree["layers"][layer:], tree["embed"]["embedding"].T
+    own = dataclasses.replace(
+        config, layers=config.layers[layer:], tied=False, embedding_multiplier=1.0
+    )
+    params = {**tree, "layers": layers, "head": tree.get("head", {"kernel": kernel})}
+    params["embed"] = {"embedding": np.asarray(states_btd).reshape(-1, config.d_model)}
+    return own, restack(own, params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _nll(config, options, params, targets, neuron):
+    """Mean NLL without one neuron of the first layer; -1: whole."""
+    slots = params["stack"]["segment_0"]
+    ffn = slots["slot_0"]["ffn"]
+    kernel = ffn["down"]["kernel"]
+    lost = (jnp.arange(kernel.shape[1]) == neuron)[None, :, None]
+    first = (jnp.arange(kernel.shape[0]) == 0)[:, None, None]
+    down = {**ffn["down"], "kernel": jnp.where(lost & first, 0, kernel)}
+    slot = {**slots["slot_0"], "ffn": {**ffn, "down": down}}
+    stack = {**params["stack"], "segment_0": {**slots, "slot_0": slot}}
+    places = jnp.arange(targets.size, dtype=jnp.int32).reshape(targets.shape)
+    batch = {"tokens": places}
+    hidden = forward(config, {**params, "stack": stack}, batch, options=options)["hidden"]
+    sums = chunked_nll(
+        hidden, params["head"]["kernel"], targets, jnp.ones(targets.shape, bool),
+        layout="dv", softcap=config.final_softcap,
+    )  # fmt: skip
+    return sums.total / sums.count
+
+
+def _say(result: dict) -> None:
+    rows = sorted(result["neurons"], key=lambda row: -row["damage"])
+    for row in rows[:SHOWN]:
+        print(
+            f"layer {row['layer']} (from 0), neuron {row['neuron']}: {row['damage']:+.5f} nats, "
+            f"entropy rank {row['entropy_rank']:.4f}, |h(bos)| {row['bos']:.3g}",
+            file=sys.stderr,
+        )
+
+
+def _draw(result: dict, workdir: epath.Path) -> None:
+    """Damage against |h(bos)| and against the rank of entropy."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    groups = {f"layer {result['layer_index'] + 1}, all": True, "other layers": False}
+    panels = []
+    for key, xlabel in (("bos", "|h| on bos"), ("entropy_rank", "rank of entropy (1 goes first)")):
+        lines = []
+        for label, own in groups.items():
+            some = [x for x in result["neurons"] if (x["layer"] == result["layer_index"]) == own]
+            damage = np.array([[max(row["damage"], LEAST) for row in some]])
+            lines.append(Line(label, [row[key] for row in some], damage))
+        panels.append(Panel("", lines, xlabel, "nats lost (at least 1e-6)", True, dots=True))
+    figure = draw(panels)
+    figure.axes[0].set_xscale("log")
+    save(figure, workdir / "lesions.png")

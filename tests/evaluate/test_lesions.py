@@ -1,0 +1,78 @@
+"""The analysis of single neurons: equal to the whole model without that neuron."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_models import byte_tokenizer, config_of, random_params, tiny_of
+
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.evaluate.lesions import draw_neurons
+from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.criteria import layer_scores
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def case(request, tmp_path_factory):
+    root, config = tmp_path_factory.mktemp(request.param), tiny_of(request.param, 4)
+    params = random_params(config, dtype=np.float32)
+    save_pretrained(config, unstack(params), root / "model", tokenizer=byte_tokenizer())
+    rows = np.random.default_rng(0).integers(2, config.vocab_size, (2, 13))
+    np.save(root / "rows.npy", rows)
+    settings = {"model": str(root / "model"), "token_ids": str(root / "rows.npy"), "others": 5}
+    results = evaluation.run(config_of("analyze", "lesions", **settings), root)
+    return config, params, rows, results, root, settings
+
+
+def test_every_damage_is_that_of_the_whole_model(case):
+    config, params, rows, results, *_ = case
+    layer = massive_weights(config, params).layer
+    assert results["layer_index"] == layer
+    whole = perplexity(config, params, rows, progress=None)["nll"]
+    assert results["nll"] == pytest.approx(whole, rel=1e-6)
+    width, found = config.layers[layer].ffn_width, results["neurons"]
+    assert len(found) == width + 5
+    assert sum(row["layer"] == layer for row in found) == width
+    assert max(abs(row["damage"]) for row in found) > 1e-4
+    for row in [*found[:3], *found[-5:]]:
+        tree = unstack(random_params(config, dtype=np.float32))
+        tree["layers"][row["layer"]]["ffn"]["down"]["kernel"][row["neuron"]] = 0
+        nll = perplexity(config, restack(config, tree), rows, progress=None)["nll"]
+        assert row["damage"] == pytest.approx(nll - whole, abs=2e-6)
+        scores = layer_scores("entropy", tree["layers"][row["layer"]]["ffn"], layer=0)
+        # The row set to 0 ranks first of all there; the others keep their order.
+        own = layer_scores("entropy", unstack(params)["layers"][row["layer"]]["ffn"], layer=0)
+        below = (own < own[row["neuron"]]).sum()
+        assert row["entropy_rank"] == pytest.approx(below / (len(scores) - 1))
+
+
+def test_it_goes_on(case):
+    """Lines that are there are not computed again; half a line is."""
+    *_, results, root, settings = case
+    lines = (root / "lesions.jsonl").read_text().splitlines(keepends=True)
+    changed = json.loads(lines[1]) | {"nll": 99.0}
+    again = root / "again"
+    again.mkdir()
+    (again / "lesions.jsonl").write_text(lines[0] + json.dumps(changed) + "\n" + lines[2][:9])
+    found = evaluation.run(config_of("analyze", "lesions", **settings), again)["neurons"]
+    assert found[0]["damage"] == pytest.approx(99.0 - results["nll"])
+    assert found[1:] == results["neurons"][1:]
+    assert (again / "lesions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_others_are_drawn_from_all_other_layers():
+    config = tiny_of("llama", 4)
+    chosen = draw_neurons(config, 1, 20, seed=3)
+    own = [i for layer, i in chosen if layer == 1]
+    assert own == [-1, *range(config.ffn_widths[1])]
+    rest = [pair for pair in chosen if pair[0] != 1 and pair[1] >= 0]
+    assert len(set(rest)) == 20 and {layer for layer, _ in rest} == {0, 2, 3}
+    assert draw_neurons(config, 1, 20, seed=4) != chosen
+    with pytest.raises(ValueError, match="others=-1"):
+        evaluation.check_config(config_of("analyze", "lesions", model="x", token_ids=__file__,
+                                          others=-1))  # fmt: skip
