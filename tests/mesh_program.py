@@ -47,10 +47,10 @@ def models() -> dict:
     }
 
 
-def build(config, shape, optimizer_name="sgd", accumulation=1):
+def build(config, shape, optimizer_name="sgd", accumulation=1, dtype=np.float32):
     """(state, step, gradient function, shardings) on a mesh of this shape."""
     mesh = partition.make_mesh(*shape)
-    params = random_params(config)
+    params = random_params(config, dtype=dtype)
     trainable = dict.fromkeys(flatten(params), True)
     settings = OptimizerConfig(name=optimizer_name, min_dim_size_to_factor=8)
     optimizer = make_optimizer(settings, params, trainable)
@@ -59,7 +59,9 @@ def build(config, shape, optimizer_name="sgd", accumulation=1):
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
-    options = causal_lm.RunOptions(remat="dots", **partition.run_shardings(mesh))
+    options = causal_lm.RunOptions(
+        remat="dots", compute_dtype=jnp.dtype(dtype), **partition.run_shardings(mesh)
+    )
     terms = (
         nll_term(TermContext("nll", model=config, mesh=mesh)),
         nucl_term(TermContext("nucl", "alpha", mesh=mesh)),
@@ -90,7 +92,7 @@ def build(config, shape, optimizer_name="sgd", accumulation=1):
 
 def train(config, shape, optimizer_name="sgd", rows=8):
     """Losses of three steps, the first gradient, the parameters after, and whether all is cut."""
-    state, step, gradient, placed = build(config, shape, optimizer_name)
+    state, step, gradient, placed = build(config, shape, optimizer_name, dtype=np.float64)
     batches = [batch_of(config.vocab_size, rows=rows, seed=i) for i in range(3)]
     grads = jax.device_get(flatten(gradient(state.params, batches[0])))
     losses = []
@@ -115,7 +117,9 @@ def some_meshes() -> dict:
     return compare_meshes(("gemma2",), ((2, 2, 2),))
 
 
+@jax.enable_x64(True)
 def compare_meshes(names=("gemma2", "llama"), shapes=MESHES) -> dict:
+    """In float64, where rounding hides nothing (in float32 it is as large as what is allowed)."""
     found = {}
     for name in names:
         config = models()[name]
