@@ -1,10 +1,11 @@
-"""Structure put beside a model's kernels, or folded away: `lora` or `fold`.
+"""Structure put beside a model's kernels, or folded away: `lora`, `dora` or `fold`.
 
 Command:   python scripts/compress.py --config=configs/adapt.py:lora --config.model=<any>
            python scripts/compress.py --config=configs/adapt.py:fold --config.model=<run>/model
            What comes out keeps its structure (io/structure.py): a training goes on with it, and
-           any other tool reads the folded weights. Training inserts LoRA by itself, too:
-           configs/nucl_finetune.py:<model>,<data>,lora.
+           any other tool reads the folded weights. Training inserts them by itself, too:
+           configs/nucl_finetune.py:<model>,<data>,dora; with macdrop it trains past the massive
+           weights.
 Hardware:  any CPU with the model's size in memory three times.
 Hours:     seconds for SmolLM2-135M.
 Paper:     massive weights: rank = alpha = 16, all linear layers but embedding and head.
@@ -17,11 +18,11 @@ from configs.parts import adapters
 
 
 def get_config(surgery: str = "lora") -> ConfigDict:
-    if surgery not in ("lora", "fold"):
-        raise ValueError(f"config argument {surgery!r}: lora or fold")
+    if surgery not in ("lora", "dora", "fold"):
+        raise ValueError(f"config argument {surgery!r}: lora, dora or fold")
     config = perplexity.get_config()  # model; with a text: before and after, as in prune.py
-    config.surgery = surgery  # lora | fold
-    if surgery == "lora":
+    config.surgery = surgery  # lora | dora | fold
+    if surgery != "fold":
         config.update(adapters.lora())
         config.seed = 0
     config.export = "auto"  # auto | native; padded folds

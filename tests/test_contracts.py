@@ -1,7 +1,8 @@
-"""What every config, family, preset, probe, loss term, adapter and criterion must do.
+"""What every config, family, preset, probe, loss term and criterion must do.
 
 All of them are discovered, so that none can be added without meeting its contract. Those that need
-an example (a term's arguments, an adapter's leaves) fail here until the tables below have one.
+an example (a term's arguments) fail here until the tables below have one. Adapters have theirs in
+test_adapter_contract.py.
 """
 
 from __future__ import annotations
@@ -21,27 +22,22 @@ from tiny_models import (
     REPOSITORY,
     batch_of,
     config_of,
-    mask_neurons,
     random_params,
     run_script,
     tiny_of,
 )
 
 import ffn_heterogeneity.probes
-from ffn_heterogeneity.adapters import ADAPTERS
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
-from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.plan import Plan
-from ffn_heterogeneity.surgery.reduce import reduce_model
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -291,84 +287,6 @@ def test_term(name, settings, config):
         nothing["segment_ids"] = np.zeros_like(batch["segment_ids"])
         empty, _ = evaluate(params, nothing)
         assert empty.total == 0 and empty.denominator == 0, "a batch without targets adds nothing"
-
-
-# ---- adapters
-
-# name -> (rng, kernel [..., in, out]) -> leaves
-ADAPTER_LEAVES = {
-    "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
-    "lora": lambda rng, kernel: {
-        "lora_a": rng.normal(size=(*kernel.shape[:-1], 2)).astype(np.float32),
-        "lora_b": rng.normal(size=(*kernel.shape[:-2], 2, kernel.shape[-1])).astype(np.float32),
-        "lora_scale": np.full((*kernel.shape[:-2], 1), 0.5, np.float32),
-    },
-}
-
-
-def test_every_adapter_is_in_the_table():
-    names = [adapter.name for adapter in ADAPTERS]
-    assert sorted(names) == sorted(ADAPTER_LEAVES), "add leaves of the new adapter"
-    owned = [leaf for adapter in ADAPTERS for leaf in adapter.leaves]
-    assert len(set(owned)) == len(owned) and not {"kernel", "bias"} & set(owned)
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
-def test_adapter(adapter):
-    rng = np.random.default_rng(0)
-    for shape in ((7, 5), (3, 7, 5)):
-        kernel = rng.normal(size=shape).astype(np.float32)
-        kernel[..., 2, :] = 0
-        leaves = ADAPTER_LEAVES[adapter.name](rng, kernel)
-        assert set(leaves) == set(adapter.leaves)
-        tree = {"kernel": kernel, **leaves}
-        found = effective_kernel(tree)
-        assert found.shape == shape and found.dtype == np.float32
-        assert np.isfinite(found).all() and not np.array_equal(found, kernel)
-        if len(shape) == 2:
-            x, linear = rng.normal(size=(4, 7)).astype(np.float32), Linear(5)
-            np.testing.assert_allclose(linear.apply({"params": tree}, x), x @ found, atol=1e-5)
-        else:
-            one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
-            np.testing.assert_allclose(found[1], one, rtol=1e-6, atol=1e-7)
-
-        def total(tree):
-            return jnp.sum(effective_kernel(tree) ** 2)
-
-        gradient = jax.grad(total)(tree)
-        assert_finite(gradient)
-        assert np.any(gradient["kernel"])
-        for missing in adapter.leaves if len(adapter.leaves) > 1 else ():
-            with pytest.raises(ValueError, match=adapter.name):
-                effective_kernel({k: v for k, v in tree.items() if k != missing})
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
-def test_adapter_in_a_model(adapter):
-    """Its leaves are read in every kernel; rules cover them; surgery knows them or says so."""
-    rng, tree = np.random.default_rng(0), unstack(random_params(LLAMA))
-    for layer in tree["layers"]:
-        for part in (*layer["ffn"].values(), *layer["attention"].values()):
-            part.update(ADAPTER_LEAVES[adapter.name](rng, part["kernel"]))
-    params = restack(LLAMA, tree)
-    assert causal_lm.unused_leaves(LLAMA, params) == ()
-    paths = flatten(params)
-    for rules in (
-        partition.DEFAULT_TRAINABLE_RULES,
-        partition.DEFAULT_DECAY_RULES,
-        partition.DEFAULT_SHARDING_RULES,
-    ):
-        partition.match_rules(rules, paths)
-    try:
-        config, smaller, removed, _ = reduce_model(LLAMA, params, Plan("random", count=2))
-    except ValueError as error:
-        assert any(leaf in str(error) for leaf in adapter.leaves)
-        return
-    tokens = {"tokens": batch_of(29)["tokens"]}
-    masked = restack(LLAMA, mask_neurons(params, removed))
-    full = causal_lm.forward(LLAMA, masked, tokens)["hidden"]
-    pruned = causal_lm.forward(config, restack(config, smaller), tokens)["hidden"]
-    assert np.abs(pruned - full).max() <= 5e-6 * np.abs(full).max()
 
 
 # ---- surgery

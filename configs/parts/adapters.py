@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from ffn_heterogeneity.adapters import REFRESHES
 
 
 def lora() -> ConfigDict:
@@ -16,11 +19,37 @@ def lora() -> ConfigDict:
     )
 
 
+def macdrop() -> ConfigDict:
+    return ConfigDict(
+        {
+            "k": 5,  # massive neurons
+            "p0": 0.8,  # probability that a weight is dropped, at first
+            # step: p0 (1 - t/T) | epoch_before | epoch_after | exp: p0 exp(-a t) | constant.
+            "curriculum": "step",
+            "a": 0.01,  # of exp, for 579 steps; scaled to others
+            "epochs": 3,  # of the two curricula by epoch
+            # massive: those k | layer: all neurons of their layer | others: all but the k.
+            "scope": "massive",
+            "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
+            "token": placeholder(int),  # instead of bos
+        }
+    )
+
+
+# Surgery before a training -> its settings, and what trains with it alone.
+PARTS = {"lora": (lora, r"/lora_[ab]$"), "dora": (lora, r"/(lora_[ab]|dora_m)$"),
+         "macdrop": (macdrop, "")}  # fmt: skip
+
+
 def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
     """Adds the groups of the adapters among `names`, which alone train then; returns the others."""
-    if "lora" in names:
+    for name in [name for name in names if name in PARTS]:
+        settings, trains = PARTS[name]
         # Surgeries before it trains, each with a group of its own.
-        config.prepare = (*config.get("prepare", ()), "lora")
-        config.lora = lora()
-        config.train_only = (r"/lora_[ab]$",)
-    return [name for name in names if name != "lora"]
+        config.prepare = (*config.get("prepare", ()), name)
+        config[name] = settings()
+        if trains:
+            config.train_only = (trains,)
+        if name in REFRESHES:
+            config.refresh = (*config.get("refresh", ()), name)
+    return [name for name in names if name not in PARTS]

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from ffn_heterogeneity.adapters import lora, mask
+from ffn_heterogeneity.adapters import dora, lora, macdrop, mask
 
 Leaves = Mapping[str, jax.Array]
-# A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank" and "one"
-# the adapter's own.
+# A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank", "one"
+# and "picked" (some of "out") the adapter's own.
 KERNEL_LEAVES: dict[str, tuple[str, ...]] = {"kernel": ("in", "out"), "bias": ("out",)}
 
 
@@ -51,11 +51,23 @@ class Adapter:
 ADAPTERS: tuple[Adapter, ...] = (
     Adapter("mask", {"mask": ("in", "out")}, kernel=mask.apply_mask),
     Adapter(
+        "macdrop",
+        {"macdrop_rows": ("picked",), "macdrop_keep": ("in", "picked")},
+        kernel=macdrop.drop,
+    ),
+    Adapter(
         "lora",
         {"lora_a": ("in", "rank"), "lora_b": ("rank", "out"), "lora_scale": ("one",)},
         trained=("lora_a", "lora_b"),
         kernel=lora.add_to_kernel,
         product=lora.add_to_product,
+    ),
+    Adapter(
+        "dora",
+        {"dora_m": ("out",)},
+        trained=("dora_m",),
+        kernel=dora.scale_kernel,
+        product=dora.scale_product,
     ),
 )
 
@@ -63,7 +75,9 @@ ADAPTERS: tuple[Adapter, ...] = (
 # name -> settings -> function(params, step, key, hyper, train) -> params: applied to the whole tree
 # before the forward pass of every step (train), of evaluation and of export (not train, key None),
 # and never stored: masks redrawn every step, gates and schedules. `config.refresh` names them.
-REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {}
+REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {"macdrop": macdrop.refresh}
+# name -> (settings, steps) -> function of the steps done -> what it reads as `hyper[name]`.
+RATES: dict[str, Callable[..., Callable[[int], float]]] = {"macdrop": macdrop.rate}
 
 
 def leaf_axes() -> dict[str, tuple[str, ...]]:

@@ -40,6 +40,8 @@ SURGERIES = {
     for surgery in (
         Surgery("prune", reduce.prune, reduce.check),
         Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
+        Surgery("dora", adapt.insert_dora, adapt.check_lora, abstract=True),
+        Surgery("macdrop", adapt.insert_macdrop, adapt.check_macdrop, abstract=True),
         Surgery("attack", attack.attack, attack.check_attack),
         Surgery("fold", adapt.fold_all, lambda settings: None),
     )

@@ -1,20 +1,24 @@
-"""Surgeries on what stands beside kernels: LoRA put in, everything folded away."""
+"""Surgeries on what stands beside kernels: LoRA, DoRA, MacDrop put in, everything folded away."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from ffn_heterogeneity.adapters import lora
+from ffn_heterogeneity.adapters import dora, lora, macdrop
 from ffn_heterogeneity.io.export import fold
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.wording import check_choice
+
+SCOPES = ("massive", "layer", "others")
 
 
 def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
@@ -34,21 +38,74 @@ def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
       ValueError: a rank below 1, no such kernel, or one that has LoRA's leaves already.
     """
     check_lora(settings)
-    key, tree = jax.random.key(0) if key is None else key, unstack(model.params)
-    layers, adapted = [], []
+    key = jax.random.key(0) if key is None else key
+
+    def put(path: str, leaves: dict) -> dict:
+        if "lora_a" in leaves:
+            raise ValueError(f"{path} has LoRA's leaves already: fold the model first")
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return lora.init(own, leaves["kernel"], settings["rank"], settings["alpha"])
+
+    return _inserted(model, settings["targets"], put)
+
+
+def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
+    """`insert_lora`, and beside each adapted kernel the lengths of its columns, which train."""
+    adapted, report = insert_lora(model, settings, key=key)
+    pattern = "|".join(f"^{re.escape(path)}$" for path in report["adapted"])
+    return _inserted(adapted, pattern, lambda _, leaves: dora.init(leaves["kernel"]))
+
+
+def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
+    """MacDrop's leaves beside gate and up of the massive layer; without training they do nothing.
+
+    Of shapes alone (a dry run) the layer is `settings["layer"]` or, unset, the first.
+
+    Args:
+      settings: "k"; "scope": "massive" (the k massive neurons), "layer" (all of their layer),
+        "others" (all but the k); "layer" and "token" as in `attack.massive_weights`.
+
+    Returns:
+      (the model, {"layer" (from 1), "layer_index" (from 0), "indices" of the k}).
+
+    Raises:
+      ValueError: settings out of range, a layer with experts, or one that has MacDrop already.
+    """
+    check_macdrop(settings)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
+        layer = settings["layer"] or 0
+        indices = np.arange(model.config.ffn_widths[layer])
+    else:
+        known = settings["layer"], settings["token"]
+        found = massive_weights(model.config, model.params, *known)
+        layer, indices = found.layer, found.indices
+    k = settings["k"]
+    if k > len(indices):
+        raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
+    rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings["scope"]]
+
+    def put(path: str, leaves: dict) -> dict:
+        if macdrop.KEEP in leaves:
+            raise ValueError(f"{path} has MacDrop's leaves already: fold the model first")
+        return macdrop.init(leaves["kernel"].shape[0], np.sort(rows))
+
+    report = {"layer": layer + 1, "layer_index": layer, "indices": indices[:k].tolist()}
+    model, _ = _inserted(model, rf"^layers/{layer}/ffn/(gate|up)$", put)
+    return model, report
+
+
+def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
+    """(the model with `put(path, leaves)` beside each kernel where the pattern is found, paths)."""
+    tree, layers, adapted = unstack(model.params), [], []
     for i, layer in enumerate(tree["layers"]):
         layer = jax.tree.map(lambda leaf: leaf, layer)  # its dicts are new
         for path, leaves in _linears(layer, f"layers/{i}"):
-            if not re.search(settings["targets"], path):
-                continue
-            if "lora_a" in leaves:
-                raise ValueError(f"{path} has LoRA's leaves already: fold the model first")
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            leaves |= lora.init(own, leaves["kernel"], settings["rank"], settings["alpha"])
-            adapted.append(path)
+            if re.search(targets, path):
+                leaves |= put(path, leaves)
+                adapted.append(path)
         layers.append(layer)
     if not adapted:
-        raise ValueError(f"targets={settings['targets']!r} is found in no kernel's path, such as "
+        raise ValueError(f"targets={targets!r} is found in no kernel's path, such as "
                          "layers/0/ffn/down")  # fmt: skip
     params = restack(model.config, {**tree, "layers": layers})
     return dataclasses.replace(model, params=params), {"adapted": adapted}
@@ -63,6 +120,13 @@ def check_lora(settings: Mapping[str, Any]) -> None:
         re.compile(settings["targets"])
     except re.error as error:
         raise ValueError(f"targets={settings['targets']!r}: {error}") from None
+
+
+def check_macdrop(settings: Mapping[str, Any]) -> None:
+    """Refuses settings that are wrong whatever the model; errors as `insert_macdrop`."""
+    check_choice("scope", settings["scope"], SCOPES)
+    if settings["k"] < 1:
+        raise ValueError(f"k={settings['k']} must be at least 1")
 
 
 def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:

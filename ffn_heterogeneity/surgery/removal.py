@@ -17,7 +17,7 @@ def neuron_axis(path: str, leaf: Any) -> int | None:
     """Axis that runs over the inner neurons, of a leaf of "ffn"; None: it has no such axis.
 
     Raises:
-      ValueError: an unknown leaf.
+      ValueError: an unknown leaf, or one that removal would give another meaning.
     """
     if path == "neuron_scale":
         return -1
@@ -28,6 +28,10 @@ def neuron_axis(path: str, leaf: Any) -> int | None:
             f"ffn/{path}: surgery does not know which axis runs over the neurons; give the leaf "
             "its axes in adapters/__init__.py"
         )
+    if "picked" in axes or (name != "bias" and axes == ("out",) and NEURONS[module] == "in"):
+        # Numbers of neurons, and lengths of columns over them, would mean others afterwards.
+        raise ValueError(f"ffn/{path} stands for neurons that would go: fold the model first "
+                         "(surgery fold)")  # fmt: skip
     # A mask of fewer axes stands for its kernel's last ones.
     axes = axes[len(axes) - leaf.ndim :]
     return axes.index(NEURONS[module]) - leaf.ndim if NEURONS[module] in axes else None

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.adapters import REFRESHES
+from ffn_heterogeneity.adapters import RATES, REFRESHES
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
 from ffn_heterogeneity.models import causal_lm
@@ -25,7 +25,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES, choose_dtype
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, flatten_config
+from ffn_heterogeneity.paths import flatten, flatten_config, unflatten
 from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
@@ -140,8 +140,16 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
         forward=forward, train_step=train_step, state=state, shardings=placed,
         eval_step=make_eval_step(forward, evaluated, placed[2], objective),
         params_metrics=make_params_metrics(evaluated, placed[2]), objective=objective,
-        settled=settled if refresh is None else jax.jit(settled, out_shardings=placed[0].params),
+        settled=settled if refresh is None else jax.jit(
+            settled, out_shardings=_of(jax.eval_shape(settled, params, 0, hyper), placed[0].params)
+        ),
     )  # fmt: skip
+
+
+def _of(tree: Any, shardings: Any) -> Any:
+    """The shardings of the leaves that a tree still has."""
+    flat = flatten(shardings)
+    return unflatten({path: flat[path] for path in flatten(tree)})
 
 
 def make_refresh(config: ConfigDict) -> Callable[..., Any] | None:
@@ -297,7 +305,7 @@ def optimizer_config(config: ConfigDict) -> OptimizerConfig:
 
 
 def hyper_function(config: ConfigDict):
-    """step (0-based) -> {"learning_rate", "dropout", the losses' weights}."""
+    """step (0-based) -> {"learning_rate", "dropout", the losses' weights, refreshes' rates}."""
     schedule = make_schedule(
         config.optimizer.schedule,
         config.optimizer.learning_rate,
@@ -306,7 +314,14 @@ def hyper_function(config: ConfigDict):
         final_fraction=config.optimizer.final_fraction,
     )
     constant = {"dropout": config.dropout} | loss_weights(config)
-    return lambda step: {"learning_rate": schedule(step), **constant}
+    names = [name for name in config.get("refresh", ()) if name in RATES]
+    rates = {name: RATES[name](config[name], config.steps) for name in names}
+
+    def hyper(step):
+        changing = {name: rate(step) for name, rate in rates.items()}
+        return {"learning_rate": schedule(step), **constant, **changing}
+
+    return hyper
 
 
 def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunOptions:

@@ -77,6 +77,8 @@ def test_a_removal_works_expert_by_expert():
 SETTINGS = {
     "prune": {"criterion": "entropy", "ratio": 0.25},
     "lora": {"rank": 2, "alpha": 2.0, "targets": "attention/"},
+    "dora": {"rank": 2, "alpha": 2.0, "targets": "ffn/"},
+    "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "fold": {},
 }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, TEXT, batch_of, config_of, random_params, save_tiny, structured
 
+from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.launch import experiment
@@ -79,6 +80,26 @@ def test_lora_alone_moves(files, tmp_path):
     assert [x.name for x in (tmp_path / "run/checkpoints_frozen").iterdir()] == ["0"]
 
 
+@pytest.mark.parametrize("scope", ["massive", "layer", "others"])
+def test_dora_trains_past_massive_weights(files, tmp_path, scope):
+    """What is dropped comes back: the base is the same bit for bit, and MacDrop is not saved."""
+    config = config_for(*files, argument="text,dora,macdrop", dora__rank=3, macdrop__k=2,
+                        macdrop__scope=scope)  # fmt: skip
+    results = training.run(config, tmp_path / "run")
+    before, after = load_model(files[0]), load_model(tmp_path / "run/model")
+    names = {path.split("/")[-1] for path in moved(before, after)}
+    assert names == {"lora_a", "lora_b", "lora_scale", "dora_m"}
+    sizes = {p: leaf.size for p, leaf in flatten(unstack(after.params)).items()}
+    thin = sum(n for p, n in sizes.items() if p.endswith(("lora_a", "lora_b", "dora_m")))
+    assert results["trainable_parameters"] == thin
+    assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
+    # Evaluation knows nothing of it: before the first step it is the model as it came.
+    plain = training.run(config_for(*files, argument="text,dora", dora__rank=3, steps=1),
+                         tmp_path / "plain")  # fmt: skip
+    first = [one["first"]["validation/nll"] for one in (results, plain)]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
 def test_a_layer_is_frozen_by_name(files, tmp_path):
     """Of four alike that share their leaves; the others move, and its moments stay 0."""
     config = config_for(*files, freeze=(r"^layers/2/",), optimizer__weight_decay=0.1, steps=5)
@@ -112,11 +133,36 @@ def test_rates_by_name():
         np.testing.assert_array_equal(steps[0][path], steps[1][path])
 
 
-def stepper(params, terms, patterns=(), config=LLAMA):
+def test_all_dropped_is_the_zeroing_attack():
+    """p = 1 at the massive rows trains the attacked model; p = 0 the model itself."""
+    model = Model(LLAMA, random_params(LLAMA), None, "tiny")
+    settings = {"k": 3, "layer": None, "token": None, "scope": "massive", "attack": "zero"}
+    dropping, report = SURGERIES["macdrop"](model, settings)
+    attacked, other = SURGERIES["attack"](model, settings)
+    assert report["indices"] == other["indices"] and report["layer"] == other["layer"]
+    batch = jax.tree.map(lambda x: x[None], batch_of(258))
+    losses = []
+    for one, p in ((dropping, 1.0), (attacked, None), (dropping, 0.0), (model, None)):
+        terms = (nll_term(TermContext("nll", model=LLAMA)),)
+        refresh = None if p is None else REFRESHES["macdrop"]({})
+        step, state = stepper(one.params, terms, (r"ffn/down/kernel$",), refresh=refresh)
+        hyper = {"learning_rate": jnp.float32(0.0), "macdrop": jnp.float32(p or 0.0)}
+        losses.append(float(step(state, batch, hyper)[1]["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[3], rel=1e-6)
+    assert abs(losses[1] / losses[3] - 1) > 1e-4
+
+
+def stepper(params, terms, patterns=(), config=LLAMA, refresh=None):
     mask = partition.trainable_mask(flatten(params), (), patterns, layer_names(params))
     optimizer = make_optimizer(OptimizerConfig(), params, mask)
     step = make_train_step(
-        functools.partial(causal_lm.forward, config), terms, optimizer, mask, donate=False
+        functools.partial(causal_lm.forward, config),
+        terms,
+        optimizer,
+        mask,
+        donate=False,
+        refresh=refresh,
     )
     return step, create_state(params, optimizer, mask)
 

@@ -1,0 +1,42 @@
+"""DoRA: LoRA turns a kernel's columns, their lengths train apart (Liu et al.).
+
+    K' = K + s A B;   K'' = K' diag(m / ||K'_j||)
+
+over inputs, a magnitude m_j for each output, at first ||K_j||. The norm is detached from the
+gradient, as its authors do, and never needs K':
+
+    ||K'_j||^2 = ||K_j||^2 + 2 s <(K^T A)_j, B_j> + s^2 B_j^T (A^T A) B_j
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def scale_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
+    """K' [..., in, out] -> K''; a column of zeros stays one."""
+    return kernel * _factor(jnp.sum(jnp.square(kernel), axis=-2), leaves)[..., None, :]
+
+
+def scale_product(y, x, leaves: dict[str, jax.Array], kernel, dot) -> jax.Array:
+    """x K' -> x K'', `kernel` being K: 2 r in out operations a step, and one pass over K and y."""
+    squares = jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=-2)
+    if "lora_a" in leaves:
+        a, b = (jax.lax.stop_gradient(leaves[name]) for name in ("lora_a", "lora_b"))
+        scale = jax.lax.stop_gradient(leaves["lora_scale"])
+        kernel = jax.lax.stop_gradient(kernel)
+        turned = jnp.einsum("io,ir->ro", kernel, a, preferred_element_type=jnp.float32)
+        inner = jnp.einsum("ir,iq->rq", a, a, preferred_element_type=jnp.float32) @ b
+        squares += 2 * scale * jnp.sum(turned * b, 0) + scale**2 * jnp.sum(b * inner, 0)
+    return y * _factor(jnp.maximum(squares, 0.0), leaves).astype(y.dtype)
+
+
+def _factor(squares: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
+    norms = jnp.sqrt(jax.lax.stop_gradient(squares))
+    return leaves["dora_m"] / jnp.where(norms > 0, norms, 1.0)
+
+
+def init(kernel) -> dict[str, jax.Array]:
+    """The magnitudes of a kernel [in, out] as it is used, float32."""
+    return {"dora_m": jnp.linalg.norm(jnp.asarray(kernel, jnp.float32), axis=-2)}

@@ -1,0 +1,108 @@
+"""MacDrop: dropout on massive weights while adapters train (massive weights, section 3).
+
+Columns `macdrop_rows` (the paper's rows of W_up and W_gate) of a frozen kernel are multiplied by
+`macdrop_keep`, ones as stored. While training every step draws it anew, elementwise
+Bernoulli(1 - p_t), one draw for gate and up as in Algorithm 1, and what is kept is not rescaled.
+Evaluation and export know nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+CURRICULA = ("step", "epoch_before", "epoch_after", "exp", "constant")
+STEPS = 579  # of the paper's runs, for which its decay rates of "exp" are
+ROWS, KEEP = "macdrop_rows", "macdrop_keep"
+
+
+def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
+    """kernel [..., in, out], its columns `macdrop_rows` [..., k] times the mask [..., in, k]."""
+
+    def one(kernel, rows, keep):
+        return kernel.at[:, rows].multiply(keep.astype(kernel.dtype), unique_indices=True)
+
+    for _ in range(kernel.ndim - 2):
+        one = jax.vmap(one)
+    return one(jnp.asarray(kernel), jnp.asarray(leaves[ROWS]), jnp.asarray(leaves[KEEP]))
+
+
+def rate(settings: Mapping[str, Any], steps: int) -> Callable[[int], float]:
+    """p of the step that follows s finished ones, t = s + 1 of T = `steps` optimiser steps.
+
+    step: p0 (1 - t / T); epoch_before: p0 (1 - (e - 1) / E); epoch_after: p0 (1 - e / E), e from 1
+    the epoch of E = `settings["epochs"]` that t is in; exp: p0 exp(-a t 579 / T) [ours: the paper's
+    a are for its 579 steps]; constant: p0.
+
+    Raises:
+      ValueError: no such curriculum, or a number out of its range.
+    """
+    p0, kind, epochs = (settings[key] for key in ("p0", "curriculum", "epochs"))
+    if kind not in CURRICULA:
+        raise ValueError(f"curriculum={kind!r}: one of {CURRICULA}")
+    if not 0 <= p0 <= 1 or epochs < 1 or settings["a"] < 0:
+        raise ValueError(f"p0={p0} must lie in [0, 1], epochs={epochs} be at least 1, "
+                         f"a={settings['a']} not negative")  # fmt: skip
+
+    def p(done: int) -> float:
+        t = min(done + 1, steps)
+        epoch = math.ceil(t * epochs / steps)
+        return (
+            p0
+            * {
+                "step": 1 - t / steps,
+                "epoch_before": 1 - (epoch - 1) / epochs,
+                "epoch_after": 1 - epoch / epochs,
+                "exp": math.exp(-settings["a"] * t * STEPS / steps),
+                "constant": 1.0,
+            }[kind]
+        )
+
+    return p
+
+
+def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
+    """(params, step, key, hyper, train) -> params with this step's masks; not training without any.
+
+    `hyper["macdrop"]` is p.
+    """
+
+    def function(params: dict, step, key, hyper, train: bool) -> dict:
+        return _each_ffn(params, "", lambda path, ffn: _redrawn(path, ffn, key, hyper, train))
+
+    return function
+
+
+def _each_ffn(tree: dict, path: str, function: Callable[[str, dict], dict]) -> dict:
+    """The tree with `function(path, node)` in the place of each node whose children drop."""
+    children = [child for child in tree.values() if isinstance(child, dict)]
+    if any(KEEP in child for child in children):
+        return function(path, tree)
+    return {
+        name: _each_ffn(child, f"{path}/{name}", function) if isinstance(child, dict) else child
+        for name, child in tree.items()
+    }
+
+
+def _redrawn(path: str, ffn: dict, key: Any, hyper: Mapping[str, Any], train: bool) -> dict:
+    result = {}
+    for name, leaves in ffn.items():
+        if isinstance(leaves, dict) and KEEP in leaves:
+            leaves = {k: leaf for k, leaf in leaves.items() if train or k not in (ROWS, KEEP)}
+            if train:
+                own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+                keep = jax.random.bernoulli(own, 1 - hyper["macdrop"], leaves[KEEP].shape)
+                leaves |= {KEEP: keep.astype(leaves[KEEP].dtype)}
+        result[name] = leaves
+    return result
+
+
+def init(fan_in: int, rows) -> dict[str, jax.Array]:
+    """The two leaves beside a kernel with `fan_in` inputs."""
+    rows = jnp.asarray(rows, jnp.int32)
+    return {ROWS: rows, KEEP: jnp.ones((fan_in, len(rows)), jnp.float32)}

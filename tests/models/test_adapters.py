@@ -1,0 +1,173 @@
+"""DoRA and MacDrop as maths: against formulas in float64, and what the two are together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.adapters import dora, lora, macdrop
+from ffn_heterogeneity.models.linear import Linear, effective_kernel
+from ffn_heterogeneity.surgery.removal import take_neurons
+
+IN, OUT, RANK = 11, 7, 3
+
+
+@pytest.fixture
+def leaves():
+    rng = np.random.default_rng(0)
+    return {
+        "kernel": rng.normal(size=(IN, OUT)), "lora_a": rng.normal(size=(IN, RANK)),
+        "lora_b": rng.normal(size=(RANK, OUT)), "lora_scale": np.array([0.5]),
+        "dora_m": rng.random(OUT) + 0.5,
+    }  # fmt: skip
+
+
+def oracle(leaves):
+    """K'' from the paper's formula, float64."""
+    moved = leaves["kernel"] + leaves["lora_scale"][0] * leaves["lora_a"] @ leaves["lora_b"]
+    return moved * (leaves["dora_m"] / np.sqrt((moved**2).sum(0)))
+
+
+def floats(tree, dtype=np.float32):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
+
+
+def test_dora_is_its_formula(leaves):
+    x = np.random.default_rng(1).normal(size=(5, IN))
+    found = Linear(OUT).apply({"params": floats(leaves)}, x.astype(np.float32))
+    np.testing.assert_allclose(found, x @ oracle(leaves), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(effective_kernel(floats(leaves)), oracle(leaves), rtol=1e-5)
+
+
+def test_gradients_are_those_of_the_detached_norm(leaves):
+    """From the product's derivatives written out: d y / d theta with the norm held still."""
+    rng = np.random.default_rng(2)
+    x, g = rng.normal(size=(5, IN)), rng.normal(size=(5, OUT))
+
+    def loss(tree):
+        return jnp.sum(Linear(OUT).apply({"params": tree}, jnp.asarray(x, np.float32)) * g)
+
+    found = jax.grad(loss)(floats(leaves))
+    s = leaves["lora_scale"][0]
+    moved = leaves["kernel"] + s * leaves["lora_a"] @ leaves["lora_b"]
+    norms = np.sqrt((moved**2).sum(0))
+    turned = g * (leaves["dora_m"] / norms)  # d loss / d (x K')
+    expected = {
+        "dora_m": ((x @ moved) * g).sum(0) / norms,
+        "lora_a": s * x.T @ (turned @ leaves["lora_b"].T),
+        "lora_b": s * (x @ leaves["lora_a"]).T @ turned,
+        "kernel": x.T @ turned,
+    }
+    for name, value in expected.items():
+        error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
+        assert error <= 1e-5, (name, error)
+
+
+def test_dora_changes_nothing_at_first(leaves):
+    kernel = leaves["kernel"].astype(np.float32)
+    kernel[:, 2] = 0  # a column without a length
+    tree = {
+        "kernel": kernel,
+        **lora.init(jax.random.key(0), kernel, RANK, 6.0),
+        **dora.init(kernel),
+    }
+    np.testing.assert_allclose(effective_kernel(tree), kernel, rtol=1e-6)
+    x = np.ones((2, IN), np.float32)
+    gradient = jax.grad(lambda t: jnp.sum(Linear(OUT).apply({"params": t}, x) ** 2))(tree)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_no_gradient_of_the_kernel_is_built(leaves):
+    """Compiled: nothing of the kernel's shape is written where LoRA and the lengths alone train."""
+    tree = floats(leaves)
+    kernel = tree.pop("kernel")
+    x = jnp.ones((5, IN))
+
+    def loss(thin):
+        return jnp.sum(jnp.sin(Linear(OUT).apply({"params": thin | {"kernel": kernel}}, x)))
+
+    text = jax.jit(jax.grad(loss)).lower(tree).as_text()
+    made = [line for line in text.splitlines() if f"-> tensor<{IN}x{OUT}xf32>" in line]
+    assert not [line for line in made if "dot_general" in line], made
+
+
+def test_the_norm_sees_what_macdrop_left(leaves):
+    keep = (np.random.default_rng(3).random((IN, 2)) < 0.5).astype(float)
+    dropped = dict(leaves, macdrop_rows=np.array([5, 1]), macdrop_keep=keep)
+    masked = dict(leaves, kernel=leaves["kernel"].copy())
+    masked["kernel"][:, [5, 1]] *= keep
+    tree = floats(dropped) | {"macdrop_rows": jnp.array([5, 1])}
+    np.testing.assert_allclose(effective_kernel(tree), oracle(masked), rtol=1e-5, atol=1e-6)
+    x = np.random.default_rng(1).normal(size=(5, IN))
+    found = Linear(OUT).apply({"params": tree}, x.astype(np.float32))
+    np.testing.assert_allclose(found, x @ oracle(masked), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "expected"),
+    [  # t = 1, 3, 4, 9, 12 of T = 12, three epochs of four steps; p0 = 0.8
+        ("step", [0.8 * 11 / 12, 0.6, 0.8 * 8 / 12, 0.2, 0.0]),
+        ("epoch_before", [0.8, 0.8, 0.8, 0.8 / 3, 0.8 / 3]),
+        ("epoch_after", [1.6 / 3, 1.6 / 3, 1.6 / 3, 0.0, 0.0]),
+        ("exp", [0.8 * np.exp(-0.05 * t * 579 / 12) for t in (1, 3, 4, 9, 12)]),
+        ("constant", [0.8] * 5),
+    ],
+)
+def test_curricula(curriculum, expected):
+    settings = {"p0": 0.8, "curriculum": curriculum, "a": 0.05, "epochs": 3}
+    p = macdrop.rate(settings, 12)
+    np.testing.assert_allclose([p(t - 1) for t in (1, 3, 4, 9, 12)], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"curriculum": "linear"}, "curriculum='linear'"), ({"p0": 1.5}, "p0=1.5"),
+     ({"epochs": 0}, "epochs=0"), ({"a": -1.0}, "a=-1.0")],
+)  # fmt: skip
+def test_curricula_that_are_none(changes, message):
+    settings = {"p0": 0.8, "curriculum": "step", "a": 0.05, "epochs": 3} | changes
+    with pytest.raises(ValueError, match=message):
+        macdrop.rate(settings, 12)
+
+
+def test_masks_follow_their_law():
+    """One draw for gate and up, a new one each step; as often 0 as p says, elementwise."""
+    ffn = {
+        name: {
+            "kernel": np.ones((1, 400, 6), np.float32),
+            "macdrop_rows": np.array([[1, 4]]),
+            "macdrop_keep": np.ones((1, 400, 2), np.float32),
+        }
+        for name in ("gate", "up")
+    }
+    tree = {"stack": {"segment_1": {"slot_0": {"ffn": ffn | {"down": {"kernel": np.ones(3)}}}}}}
+    refresh = jax.jit(macdrop.refresh({}), static_argnums=4)
+    draws = []
+    for p in (0.0, 0.2, 0.8, 1.0):
+        for step in range(5):
+            key = jax.random.fold_in(jax.random.key(7), step)
+            new = refresh(tree, step, key, {"macdrop": p}, True)
+            masks = [new["stack"]["segment_1"]["slot_0"]["ffn"][name]["macdrop_keep"]
+                     for name in ("gate", "up")]  # fmt: skip
+            np.testing.assert_array_equal(*masks)
+            assert set(np.unique(masks[0])) <= {0.0, 1.0}
+            draws.append(np.asarray(masks[0]))
+        share = 1 - np.mean(draws[-5:])
+        # Five standard deviations of 4,000 draws.
+        assert abs(share - p) <= 5 * np.sqrt(p * (1 - p) / 4000) + 1e-12
+    assert not np.array_equal(draws[5], draws[6])
+    settled = refresh(tree, 0, None, {"macdrop": 0.5}, False)
+    assert set(settled["stack"]["segment_1"]["slot_0"]["ffn"]["gate"]) == {"kernel"}
+
+
+@pytest.mark.parametrize("module", ["gate", "down"])
+def test_removal_refuses_what_it_would_make_wrong(leaves, module):
+    more = {"gate": {"macdrop_rows": np.array([0]), "macdrop_keep": np.ones((IN, 1))},
+            "down": {"dora_m": np.ones(IN)}}[module]  # fmt: skip
+    square = np.ones((IN, IN))
+    ffn = {name: {"kernel": square} for name in ("gate", "up", "down")}
+    ffn[module] = ffn[module] | more
+    with pytest.raises(ValueError, match=f"ffn/{module}/.* fold the model first"):
+        take_neurons(ffn, np.arange(4))
