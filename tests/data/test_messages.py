@@ -354,3 +354,28 @@ def test_jreg_sft_is_one_epoch_of_whole_conversations():
     assert config.losses.jreg.weight == 0.0 and set(config.losses) == {"nll", "jreg"}
     schedule = (config.optimizer.schedule, config.optimizer.learning_rate)
     assert schedule == ("linear", 2e-5)
+
+
+def test_instructions_are_conversations_of_one_turn():
+    """Alpaca's rows: the same ids as the conversation written out."""
+    encoder = Encoder(byte_tokenizer(), "auto")
+    rows = [
+        ({"instruction": " Add. ", "input": "1 2", "output": "3\n"}, "Add.\n1 2"),
+        ({"instruction": "Sing.", "input": "", "output": "3"}, "Sing."),
+        ({"instruction": "Sing.", "output": "3"}, "Sing."),
+    ]
+    task = get_task("alpaca")
+    for row, asked in rows:
+        found = task.encode(task.example(row, Fields()), encoder)
+        whole = {"messages": [{"role": "user", "content": asked},
+                              {"role": "assistant", "content": "3"}]}  # fmt: skip
+        other = get_task("messages")
+        assert found == other.encode(other.example(whole, Fields()), encoder)
+    for row, message in (
+        ({"instruction": "Sing.", "input": "", "output": " "}, "the answer is empty"),
+        ({"instruction": "", "input": "", "output": "a"}, "the instruction is empty"),
+        ({"instruction": "a", "input": 3, "output": "a"}, "field 'input' is int"),
+        ({"prompt": "a", "output": "a"}, "no field 'instruction'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            task.example(row, Fields())

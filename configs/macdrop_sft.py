@@ -1,0 +1,66 @@
+"""Adapters trained past the massive weights: MacDrop with LoRA or DoRA (House of Cards, section 3).
+
+Command:   python scripts/train.py --config=configs/macdrop_sft.py:<model>,dora,macdrop \
+             --config.data.path=<alpaca_gpt4.jsonl> --workdir=runs/macdrop
+           The argument is <model>,<adapters>: lora | dora, macdrop or not. Sweeps:
+           python scripts/sweep.py --config=... --sweep=methods | curricula | scopes --workdir=...
+           What comes out is attacked by configs/attack.py (Table 4).
+Hardware:  paper: 8 x A100-80GB; 32 rows a device a step. SmolLM2-135M trains on a CPU.
+Hours:     paper: not stated. SmolLM2-135M, 60 steps of 8 x 512 tokens, 2 CPU cores: an hour.
+Paper:     Table 6: alpaca_gpt4_en, 5% held out, batch 256, learning rate 1e-4, 3 epochs (579
+           steps), 5% warm-up, AdamW .9/.999, rank = alpha = 16 on all linear layers but embedding
+           and head; k = 5, p0 = 0.8. The length (1,024 tokens), clipping at 1 and the cosine are
+           defaults of the tool that it names; it states no adapter dropout.
+
+The keys are those of configs/parts/train.py and configs/parts/adapters.py, explained there.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.parts import adapters, losses, train
+from ffn_heterogeneity.launch.sweep import product
+
+
+def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M-Instruct,lora,macdrop") -> ConfigDict:
+    model, *names = argument.split(",")
+    config = train.get_config()
+    config.model = model
+    config.data.task = "alpaca"
+    config.data.split = ""
+    config.data.prompt_field = ""  # "": instruction
+    config.data.response_field = ""  # "": output
+    config.data.validation_fraction = 0.05
+    config.data.packing = False  # one conversation a row
+    config.data.bos = "auto"  # auto | segment | document | none
+    # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
+    config.data.chat_template = "auto"
+    config.data.skip_bad = False  # drop rows that cannot be read, and count them
+    losses.add(config, ("nll", *adapters.add(config, names)))
+    config.steps = 579
+    config.batch_size = 256
+    config.accumulation = 32
+    config.seq_len = 1024
+    optimizer = config.optimizer
+    optimizer.learning_rate = 1e-4
+    optimizer.schedule = "cosine"
+    optimizer.warmup_steps = 29
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.999
+    optimizer.eps = 1e-8
+    optimizer.clip_norm = 1.0
+    return config
+
+
+KIND = "train"
+P0, CURRICULUM, SCOPE = "macdrop.p0", "macdrop.curriculum", "macdrop.scope"
+SWEEPS = {
+    # p0 = 0 drops nothing: the adapter alone, by the same program.
+    "methods": product({P0: (0.0, 0.8), "seed": (0, 1, 2)}),
+    # Table 5, exp at its slowest; Figure 6.
+    "curricula": product(
+        {CURRICULUM: ("step", "epoch_before", "epoch_after", "exp"), P0: (0.2, 0.5, 0.8, 1.0)}
+    ),
+    "scopes": product(
+        {SCOPE: ("massive", "layer", "others"), CURRICULUM: ("constant",), P0: (0.2, 0.5, 0.8, 1.0)}
+    ),
+}

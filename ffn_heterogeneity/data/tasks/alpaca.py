@@ -1,0 +1,29 @@
+"""Instructions: {"instruction", "input" (may be empty), "output"}, as in Alpaca and its successors.
+
+Each is a conversation of one turn (`messages.py` writes and encodes it): the user says the
+instruction and, on the next line, the input, as the fine-tuning tool of the massive-weights paper
+puts them; in the loss is the answer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tasks.base import Fields, Task, text_of
+from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation
+
+
+def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, Message]:
+    """The two messages; DataError where one is missing or empty."""
+    question = text_of(record, fields.prompt or "instruction").strip()
+    more = text_of(record, "input").strip() if "input" in record else ""
+    answer = text_of(record, fields.response or "output").strip()
+    asked = "\n".join(filter(None, [question, more]))
+    if not asked or not answer:
+        raise DataError(f"the {'answer' if asked else 'instruction'} is empty: leave the row out")
+    return Message("user", asked), Message("assistant", answer)
+
+
+TASK = Task("alpaca", example, hub="llamafactory/alpaca_gpt4_en", encode=encode_conversation)
