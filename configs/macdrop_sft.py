@@ -26,15 +26,8 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M-Instruct,lora,macdrop
     config = train.get_config()
     config.model = model
     config.data.task = "alpaca"
-    config.data.split = ""
-    config.data.prompt_field = ""  # "": instruction
-    config.data.response_field = ""  # "": output
     config.data.validation_fraction = 0.05
     config.data.packing = False  # one conversation a row
-    config.data.bos = "auto"  # auto | segment | document | none
-    # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
-    config.data.chat_template = "auto"
-    config.data.skip_bad = False  # drop rows that cannot be read, and count them
     losses.add(config, ("nll", *adapters.add(config, names)))
     config.steps = 579
     config.batch_size = 256
@@ -44,9 +37,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M-Instruct,lora,macdrop
     optimizer.learning_rate = 1e-4
     optimizer.schedule = "cosine"
     optimizer.warmup_steps = 29
-    optimizer.b1 = 0.9
     optimizer.b2 = 0.999
-    optimizer.eps = 1e-8
     optimizer.clip_norm = 1.0
     return config
 
