@@ -66,7 +66,7 @@ def lower_train_step(config, mesh):
     "name",
     [
         "gemma2_27b",
-        "llama3_1_405b",
+        pytest.param("llama3_1_405b", marks=pytest.mark.slow),
         pytest.param("gemma3_1b", marks=pytest.mark.slow),
     ],
 )

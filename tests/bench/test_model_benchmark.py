@@ -14,6 +14,7 @@ from ffn_heterogeneity.bench.peer import Torch
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.report.benchmarks import write_page
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 MODEL = dataclasses.replace(LLAMA, bos_id=None, eos_id=None)
 SIZES = {"batch": 2, "seq_len": 12, "windows": 4, "window": 70, "repetitions": 2}
 
@@ -26,7 +27,12 @@ def both(torch):
     return ours, Torch(MODEL, ours.params, **settings)
 
 
-@pytest.mark.parametrize("call", [name for name in bench.CALLS if name not in bench.TERMS])
+OFTEN = ("forward", bench.STEP, "generate 1")
+CALLS = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+         for name in bench.CALLS if name not in bench.TERMS]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_the_peer_computes_the_same(both, call):
     ours, peer = both
     rows = ours.rows(call)
@@ -41,7 +47,7 @@ def test_the_peer_computes_the_same(both, call):
 
 
 def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
-    calls = ("forward", "train step", "train step + JREG", "generate 1")
+    calls = ("forward", "train step", "train step + JREG")
     config = config_of("benchmark", calls=calls, **SIZES)
     results = bench.benchmark_model(config, tmp_path, MODEL)
     assert "warm-up: forward, float32" in capsys.readouterr().err

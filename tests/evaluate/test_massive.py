@@ -12,6 +12,8 @@ from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.massive import STATES
 from ffn_heterogeneity.surgery.attack import massive_weights
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):

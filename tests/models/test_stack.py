@@ -130,10 +130,10 @@ def plainly(params):
 @pytest.mark.parametrize(
     "options",
     [
-        RunOptions(remat="full"),
         RunOptions(remat="dots"),
-        RunOptions(remat="attention_output"),
-        RunOptions(unroll=True),
+        pytest.param(RunOptions(remat="full"), marks=pytest.mark.slow),
+        pytest.param(RunOptions(remat="attention_output"), marks=pytest.mark.slow),
+        pytest.param(RunOptions(unroll=True), marks=pytest.mark.slow),
         RunOptions(attention="plain"),
     ],
 )

@@ -80,7 +80,8 @@ def test_lora_alone_moves(files, tmp_path):
     assert [x.name for x in (tmp_path / "run/checkpoints_frozen").iterdir()] == ["0"]
 
 
-@pytest.mark.parametrize("scope", ["massive", "layer", "others"])
+@pytest.mark.parametrize("scope", ["massive", *(
+    pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "others"))])  # fmt: skip
 def test_dora_trains_past_massive_weights(files, tmp_path, scope):
     """What is dropped comes back: the base is the same bit for bit, and MacDrop is not saved."""
     config = config_for(*files, argument="text,dora,macdrop", dora__rank=3, macdrop__k=2,

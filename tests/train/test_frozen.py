@@ -113,6 +113,7 @@ def test_a_frozen_leaf_is_used_as_it_is_stored(accumulation):
     assert f"tensor<{V}x{D}xbf16>" in text and f"tensor<{V}x{D}xf32>" not in text
 
 
+@pytest.mark.slow
 def test_the_same_measures_see_the_gradient_of_a_leaf_that_trains():
     assert new_bytes("adamw") >= new_bytes("adamw", ONLY_DOWN) + GRADIENT
     assert f"tensor<{V}x{D}xf32>" in lowered("adamw").as_text()

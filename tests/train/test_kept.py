@@ -173,6 +173,7 @@ def test_five_thousand_steps_through_every_trouble(tmp_path):
 # ---- memory
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path, monkeypatch):
     flags = [*flags, "--config.batch_size=16", "--config.data.validation_fraction=0.0"]
     flags.append("--config.remat=full")  # nothing left to turn but the batch

@@ -306,6 +306,7 @@ def own_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes(tmp_path, cache):
     """The kernel's SIGHUP, and a terminal that can no longer be written to: saved all the same."""
     terminal, inside = os.openpty()
