@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import batch_of, mask_neurons, random_params, tiny_of
+from tiny_models import WIDE, batch_of, mask_neurons, random_params, tiny_of
 
-from ffn_heterogeneity.adapters import ADAPTERS
+from ffn_heterogeneity.adapters import ADAPTERS, nf4
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -20,8 +20,14 @@ from ffn_heterogeneity.surgery.reduce import reduce_model
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LLAMA = tiny_of("llama", layers=3)
 
+
+def quantised(kernel):
+    return jax.vmap(nf4.quantise)(kernel) if kernel.ndim > 2 else nf4.quantise(kernel)
+
+
 # name -> (rng, kernel [..., in, out]) -> leaves
 ADAPTER_LEAVES = {
+    "nf4": lambda rng, kernel: jax.tree.map(np.asarray, quantised(kernel)),
     "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
     "lora": lambda rng, kernel: {
         "lora_a": rng.normal(size=(*kernel.shape[:-1], 2)).astype(np.float32),
@@ -48,17 +54,18 @@ def test_every_adapter_is_in_the_table():
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 def test_adapter(adapter):
     rng = np.random.default_rng(0)
-    for shape in ((7, 5), (3, 7, 5)):
+    n = 64 if adapter.base else 7
+    for shape in ((n, 5), (3, n, 5)):
         kernel = rng.normal(size=shape).astype(np.float32)
         kernel[..., 2, :] = 0
         leaves = ADAPTER_LEAVES[adapter.name](rng, kernel)
         assert set(leaves) == set(adapter.leaves)
-        tree = {"kernel": kernel, **leaves}
+        tree = leaves if adapter.base else {"kernel": kernel, **leaves}
         found = effective_kernel(tree)
         assert found.shape == shape and found.dtype == np.float32
         assert np.isfinite(found).all() and not np.array_equal(found, kernel)
         if len(shape) == 2:
-            x, linear = rng.normal(size=(4, 7)).astype(np.float32), Linear(5)
+            x, linear = rng.normal(size=(4, n)).astype(np.float32), Linear(5)
             np.testing.assert_allclose(linear.apply({"params": tree}, x), x @ found, atol=1e-5)
         else:
             one = effective_kernel(jax.tree.map(lambda leaf: leaf[1], tree))
@@ -70,7 +77,7 @@ def test_adapter(adapter):
         gradient = jax.grad(total, allow_int=True)(tree)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)
                    if leaf.dtype == np.float32)  # fmt: skip
-        assert np.any(gradient["kernel"])
+        assert adapter.base or np.any(gradient["kernel"])
         for missing in adapter.leaves if len(adapter.leaves) > 1 else ():
             with pytest.raises(ValueError, match=adapter.name):
                 effective_kernel({k: v for k, v in tree.items() if k != missing})
@@ -79,12 +86,15 @@ def test_adapter(adapter):
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 def test_adapter_in_a_model(adapter):
     """Its leaves are read in every kernel; rules cover them; surgery knows them or says so."""
-    rng, tree = np.random.default_rng(0), unstack(random_params(LLAMA))
+    config = WIDE if adapter.base else LLAMA
+    rng, tree = np.random.default_rng(0), unstack(random_params(config))
     for layer in tree["layers"]:
         for part in (*layer["ffn"].values(), *layer["attention"].values()):
             part.update(ADAPTER_LEAVES[adapter.name](rng, part["kernel"]))
-    params = restack(LLAMA, tree)
-    assert causal_lm.unused_leaves(LLAMA, params) == ()
+            if adapter.base:
+                del part["kernel"]
+    params = restack(config, tree)
+    assert causal_lm.unused_leaves(config, params) == ()
     paths = flatten(params)
     for rules in (
         partition.DEFAULT_TRAINABLE_RULES,
@@ -93,9 +103,9 @@ def test_adapter_in_a_model(adapter):
     ):
         partition.match_rules(rules, paths)
     try:
-        config, smaller, removed, _ = reduce_model(LLAMA, params, Plan("random", count=2))
+        config, smaller, removed, _ = reduce_model(config, params, Plan("random", count=2))
     except ValueError as error:
-        assert any(leaf in str(error) for leaf in adapter.leaves)
+        assert "fold the model first" in str(error) or any(x in str(error) for x in adapter.leaves)
         return
     tokens = {"tokens": batch_of(29)["tokens"]}
     masked = restack(LLAMA, mask_neurons(params, removed))

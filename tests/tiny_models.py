@@ -33,6 +33,10 @@ LLAMA = ModelConfig(
 )  # fmt: skip
 
 
+# Of widths that can be quantised.
+WIDE = dataclasses.replace(LLAMA, d_model=64, head_dim=16, layers=(LayerConfig(128),) * 4)
+
+
 def byte_tokenizer(**ids: int):
     """One token a byte, and the two special ones: ids 0 (bos) and 1 (eos); `ids`: further ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -19,6 +19,11 @@ def lora() -> ConfigDict:
     )
 
 
+def nf4() -> ConfigDict:
+    # Found in the paths of kernels, as lora's.
+    return ConfigDict({"targets": "attention/|ffn/"})
+
+
 def macdrop() -> ConfigDict:
     return ConfigDict(
         {
@@ -38,12 +43,13 @@ def macdrop() -> ConfigDict:
 
 # Surgery before a training -> its settings, and what trains with it alone.
 PARTS = {"lora": (lora, r"/lora_[ab]$"), "dora": (lora, r"/(lora_[ab]|dora_m)$"),
-         "macdrop": (macdrop, "")}  # fmt: skip
+         "nf4": (nf4, ""), "macdrop": (macdrop, "")}  # fmt: skip
 
 
 def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
     """Adds the groups of the adapters among `names`, which alone train then; returns the others."""
-    for name in [name for name in names if name in PARTS]:
+    # Whatever the order of the names: what replaces kernels comes first.
+    for name in sorted((name for name in names if name in PARTS), key=lambda name: name != "nf4"):
         settings, trains = PARTS[name]
         # Surgeries before it trains, each with a group of its own.
         config.prepare = (*config.get("prepare", ()), name)

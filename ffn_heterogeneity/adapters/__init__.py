@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from ffn_heterogeneity.adapters import dora, lora, macdrop, mask
+from ffn_heterogeneity.adapters import dora, lora, macdrop, mask, nf4
 
 Leaves = Mapping[str, jax.Array]
-# A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank", "one"
-# and "picked" (some of "out") the adapter's own.
+# A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank", "one",
+# "picked" (some of "out"), "half" and "block" (of "in"), "some" the adapter's own.
 KERNEL_LEAVES: dict[str, tuple[str, ...]] = {"kernel": ("in", "out"), "bias": ("out",)}
 
 
@@ -49,6 +49,16 @@ class Adapter:
 
 
 ADAPTERS: tuple[Adapter, ...] = (
+    Adapter(
+        "nf4",
+        {
+            "nf4_codes": ("half", "out"),
+            "nf4_scales": ("block", "out"),
+            "nf4_absmax": ("some",),
+            "nf4_mean": ("one",),
+        },
+        base=nf4.kernel,
+    ),
     Adapter("mask", {"mask": ("in", "out")}, kernel=mask.apply_mask),
     Adapter(
         "macdrop",

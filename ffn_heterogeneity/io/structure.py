@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.adapters import ADAPTERS, adapters_of, data_leaves
+from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -93,7 +94,10 @@ def read_structure(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
             f"another tool?): remove {FOLDER}/ and its section in config.json to read them alone"
         )
-    return restack(config, unflatten(cast(leaves | kept, dtype)))
+    # What quantised codes stand for is no leaf beside them.
+    gone = {f"{path.rpartition('/')[0]}/kernel" for path in kept} - set(kept)
+    whole = {path: leaf for path, leaf in leaves.items() if path not in gone} | kept
+    return restack(config, unflatten(cast(whole, dtype)))
 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
@@ -137,7 +141,14 @@ def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool
     axes = next((a.leaves[name] for a in ADAPTERS if name in a.leaves), ())
     if not shape or len(shape) > len(axes):
         return False
-    sizes = {"in": kernel[0], "out": kernel[1], "one": 1}
+    sizes = {
+        "in": kernel[0],
+        "out": kernel[1],
+        "one": 1,
+        "half": kernel[0] // 2,
+        "block": kernel[0] // BLOCK,
+        "some": -(-kernel[0] * kernel[1] // (BLOCK * SCALES)),
+    }
     # A mask of fewer axes stands for its kernel's last ones.
     pairs = zip(axes[-len(shape) :], shape, strict=True)
     return all(size == sizes.get(axis, size) for axis, size in pairs)
@@ -145,7 +156,9 @@ def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool
 
 def _kernels(kept: Iterable[str]) -> list[str]:
     """Of the folded weights, those that the structure stands for."""
-    return sorted(p for p in kept if p.endswith("/kernel") and not p.startswith(HEAD))
+    modules = {path.rpartition("/")[0] for path in kept
+               if not path.startswith(HEAD) and not path.endswith(f"/{SCALE}")}  # fmt: skip
+    return sorted(f"{module}/kernel" for module in modules)
 
 
 def _digest(leaves: Mapping[str, np.ndarray], paths: Iterable[str]) -> str:

@@ -40,6 +40,7 @@ SURGERIES = {
     for surgery in (
         Surgery("prune", reduce.prune, reduce.check),
         Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
+        Surgery("nf4", adapt.quantise, adapt.check_quantise, abstract=True),
         Surgery("dora", adapt.insert_dora, adapt.check_lora, abstract=True),
         Surgery("macdrop", adapt.insert_macdrop, adapt.check_macdrop, abstract=True),
         Surgery("attack", attack.attack, attack.check_attack),

@@ -1,4 +1,4 @@
-"""Surgeries on what stands beside kernels: LoRA, DoRA, MacDrop put in, everything folded away."""
+"""Surgeries on what stands beside kernels: LoRA, DoRA, MacDrop, NF4 put in, all folded away."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ffn_heterogeneity.adapters import dora, lora, macdrop
+from ffn_heterogeneity.adapters import adapters_of, dora, lora, macdrop, nf4
 from ffn_heterogeneity.io.export import fold
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import check_choice
@@ -44,7 +45,8 @@ def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
         if "lora_a" in leaves:
             raise ValueError(f"{path} has LoRA's leaves already: fold the model first")
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return lora.init(own, leaves["kernel"], settings["rank"], settings["alpha"])
+        shape = jax.eval_shape(effective_kernel, leaves)
+        return lora.init(own, shape, settings["rank"], settings["alpha"])
 
     return _inserted(model, settings["targets"], put)
 
@@ -53,7 +55,35 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     """`insert_lora`, and beside each adapted kernel the lengths of its columns, which train."""
     adapted, report = insert_lora(model, settings, key=key)
     pattern = "|".join(f"^{re.escape(path)}$" for path in report["adapted"])
-    return _inserted(adapted, pattern, lambda _, leaves: dora.init(leaves["kernel"]))
+    return _inserted(adapted, pattern, lambda _, leaves: dora.init(effective_kernel(leaves)))
+
+
+def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
+    """NF4 in the place of every kernel whose path `settings["targets"]` is found in.
+
+    Returns:
+      (the model, {"adapted": paths, "bytes_a_weight": of those kernels}).
+
+    Raises:
+      ValueError: no such kernel, one whose inputs are no multiple of 64, or one that has adapters.
+    """
+    check_quantise(settings)
+    sizes = []
+
+    def put(path: str, leaves: dict) -> dict:
+        if set(leaves) - {"kernel", "bias"}:
+            raise ValueError(f"{path} has adapters: quantise before they are put in")
+        kernel = leaves.pop("kernel")
+        try:
+            made = nf4.quantise(kernel)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; leave it out of targets") from None
+        sizes.append((sum(leaf.size * leaf.dtype.itemsize for leaf in made.values()), kernel.size))
+        return made
+
+    model, report = _inserted(model, settings["targets"], put)
+    used, weights = map(sum, zip(*sizes, strict=True))
+    return model, report | {"bytes_a_weight": used / weights}
 
 
 def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
@@ -87,7 +117,7 @@ def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=Non
     def put(path: str, leaves: dict) -> dict:
         if macdrop.KEEP in leaves:
             raise ValueError(f"{path} has MacDrop's leaves already: fold the model first")
-        return macdrop.init(leaves["kernel"].shape[0], np.sort(rows))
+        return macdrop.init(jax.eval_shape(effective_kernel, leaves).shape[0], np.sort(rows))
 
     report = {"layer": layer + 1, "layer_index": layer, "indices": indices[:k].tolist()}
     model, _ = _inserted(model, rf"^layers/{layer}/ffn/(gate|up)$", put)
@@ -116,6 +146,11 @@ def check_lora(settings: Mapping[str, Any]) -> None:
     if settings["rank"] < 1 or not np.isfinite(settings["alpha"]):
         raise ValueError(f"rank={settings['rank']} must be at least 1, alpha={settings['alpha']} "
                          "finite")  # fmt: skip
+    check_quantise(settings)
+
+
+def check_quantise(settings: Mapping[str, Any]) -> None:
+    """Refuses a pattern that is none."""
     try:
         re.compile(settings["targets"])
     except re.error as error:
@@ -137,7 +172,7 @@ def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:
 
 def _linears(node: Any, path: str) -> Iterator[tuple[str, dict]]:
     """(path, leaves) of every module with a kernel; the dicts are the tree's own."""
-    if "kernel" in node:
+    if "kernel" in node or any(adapter.base for adapter in adapters_of(node)):
         yield path, node
         return
     for name, child in node.items():

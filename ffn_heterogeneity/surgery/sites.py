@@ -23,6 +23,9 @@ def ffn_sites(params: dict) -> Iterator[tuple[Site, dict]]:
     """
     for layer, ffn in layer_leaves(params, "ffn"):
         block = {name: ffn[name] for name in BLOCK if name in ffn}
+        if any("kernel" not in leaves for leaves in block.values() if isinstance(leaves, dict)):
+            raise ValueError(f"layer {layer}: its FFN is quantised: fold the model first (surgery "
+                             "fold)")  # fmt: skip
         if ffn["down"]["kernel"].ndim == 2:
             yield (layer, None), block
             continue

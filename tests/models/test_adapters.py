@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.adapters import dora, lora, macdrop
+from ffn_heterogeneity.adapters import dora, lora, macdrop, nf4
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.surgery.removal import take_neurons
 
@@ -171,3 +171,53 @@ def test_removal_refuses_what_it_would_make_wrong(leaves, module):
     ffn[module] = ffn[module] | more
     with pytest.raises(ValueError, match=f"ffn/{module}/.* fold the model first"):
         take_neurons(ffn, np.arange(4))
+
+
+def nf4_oracle(kernel):
+    """bitsandbytes' definition on the torch layout [out, in], float64, block by block."""
+    flat = kernel.T.astype(np.float64).reshape(-1, 64)
+    absmax = np.abs(flat).max(1)
+    codes = np.abs(flat[..., None] / absmax[:, None, None] - nf4.LEVELS).argmin(-1)
+    mean, places, largest = absmax.mean(), [], []
+    for start in range(0, len(absmax), 256):
+        rest = absmax[start : start + 256] - mean
+        largest.append(np.abs(rest).max())
+        places += np.abs(rest[:, None] / largest[-1] - nf4.EIGHT_BITS).argmin(-1).tolist()
+    scales = np.concatenate([np.repeat(largest, 256)[: len(absmax)] * nf4.EIGHT_BITS[places]])
+    values = nf4.LEVELS[codes] * (scales + mean)[:, None]
+    return codes, values.reshape(kernel.T.shape).T
+
+
+def test_nf4_is_its_definition():
+    """Codes and values of a kernel with a partial block of scales."""
+    kernel = np.random.default_rng(0).normal(size=(192, 130)).astype(np.float32) * 0.02
+    leaves = nf4.quantise(kernel)
+    codes, values = nf4_oracle(kernel)
+    np.testing.assert_allclose(effective_kernel(leaves), values, rtol=1e-4, atol=1e-7)
+    packed = np.asarray(leaves["nf4_codes"])
+    mine = np.stack([packed >> 4, packed & 15], 1).reshape(192, 130)
+    assert (mine.T.reshape(-1, 64) != codes).mean() <= 1e-4, "rounding of float32 alone"
+    assert leaves["nf4_absmax"].shape == (2,)
+    used = sum(np.asarray(leaf).nbytes for leaf in leaves.values())
+    assert used / kernel.size <= 0.52
+    error = np.linalg.norm(values - kernel) / np.linalg.norm(kernel)
+    assert 0.05 < error < 0.12
+
+
+def test_the_map_of_scales():
+    """256 values, 0 and 1 among them, symmetric but for 1; a decade's steps double downwards."""
+    values = nf4.EIGHT_BITS
+    assert len(set(values.tolist())) == 256 and {0.0, 1.0} <= set(values.tolist())
+    inner = values[values != 1]
+    np.testing.assert_allclose(inner, -inner[::-1])
+    np.testing.assert_allclose(values[-2], 1 - 0.9 / 128, rtol=1e-6)
+    assert (values > 0.1).sum() == 65 and ((values > 1e-6) & (values < 1e-5)).sum() >= 1
+
+
+def test_zeros_and_what_cannot_be_quantised():
+    kernel = np.zeros((64, 3), np.float32)
+    np.testing.assert_array_equal(effective_kernel(nf4.quantise(kernel)), kernel)
+    kernel[5, 1] = 0.25
+    np.testing.assert_allclose(effective_kernel(nf4.quantise(kernel))[5, 1], 0.25, rtol=0.02)
+    with pytest.raises(ValueError, match="no multiple of 64"):
+        nf4.quantise(np.zeros((65, 3)))

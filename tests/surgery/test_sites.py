@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from tiny_models import LLAMA, config_of, random_params, save_tiny, structured
+from tiny_models import LLAMA, WIDE, config_of, random_params, save_tiny, structured
 
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch.commands import COMMANDS
@@ -78,6 +78,7 @@ SETTINGS = {
     "prune": {"criterion": "entropy", "ratio": 0.25},
     "lora": {"rank": 2, "alpha": 2.0, "targets": "attention/"},
     "dora": {"rank": 2, "alpha": 2.0, "targets": "ffn/"},
+    "nf4": {"targets": "ffn/"},
     "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "fold": {},
@@ -91,7 +92,7 @@ def test_every_surgery_is_in_the_table():
 @pytest.mark.parametrize("name", SURGERIES)
 def test_a_surgery_changes_nothing_it_is_given(name, tmp_path):
     """It returns another model that runs, and says so on shapes alone where it is abstract."""
-    model = load_model(save_tiny(tmp_path / "model"))
+    model = load_model(save_tiny(tmp_path / "model", WIDE if name == "nf4" else LLAMA))
     before = jax.tree.map(np.array, model.params)
     SURGERIES[name].check(SETTINGS[name])
     changed, report = SURGERIES[name].function(model, SETTINGS[name], key=jax.random.key(0))

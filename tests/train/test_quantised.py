@@ -1,0 +1,81 @@
+"""Adapters on a quantised base: it stays, is kept and read back; what comes out folds."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_models import TEXT, WIDE, config_of, our_logits, save_tiny
+
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train import run as training
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(the quantised model as it came, the run's directory and results)."""
+    root = tmp_path_factory.mktemp("qlora")
+    (root / "text.txt").write_text(TEXT)
+    model = save_tiny(root / "tiny", WIDE)
+    config = config_of(
+        "nucl_finetune", f"{model},text,lora,nf4", steps=4, batch_size=2, seq_len=16,
+        data__path=str(root / "text.txt"), data__passage_chars=100, dropout=0.0,
+        data__validation_fraction=0.2, eval__every=2, eval__max_batches=1, lora__rank=3,
+        optimizer__learning_rate=1e-2, optimizer__warmup_steps=0, losses__nucl__weight=0.01,
+        tensorboard=False, checkpoint__every=2,
+    )  # fmt: skip
+    results = training.run(config, root / "run")
+    before, _ = SURGERIES["nf4"](load_model(model), {"targets": "attention/|ffn/"})
+    return before, root / "run", results
+
+
+def test_codes_stay_and_adapters_alone_are_checkpointed(trained):
+    before, run, results = trained
+    before, after = (flatten(unstack(x.params)) for x in (before, load_model(run / "model")))
+    assert {path.split("/")[-1] for path in set(after) - set(before)} == {
+        "lora_a", "lora_b", "lora_scale"}  # fmt: skip
+    for path, leaf in before.items():
+        assert np.asarray(leaf).tobytes() == after[path].tobytes(), path
+    assert after["layers/2/ffn/down/nf4_codes"].dtype == np.uint8
+    assert "layers/2/ffn/down/kernel" not in after
+    assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
+    record = json.loads((run / "checkpoints/4/info/metadata").read_text())
+    names = {name.split(".")[-1] for name in record["tree"] if "params" in name}
+    assert names == {"lora_a", "lora_b"}
+
+
+def test_folded_it_is_a_plain_model_of_the_same_function(trained, torch, tmp_path):
+    import transformers
+
+    kept = load_model(trained[1] / "model")
+    plain, _ = SURGERIES["fold"](kept)
+    assert {path.split("/")[-1] for path in flatten(plain.params)} == {
+        "kernel", "embedding", "scale"}  # fmt: skip
+    tokens = np.arange(2, 30)[None]
+    ours = our_logits(kept.config, kept.params, tokens)
+    folded = our_logits(plain.config, plain.params, tokens)
+    assert np.linalg.norm(folded - ours) <= 1e-5 * np.linalg.norm(ours)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained[1] / "model")
+    with torch.no_grad():
+        found = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.linalg.norm(found - ours) <= 1e-5 * np.linalg.norm(ours)
+
+
+def test_what_cannot_act_refuses_by_name(trained):
+    kept = load_model(trained[1] / "model")
+    for name, settings in (
+        ("prune", {"criterion": "entropy", "ratio": 0.25}),
+        ("attack", {"attack": "zero", "k": 2, "layer": None, "token": None}),
+    ):
+        with pytest.raises(ValueError, match="is quantised: fold the model first"):
+            SURGERIES[name](kept, settings)
+    with pytest.raises(ValueError, match="has adapters: quantise before"):
+        SURGERIES["nf4"](kept, {"targets": "ffn/"})
+    with pytest.raises(ValueError, match="rank=0"):
+        SURGERIES["lora"](kept, {"rank": 0, "alpha": 1.0, "targets": "ffn/"})
