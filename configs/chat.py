@@ -8,7 +8,7 @@ Hardware:  one CPU or accelerator.
 Hours:     SmolLM2-135M, 12 questions of two turns, 64 tokens each: 2 minutes of one CPU core.
            All of MT-bench with 1,024 tokens is for an accelerator.
 Paper:     JREG: MT-bench, Vicuna and WizardLM questions after its fine-tuning. How it generated is
-           not stated: MT-bench's temperatures are those of its authors.
+           not stated: MT-bench's temperatures are those of its authors. House of Cards: Spec-Bench.
 
 The questions are no part of this package: data_root is a directory with <benchmark>/test.jsonl or
 <benchmark>/question.jsonl, as their authors publish them.
@@ -27,7 +27,8 @@ def get_config() -> ConfigDict:
             "revision": placeholder(str),  # branch, tag or commit of a hub id
             # What the answers call it; "": the last part of `model`.
             "model_id": "",
-            # mt_bench (80 questions of two turns) | vicuna_bench (80) | wizardlm_testset (218).
+            # mt_bench (80 questions of two turns) | vicuna_bench (80) | wizardlm_testset (218) |
+            # spec_bench (480: MT-bench's, and 400 of one turn).
             "benchmark": "mt_bench",
             "data_root": "",
             # The first so many questions; 0: all.
@@ -37,7 +38,8 @@ def get_config() -> ConfigDict:
             # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
             "chat_template": "auto",
             "bos": "auto",  # as of training: auto | segment | document | none
-            # Unset: by the question's category (MT-bench, Vicuna), 0 for WizardLM's.
+            # Unset: by the question's category (MT-bench, Vicuna), 0 for WizardLM's and for what
+            # Spec-Bench adds to MT-bench. Spec-Bench's own runs are all at 0.
             "temperature": placeholder(float),
             "top_p": 1.0,
             "seed": 0,

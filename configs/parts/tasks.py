@@ -12,7 +12,8 @@ def get_config() -> ConfigDict:
             "revision": placeholder(str),  # branch, tag or commit of a hub id
             # Names of tasks, groups and tags of the harness, or with data_root of the pack here:
             # arc_challenge arc_easy boolq cb copa gsm8k hellaswag lambada_openai mbpp mmlu nq_open
-            # piqa race sciq sglue_rte social_iqa swag triviaqa wic winogrande.
+            # piqa race sciq sglue_rte social_iqa swag triviaqa wic winogrande, and of LongBench
+            # longbench_multi_news minilongbench_qa (prompts too long are cut in the middle).
             "tasks": ("piqa",),
             # Directory of <task's folder>/<split>.jsonl; "": the harness fetches its data sets.
             "data_root": "",

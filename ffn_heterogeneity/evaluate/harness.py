@@ -8,6 +8,7 @@ from typing import Any
 
 from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
@@ -28,7 +29,8 @@ class HarnessLM(TemplateLM):
     Tokens are made as the harness's own `hf` model makes them: the tokenizer's rule says whether a
     bos is put first, a text that already begins with one gets no second, trailing spaces of a
     context belong to its continuation, and a context without tokens is the bos (or eos) alone.
-    One exception: a prompt too long to be continued keeps its bos.
+    Two exceptions: a prompt too long to be continued keeps its bos, and one of a task that says so
+    (LongBench's) loses its middle instead of its beginning.
 
     Args:
       model: from `io.load.load_model`; with a tokenizer.
@@ -187,8 +189,9 @@ class HarnessLM(TemplateLM):
             tokens than `max_length` has room for.
         """
         samplings = [self._sampling(dict(request.args[1])) for request in requests]
+        middle = {name for name, one in tables().tasks.items() if "cut" in one["local"]}
         prompts = [
-            self._prompt(request.args[0], sampling.max_new_tokens)
+            self._prompt(request.args[0], sampling.max_new_tokens, request.task_name in middle)
             for request, sampling in zip(requests, samplings, strict=True)
         ]
         found = self.generator(
@@ -198,8 +201,13 @@ class HarnessLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, one.text)
         return [one.text for one in found]
 
-    def _prompt(self, text: str, new: int) -> list[int]:
-        """Ids of a text without the oldest that leave no room for `new` tokens; bos stays."""
+    def _prompt(self, text: str, new: int, middle: bool = False) -> list[int]:
+        """Ids of a text without those that leave no room for `new` tokens.
+
+        Args:
+          middle: the first and the last half of what there is room for stay (as LongBench does);
+            otherwise the last, and a bos.
+        """
         ids = self.tok_encode(text) or [self.prefix_token_id]
         room = self.max_length - new
         if room < 1:
@@ -209,9 +217,9 @@ class HarnessLM(TemplateLM):
             )
         if len(ids) <= room:
             return ids
-        if ids[0] == self.tokenizer.bos_token_id and room > 1:
-            return [ids[0], *ids[len(ids) - room + 1 :]]
-        return ids[len(ids) - room :]
+        bos = ids[0] == self.tokenizer.bos_token_id and room > 1
+        first = (room + 1) // 2 if middle else int(bos)
+        return [*ids[:first], *ids[len(ids) - room + first :]]
 
     def _ends(self, until: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """(stop strings, ids that end a text) of `until` and the model's and tokenizer's eos.

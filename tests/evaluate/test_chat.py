@@ -33,6 +33,7 @@ def data_root(tmp_path):
             {"question_id": 81 + i, "category": kind, "turns": [f"Ask {i}?", f"And {i}?"]}
             for i, kind in enumerate(["writing", "math", "stem", "writing", "riddles", "math"])
         ],
+        "spec_bench": [{"question_id": 161, "category": "translation", "turns": ["Translate: Ja"]}],
         "vicuna_bench": [{"question_id": 1, "category": "generic", "turns": ["How?"]}],
         "wizardlm_testset": [
             {"idx": 1, "Skill": "Math", "Difficulty": 1, "Instruction": "Add 1."},
@@ -254,7 +255,7 @@ def test_the_published_questions(shared_data):
     """All of them are read; MT-bench's categories are the eight that have a temperature."""
     counts = {name: chat.read_questions(name, str(shared_data)) for name in chat.BENCHMARKS}
     assert {name: len(found) for name, found in counts.items()} == {
-        "mt_bench": 80, "vicuna_bench": 80, "wizardlm_testset": 218,
+        "mt_bench": 80, "spec_bench": 480, "vicuna_bench": 80, "wizardlm_testset": 218,
     }  # fmt: skip
     assert {q.category for q in counts["mt_bench"]} == set(chat.TEMPERATURES)
     assert all(len(q.turns) == 2 for q in counts["mt_bench"])

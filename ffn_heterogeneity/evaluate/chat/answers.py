@@ -1,7 +1,7 @@
 """Questions of chat benchmarks, answered turn by turn, in the benchmarks' own answer files.
 
-MT-bench and Vicuna (FastChat): {"question_id", "answer_id", "model_id", "choices": [{"index": 0,
-"turns": [text, ...]}], "tstamp"}; WizardLM: {"id", "instruction", <model_id>: text}.
+MT-bench, Vicuna and Spec-Bench (FastChat): {"question_id", "answer_id", "model_id", "choices":
+[{"index": 0, "turns": [text, ...]}], "tstamp"}; WizardLM: {"id", "instruction", <model_id>: text}.
 
 Answers are written a batch at a time, the whole file anew, so it is never torn; answered questions
 are not asked again. How every turn ended stands in `<workdir>/turns.jsonl`: the benchmarks' forms
@@ -35,7 +35,7 @@ from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.wording import check_choice
 
-BENCHMARKS = ("mt_bench", "vicuna_bench", "wizardlm_testset")
+BENCHMARKS = ("mt_bench", "spec_bench", "vicuna_bench", "wizardlm_testset")
 QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
 # MT-bench's authors', by category; any other category has the last one.
 TEMPERATURES = {
@@ -45,6 +45,8 @@ TEMPERATURES = {
 OTHER_TEMPERATURE = 0.7
 # WizardLM's authors set a temperature but do not turn sampling on, so theirs are greedy.
 WIZARDLM_TEMPERATURE = 0.0
+# Of the categories that Spec-Bench adds to MT-bench's: its authors' runs are greedy.
+SPEC_BENCH_TEMPERATURE = 0.0
 
 
 class Question(NamedTuple):
@@ -189,7 +191,8 @@ def temperature(config: ConfigDict, question: Question) -> float:
         return config.temperature
     if config.benchmark == "wizardlm_testset":
         return WIZARDLM_TEMPERATURE
-    return TEMPERATURES.get(question.category, OTHER_TEMPERATURE)
+    other = SPEC_BENCH_TEMPERATURE if config.benchmark == "spec_bench" else OTHER_TEMPERATURE
+    return TEMPERATURES.get(question.category, other)
 
 
 def groups(config: ConfigDict, questions: Sequence[Question]) -> list[list[Question]]:
@@ -312,8 +315,13 @@ def _question(row: Mapping[str, Any]) -> Question:
         value_of(row, "question_id", (int, str), "a number or a name"),
         str(row.get("category", "")),
         tuple(turns),
-        tuple(map(str, reference)) if isinstance(reference, list) else (),
+        tuple(map(_reference, reference)) if isinstance(reference, list) else (),
     )
+
+
+def _reference(answer: Any) -> str:
+    """An answer to a turn; Spec-Bench's `rag` has lists of them, which make a line each."""
+    return "\n".join(map(str, answer)) if isinstance(answer, list) else str(answer)
 
 
 def _wizardlm_question(row: Mapping[str, Any]) -> Question:

@@ -37,8 +37,11 @@ from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.wording import check_choice
 
 MODES = ("single", "pairwise")
-# Categories whose answers are right or wrong: MT-bench's authors show the judge a reference.
-REFERENCE_CATEGORIES = ("math", "reasoning", "coding")
+# Categories whose answers are right or wrong: MT-bench's authors show the judge a reference. And
+# those that Spec-Bench adds; its qa has no references.
+REFERENCE_CATEGORIES = (
+    "math", "reasoning", "coding", "translation", "summarization", "math_reasoning", "rag",
+)  # fmt: skip
 REFERENCE_FILES = ("reference_gpt4.jsonl", "reference_answer/gpt-4.jsonl")
 # Pairs are judged twice, with their places changed.
 GAMES = {"g1": (0, 1), "g2": (1, 0)}

@@ -11,6 +11,7 @@
   split               "validation" where the stock task has no test split
   first_shots         {field, values}: these rows are the first few-shot examples, in this order
   runs_code           programs written by the model are run
+  cut                 "middle": what a prompt too long for the model loses, else its beginning
 
 Few-shot examples come from the training file (`fewshot`). Where there is none, or its rows have
 another form (HellaSwag in a form without activity labels), they come from the evaluation file

@@ -17,6 +17,11 @@ from ffn_heterogeneity.data.tasks.mbpp import prompt_of, setup_of, tests_of
 from ffn_heterogeneity.data.tasks.superglue import CB_WORDS, COPA_WORDS, RTE_WORDS
 
 LETTERS = "ABCDEFGH"
+# LongBench's longest answers, in tokens.
+QA_TOKENS = {
+    "2wikimqa": 32, "hotpotqa": 32, "multifieldqa_en": 64, "musique": 32, "narrativeqa": 128,
+    "qasper": 128, "triviaqa": 32,
+}  # fmt: skip
 Row = Mapping[str, Any]
 
 
@@ -127,22 +132,36 @@ def triviaqa(row: Row) -> Row:
     task does).
     """
     if "question" in row:
-        question, aliases = text_of(row, "question"), texts_of(mapping_of(row, "answer"), "aliases")
+        question = text_of(row, "question")
+        aliases = _answers(mapping_of(row, "answer"), "aliases")
     else:
         found = re.fullmatch(r"Question: (.*)\nAnswer:", text_of(row, "context"), re.DOTALL)
         if not found:
             raise DataError("field 'context' is not of the form 'Question: ...\\nAnswer:'")
         question, answer = found[1], text_of(row, "answer")
         aliases = [answer, *(alias for alias in texts_of(row, "aliases") if alias != answer)]
-    if not aliases:
-        raise DataError("the question has no answer: 'aliases' is empty")
     return {"question": question, "aliases": aliases}
 
 
 def nq_open(row: Row) -> Row:
-    if not (answers := texts_of(row, "answer")):
-        raise DataError("the question has no answer: 'answer' is empty")
-    return {"question": text_of(row, "question"), "answer": answers}
+    return {"question": text_of(row, "question"), "answer": _answers(row, "answer")}
+
+
+def longbench(row: Row) -> Row:
+    return {"context": text_of(row, "context"), "answers": _answers(row, "answers")}
+
+
+def minilongbench_qa(row: Row) -> Row | None:
+    """MiniLongBench's English questions, its other tasks left out; prompts are as published."""
+    dataset = text_of(row, "dataset")
+    if dataset not in QA_TOKENS:
+        return None
+    return {
+        "dataset": dataset,
+        "prompt": text_of(row, "origin_prompt"),
+        "answers": _answers(row, "gold"),
+        "max_gen_toks": QA_TOKENS[dataset],
+    }
 
 
 def boolq(row: Row) -> Row:
@@ -250,6 +269,12 @@ def _arc_of_text(instruction: str, answer: str) -> Row:
     return {"question": found[1], "choices": choices, "label": names.index(answer)}
 
 
+def _answers(row: Row, field: str) -> list[str]:
+    if not (answers := texts_of(row, field)):
+        raise DataError(f"the question has no answer: {field!r} is empty")
+    return answers
+
+
 def _without_brackets(text: str) -> str:
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
@@ -268,6 +293,6 @@ ROWS: dict[str, Callable[[Row], Row | None]] = {
     function.__name__: function
     for function in (
         gsm8k, mbpp, mmlu, hellaswag, arc, piqa, siqa, winogrande, triviaqa, nq_open, boolq, race,
-        sciq, swag, lambada, cb, copa, rte, wic,
+        sciq, swag, lambada, cb, copa, rte, wic, longbench, minilongbench_qa,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from lm_eval.api.task import ConfigurableTask
 
-from ffn_heterogeneity.evaluate.metrics import macro_f1
+from ffn_heterogeneity.evaluate.metrics import macro_f1, normalize_squad, rouge_l, token_f1
 
 EVALUATION, FEWSHOT = "evaluation", "fewshot"
 
@@ -50,6 +50,13 @@ class LocalTask(ConfigurableTask):
             for split, rows in self._rows.items()
         }
 
+    def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
+        """The harness's; a row's own `max_gen_toks` comes before the task's."""
+        made = super().construct_requests(doc, ctx, **kwargs)
+        if "max_gen_toks" in doc:
+            made.arguments[1]["max_gen_toks"] = doc["max_gen_toks"]
+        return made
+
     def fewshot_docs(self) -> datasets.Dataset | None:
         """The rows that examples are drawn from."""
         if not self.config.num_fewshot:
@@ -71,5 +78,21 @@ def cb_macro_f1(items: Sequence[tuple[int, int]]) -> float:
     return macro_f1([int(p) for p in predictions], [int(g) for g in golds], (0, 1, 2))["macro_f1"]
 
 
+def longbench_summary(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The best ROUGE-L over the reference summaries."""
+    return {"rouge_l": max(rouge_l(results[0], answer) for answer in doc["answers"])}
+
+
+def longbench_qa(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The best F1 over the answers; LongBench scores the first line of TriviaQA's alone."""
+    said = results[0]
+    if doc["dataset"] == "triviaqa":
+        said = said.lstrip("\n").split("\n")[0]
+    said = normalize_squad(said)
+    return {"f1": max(token_f1(said, normalize_squad(answer)) for answer in doc["answers"])}
+
+
 # What task files may name.
-FUNCTIONS = {"mbpp_results": mbpp_results, "cb_macro_f1": cb_macro_f1}
+FUNCTIONS = {
+    one.__name__: one for one in (mbpp_results, cb_macro_f1, longbench_summary, longbench_qa)
+}

@@ -1,0 +1,81 @@
+"""Spec-Bench: its 480 questions as published, how each is sampled, and what its judge is shown."""
+
+from __future__ import annotations
+
+import collections
+import json
+
+import pytest
+from tiny_models import config_of
+
+from ffn_heterogeneity.evaluate.chat import answers as chat
+from ffn_heterogeneity.evaluate.chat import judge
+
+ADDED = ("translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+@pytest.fixture
+def questions(shared_data):
+    return chat.read_questions("spec_bench", str(shared_data))
+
+
+def test_the_published_questions(questions, shared_data):
+    """80 of MT-bench as they are there, and 80 of each further category."""
+    mt_bench = chat.read_questions("mt_bench", str(shared_data))
+    assert [q[:3] for q in questions[:80]] == [q[:3] for q in mt_bench]
+    counts = collections.Counter(q.category for q in questions[80:])
+    assert counts == dict.fromkeys(ADDED, 80)
+    assert {len(q.turns) for q in questions[80:]} == {1}
+    lacking = {q.category for q in questions[80:] if not q.reference}
+    assert lacking == {"qa"}
+    # Of several right answers each has its line.
+    rag = next(q for q in questions if q.category == "rag")
+    assert rag.reference[0].startswith("a source of lumber\naiding in regulating climate")
+    assert not any("['" in text for q in questions for text in q.reference)
+
+
+def test_temperatures(questions):
+    """MT-bench's for its categories, 0 for the others, and what the config says for all."""
+    config = config_of("chat", benchmark="spec_bench")
+    for question in questions:
+        expected = chat.TEMPERATURES.get(question.category, 0.0)
+        assert chat.temperature(config, question) == expected
+    assert {chat.temperature(config, q) for q in questions[80:]} == {0.0}
+    groups = chat.groups(config, questions)
+    assert sorted(q.id for group in groups for q in group) == list(range(81, 561))
+    config.temperature = 0.3
+    assert {chat.temperature(config, q) for q in questions} == {0.3}
+
+
+def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
+    """Each turn a job, with the question's own reference where its category is judged by one."""
+    path = tmp_path / "answers.jsonl"
+    rows = [chat.answer_row("spec_bench", q, "tiny", ["said"] * len(q.turns)) for q in questions]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(
+        "judge", benchmark="spec_bench", data_root=str(shared_data), answers=str(path),
+        url="http://localhost:1", judge_model="judge", key_env="",
+    )  # fmt: skip
+    judge.check(config)
+    jobs, models, unanswered = judge.read_jobs(config)
+    assert (len(jobs), models, unanswered) == (560, ["tiny"], 0)
+    judged_by = collections.Counter(job.question.category for job in jobs if job.reference)
+    # One question of coding has none.
+    assert judged_by == {
+        "math": 20, "reasoning": 20, "coding": 18, "translation": 80, "summarization": 80,
+        "math_reasoning": 80, "rag": 80,
+    }  # fmt: skip
+    asker = judge.Judge(config, models)
+    for job in jobs[160:]:
+        name, prompt = asker._single_prompt(job)
+        assert name == ("single" if job.question.category == "qa" else "single-reference")
+        assert job.question.turns[0] in prompt and all(text in prompt for text in job.reference)
+    rated = [{"question_id": job.question.id, "turn": job.turn, "score": 5.0} for job in jobs]
+    categories = {q.id: q.category for q in questions}
+    summary = judge.single_summary(rated, categories)
+    assert set(summary["by_category"]) == {*chat.TEMPERATURES, *ADDED}
+
+
+def test_an_unknown_benchmark_names_those_there_are():
+    with pytest.raises(ValueError, match="benchmark='specbench': choose one of .*'spec_bench'"):
+        chat.read_questions("specbench", "data")
