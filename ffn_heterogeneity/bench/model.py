@@ -13,11 +13,13 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import Torch
 from ffn_heterogeneity.bench.timing import machine, paired_interval, said
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
@@ -26,7 +28,9 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
@@ -34,7 +38,13 @@ from ffn_heterogeneity.wording import check_choice
 
 STEP = "train step"
 TERMS = {f"{STEP} + NUCL": nucl_term, f"{STEP} + JREG": jreg_term}
-CALLS = ("forward", STEP, *TERMS, "perplexity", "generate 1", "generate 8", "generate 32")
+# Steps of adapters alone, rank 16 on all linear layers; MacDrop at five massive neurons.
+ADAPTED = {f"{STEP} of LoRA": ("lora",), f"{STEP} of LoRA + MacDrop": ("lora", "macdrop"),
+           f"{STEP} of DoRA": ("dora",)}  # fmt: skip
+LORA = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/"}
+SETTINGS = {"lora": LORA, "dora": LORA,
+            "macdrop": {"k": 5, "scope": "massive", "layer": 0, "token": 0}}  # fmt: skip
+CALLS = ("forward", STEP, *TERMS, *ADAPTED, "perplexity", "generate 1", "generate 8", "generate 32")
 DTYPES = ("float32", "bfloat16")
 LEARNING_RATE = 1e-6
 PROMPT, NEW = 64, 32  # tokens a row of generation
@@ -47,9 +57,9 @@ def benchmark_model(
     """Times `config.calls` in each of `config.dtypes`, ours and the peer's in turn.
 
     Of a model of random weights on random tokens: "forward" gives the logits of a batch [batch,
-    seq_len]; "train step" is forward, backward and AdamW on it, with the NLL alone or NUCL (mstd)
-    or JREG added; "perplexity" is of `config.windows` windows, a batch at once; "generate n"
-    continues n prompts of 64 tokens by 32, greedily.
+    seq_len]; "train step" is forward, backward and AdamW on it, with the NLL alone, NUCL (mstd) or
+    JREG added, or of adapters alone; "perplexity" is of `config.windows` windows, a batch at once;
+    "generate n" continues n prompts of 64 tokens by 32, greedily.
 
     Args:
       model: None: the preset `config.model`.
@@ -70,7 +80,7 @@ def benchmark_model(
         for dtype in config.dtypes:
             arguments = call, dtype, ours.rows(call)
             calls[f"{call}, {dtype}"] = ours.call(*arguments)
-            if config.peer and call not in TERMS:
+            if config.peer and call not in (*TERMS, *ADAPTED):
                 calls[f"{PEER}{call}, {dtype}"] = peer.call(*arguments)
     print(f"{len(calls)} calls in {config.repetitions} rounds; kept in {workdir / 'rounds'}")
     seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
@@ -87,8 +97,7 @@ class Ours:
         draw = functools.partial(rng.integers, 0, model.vocab_size, dtype=np.int32)
         self.tokens = draw((config.batch, config.seq_len + 1))
         self.windows = draw((config.windows, config.window))
-        # One for all steps, which donate it.
-        self.state = None
+        self.states: dict[str, Any] = {}
 
     def rows(self, call: str) -> np.ndarray:
         """The tokens that a call reads."""
@@ -104,27 +113,35 @@ class Ours:
             return functools.partial(measured, batch_size=self.batch, options=options)
         if name == "forward":
             return functools.partial(_logits, self.model, options, self.params, rows[:, :-1])
-        if name in (STEP, *TERMS):
+        if name in (STEP, *TERMS, *ADAPTED):
             return self._step(name, options, rows)
         generator = Generator(self.model, self.params, options=options, batch_size=len(rows))
         greedy = Sampling(max_new_tokens=NEW, eos=())
         return functools.partial(generator, list(rows), greedy, progress=None)
 
     def _step(self, name: str, options: RunOptions, rows: np.ndarray) -> Callable[[], Any]:
-        trainable = dict.fromkeys(flatten(self.params), True)
-        optimizer = make_optimizer(OptimizerConfig(name="adamw"), self.params, trainable)
+        prepared, thin = Model(self.model, self.params, None, ""), name in ADAPTED
+        for surgery in ADAPTED.get(name, ()):
+            prepared, _ = SURGERIES[surgery](prepared, SETTINGS[surgery])
+        params, patterns = prepared.params, (r"/(lora_[ab]|dora_m)$",) if thin else ()
+        trainable = partition.trainable_mask(flatten(params), (), patterns)
+        optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
         terms = [nll_term(TermContext("nll", model=self.model))]
         if name in TERMS:
             terms.append(TERMS[name](TermContext("added")))
         forward = functools.partial(causal_lm.forward, self.model, options=options)
-        step = make_train_step(forward, terms, optimizer, trainable)
-        if self.state is None:
-            self.state = create_state(self.params, optimizer, trainable)
+        drops = REFRESHES["macdrop"]({}) if "macdrop" in ADAPTED.get(name, ()) else None
+        step = make_train_step(forward, terms, optimizer, trainable, refresh=drops)
+        # Steps of everything share one state, which they donate.
+        kept = name if thin else STEP
+        if kept not in self.states:
+            self.states[kept] = create_state(params, optimizer, trainable)
         mask = np.ones((1, *rows[:, 1:].shape), bool)
         batch = {"tokens": rows[None, :, :-1], "targets": rows[None, :, 1:], "loss_mask": mask}
 
         def call():
-            self.state, metrics = step(self.state, batch, {"learning_rate": LEARNING_RATE})
+            hyper = {"learning_rate": LEARNING_RATE, "macdrop": 0.8}
+            self.states[kept], metrics = step(self.states[kept], batch, hyper)
             return metrics["loss"]
 
         return call
@@ -149,7 +166,9 @@ def tables(seconds: dict[str, np.ndarray], config: ConfigDict) -> list[dict]:
             if peer is not None:
                 cells = cells[0], f"{np.median(peer):.3f}", said(paired_interval(peer, ours))
             rows.append((name + emulated * (dtype == "bfloat16"), *cells))
-            if call in TERMS and plain in seconds:
+            if call in ADAPTED:
+                plain = f"{next(iter(ADAPTED))}, {dtype}"
+            if call in (*TERMS, *ADAPTED) and plain in seconds and plain != name:
                 ratios[f"{name} / {plain}"] = paired_interval(ours, seconds[plain])
         if set(DTYPES) <= set(config.dtypes):
             full, half = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)

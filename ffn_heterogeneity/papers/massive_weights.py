@@ -52,7 +52,7 @@ TABLES = (
     Table("table_7", ("analysis",), {"Models": MODEL}, {"Layer": "layer", "Indices": "five"},
           here="here"),
     Table("attacks", ("attack",), {
-        "model": MODEL, "text": Label("{text}"), "attack": Label("{attack}"), "k": Label("{k}")},
+        "model": MODEL, "text": Label("{corpus}"), "attack": Label("{attack}"), "k": Label("{k}")},
         {"perplexity": "perplexity",
          "NLL less unattacked": Against("nll", **UNATTACKED, how="windows"),
          **{f"{name} less unattacked": Against(task, **UNATTACKED, how="questions")

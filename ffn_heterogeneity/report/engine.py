@@ -5,6 +5,7 @@ Runs find their places by their configs, whoever started them: a sweep, a script
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -134,6 +135,11 @@ def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
             rows[name][origin] = cells
     table = [(*name, origin, *cells) for name, origins in rows.items()
              for origin, cells in origins.items()]  # fmt: skip
+    if not source:  # a column of ours that nobody measured is none
+        measured = [any(x is not None for x in column) for column in zip(*table, strict=True)]
+        columns = [x for x, own in zip(columns, measured[len(labels) + 1 :], strict=False) if own]
+        keep = [True] * (len(labels) + 1) + measured[len(labels) + 1 :]
+        table = [tuple(itertools.compress(row, keep)) for row in table]
     notes = (*spec.notes, *source.get("notes", ()), *filter(None, [source.get("unit")]))
     return Drawn(spec.key, title, (*labels, "from", *columns), table, notes)
 
@@ -215,7 +221,8 @@ def draw_curves(spec: Curves, paper: Paper, chosen: Sequence[Record]) -> Drawn:
             shapes.append(of_seeds(line, list(points.values())))
         drawn.append(Panel(panel, shapes, spec.xlabel or spec.x, ylabel, spec.log))
     title = _title(spec, printed(paper.name)["figures"].get(spec.key))
-    figure = draw(drawn, columns=max(len(spec.y), min(3, len(drawn)))) if drawn else None
+    columns = len(spec.y) if len(spec.y) > 1 else min(3, len(drawn))
+    figure = draw(drawn, columns=columns) if drawn else None
     header = ("panel", "value", "line", "seed", spec.x, "y")
     return Drawn(spec.key, title, header, rows, (), figure)
 

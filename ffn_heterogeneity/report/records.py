@@ -29,8 +29,8 @@ from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of,
 
 READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
 FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
-RANKS = ("largest", "2nd", "3rd", "median")  # of the magnitudes of a state
-CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text
+RANKS = ("1st", "2nd", "3rd", "median")  # of the magnitudes of a state
+CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text; others by its last part
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
 IDLE = {"layers": "all", "compensation": "none", "reverse": False, "protect": "", "calibration": "",
         "ratio": None, "count": None, "budget": None}  # fmt: skip
@@ -117,8 +117,8 @@ def _facts(run: Run) -> dict[str, Any]:
     pair = re.fullmatch(r"pair:(\d+)", str(run.config.get("layers")))
     own = {"pair": int(pair[1]) if pair else None, "model": run.model, "path": run.path}
     task, path = str(run.config.get("data.task")), str(run.config.get("data.path") or "")
-    places = [str(run.config.get(key) or "").lower() for key in ("text", "token_ids")]
-    own["corpus"] = next((x for x in CORPORA for place in places if x in place), None)
+    place = str(run.config.get("text") or run.config.get("token_ids") or "")
+    own["corpus"] = next((x for x in CORPORA if x in place.lower()), os.path.basename(place))
     own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
     if "criterion" in run.config:  # older runs lack what came later
         own |= {key: run.config.get(key, "") for key in ("protect", "calibration")}

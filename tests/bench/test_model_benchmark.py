@@ -29,7 +29,7 @@ def both(torch):
 
 OFTEN = ("forward", bench.STEP, "generate 1")
 CALLS = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
-         for name in bench.CALLS if name not in bench.TERMS]  # fmt: skip
+         for name in bench.CALLS if name not in (*bench.TERMS, *bench.ADAPTED)]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -47,7 +47,7 @@ def test_the_peer_computes_the_same(both, call):
 
 
 def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
-    calls = ("forward", "train step", "train step + JREG")
+    calls = ("forward", "train step", "train step + JREG", *bench.ADAPTED)
     config = config_of("benchmark", calls=calls, **SIZES)
     results = bench.benchmark_model(config, tmp_path, MODEL)
     assert "warm-up: forward, float32" in capsys.readouterr().err
@@ -62,6 +62,7 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     assert {
         "train step + JREG, bfloat16 / train step, bfloat16",
         "forward, float32 / bfloat16",
+        "train step of DoRA, float32 / train step of LoRA, float32",
     } <= rows
 
     path = tmp_path / "results.json"

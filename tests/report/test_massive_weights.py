@@ -48,10 +48,10 @@ def test_attacks(report, tmp_path):
     assert (rows["top-5 zeroing"]["WikiText"], rows["top-5 zeroing"]["C4"]) == ("90.0", "120.0")
     assert rows["top-5 zeroing"]["Avg. (perplexity)"] == "-"
     ours = {(r["attack"], r["k"], r["text"]): r for r in tables["attacks"]}
-    zeroed = ours["zero", "5", "data/wikitext2/test.txt"]
+    zeroed = ours["zero", "5", "wikitext"]
     assert float(zeroed["NLL less unattacked"]) == pytest.approx((1.5 + 1.7) / 2)
     assert float(zeroed["PIQA less unattacked"]) == pytest.approx(-50)
-    assert ours["zero", "5", "data/c4/a.txt"]["NLL less unattacked"] == "-"
+    assert ours["zero", "5", "c4"]["NLL less unattacked"] == "-"
     assert "bootstrap n=2" in tables["text"] and "bootstrap n=6" in tables["text"]
     points = lines(tables, "perplexity_by_k")
     assert points["small", "zero, wikitext", "-"] == [(0, 20), (3, 80), (5, 90)]
@@ -73,7 +73,7 @@ def test_the_analysis_against_table_7(report, tmp_path):
     points = {(row["line"], row["value"]): float(row["y"]) for row in tables["figure_3"]
               if row["panel"] == "little" and row["layer"] == "3"}  # fmt: skip
     assert points["median", "intermediate state"] == pytest.approx(0.2)
-    assert points["largest", "hidden state"] == 9
+    assert points["1st", "hidden state"] == 9
 
 
 def removals(root):
