@@ -209,6 +209,8 @@ def loads_in(output: str | os.PathLike) -> str:
     """One line: which programs load a directory, or .gguf file, that was written here."""
     if os.fspath(output).endswith(".gguf"):
         return "loads in: llama.cpp and what is built on it, this library"
+    if not (epath.Path(output) / "config.json").exists():
+        return "loads in: PEFT on that base, this library"
     values = json.loads((epath.Path(output) / "config.json").read_text())
     if "config" in values.get(NATIVE_KEY, {}):
         return "loads in: this library alone (its config.json cannot say all of the model)"

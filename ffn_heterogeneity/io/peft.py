@@ -1,0 +1,200 @@
+"""LoRA and DoRA in PEFT's files: adapter_config.json and adapter_model.safetensors.
+
+A directory of them stands for the base model that it names, with the adapters put in. PEFT keeps
+A [rank, in] and B [out, rank] beside torch's modules. Where a file's module holds several of our
+kernels (Phi-3's qkv_proj), A is copied to each and B is cut as the kernel is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.io.assemble import all_finite
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.files import atomic_path, read_object, write_json
+from ffn_heterogeneity.io.pieces import Spec, open_pieces
+from ffn_heterogeneity.io.safetensors import SINGLE, open_file
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import family_by_name
+from ffn_heterogeneity.models.families.rules import Rule
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten, unflatten
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
+# Settings that would make another function of the same tensors: refused unless they are off.
+OFF = ("fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias")
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds adapters alone."""
+    return (path / CONFIG).is_file() and not (path / "config.json").exists()
+
+
+def base_of(directory: Path) -> str:
+    """The model that the adapters are for: a path (from the directory, too) or a hub id.
+
+    Raises:
+      CheckpointError: none is named, or adapters are.
+    """
+    base = read_object(directory / CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{directory / CONFIG}: base_model_name_or_path names no model")
+    near = directory / base
+    path = near if near.exists() else Path(base).expanduser()
+    if path.is_dir() and is_adapter(path):
+        raise CheckpointError(f"{directory / CONFIG}: the base {base!r} is an adapter itself")
+    return str(path) if path.exists() else base
+
+
+def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
+    """The stacked tree of the base with LoRA's, and DoRA's, leaves beside its kernels.
+
+    Raises:
+      CheckpointError: settings or tensors that are none of LoRA's, or that the base has no place
+        for; the message names them.
+    """
+    settings, leaves = read_object(directory / CONFIG), flatten(unstack(params))
+    kind = str(settings.get("peft_type")).upper()
+    on = [key for key in OFF if settings.get(key)]
+    if kind != "LORA" or on or settings.get("bias", "none") != "none":
+        what = f"peft_type={kind}" if kind != "LORA" else ", ".join(on) or "bias"
+        raise CheckpointError(f"{directory / CONFIG}: {what} is not read here: LoRA and DoRA are")
+    if not (directory / WEIGHTS).is_file():
+        raise CheckpointError(f"{directory} has no {WEIGHTS}: pickled adapters are not opened")
+    tensors = dict(open_file(directory / WEIGHTS))
+    added: dict[str, np.ndarray] = {}
+    for rule, module in _modules(config):
+        names = [f"{PREFIX}{module}.{end}" for end in ("lora_A.weight", "lora_B.weight", MAGNITUDE)]
+        a, b, m = (np.array(tensors.pop(n)) if n in tensors else None for n in names)
+        if a is None and b is None and m is None:
+            continue
+        if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
+            raise CheckpointError(f"{directory / WEIGHTS}: {module} lacks one of {names}")
+        added |= _leaves(rule, a, b, m, _scale(settings, module))
+    if tensors or not added:
+        name = next(iter(tensors), "nothing")
+        raise CheckpointError(f"{directory / WEIGHTS}: the base model, a {config.family}, has no "
+                              f"place for {name!r}: are these adapters for another?")  # fmt: skip
+    _check(directory, leaves, added)
+    return restack(config, unflatten(leaves | added))
+
+
+def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
+    """(rule, torch's name) of every module of a layer that holds kernels."""
+    for rule in family_by_name(config.family).rules(config):
+        if rule.paths[0].startswith("layers/") and rule.paths[0].endswith("/kernel"):
+            yield rule, rule.names[0].removesuffix(".weight")
+
+
+def _leaves(rule: Rule, a, b, m, scale: float) -> dict[str, np.ndarray]:
+    result = {}
+    cut = [np.ascontiguousarray(x) for x in rule.load([b.astype(np.float32)])]
+    lengths = rule.load([m.astype(np.float32)]) if m is not None else [None] * len(cut)
+    for path, own, length in zip(rule.paths, cut, lengths, strict=True):
+        module = path.rpartition("/")[0]
+        result[f"{module}/lora_a"] = np.ascontiguousarray(a.astype(np.float32).T)
+        result[f"{module}/lora_b"] = own
+        result[f"{module}/lora_scale"] = np.full((1,), scale, np.float32)
+        if length is not None:
+            result[f"{module}/dora_m"] = np.ascontiguousarray(length)
+    return result
+
+
+def _scale(settings: Mapping[str, Any], module: str) -> float:
+    """alpha / r, of the module's own where patterns say so; alpha / sqrt(r) of rank-stabilised."""
+
+    def own(key: str, pattern: str) -> float:
+        for name, value in (settings.get(pattern) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({name})", module):
+                return value
+        return settings[key]
+
+    rank, alpha = own("r", "rank_pattern"), own("lora_alpha", "alpha_pattern")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _check(directory: Path, leaves: Mapping[str, Any], added: Mapping[str, np.ndarray]) -> None:
+    for path, leaf in added.items():
+        module, _, name = path.rpartition("/")
+        fan_in, fan_out = leaves[f"{module}/kernel"].shape
+        rank = added[f"{module}/lora_a"].shape[-1]
+        due = {"lora_a": (fan_in, rank), "lora_b": (rank, fan_out), "lora_scale": (1,),
+               "dora_m": (fan_out,)}[name]  # fmt: skip
+        if leaf.shape != due or not all_finite(leaf):
+            what = f"has shape {leaf.shape}, {due} is due: are these adapters for another model?"
+            raise CheckpointError(f"{directory / WEIGHTS}: {path} " + (
+                what if leaf.shape != due else "contains NaN or infinity"))  # fmt: skip
+
+
+def save_adapters(
+    config: ModelConfig,
+    params: dict,
+    directory: str | os.PathLike,
+    base: str,
+    overwrite: bool = False,
+) -> Path:
+    """The adapters of a tree, for PEFT on `base`: what it loads gives the same logits.
+
+    Raises:
+      CheckpointError: no adapters, other structure beside them, projections of one torch module
+        with unlike A (fold those), or a directory that exists.
+    """
+    if Path(directory).exists() and not overwrite:
+        raise CheckpointError(f"{directory} exists: use another, or overwrite")
+    leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}
+    names = {path.split("/")[-1] for path in leaves}
+    if other := names & {"mask", "neuron_scale", "nf4_codes", "macdrop_keep"}:
+        raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
+    for rule, module in _modules(config):
+        modules = [path.rpartition("/")[0] for path in rule.paths]
+        own = [m for m in modules if f"{m}/lora_a" in leaves]
+        if not own:
+            continue
+        of = [{k: np.asarray(leaves[f"{m}/{k}"], np.float32) for k in ("lora_a", "lora_b")}
+              for m in own]  # fmt: skip
+        if len(own) < len(modules) or any(not np.array_equal(x["lora_a"], of[0]["lora_a"])
+                                          for x in of):  # fmt: skip
+            raise CheckpointError(f"torch's {module} holds {modules}, whose A differ: export "
+                                  "folded weights")  # fmt: skip
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = of[0]["lora_a"].T
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = rule.save([x["lora_b"] for x in of])[0]
+        if f"{own[0]}/dora_m" in leaves:
+            lengths = [np.asarray(leaves[f"{m}/dora_m"], np.float32) for m in own]
+            tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = rule.save(lengths)[0]
+        ranks[module] = of[0]["lora_a"].shape[-1]
+        alphas[module] = float(leaves[f"{own[0]}/lora_scale"][0]) * ranks[module]
+    if not tensors:
+        raise CheckpointError("the model has no LoRA beside its kernels")
+    rank, alpha = max(ranks.values()), next(iter(alphas.values()))
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
+        "r": rank, "lora_alpha": alpha, "target_modules": sorted(ranks), "bias": "none",
+        "use_dora": any(name.endswith(MAGNITUDE) for name in tensors), "lora_dropout": 0.0,
+        "rank_pattern": {re.escape(k): r for k, r in ranks.items() if r != rank},
+        "alpha_pattern": {re.escape(k): a for k, a in alphas.items() if a != alpha},
+        "inference_mode": True, "fan_in_fan_out": False,
+    }  # fmt: skip
+    with atomic_path(directory, directory=True) as folder:
+        write_json(folder / CONFIG, settings)
+        arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        specs = {name: Spec(array.shape, array.dtype) for name, array in arrays.items()}
+        with open_pieces(folder, specs, 2**60) as pieces:
+            for name, array in arrays.items():
+                pieces.write(name, array)
+        (folder / SINGLE).rename(folder / WEIGHTS)
+    return Path(directory)
+
+
+def with_adapters(model: Any, directory: Path) -> Any:
+    """The base model, read before, with what the directory adds."""
+    params = read_adapters(directory, model.config, model.params)
+    return dataclasses.replace(model, params=params, source=f"{directory} on {model.source}")

@@ -1,0 +1,168 @@
+"""Adapters in PEFT's files: PEFT itself reads what we write, and we what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tiny_models import LLAMA, byte_tokenizer, our_logits, random_params, save_tiny, tiny_of
+
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import (
+    Model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_directory,
+)
+from ffn_heterogeneity.io.peft import save_adapters
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+TOKENS = np.arange(2, 20)[None]
+
+
+def adapted(config, kind, targets="attention/|ffn/", shared=False):
+    """A model with adapters of random B, and lengths; `shared`: one A for each input."""
+    rng = np.random.default_rng(0)
+    params = random_params(config)
+    model = Model(config, params, None, "tiny")
+    model, _ = SURGERIES[kind](model, {"rank": 3, "alpha": 6.0, "targets": targets})
+    tree = unstack(model.params)
+    for layer in tree["layers"]:
+        for part in ("attention", "ffn"):
+            first = {}
+            for name, leaves in layer[part].items():
+                if "lora_b" not in leaves:
+                    continue
+                leaves["lora_b"] = rng.normal(size=leaves["lora_b"].shape).astype(np.float32)
+                group = "out" if name in ("out", "down") else "in"
+                if shared:
+                    leaves["lora_a"] = first.setdefault(group, leaves["lora_a"])
+                if "dora_m" in leaves:
+                    scale = 1 + 0.3 * rng.random(leaves["dora_m"].shape).astype(np.float32)
+                    leaves["dora_m"] = np.asarray(leaves["dora_m"]) * scale
+    return dataclasses.replace(model, params=restack(config, tree))
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_tiny(tmp_path / "base")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_computes_the_same_of_ours(torch, base, tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    model = adapted(LLAMA, kind, targets="attention/q|ffn/down")
+    save_adapters(model.config, model.params, tmp_path / "adapter", str(base))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        reference = theirs(torch.tensor(TOKENS)).logits.numpy()
+    ours = our_logits(model.config, model.params, TOKENS)
+    assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max()
+    plain = our_logits(LLAMA, random_params(LLAMA), TOKENS)
+    assert np.abs(ours - plain).max() > 0.1
+    # And back, from a directory that names its base.
+    read = load_model(tmp_path / "adapter")
+    assert {p.split("/")[-1] for p in flatten(read.params)} >= {"lora_a", "lora_b"}
+    np.testing.assert_array_equal(our_logits(read.config, read.params, TOKENS), ours)
+    merged = theirs.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    folded = load_model(tmp_path / "merged")
+    ours = our_logits(read.config, SURGERIES["fold"](read)[0].params, TOKENS)
+    other = our_logits(folded.config, folded.params, TOKENS)
+    assert np.abs(ours - other).max() <= 1e-5 * np.abs(other).max()
+
+
+def test_what_peft_writes_is_read(torch, base, tmp_path):
+    """Its own initialisation and file, ranks by pattern, rank-stabilised."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_rslora=True, use_dora=True,
+        rank_pattern={"up_proj": 2}, init_lora_weights=False,
+    )  # fmt: skip
+    theirs = peft.get_peft_model(theirs, settings).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        reference = theirs(torch.tensor(TOKENS)).logits.numpy()
+    read = load_model(tmp_path / "adapter")
+    ours = our_logits(read.config, read.params, TOKENS)
+    assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max()
+    assert load_config(tmp_path / "adapter") == read.config
+    assert load_tokenizer(tmp_path / "adapter").vocab_size == 258
+    with pytest.raises(CheckpointError, match="holds adapters, no weights: fold them first"):
+        model_directory(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_fused_projections_share_their_input_side(tmp_path, kind):
+    """Phi-3: one torch module for q, k and v, and one for gate and up."""
+    config = tiny_of("phi3", 3)
+    save_pretrained(config, random_params(config), tmp_path / "base", tokenizer=byte_tokenizer())
+    apart = adapted(config, kind)
+    with pytest.raises(CheckpointError, match="qkv_proj holds .* whose A differ"):
+        save_adapters(config, apart.params, tmp_path / "no", "base")
+    model = adapted(config, kind, shared=True)
+    save_adapters(config, model.params, tmp_path / "adapter", "../base")
+    read = load_model(tmp_path / "adapter")
+    before, after = (flatten(unstack(one.params)) for one in (model, read))
+    assert before.keys() == after.keys()
+    for path, leaf in before.items():
+        np.testing.assert_array_equal(np.asarray(leaf), after[path])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type=IA3 is not read"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not read"),
+        ({"bias": "all"}, "bias is not read"),
+        ({"base_model_name_or_path": None}, "names no model"),
+        ({"base_model_name_or_path": "../adapter"}, "is an adapter itself"),
+        ({"base_model_name_or_path": "../wide"}, "are these adapters for another model"),
+        ({"base_model_name_or_path": "../deep"}, None),
+        ({"base_model_name_or_path": "../short"}, "has no place for .*layers.2"),
+        ({"use_dora": True}, "lacks one of"),
+    ],
+)
+def test_what_cannot_be_read(base, tmp_path, changes, message):
+    model = adapted(LLAMA, "lora")
+    wide = dataclasses.replace(LLAMA, layers=tuple(
+        dataclasses.replace(x, ffn_width=25) for x in LLAMA.layers))  # fmt: skip
+    sizes = {"wide": wide, "deep": dataclasses.replace(LLAMA, layers=LLAMA.layers * 2),
+             "short": dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])}  # fmt: skip
+    for name, config in sizes.items():
+        if changes.get("base_model_name_or_path") == f"../{name}":
+            save_tiny(tmp_path / name, config)
+    save_adapters(LLAMA, model.params, tmp_path / "adapter", str(base))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    if message is None:  # the layers that have none stay as they are
+        assert load_model(tmp_path / "adapter").config.n_layers == 8
+        return
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "adapter")
+
+
+def test_what_cannot_be_written(base, tmp_path):
+    with pytest.raises(CheckpointError, match="has no LoRA"):
+        save_adapters(LLAMA, random_params(LLAMA), tmp_path / "a", str(base))
+    model = adapted(LLAMA, "lora")
+    dropping, _ = SURGERIES["macdrop"](
+        model, {"k": 2, "layer": 0, "token": None, "scope": "massive"}
+    )
+    with pytest.raises(CheckpointError, match="no place for .*macdrop_keep"):
+        save_adapters(LLAMA, dropping.params, tmp_path / "a", str(base))
+    with pytest.raises(CheckpointError, match="exists"):
+        save_adapters(LLAMA, model.params, base, str(base))
