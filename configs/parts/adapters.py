@@ -36,7 +36,6 @@ def macdrop() -> ConfigDict:
             # massive: those k | layer: all neurons of their layer | others: all but the k.
             "scope": "massive",
             "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
-            "token": placeholder(int),  # instead of bos
         }
     )
 
@@ -56,6 +55,7 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
         config[name] = settings()
         if trains:
             config.train_only = (trains,)
+            config[name].dropout = 0.0  # of what A reads, in training
         if name in REFRESHES:
             config.refresh = (*config.get("refresh", ()), name)
     return [name for name in names if name not in PARTS]

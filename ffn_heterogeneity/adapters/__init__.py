@@ -34,10 +34,11 @@ class Adapter:
       trained: those that train unless a config says otherwise; the others are data, and never do.
       base: leaves -> the kernel [..., in, out], where no leaf "kernel" is; None: it needs one.
       kernel: (kernel, leaves) -> the kernel as the forward pass uses it. Leading axes broadcast.
-      product: (y, x, leaves, kernel, dot) -> y, for an adapter that acts on the product y = x K
-        instead, so that no full-size gradient of a frozen kernel is ever built; `dot(x, w)` is the
-        product in x's dtype, `kernel` what y was made with. `kernel` above is then the same thing
-        on the kernel: what losses on weights, surgery and export read.
+      product: (y, x, leaves, kernel, dot, drop) -> y, for an adapter that acts on the product
+        y = x K instead, so that no full-size gradient of a frozen kernel is ever built; `dot(x, w)`
+        is the product in x's dtype, `drop(x)` x under the adapters' dropout, `kernel` what y was
+        made with. `kernel` above is then the same thing on the kernel: what losses on weights,
+        surgery and export read.
     """
 
     name: str

@@ -19,7 +19,7 @@ def scale_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     return kernel * _factor(jnp.sum(jnp.square(kernel), axis=-2), leaves)[..., None, :]
 
 
-def scale_product(y, x, leaves: dict[str, jax.Array], kernel, dot) -> jax.Array:
+def scale_product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
     """x K' -> x K'', `kernel` being K: 2 r in out operations a step, and one pass over K and y."""
     squares = jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=-2)
     if "lora_a" in leaves:

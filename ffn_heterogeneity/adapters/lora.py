@@ -16,10 +16,10 @@ def add_to_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     return kernel + leaves["lora_scale"][..., None] * thin
 
 
-def add_to_product(y, x, leaves: dict[str, jax.Array], kernel, dot) -> jax.Array:
-    """y + s (x A) B: 2 r (in + out) operations a token beside K's 2 in out."""
+def add_to_product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
+    """y + s (drop(x) A) B: 2 r (in + out) operations a token beside K's 2 in out."""
     return y + leaves["lora_scale"].astype(y.dtype) * dot(
-        dot(x, leaves["lora_a"]), leaves["lora_b"]
+        dot(drop(x), leaves["lora_a"]), leaves["lora_b"]
     )
 
 

@@ -292,7 +292,7 @@ class Attention(nn.Module):
         keys, those of x.
         """
         config = self.config
-        linear = functools.partial(Linear, wide=self.options.wide_products)
+        linear = functools.partial(Linear, options=self.options)
         b, t, _ = x_btd.shape
 
         def project(name: str, heads: int) -> jax.Array:

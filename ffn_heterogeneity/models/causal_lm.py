@@ -15,7 +15,7 @@ from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask, 
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.linear import normal_init
+from ffn_heterogeneity.models.linear import DROP, normal_init
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import rotary_tables
@@ -72,7 +72,7 @@ def forward(
     options: RunOptions = RunOptions(),
     probes: tuple = (),
     per_layer: dict | None = None,
-    dropout: tuple[jax.Array, jax.Array] | None = None,
+    dropout: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> dict:
     """Hidden states after the final norm, and what the probes saw.
 
@@ -84,7 +84,7 @@ def forward(
         order, and place t sees place s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
       per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
-      dropout: (key, rate) or None for none.
+      dropout: (key, rate), where a rate None drops in adapters alone; or None for none.
 
     Returns:
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}.
@@ -102,9 +102,12 @@ def forward(
         block = Block(config, config.layers[index], options, whole, sinks and not whole)
         if with_cosine:
             x, link = lend(x, link)
-        drop = None if dropout is None else (extra["dropout_key"], dropout[1])
+        drop, rngs = None, {}
+        if dropout is not None:
+            rngs = {DROP: jax.random.fold_in(extra["dropout_key"], 2)}
+            drop = None if dropout[1] is None else (extra["dropout_key"], dropout[1])
         rotary, mask = context[index]
-        x, seen = block.apply({"params": layer_params}, x, rotary, mask, drop)
+        x, seen = block.apply({"params": layer_params}, x, rotary, mask, drop, rngs=rngs)
         if with_cosine:
             value, link = linked_cosine(seen.block_input, seen.block_output, link)
             seen = dataclasses.replace(seen, block_cosine=value)

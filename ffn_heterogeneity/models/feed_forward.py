@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
         """x [B, T, D] -> (y [B, T, D], intermediate state h [B, T, M])."""
         config, width = self.config, self.layer.ffn_width
         act = ACTIVATIONS[config.activation]
-        linear = functools.partial(Linear, wide=self.options.wide_products)
+        linear = functools.partial(Linear, options=self.options)
         up_btm = linear(width, config.ffn_bias, name="up")(x_btd)
         if self.layer.ffn_kind == "gated":
             state_btm = act(linear(width, config.ffn_bias, name="gate")(x_btd)) * up_btm

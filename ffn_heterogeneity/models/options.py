@@ -31,6 +31,7 @@ class RunOptions:
       activations, table: on a mesh, shardings of the residual stream [B, T, D] and of the
         embedding [V, D] that tokens are looked up in; None leaves them to XLA.
       cache: on a mesh, sharding of a layer's keys and values in generation, [B, K, ...].
+      adapter_dropout: rate at which adapters lose inputs in training.
     """
 
     compute_dtype: Any = jnp.float32
@@ -42,6 +43,7 @@ class RunOptions:
     activations: jax.sharding.Sharding | None = None
     table: jax.sharding.Sharding | None = None
     cache: jax.sharding.NamedSharding | None = None
+    adapter_dropout: float = 0.0
 
     @property
     def on(self) -> str:

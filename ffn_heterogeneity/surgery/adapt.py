@@ -106,7 +106,7 @@ def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=Non
         layer = settings["layer"] or 0
         indices = np.arange(model.config.ffn_widths[layer])
     else:
-        known = settings["layer"], settings["token"]
+        known = settings["layer"], settings.get("token")
         found = massive_weights(model.config, model.params, *known)
         layer, indices = found.layer, found.indices
     k = settings["k"]

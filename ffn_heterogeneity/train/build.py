@@ -127,7 +127,8 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
 
     train_step = make_train_step(
         forward, terms, optimizer, mask,
-        accumulation=config.accumulation, dropout=config.dropout > 0, refresh=refresh,
+        accumulation=config.accumulation, refresh=refresh,
+        dropout=config.dropout > 0 or (options.adapter_dropout > 0 and "adapters"),
         shardings=placed,
     )  # fmt: skip
     hyper = jax.eval_shape(lambda: hyper_function(config)(0))
@@ -212,6 +213,7 @@ def check_config(config: ConfigDict) -> None:
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout={config.dropout} is outside [0, 1)")
     hyper_function(config), optimizer_config(config), loop_config(config)
+    adapter_dropout(config)
     if config.accumulation < 1 or config.batch_size % config.accumulation:
         raise ValueError(
             f"batch_size={config.batch_size} must be a multiple of "
@@ -334,9 +336,22 @@ def run_options(config: ConfigDict, mesh: Mesh | AbstractMesh) -> causal_lm.RunO
         remat=AUTO_REMAT[0] if config.remat == "auto" else config.remat,
         unroll=(alone or 1) if config.unroll < 0 else config.unroll or True,
         packed=config.data.get("packing", True),
+        adapter_dropout=adapter_dropout(config),
         platform=platform,
         **held,
     )
+
+
+def adapter_dropout(config: ConfigDict) -> float:
+    """Of the prepared adapters' groups, the one that has it.
+
+    Raises:
+      ValueError: it is outside [0, 1).
+    """
+    rates = [config[name].get("dropout", 0.0) for name in config.get("prepare", ())]
+    if bad := [rate for rate in rates if not 0 <= rate < 1]:
+        raise ValueError(f"an adapter's dropout={bad[0]} is outside [0, 1)")
+    return max(rates, default=0.0)
 
 
 def loop_config(config: ConfigDict) -> LoopConfig:

@@ -60,7 +60,7 @@ def make_train_step(
     trainable: Mapping[str, bool],
     *,
     accumulation: int = 1,
-    dropout: bool = False,
+    dropout: bool | str = False,
     refresh: Callable[..., Any] | None = None,
     shardings: tuple[Any, Any, Any] | None = None,
     donate: bool = True,
@@ -84,7 +84,8 @@ def make_train_step(
         trainable ones only; there is no buffer for the others. Where it is a tuple, one bool a
         layer, the gradient of the other layers is 0 and they stay as they are, bit for bit.
       accumulation: A, the number of micro-batches in a step.
-      dropout: whether the model drops at all (static); the rate is `hyper["dropout"]`.
+      dropout: whether the model drops at all (static); the rate is `hyper["dropout"]`. "adapters":
+        it drops in adapters alone (`RunOptions.adapter_dropout`).
       refresh: optional `(params, step, key, hyper, train) -> params`, applied to the tree before
         the forward pass, `train` true, and never stored (adapters that redraw a mask every step).
       shardings: optional `(state, batch, replicated)` shardings for the jit.
@@ -186,7 +187,7 @@ class _StepLoss:
 
     forward_fn: ForwardFn
     terms: tuple[LossTerm, ...]
-    dropout: bool
+    dropout: bool | str
     refresh: Callable[..., Any] | None
     frozen: dict
     step: jax.Array
@@ -223,7 +224,8 @@ class _StepLoss:
     def _values(self, train: dict, micro: dict, index) -> dict[str, TermValue]:
         params, dropout = self._params(train), None
         if self.dropout:
-            dropout = (jax.random.fold_in(self.dropout_key, index), self.hyper["dropout"])
+            rate = None if self.dropout == "adapters" else self.hyper["dropout"]
+            dropout = (jax.random.fold_in(self.dropout_key, index), rate)
         more = per_layer_of(self.on_outputs, params, micro)
         outputs = self.forward_fn(params, micro, probes=self.probes, dropout=dropout, **more)
         return {term.name: term(params, outputs, micro) for term in self.on_outputs}

@@ -6,9 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import LLAMA, random_params
 
 from ffn_heterogeneity.adapters import dora, lora, macdrop, nf4
-from ffn_heterogeneity.models.linear import Linear, effective_kernel
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.linear import DROP, Linear, effective_kernel
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.removal import take_neurons
 
 IN, OUT, RANK = 11, 7, 3
@@ -221,3 +227,46 @@ def test_zeros_and_what_cannot_be_quantised():
     np.testing.assert_allclose(effective_kernel(nf4.quantise(kernel))[5, 1], 0.25, rtol=0.02)
     with pytest.raises(ValueError, match="no multiple of 64"):
         nf4.quantise(np.zeros((65, 3)))
+
+
+def test_an_adapter_drops_its_own_input_alone(leaves):
+    """y - x K is, per row, s (x / (1 - p) on what is kept) A B; nothing without the stream."""
+    tree = floats({k: v for k, v in leaves.items() if k != "dora_m"})
+    x = np.random.default_rng(1).normal(size=(64, IN)).astype(np.float32)
+    linear = Linear(OUT, options=RunOptions(adapter_dropout=0.5))
+    plain = Linear(OUT).apply({"params": tree}, x)
+    np.testing.assert_array_equal(linear.apply({"params": tree}, x), plain)
+    keys = jax.random.split(jax.random.key(0), 400)
+    base = x @ leaves["kernel"]
+    drawn = jax.vmap(lambda key: linear.apply({"params": tree}, x, rngs={DROP: key}))(keys)
+    assert float(jnp.std(drawn, axis=0).min()) > 0
+    # Its mean is what it is without.
+    error = np.linalg.norm(drawn.mean(0) - plain) / np.linalg.norm(plain - base)
+    assert error < 0.15
+    thin = dict(tree, lora_b=jnp.zeros_like(tree["lora_b"]))
+    dropped = linear.apply({"params": thin}, x, rngs={DROP: keys[0]})
+    np.testing.assert_allclose(dropped, base, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_drops_in_adapters_alone():
+    params = unstack(random_params(LLAMA))
+    model, _ = SURGERIES["lora"](
+        Model(LLAMA, params, None, "tiny"), {"rank": 2, "alpha": 2.0, "targets": "ffn/"}
+    )
+    tree = unstack(model.params)
+    for layer in tree["layers"]:
+        for part in layer["ffn"].values():
+            part["lora_b"] = part["lora_b"] + 0.3
+    adapted, tokens = restack(LLAMA, tree), {"tokens": np.arange(2, 12)[None]}
+
+    @jax.jit
+    def states(params, key):
+        options = RunOptions(adapter_dropout=0.3)
+        return forward(LLAMA, params, tokens, options=options, dropout=(key, None))["hidden"]
+
+    found = [states(adapted, jax.random.key(i)) for i in (0, 0, 1)]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.abs(found[0] - found[2]).max() > 1e-3
+    plain = forward(LLAMA, restack(LLAMA, params), tokens)["hidden"]
+    without = states(restack(LLAMA, params), jax.random.key(0))
+    np.testing.assert_allclose(without, plain, rtol=1e-5, atol=1e-6)

@@ -85,7 +85,7 @@ def test_lora_alone_moves(files, tmp_path):
 def test_dora_trains_past_massive_weights(files, tmp_path, scope):
     """What is dropped comes back: the base is the same bit for bit, and MacDrop is not saved."""
     config = config_for(*files, argument="text,dora,macdrop", dora__rank=3, macdrop__k=2,
-                        macdrop__scope=scope)  # fmt: skip
+                        macdrop__scope=scope, dora__dropout=0.1)  # fmt: skip
     results = training.run(config, tmp_path / "run")
     before, after = load_model(files[0]), load_model(tmp_path / "run/model")
     names = {path.split("/")[-1] for path in moved(before, after)}
