@@ -73,8 +73,8 @@ class Record:
 def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Record]:
     """Runs of one kind as records; `begun`: with those that have curves but no results yet."""
     groups: dict[tuple, tuple[dict, dict]] = {}
-    # Of two runs of the same settings and seed the finished one is taken.
-    for run in sorted(unfolded(runs), key=lambda run: not run.finished):
+    # Of two runs of the same settings and seed the finished one is taken, and that with tasks.
+    for run in sorted(unfolded(runs), key=lambda run: (not run.finished, not _tasks(run))):
         config = _without_idle_losses({**run.config, **_facts(run)}, kind)
         values = next(iter(run.seeds.values())).values | config if run.seeds else config
         if matches(values, kind.where) and (run.finished or (begun and run.curves)):

@@ -35,6 +35,7 @@ def test_what_is_printed(shared_data):
 def test_attacks(report, tmp_path):
     right, wrong = [1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0]
     runs = [
+        attack(tmp_path / "without_tasks", "zero", 0, 20.0),
         attack(tmp_path / "none", "zero", 0, 20.0, answers=right),
         attack(tmp_path / "zero", "zero", 5, 90.0, windows=(4.5, 4.9), answers=wrong),
         attack(tmp_path / "retain", "retain", 5, 30.0, windows=(3.4, 3.5)),

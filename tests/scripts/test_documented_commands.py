@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, random_params, run_script
+from tiny_models import REPOSITORY, TEXT, WIDE, byte_tokenizer, random_params, run_script
 
 from ffn_heterogeneity.io.gguf_export import save_gguf
 
@@ -34,6 +34,9 @@ SMALL = [
     (r"chat\.py", "--config.limit=2 --config.max_new_tokens=4"),
     (r"answers\.py", "--config.limit=2 --config.max_new_tokens=2"),
     (r"fetch_models", "--only=smollm2"),
+    (r"macdrop_sft", "--config.seq_len=1024 --config.accumulation=1 "
+     "--config.optimizer.warmup_steps=1"),
+    (r"lesions", "--config.others=2"),
     (r"sweep=k ", "--only=none --only=attack=zero,k=3"),
     (r"sweep=rivals", "--only=unpruned --only=optipfair-train.txt"),
     (r"sweep=seeds", "--only=baseline,seed=0"),
@@ -70,7 +73,7 @@ def after_demo(tmp_path_factory):
         path.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = byte_tokenizer()
         tokenizer.backend_tokenizer.pre_tokenizer.use_regex = True
-        save_gguf(LLAMA, random_params(LLAMA), path, tokenizer=tokenizer, type="f32")
+        save_gguf(WIDE, random_params(WIDE), path, tokenizer=tokenizer, type="f32")
     demo = root / "runs" / "demo"
     demo.mkdir(parents=True)
     for name in ("train", "heldout"):
