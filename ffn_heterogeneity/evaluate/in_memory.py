@@ -50,6 +50,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     start = time.time()
     model = load(config.model, revision=config.revision)
     changed, results = operate(config, model)
+    told = compress.describe(compress.surgery_of(config).name, config, results)
     removed = results.pop("removed", None)
     if config.save_model:
         save_pretrained(
@@ -66,12 +67,8 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
         results["answers"] = answers(config, equal)
     results["seconds"] = time.time() - start
     write_json(workdir / "results.json", results)
-    if removed is not None:
-        results |= {"removed": removed}  # for the line alone
-    told = compress.describe(compress.surgery_of(config).name, config, results)
-    told += f": perplexity {results['perplexity']:,.4f}; {workdir}/results.json"
-    print(told, file=sys.stderr)
-    results.pop("removed", None)
+    said = f"{told}: perplexity {results['perplexity']:,.4f}; {workdir}/results.json"
+    print(said, file=sys.stderr)
     return results
 
 

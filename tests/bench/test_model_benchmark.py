@@ -47,7 +47,7 @@ def test_the_peer_computes_the_same(both, call):
 
 
 def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
-    calls = ("forward", "train step", "train step + JREG", *bench.ADAPTED)
+    calls = ("forward", "train step", "train step + JREG")
     config = config_of("benchmark", calls=calls, **SIZES)
     results = bench.benchmark_model(config, tmp_path, MODEL)
     assert "warm-up: forward, float32" in capsys.readouterr().err
@@ -62,7 +62,6 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     assert {
         "train step + JREG, bfloat16 / train step, bfloat16",
         "forward, float32 / bfloat16",
-        "train step of DoRA, float32 / train step of LoRA, float32",
     } <= rows
 
     path = tmp_path / "results.json"
@@ -73,3 +72,12 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     path.write_text('{"perplexity": 3}')
     with pytest.raises(ValueError, match="is not the results.json of scripts/benchmark.py"):
         write_page([str(path)], tmp_path)
+
+
+@pytest.mark.slow
+def test_adapters_stand_beside_lora(tmp_path):
+    config = config_of("benchmark", calls=tuple(bench.ADAPTED), **SIZES)
+    ratios = bench.benchmark_model(config, tmp_path, MODEL)["tables"][1]["rows"]
+    assert [row[0] for row in ratios if "bfloat16" not in row[0]] == [
+        f"{name}, float32 / train step of LoRA, float32" for name in list(bench.ADAPTED)[1:]
+    ]

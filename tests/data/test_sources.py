@@ -155,10 +155,10 @@ def test_tasks_are_discovered():
     assert {"text", "jsonl", "gsm8k"} <= set(tasks())
     assert all(task.name == name for name, task in tasks().items())
     with pytest.raises(
-        DataError, match=r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: gsm8k"
+        DataError, match=r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: alpaca, gsm8k"
     ):
         get_task("gsm8")
-    with pytest.raises(DataError, match=r"unknown task '\?\?'. Known: gsm8k, jsonl, mbpp, mess"):
+    with pytest.raises(DataError, match=r"unknown task '\?\?'. Known: alpaca, gsm8k, jsonl, mbpp, mess"):
         get_task("??")
 
 

@@ -27,6 +27,16 @@ def test_what_is_printed(shared_data):
     seven = {row[0]: (str(row[1]), row[2]) for row in tables["table_7"]["rows"]}
     assert seven == {name: (row["layer_from_1"], ", ".join(map(str, row["indices"])))
                      for name, row in other["table_7"].items()}  # fmt: skip
+    tuned = {"table_4": other["table_4_top3_zeroing"], "table_8": other["table_3_and_8"],
+             "table_9": other["table_9"]}  # fmt: skip
+    for key, rows in tuned.items():
+        found = {f"{row[0]} {row[1].replace(' ', '')}": row[2:] for row in tables[key]["rows"]}
+        assert found == {name: list(row.values()) for name, row in rows.items()}
+    curricula = [list(row.values()) for row in other["table_5"].values()]
+    assert [row[1:] for row in tables["table_5"]["rows"]] == curricula
+    wrong = {tuple(row[:2]) for key in ("table_4", "table_8") for row in tables[key]["rows"]
+             if abs(sum(row[2:7]) / 5 - row[7]) > 0.0601}  # fmt: skip
+    assert wrong == {("Llama-2-13B", "LoRA + MacDrop")}
     for row in mine:
         assert sum(row[4:9]) / 5 == pytest.approx(row[9], abs=0.0501)
         assert sum(row[:3]) / 3 == pytest.approx(row[3], abs=0.0051)

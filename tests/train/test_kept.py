@@ -204,6 +204,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path
     assert "training needs 0.00 of 0.00 GiB of memory (0.00 GiB trainable parameters" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_names_what_fits(flags, tmp_path, monkeypatch):
     from ffn_heterogeneity.train import hardware
 
