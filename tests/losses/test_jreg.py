@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.jreg import jreg_term, layer_weights
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
@@ -19,9 +20,10 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block_cosine import cosine
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import jump_rates
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state
@@ -156,10 +158,24 @@ def test_in_the_scan_as_from_stacked_states(final_norm):
         assert np.linalg.norm(leaf - reference[path]) <= 1e-6 * scale, path
 
 
+def with_dora(params):
+    """DoRA beside the FFN's kernels, B not 0."""
+    model = Model(SMALL, params, None, "tiny")
+    settings = {"rank": 2, "alpha": 2.0, "targets": "ffn/"}
+    leaves, rng = flatten(SURGERIES["dora"](model, settings)[0].params), np.random.default_rng(5)
+    return unflatten({
+        path: rng.normal(size=leaf.shape).astype(np.float32) if path.endswith("lora_b") else leaf
+        for path, leaf in leaves.items()
+    })  # fmt: skip
+
+
 @quickly
-def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
+@pytest.mark.parametrize("thin", [False, True], ids=["all leaves", "DoRA"])
+def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients(thin):
     config, params = SMALL, random_params(SMALL)
-    trainable = dict.fromkeys(flatten(params), True)
+    params = with_dora(params) if thin else params
+    trains = ("lora_a", "lora_b", "dora_m") if thin else ("",)
+    trainable = {path: path.endswith(trains) for path in flatten(params)}
     optimizer = make_optimizer(OptimizerConfig("sgd"), params, trainable)
     batch = batch_of(config.vocab_size)
     terms = (
@@ -193,6 +209,9 @@ def test_the_gradient_of_three_terms_is_the_sum_of_their_gradients():
     together = {path: leaf - moved[path] for path, leaf in flatten(params).items()}
     apart = [flatten(slopes) for slopes in one_by_one(params)]
     for path, leaf in together.items():
+        if not trainable[path]:
+            np.testing.assert_array_equal(leaf, 0)
+            continue
         total = sum(each[path] for each in apart)
         assert np.linalg.norm(leaf - total) <= 2e-6 * max(np.linalg.norm(total), 1), path
         if "ffn/down" in path:
