@@ -8,7 +8,7 @@ Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --
              --config.text=<text>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores;
-           lesions an hour (it prints as it goes, and goes on where it was stopped).
+           lesions an hour or two (it prints as it goes, and goes on where it was stopped).
 Paper:     JREG, Table 1: next-word prediction on 100 samples of LAMBADA. Whether h_L is taken
            before or after the final norm, and over which tokens, is not stated: all are computed.
 

@@ -5,6 +5,8 @@ Command:   python scripts/sweep.py --config=configs/attack_table.py --sweep=k \
              --workdir=runs/attacks
            --sweep=table: no attack, top-5 zeroing, top-5 retaining, with
            --config.tasks="('arc_easy', 'arc_challenge', 'boolq', 'piqa', 'winogrande')"
+           --sweep=trained: models that configs/macdrop_sft.py trained, as they are and under top-3
+           zeroing (Tables 3, 4): --config.models="('runs/macdrop/*/model',)"
            python scripts/report.py runs/attacks --paper=massive_weights --out=reports/attacks
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
@@ -14,6 +16,8 @@ Paper:     Table 1: five tasks (accuracy, acc_norm where there is one) without e
 
 The keys are those of configs/attack.py, configs/perplexity.py and configs/parts/tasks.py.
 """
+
+import glob
 
 from ml_collections import ConfigDict
 
@@ -26,7 +30,23 @@ KS = (1, 2, 3, 5, 10, 30)
 
 
 def get_config() -> ConfigDict:
-    return in_memory.get_config(attack.get_config())
+    config = in_memory.get_config(attack.get_config())
+    # Of the sweep "trained": directories of models, or patterns of them; default: model.
+    config.models = ()
+    return config
+
+
+def _name(path: str) -> str:
+    return "-".join(path.rstrip("/").removesuffix("/model").split("/")[-2:]) or "model"
+
+
+def trained(config: ConfigDict):
+    """Each model of `config.models` (default: the config's) whole and under top-3 zeroing."""
+    patterns = config.models or (config.model,)
+    found = [sorted(glob.glob(pattern)) or [pattern] for pattern in patterns]
+    models = {_name(path): path for some in found for path in some}
+    rows = [point(name, {"model": path}) for name, path in models.items()]
+    return chain(*(product(row, {"attack": ("zero",), "k": (0, 3)}) for row in rows))
 
 
 BOTH = {"attack": ("zero", "retain")}
@@ -34,5 +54,6 @@ NONE = point("none", {"attack": "zero", "k": 0})
 SWEEPS = {
     "k": chain(NONE, point("attack=retain,k=0", {"attack": "retain", "k": 0}),
                product(BOTH, {"k": KS})),
+    "trained": trained,
     "table": chain(NONE, product(BOTH, {"k": (5,)})),
 }  # fmt: skip

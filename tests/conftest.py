@@ -55,6 +55,8 @@ REQUIREMENTS = {
     "shared_data": (SHARED.is_dir, f"real data files not found at {SHARED}"),
     "torch": (lambda: _has("torch"), "torch is not installed (extra `parity`)"),
     "accelerate": (lambda: _has("accelerate"), "accelerate is not installed (extra `parity`)"),
+    "peft": (lambda: _has("peft"), "peft is not installed (extra `parity`)"),
+    "bitsandbytes": (lambda: _has("bitsandbytes"), "bitsandbytes is not installed (NF4 elsewhere)"),
     "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
     "datatrove": (lambda: _has("datatrove"), "datatrove is not installed (extra `datatrove`)"),
     "wandb": (lambda: _has("wandb"), "wandb is not installed (extra `wandb`)"),
@@ -136,6 +138,21 @@ def accelerate():
     import accelerate
 
     return accelerate
+
+
+@pytest.fixture(scope="session")
+def peft():
+    import peft
+
+    return peft
+
+
+@pytest.fixture(scope="session")
+def bitsandbytes(torch):
+    """Its functions on tensors, which quantise on a CPU too."""
+    from bitsandbytes import functional
+
+    return functional
 
 
 @pytest.fixture(scope="session")

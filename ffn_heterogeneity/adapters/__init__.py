@@ -9,6 +9,7 @@ trains follow from it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,6 +100,12 @@ def leaf_axes() -> dict[str, tuple[str, ...]]:
 def data_leaves() -> tuple[str, ...]:
     """Names of the leaves that are data, not weights: they never train and are never cast."""
     return tuple(k for adapter in ADAPTERS for k in adapter.leaves if k not in adapter.trained)
+
+
+def parameters_in(path: str, leaf: Any) -> int:
+    """Parameters that a leaf holds: none of data (masks, scales), but two a byte of NF4's codes."""
+    name, size = path.rpartition("/")[2], math.prod(leaf.shape)
+    return 2 * size if name == "nf4_codes" else 0 if name in data_leaves() else size
 
 
 def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:

@@ -26,8 +26,7 @@ from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import path_str
 
-CHUNK = 16
-MIN_BUCKET = 16
+CHUNK, MIN_BUCKET = 16, 16
 
 
 @dataclasses.dataclass(frozen=True)

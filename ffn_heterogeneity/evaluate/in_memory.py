@@ -10,6 +10,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.adapters import KERNEL_LEAVES, leaf_axes
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
@@ -21,6 +22,7 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.removal import neuron_axis
 
 # The criterion of the row that all others are compared with: the model as it is.
@@ -33,7 +35,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     """Changes the model as `config.surgery` says (`configs/prune.py`, `configs/attack.py`), scores
     it as `configs/perplexity.py` says and, where `config.tasks` names any, as `configs/harness.py`.
 
-    The changed model is written only with `config.save_model`.
+    Adapters are folded in first; the changed model is written only with `config.save_model`.
 
     Args:
       load: as `load_model`; a sweep's keeps the model for the next point.
@@ -49,7 +51,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     check_config(config)
     start = time.time()
     model = load(config.model, revision=config.revision)
-    changed, results = operate(config, model)
+    changed, results = operate(config, folded(model))
     told = compress.describe(compress.surgery_of(config).name, config, results)
     removed = results.pop("removed", None)
     if config.save_model:
@@ -120,11 +122,17 @@ def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
         }
     key = jax.random.key(config.get("seed", 0))
     changed, results = compress.surgery_of(config)(model, config, key=key)
-    for key in LARGEST:
-        values = [report.get(key) for report in results.get("compensated", ())]
+    for name in LARGEST:
+        values = [report.get(name) for report in results.get("compensated", ())]
         values = [value for value in values if value is not None]
-        results |= {f"largest_{key}": max(values)} if values else {}
+        results |= {f"largest_{name}": max(values)} if values else {}
     return changed, results
+
+
+def folded(model: Model) -> Model:
+    """Adapters in the kernels, as surgeries need them; a plain model is itself."""
+    names = {path.rpartition("/")[2] for path in flatten(model.params)}
+    return fold_all(model)[0] if names & (set(leaf_axes()) - set(KERNEL_LEAVES)) else model
 
 
 def answers(config: ConfigDict, model: Model) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.nll import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.config import ModelConfig
@@ -36,7 +36,7 @@ def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
     """The analysis "lesions": every neuron of one layer and `config.others` of the other layers,
     drawn by `config.seed`, removed alone.
 
-    Every damage is kept in `<workdir>/lesions.jsonl` as it is found, and the same command goes on.
+    Every damage is kept in `<workdir>/metrics.jsonl` as it is found, and the same command goes on.
 
     Returns:
       {"layer_index" (from 0), "nll" (of the whole model, nats a token), "neurons": a row each,
@@ -51,8 +51,9 @@ def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
     rows, options = input_rows(config, model), options_of(config)
     sites = dict(ffn_sites(model.params))
     chosen = draw_neurons(model.config, found.layer, config.others, config.seed)
-    ranks = {layer: entropy_ranks(sites[layer, None], layer) for layer, _ in chosen}
-    damages = _damages(model, options, rows, chosen, workdir / "lesions.jsonl")
+    # Neuron -1 stands once for each layer that is drawn.
+    ranks = {layer: entropy_ranks(sites[layer, None], layer) for layer, i in chosen if i < 0}
+    damages = _damages(model, options, rows, chosen, workdir)
     neurons = [
         {"layer": layer, "neuron": i, "damage": damages[layer, i] - damages[layer, -1],
          "entropy_rank": float(ranks[layer][i]), "bos": float(found.states[layer, i])}
@@ -91,29 +92,26 @@ def entropy_ranks(ffn: dict, layer: int) -> np.ndarray:
 
 def _damages(
     model: Model, options: RunOptions, rows: np.ndarray, chosen: Sequence[tuple[int, int]],
-    path: epath.Path,
+    workdir: epath.Path,
 ) -> dict[tuple[int, int], float]:  # fmt: skip
     """(layer, neuron) -> NLL without it; neuron -1: without none."""
     from tqdm import tqdm
 
-    done: dict[tuple[int, int], float] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        if line.endswith("}"):  # a line cut short by a crash is computed again
-            row = json.loads(line)
-            done[row["layer"], row["neuron"]] = row["nll"]
+    kept = read_metrics(workdir / "metrics.jsonl")
+    done = {(row["layer"], row["neuron"]): row["nll"] for row in kept}
     tree, states, at = unstack(model.params), None, None
-    for layer, neuron in tqdm(chosen, desc="lesions", file=sys.stderr):
-        if (layer, neuron) in done:
-            continue
-        if states is None:
-            states = _states(model.config, options, jax.device_put(model.params), rows[:, :-1])
-        if at != layer:
-            at, (config, params) = layer, resumed(model.config, tree, states[layer], layer)
-            params = jax.device_put(params)
-        nll = float(_nll(config, options, params, rows[:, 1:], neuron))
-        done[layer, neuron] = nll
-        with path.open("a") as file:
-            file.write(json.dumps({"layer": layer, "neuron": neuron, "nll": nll}) + "\n")
+    with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
+        for step, (layer, neuron) in enumerate(tqdm(chosen, desc="lesions", file=sys.stderr)):
+            if (layer, neuron) in done:
+                continue
+            if states is None:
+                states = _states(model.config, options, jax.device_put(model.params), rows[:, :-1])
+            if at != layer:
+                at, (config, params) = layer, resumed(model.config, tree, states[layer], layer)
+                params = jax.device_put(params)
+            nll = float(_nll(config, options, params, rows[:, 1:], neuron))
+            done[layer, neuron] = nll
+            writer.write(step, {"layer": layer, "neuron": neuron, "nll": nll})
     return done
 
 

@@ -31,7 +31,8 @@ from ffn_heterogeneity.paths import flatten, unflatten
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that would make another function of the same tensors: refused unless they are off.
-OFF = ("fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias")
+OFF = ("fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias", "use_qalora",
+       "alora_invocation_tokens", "target_parameters", "trainable_token_indices")  # fmt: skip
 
 
 def is_adapter(path: Path) -> bool:
@@ -79,7 +80,10 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
             continue
         if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
             raise CheckpointError(f"{directory / WEIGHTS}: {module} lacks one of {names}")
-        added |= _leaves(rule, a, b, m, _scale(settings, module))
+        try:
+            added |= _leaves(rule, a, b, m, _scale(settings, module, len(a)))
+        except (ValueError, TypeError, AttributeError, re.error, ZeroDivisionError) as error:
+            raise CheckpointError(f"{directory}: {module}: {error}") from None
     if tensors or not added:
         name = next(iter(tensors), "nothing")
         raise CheckpointError(f"{directory / WEIGHTS}: the base model, a {config.family}, has no "
@@ -96,6 +100,8 @@ def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
 
 
 def _leaves(rule: Rule, a, b, m, scale: float) -> dict[str, np.ndarray]:
+    if a.ndim != 2 or b.ndim != 2 or (m is not None and m.ndim != 1):
+        raise ValueError(f"A {a.shape} and B {b.shape} must be matrices, lengths a vector")
     result = {}
     cut = [np.ascontiguousarray(x) for x in rule.load([b.astype(np.float32)])]
     lengths = rule.load([m.astype(np.float32)]) if m is not None else [None] * len(cut)
@@ -109,16 +115,22 @@ def _leaves(rule: Rule, a, b, m, scale: float) -> dict[str, np.ndarray]:
     return result
 
 
-def _scale(settings: Mapping[str, Any], module: str) -> float:
-    """alpha / r, of the module's own where patterns say so; alpha / sqrt(r) of rank-stabilised."""
+def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, of the module's own where patterns say so; alpha / sqrt(r) of rank-stabilised.
+
+    Raises:
+      ValueError: r is not A's rank, or no number comes out; errors of a bad pattern or value.
+    """
 
     def own(key: str, pattern: str) -> float:
         for name, value in (settings.get(pattern) or {}).items():
             if re.fullmatch(rf"(.*\.)?({name})", module):
                 return value
-        return settings[key]
+        return settings.get(key)
 
-    rank, alpha = own("r", "rank_pattern"), own("lora_alpha", "alpha_pattern")
+    stated, alpha = own("r", "rank_pattern"), own("lora_alpha", "alpha_pattern")
+    if stated != rank or not isinstance(alpha, int | float):
+        raise ValueError(f"r={stated!r} must be A's rank, {rank}, lora_alpha={alpha!r} a number")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

@@ -17,16 +17,26 @@ from ffn_heterogeneity.papers.specs import (
 )
 
 ATTACK = ("attack", "k", "layer", "token")
+OWN = tuple(f"macdrop.{key}" for key in ("scope", "curriculum", "a", "p0"))
+MACDROP = tuple(f"trained.{key}" for key in OWN)
 KINDS = {
-    "attack": Kind({"attack": bool, "perplexity": bool},
+    "attack": Kind({"attack": bool, "perplexity": bool, "trained.adapter": None},
                    ("model", *ATTACK, *nucl.EVALUATION), ("model", *ATTACK, "text"),
                    Label("{model}")),
     "analysis": Kind({"analysis": "massive"}, ("model", "layer", "token", "five", "rank"),
                      ("model", "rank", "layer", "five"), Label("{model}")),
     "removal": nucl.KINDS["removal"]._replace(shown=("model", "ratio", *nucl.REMOVAL)),
+    # Models that were trained with adapters, as they are (k = 0) and attacked; each its seed.
+    "adapted": Kind({"trained.adapter": bool, "attack": bool, "perplexity": bool},
+                    ("model", *ATTACK, *nucl.EVALUATION, "trained."),
+                    ("model", "text", "trained.adapter", *MACDROP, *ATTACK),
+                    Label("{model}"), {"trained.adapter": bool}),
+    "tuning": Kind({"prepare": bool, "macdrop.p0": bool},
+                   ("model", "steps", "macdrop."), ("model", *OWN), Label("{model}")),
 }  # fmt: skip
 
 WHOLE = {"attack": "zero", "k": 0}
+ATTACKED = Label("{attack} {k}", {"-": WHOLE})
 ATTACKS = Label("top-{k} {attack}", {
     "-": WHOLE, "top-5 zeroing": {"attack": "zero", "k": 5},
     "top-5 retaining": {"attack": "retain", "k": 5}})  # fmt: skip
@@ -37,6 +47,18 @@ MEAN = tuple(TASKS.values())
 CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}
 PERPLEXITY = {name: Cell("perplexity", {"corpus": corpus}) for name, corpus in CORPORA.items()}
 MODEL, UNATTACKED = Label("{model}"), {"where": WHOLE, "free": ("attack", "k")}
+
+SCOPE, CURRICULUM, A, P0 = MACDROP
+ALONE, ITS_STEP = {P0: None}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
+METHOD = Label(f"{{trained.adapter}}, {{{SCOPE}}}, {{{CURRICULUM}}}, p0 {{{P0}}}", {
+    f"{{trained.adapter}}, {{{SCOPE}}}, exp, a {{{A}}}, p0 {{{P0}}}": {CURRICULUM: "exp"}} | {
+    name + more: {"trained.adapter": name.lower()} | its
+    for name in ("LoRA", "DoRA") for more, its in (("", ALONE), (" + MacDrop", ITS_STEP))
+})  # fmt: skip
+CURRICULA = Label(f"{{{CURRICULUM}}}", {f"exp, a = {{{A}:.2f}}": {CURRICULUM: "exp"}})
+DROPPED = {"where": ALONE, "free": ("trained.macdrop.",)}
+LONG = {"ARC-Easy": TASKS["ARC-E"], "ARC-Challenge": TASKS["ARC-C"], "BoolQ": TASKS["BoolQ"],
+        "PIQA": TASKS["PIQA"], "WinoGrande": TASKS["WG"]}  # fmt: skip
 
 UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
 FREE = (*nucl.REMOVAL, "layer")
@@ -51,6 +73,25 @@ TABLES = (
            "Avg. (accuracy)": MEAN}, {"k": (0, 5)}, here="here: windows of {window}"),
     Table("table_7", ("analysis",), {"Models": MODEL}, {"Layer": "layer", "Indices": "five"},
           here="here"),
+    Table("table_8", ("adapted",), {"Model": MODEL, "Method": METHOD}, {**LONG, "Avg.": MEAN},
+          WHOLE),
+    Table("table_4", ("adapted",), {"Model": MODEL, "Method": METHOD}, {**TASKS, "Avg.": MEAN},
+          {"attack": "zero", "k": 3}),
+    Table("table_5", ("adapted",), {"Curriculum": CURRICULA},
+          {str(p0): Cell(MEAN, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)},
+          {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"}),
+    Table("macdrop", ("adapted",), {"model": MODEL, "method": METHOD, "attack": ATTACKED},
+          {"NLL": "nll", "less adapter alone": Against("nll", **DROPPED),
+           "less unattacked": Against("nll", **UNATTACKED),
+           "accuracy": MEAN, "accuracy less adapter alone": Against(MEAN, **DROPPED)},
+          here="here", title="Ours: adapters with and without MacDrop, as they are and attacked",
+          notes=("Nats a token; accuracy in percent, the mean of five tasks. Differences are "
+                 "paired over seeds.",)),
+    Table("macdrop_questions", ("adapted",),
+          {"model": MODEL, "method": METHOD, "attack": ATTACKED},
+          {name: Against(task, **DROPPED, how="questions") for name, task in TASKS.items()},
+          here="here", title="Ours: accuracy with MacDrop less that of the adapter alone",
+          notes=("In points, of means over the seeds, paired over questions.",)),
     Table("attacks", ("attack",), {
         "model": MODEL, "text": Label("{corpus}"), "attack": Label("{attack}"), "k": Label("{k}")},
         {"perplexity": "perplexity",
@@ -82,6 +123,11 @@ CURVES = (
     Curves("figure_3", ("analysis",), MODEL, Label("{rank}"), {
         "hidden state": "massive/h_out", "intermediate state": "massive/intermediate"}, "layer"),
     Curves("figure_4", ("attack",), MODEL, Label("{attack}"), {"mean accuracy (%)": MEAN}, x="k"),
+    Curves("figure_6", ("adapted",), MODEL, Label(f"{{{SCOPE}}}, k {{k}}"),
+           {"mean accuracy (%)": MEAN, "perplexity": "perplexity"}, x=P0, xlabel="p",
+           where={CURRICULUM: "constant"}),
+    Curves("figure_7", ("tuning",), Label("p0 {macdrop.p0}"), Label("{macdrop.curriculum}"),
+           {"p": "train/macdrop"}, where={"macdrop.scope": "massive"}),
     Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
            title="Ours: perplexity according to k", log=True),
 )  # fmt: skip
@@ -98,6 +144,19 @@ CLAIMS = (
     Claim("zeroing three already does harm", "Section 2.3 of the Llama families; by NLL",
           "compare", "attack", {"attack": "zero", "k": 3}, Label("{model}, {corpus}"),
           {"value": Against("nll", **UNATTACKED), "sign": 1, "label": Label("{corpus}")}),
+    Claim("an adapter trained with MacDrop is harmed less by top-3 zeroing than without",
+          "Section 4.1, Table 4; by NLL", "compare", "adapted",
+          {"attack": "zero", "k": 3, **ITS_STEP}, Label("{model}, {trained.adapter}"),
+          {"value": Against("nll", **DROPPED), "sign": -1, "label": METHOD}),
+    Claim("an adapter trained with MacDrop does better on the tasks than without",
+          "Section 4.1, Tables 3 and 8", "compare", "adapted", {**WHOLE, **ITS_STEP},
+          Label("{model}, {trained.adapter}"),
+          {"value": Against(MEAN, **DROPPED), "sign": 1, "label": METHOD}),
+    Claim("trained on a model whose massive weights are always dropped, it stands the attack",
+          "ours: the positive control, p = 1", "compare", "adapted",
+          {"attack": "zero", "k": 3, SCOPE: "massive", CURRICULUM: "constant", P0: 1.0},
+          Label("{model}, {trained.adapter}"),
+          {"value": Against("nll", **DROPPED), "sign": -1, "label": METHOD}),
     Claim("removal by entropy does less harm than chance that spares the massive neurons",
           "ours: NUCL, section 4.2", "compare", "removal", ENTROPY, Label("{model}, {ratio}"),
           {"value": Against("nll", CHANCE | {"protect": "bos:5"}, FREE), "sign": -1,

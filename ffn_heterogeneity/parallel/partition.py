@@ -127,8 +127,8 @@ DEFAULT_DECAY_RULES = (
 # "tensor" on heads, inner neurons, vocabulary. The leading None is the stack's layer axis, which is
 # never sharded: the scan slices it.
 SIDES = {
-    "q|k|v|gate|up": {"in": "fsdp", "out": "tensor"},
-    "out|down": {"in": "tensor", "out": "fsdp"},
+    "q|k|v|gate|up": {"in": "fsdp", "half": "fsdp", "out": "tensor"},
+    "out|down": {"in": "tensor", "half": "tensor", "out": "fsdp"},
 }
 DEFAULT_SHARDING_RULES = (
     DEFAULTS,

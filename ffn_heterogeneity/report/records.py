@@ -26,6 +26,7 @@ from ffn_heterogeneity.papers.specs import (
 from ffn_heterogeneity.report import paired
 from ffn_heterogeneity.report.runs import Run, Seed, union
 from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
+from ffn_heterogeneity.report.trained import PREFIX, of_trained
 
 READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
 FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
@@ -73,8 +74,10 @@ class Record:
 def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Record]:
     """Runs of one kind as records; `begun`: with those that have curves but no results yet."""
     groups: dict[tuple, tuple[dict, dict]] = {}
+    joined = any(key.startswith(PREFIX) for key in (*kind.same, *kind.where))
+    every = of_trained(runs) if joined else runs
     # Of two runs of the same settings and seed the finished one is taken, and that with tasks.
-    for run in sorted(unfolded(runs), key=lambda run: (not run.finished, not _tasks(run))):
+    for run in sorted(unfolded(list(every)), key=lambda run: (not run.finished, not _tasks(run))):
         config = _without_idle_losses({**run.config, **_facts(run)}, kind)
         values = next(iter(run.seeds.values())).values | config if run.seeds else config
         if matches(values, kind.where) and (run.finished or (begun and run.curves)):
@@ -130,11 +133,18 @@ def _facts(run: Run) -> dict[str, Any]:
 def _members(run: Run, everyone: Sequence[Run]) -> Iterator[tuple[Any, Member]]:
     for name, seed in run.seeds.items():
         users = [other for other in everyone if other is not run and _tasks(other)
+                 and not _changes(other)
                  and os.path.realpath(str(other.config.get("model"))) == seed.model]  # fmt: skip
         tasks = _accuracies(seed.values)
         for user in users:
             tasks |= _tasks(user)
         yield (run.path if name is None else name), Member(run, seed, tasks, users)
+
+
+def _changes(run: Run) -> bool:
+    """Whether what it evaluated is no longer the model that it read."""
+    attacked = (run.config.get("attack") or "zero", run.config.get("k") or 0) != ("zero", 0)
+    return attacked or run.config.get("criterion") not in (None, "none")
 
 
 def _tasks(run: Run) -> dict[str, Spread]:

@@ -17,12 +17,14 @@ from ffn_heterogeneity.surgery import adapt, attack, reduce
 
 @dataclasses.dataclass(frozen=True)
 class Surgery:
-    """See this module; `abstract`: it also runs under `jax.eval_shape`."""
+    """See this module; `abstract`: it also runs under `jax.eval_shape`, and `assumed(settings)` says
+    what it then takes for what only weights would tell ("" for nothing)."""
 
     name: str
     function: Callable[..., tuple[Any, dict]]
     check: Callable[[Mapping[str, Any]], None]
     abstract: bool = False
+    assumed: Callable[[Mapping[str, Any]], str] = lambda settings: ""
 
     def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:
         """What `function` returns; ValueError where that is no model with its report."""
@@ -40,9 +42,9 @@ SURGERIES = {
     for surgery in (
         Surgery("prune", reduce.prune, reduce.check),
         Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
-        Surgery("nf4", adapt.quantise, adapt.check_quantise, abstract=True),
+        Surgery("nf4", adapt.quantise, adapt.check_targets, abstract=True),
         Surgery("dora", adapt.insert_dora, adapt.check_lora, abstract=True),
-        Surgery("macdrop", adapt.insert_macdrop, adapt.check_macdrop, abstract=True),
+        Surgery("macdrop", adapt.insert_macdrop, adapt.check_macdrop, True, adapt.assumed_layer),
         Surgery("attack", attack.attack, attack.check_attack),
         Surgery("fold", adapt.fold_all, lambda settings: None),
     )

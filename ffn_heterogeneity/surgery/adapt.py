@@ -67,7 +67,7 @@ def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> 
     Raises:
       ValueError: no such kernel, one whose inputs are no multiple of 64, or one that has adapters.
     """
-    check_quantise(settings)
+    check_targets(settings)
     sizes = []
 
     def put(path: str, leaves: dict) -> dict:
@@ -124,6 +124,16 @@ def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=Non
     return model, report
 
 
+def assumed_layer(settings: Mapping[str, Any]) -> str:
+    """What `insert_macdrop` takes of shapes alone; "" where the settings name the layer."""
+    if settings["layer"] is not None:
+        return ""
+    return (
+        "no weights are read: MacDrop's massive layer is taken to be the first "
+        "(--config.macdrop.layer, from 0, names another); of equal layers each needs the same"
+    )
+
+
 def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
     """(the model with `put(path, leaves)` beside each kernel where the pattern is found, paths)."""
     tree, layers, adapted = unstack(model.params), [], []
@@ -146,10 +156,10 @@ def check_lora(settings: Mapping[str, Any]) -> None:
     if settings["rank"] < 1 or not np.isfinite(settings["alpha"]):
         raise ValueError(f"rank={settings['rank']} must be at least 1, alpha={settings['alpha']} "
                          "finite")  # fmt: skip
-    check_quantise(settings)
+    check_targets(settings)
 
 
-def check_quantise(settings: Mapping[str, Any]) -> None:
+def check_targets(settings: Mapping[str, Any]) -> None:
     """Refuses a pattern that is none."""
     try:
         re.compile(settings["targets"])

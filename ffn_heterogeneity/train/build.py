@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,7 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
       ValueError (RuleError is one): a rule, term or sharding that does not fit the tree or mesh.
     """
     patterns = tuple(config.freeze), tuple(config.train_only)
+    _check_quantised(params, patterns)
     mask = partition.trainable_mask(flatten(params), *patterns, layer_names(params))
     optimizer = make_optimizer(optimizer_config(config), params, mask)
     state = abstract_state(params, optimizer, mask)
@@ -145,6 +146,16 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
             settled, out_shardings=_of(jax.eval_shape(settled, params, 0, hyper), placed[0].params)
         ),
     )  # fmt: skip
+
+
+def _check_quantised(params: Any, patterns: Sequence[Sequence[str]]) -> None:
+    """Refuses to train what is left of a quantised model, unless it is said what trains."""
+    codes = [path for path in flatten(params) if path.endswith("/nf4_codes")]
+    if codes and not any(patterns):
+        raise partition.RuleError(
+            f"{codes[0]}: the base is quantised, its kernels cannot train: add lora or dora to the "
+            "config's argument, name what trains (train_only), or fold it (configs/adapt.py:fold)"
+        )
 
 
 def _of(tree: Any, shardings: Any) -> Any:

@@ -8,7 +8,6 @@ and its collectives are then the compiler's own figures.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -19,15 +18,15 @@ from etils import epath
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.adapters import parameters_in
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import (
-    rows_of_micro_batch,
-)
+from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import hlo
 from ffn_heterogeneity.train.build import Built, check_config
 from ffn_heterogeneity.train.fit import LESS, build_shapes, fit, state_bytes, what_would_fit
@@ -62,7 +61,7 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
             "bytes_per_device": held,
             "collectives": [list(row) for row in hlo.summary(found)],
         }
-    sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(built.state.params).items()}
+    sizes = {path: parameters_in(path, leaf) for path, leaf in flatten(built.state.params).items()}
     plan: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
@@ -71,6 +70,7 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         "compute_dtype": str(built.options.compute_dtype),
         "remat": built.options.remat,
         "compiled": compilation,
+        "assumed": _assumed(config),
         "parameters": sum(sizes.values()),
         "trainable_parameters": sum(n for path, n in sizes.items() if built.trainable[path]),
         "bytes_per_device": state_bytes(built),
@@ -83,6 +83,12 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     print(describe(plan, target))
     print(f"plan: {workdir}/plan.json", file=sys.stderr)
     return plan
+
+
+def _assumed(config: ConfigDict) -> str:
+    """What stands in for what only weights would tell."""
+    told = (SURGERIES[name].assumed(config[name]) for name in config.get("prepare", ()))
+    return "; ".join(one for one in told if one)
 
 
 def _mesh(config: ConfigDict, target: Target):
@@ -103,8 +109,8 @@ def step_flops(config: ConfigDict, built: Built) -> dict[str, float]:
     model, tokens = built.model, config.batch_size * config.seq_len
     forward = backward = 0.0
     for path, leaf in flatten(built.state.params).items():
-        if path.startswith("stack/") and path.endswith("/kernel"):
-            product = 2.0 * math.prod(leaf.shape) * tokens
+        if path.startswith("stack/") and path.endswith(("/kernel", "/nf4_codes")):
+            product = 2.0 * parameters_in(path, leaf) * tokens
             forward += product
             backward += product * (2 if built.trainable[path] else 1)
     head = 2.0 * model.d_model * model.vocab_size * tokens
@@ -169,7 +175,7 @@ def _bytes_sent(config: ConfigDict, built: Built) -> float:
     reduced over `data`, and the two activations that a layer reduces over `tensor` each pass."""
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
     data, fsdp, tensor = (shape[axis] for axis in partition.MESH_AXES)
-    sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(built.state.params).items()}
+    sizes = {path: parameters_in(path, leaf) for path, leaf in flatten(built.state.params).items()}
     weights = sum(sizes.values()) / tensor
     gradients = 4 * sum(n for path, n in sizes.items() if built.trainable[path]) / tensor
     sent = (fsdp - 1) / fsdp * (_passes(built) * weights * width + gradients)
@@ -190,6 +196,7 @@ def describe(plan: dict, target: Target) -> str:
         f"{plan['parameters']:,} parameters, {plan['trainable_parameters']:,} of them train; "
         f"{plan['tokens_per_step']:,} tokens a step, in {plan['compute_dtype']}, "
         f"remat={plan['remat']}",
+        *filter(None, [plan["assumed"]]),
         "",
     ]  # fmt: skip
     held = plan["bytes_per_device"]

@@ -18,6 +18,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.adapters import parameters_in
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
 from ffn_heterogeneity.io.card import compared, write_card
@@ -167,7 +168,7 @@ def make_loop(
         wandb=config.wandb,
         compile_seconds=seconds,
     )
-    sizes = {path: int(np.size(leaf)) for path, leaf in flatten(model.params).items()}
+    sizes = {path: parameters_in(path, leaf) for path, leaf in flatten(model.params).items()}
     facts = {
         "model": model.source,
         "parameters": sum(sizes.values()),

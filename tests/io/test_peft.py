@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tiny_models import LLAMA, byte_tokenizer, our_logits, random_params, save_tiny, tiny_of
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -19,6 +20,7 @@ from ffn_heterogeneity.io.load import (
     model_directory,
 )
 from ffn_heterogeneity.io.peft import save_adapters
+from ffn_heterogeneity.io.safetensors import open_file
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
@@ -56,8 +58,7 @@ def base(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_peft_computes_the_same_of_ours(torch, base, tmp_path, kind):
-    peft = pytest.importorskip("peft")
+def test_peft_computes_the_same_of_ours(torch, peft, base, tmp_path, kind):
     import transformers
 
     model = adapted(LLAMA, kind, targets="attention/q|ffn/down")
@@ -82,9 +83,8 @@ def test_peft_computes_the_same_of_ours(torch, base, tmp_path, kind):
     assert np.abs(ours - other).max() <= 1e-5 * np.abs(other).max()
 
 
-def test_what_peft_writes_is_read(torch, base, tmp_path):
+def test_what_peft_writes_is_read(torch, peft, base, tmp_path):
     """Its own initialisation and file, ranks by pattern, rank-stabilised."""
-    peft = pytest.importorskip("peft")
     import transformers
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -134,6 +134,12 @@ def test_fused_projections_share_their_input_side(tmp_path, kind):
         ({"base_model_name_or_path": "../deep"}, None),
         ({"base_model_name_or_path": "../short"}, "has no place for .*layers.2"),
         ({"use_dora": True}, "lacks one of"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not read"),
+        ({"use_qalora": True}, "use_qalora is not read"),
+        ({"rank_pattern": {"(": 3}}, "q_proj: missing \\), unterminated subpattern"),
+        ({"alpha_pattern": [3]}, "q_proj: .*has no attribute 'items'"),
+        ({"r": 0}, "r=0 must be A's rank, 3"),
+        ({"lora_alpha": None}, "lora_alpha=None a number"),
     ],
 )
 def test_what_cannot_be_read(base, tmp_path, changes, message):
@@ -152,6 +158,17 @@ def test_what_cannot_be_read(base, tmp_path, changes, message):
         assert load_model(tmp_path / "adapter").config.n_layers == 8
         return
     with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3), (0, 3), (7, 3)])
+def test_tensors_of_odd_shapes(base, tmp_path, shape):
+    save_adapters(LLAMA, adapted(LLAMA, "lora").params, tmp_path / "adapter", str(base))
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = {name: np.array(x) for name, x in open_file(path).items()}
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    save_file(tensors | {name: np.zeros(shape, np.float32)}, path)
+    with pytest.raises(CheckpointError, match="must be matrices|another model"):
         load_model(tmp_path / "adapter")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -12,16 +13,20 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of, our_logits, random_params, run_script
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate import in_memory
+from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.perplexity import window_nll
+from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import slurm
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import shared
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -140,6 +145,35 @@ def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
     assert zeroed["perplexity"] == pytest.approx(one["perplexity_after"], rel=1e-6)
     assert zeroed["indices"] == one["indices"] and len(zeroed["nll_windows"]) == 3
     assert np.mean(zeroed["nll_windows"]) == pytest.approx(zeroed["nll"], rel=1e-6)
+
+
+def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_path):
+    """As the folded model is: a surgery alone refuses adapters."""
+    base = load_model(str(files[0]))
+    model, _ = SURGERIES["dora"](base, {"rank": 2, "alpha": 4.0, "targets": "ffn/"})
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf + 0.3 if path[-1].key == "lora_b" else leaf, model.params
+    )
+    model = dataclasses.replace(model, params=params)
+    places = [tmp_path / "lora" / name / "model" for name in ("seed=0", "seed=1")]
+    for place in places:
+        save_pretrained(model.config, params, place, tokenizer=model.tokenizer, structure="keep")
+    flags = [f"--config={REPOSITORY}/configs/attack_table.py", "--sweep=trained",
+             f"--config.models=('{tmp_path}/lora/*/model',)", f"--config.text={files[1]}",
+             "--config.window=16", "--config.max_windows=2"]  # fmt: skip
+    done = run_script("sweep", *flags, f"--workdir={tmp_path / 'sweep'}")
+    assert done.code == 0, done.err
+    found = results_in(tmp_path / "sweep")
+    assert set(found) == {f"lora-seed={i},attack=zero,k={k}" for i in (0, 1) for k in (0, 3)}
+    folded, _ = SURGERIES["fold"](model)
+    config = config_of("attack_table", attack="zero", k=3, window=16, max_windows=2,
+                       text=str(files[1]), model=str(places[0]))  # fmt: skip
+    attacked, _ = in_memory.operate(config, folded)
+    for k, one in ((0, folded), (3, attacked)):
+        nll = evaluation.score(config, one)["nll"]
+        assert found[f"lora-seed=1,attack=zero,k={k}"]["nll"] == pytest.approx(nll, rel=1e-6)
+    plain = evaluation.score(config, base)["nll"]
+    assert abs(found["lora-seed=0,attack=zero,k=0"]["nll"] - plain) > 1e-3
 
 
 def test_filled_up_is_the_same_function(files):
@@ -265,6 +299,7 @@ def test_a_sweep_as_local_jobs_is_the_same_sweep(files, pairs, tmp_path):
     done = subprocess.run(
         [sys.executable, REPOSITORY / "scripts" / "sweep.py", *flags, *jobs],
         capture_output=True, text=True, check=False,
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # as `compiled_quickly` here
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     one, other = results_in(pairs[0]), results_in(tmp_path / "run")

@@ -210,6 +210,23 @@ def test_nf4_is_its_definition():
     assert 0.05 < error < 0.12
 
 
+def test_nf4_is_what_bitsandbytes_makes(torch, bitsandbytes):
+    """Every code; its search for a scale's place takes the other neighbour of a near tie."""
+    kernel = np.random.default_rng(0).normal(size=(576, 256)).astype(np.float32) * 0.05
+    codes, state = bitsandbytes.quantize_4bit(
+        torch.tensor(kernel.T.copy()), blocksize=64, quant_type="nf4", compress_statistics=True
+    )
+    leaves = {name: np.asarray(leaf) for name, leaf in nf4.quantise(kernel).items()}
+    np.testing.assert_array_equal(codes.numpy().reshape(256, -1), leaves["nf4_codes"].T)
+    np.testing.assert_allclose(np.sort(state.state2.code.numpy()), nf4.EIGHT_BITS, atol=1e-7)
+    np.testing.assert_allclose(state.state2.absmax.numpy(), leaves["nf4_absmax"], rtol=1e-6)
+    apart = state.absmax.numpy().astype(int) - leaves["nf4_scales"].T.reshape(-1)
+    assert np.abs(apart).max() <= 1 and (apart != 0).mean() < 0.005
+    theirs = bitsandbytes.dequantize_4bit(codes, state).numpy().T
+    error = np.linalg.norm(theirs - effective_kernel(leaves)) / np.linalg.norm(theirs)
+    assert error < 5e-4
+
+
 def test_the_map_of_scales():
     """256 values, 0 and 1 among them, symmetric but for 1; a decade's steps double downwards."""
     values = nf4.EIGHT_BITS

@@ -204,6 +204,16 @@ def attack(path, attack, k, perplexity, *, windows=(3.0, 3.2), text="data/wikite
     return run
 
 
+def adapted(path, names, p0=0.8, seed=0, curriculum="step", scope="massive"):
+    """A run of configs/macdrop_sft.py."""
+    values = {"model": "models/small.gguf", "prepare": names, "seed": seed, "steps": 60,
+              "batch_size": 8, "optimizer": {"name": "adamw", "learning_rate": 1e-4},
+              "macdrop": {"k": 5, "p0": p0, "curriculum": curriculum, "a": 0.01, "epochs": 3,
+                          "scope": scope}}  # fmt: skip
+    rows = [{"step": i, "train/macdrop": p0 * (1 - i / 60)} for i in range(1, 61)]
+    return write_run(path, values, {"final": rows[-1]}, rows)
+
+
 def massive(path, model, layer=2, indices=(5, 3, 1, 2, 0)):
     """A run of configs/analyze.py:massive on three layers."""
     state = {"top": [9.0, 2.0, 1.0], "indices": [1, 2, 3], "median": 0.5}

@@ -7,11 +7,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from builders import attack, claim, lines, massive, removal
+from builders import adapted, attack, claim, lines, massive, removal
 
+from ffn_heterogeneity.papers import massive_weights
 from ffn_heterogeneity.papers.specs import printed
 from ffn_heterogeneity.report import paired
 from ffn_heterogeneity.report.engine import write_paper
+from ffn_heterogeneity.report.records import records
+from ffn_heterogeneity.report.runs import read_runs
 
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
            "piqa", "winogrande", "mean")  # fmt: skip
@@ -123,6 +126,55 @@ def test_what_sparing_explains(report, tmp_path):
     assert [float(row["perplexity"]) for row in rows] == pytest.approx(
         [np.exp(4.0 + np.arange(4) / 10).mean()]
     )
+
+
+def test_adapters_attacked(report, tmp_path):
+    """Evaluations of trained models are rows of how these were trained, paired over its seeds."""
+    right, wrong, runs = [1, 1, 1, 0], [0, 1, 0, 0], []
+    for name, p0, seed in product(("lora", "dora"), (0.0, 0.8), (0, 1, 2)):
+        path = tmp_path / f"{name}{p0}{seed}"
+        runs.append(adapted(path, [name, "macdrop"], p0, seed))
+        gain = 1.0 + 0.1 * seed if p0 else 0.0
+        for k, nll in ((0, 3.0), (3, 4.5 - gain)):
+            own = {"windows": (nll, nll), "model": f"{path}/model",
+                   "answers": right if k == 0 or p0 else wrong}  # fmt: skip
+            runs.append(attack(tmp_path / f"{path.name}_{k}", "zero", k, float(np.exp(nll)), **own))
+    path = tmp_path / "control"
+    runs.append(adapted(path, ["lora", "macdrop"], 1.0, 0, "constant"))
+    for k, nll in ((0, 3.1), (3, 3.2)):
+        own = {"windows": (nll, nll), "model": f"{path}/model", "answers": wrong if k else right}
+        runs.append(attack(tmp_path / f"control_{k}", "zero", k, float(np.exp(nll)), **own))
+    tables = report("massive_weights", runs)
+    rows = {(r["method"], r["attack"]): r for r in tables["macdrop"] if r["model"] == "small"}
+    assert len(rows) == 10
+    for name in ("LoRA", "DoRA"):
+        assert float(rows[name, "zero 3"]["NLL"].split()[0]) == pytest.approx(4.5)
+        drops = rows[f"{name} + MacDrop", "zero 3"]
+        assert float(drops["less adapter alone"]) == pytest.approx(-1.1)
+        assert float(drops["less unattacked"]) == pytest.approx(0.4)
+        assert rows[name, "-"]["less adapter alone"] == "-"
+        (cell,) = [r["PIQA"] for r in tables["table_4"]
+                   if (r["Model"], r["Method"]) == ("small", name)]  # fmt: skip
+        assert float(cell) == 25
+        (cell,) = [r["PIQA"] for r in tables["table_8"]
+                   if (r["Model"], r["Method"]) == ("small", f"{name} + MacDrop")]  # fmt: skip
+        assert float(cell) == 75
+    (asked,) = [r["PIQA"] for r in tables["macdrop_questions"]
+                if (r["method"], r["attack"]) == ("DoRA + MacDrop", "zero 3")]  # fmt: skip
+    assert float(asked) == 50
+    for where in ("lora", "dora"):
+        told = claim(tables, "an adapter trained with MacDrop is harmed less", f"small, {where}")
+        assert told[1] == "holds"
+    assert claim(tables, "trained on a model whose massive weights", "small, lora")[1] == "holds"
+    assert {row["Models"] for row in tables["table_1"]} & {"small", "model"} == set()
+    points = lines(tables, "figure_7")
+    assert points["p0 0.8", "step", "-"][0] == (1, pytest.approx(0.8 * 59 / 60))
+    # Tasks of what an attack left are not the trained model's own.
+    kind = massive_weights.KINDS["tuning"]
+    (dropping,) = [r for r in records(read_runs(runs), kind) if r.config["macdrop.p0"] == 1.0]
+    (member,) = dropping.members.values()
+    assert [user.config["k"] for user in member.users] == [0]
+    assert member.tasks["piqa acc, 0 shots"].mean == 0.75
 
 
 def test_paired_intervals_against_a_plain_loop():

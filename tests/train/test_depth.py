@@ -192,7 +192,9 @@ def test_a_layer_adds_its_saved_activations_to_the_gradient_and_no_more(family, 
 
 def check_step(family: str, remat: str, temporary: dict[int, int]) -> None:
     first, second = slopes(temporary)
-    assert first == pytest.approx(second, rel=0.02), temporary
+    # The larger of two phases, backward and the optimiser's, each linear in depth: with remat=full
+    # the second takes over between 20 and 26 layers of Gemma-2. A slope falls in neither case.
+    assert first <= 1.02 * second, temporary
     own = layer_bytes(family)
     backward = saved_activations(family, remat) + own + layer_bytes(family, "ffn/down/kernel")
     assert max(first, second) <= max(backward, 4 * own), (first, second, backward, 4 * own)

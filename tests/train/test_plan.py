@@ -120,6 +120,29 @@ def test_products_are_those_the_compiler_counts():
     assert 1 <= cost["flops"] / ours < 1.1
 
 
+def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
+    """QLoRA with MacDrop: the same parameters and products as LoRA, a quarter of the kernels'
+    bytes, sharded as they are; what only the weights would tell is said."""
+    path = REPOSITORY / "configs" / "macdrop_sft.py"
+    make = runpy.run_path(str(path))["get_config"]
+    found = {}
+    for names in ("lora", "nf4,lora,macdrop"):
+        config = make(f"gemma2_2b,{names}")
+        config.dry_run = "h100:8"
+        found[names] = plan.dry_run(config, tmp_path)
+        said = capsys.readouterr().out
+        assert ("massive layer is taken to be the first" in said) == ("macdrop" in names)
+    plain, quantised = found.values()
+    assert plain["parameters"] == quantised["parameters"]
+    assert plain["flops_per_step"] == quantised["flops_per_step"]
+    held = [one["bytes_per_device"]["frozen parameters"] for one in found.values()]
+    into, out_of = 26 * (2 * 2304 * 9216 + 2304 * 4096), 26 * (2304 * 9216 + 2304 * 2048)
+    kernels = into + out_of
+    # Half a byte of code a weight, sharded as bf16's two are; scales lie where outputs do.
+    codes, scales = kernels / 2 / 8, into / 64 + out_of / 64 / 8 + 4 * kernels / 64 / 256
+    assert held[0] - held[1] == pytest.approx(kernels * 2 / 8 - codes - scales, rel=1e-4)
+
+
 def test_a_dry_run_here_compiles_and_the_run_may_follow(tmp_path, capsys):
     model = save_tiny(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text(TEXT)

@@ -67,6 +67,19 @@ def test_folded_it_is_a_plain_model_of_the_same_function(trained, torch, tmp_pat
     assert np.linalg.norm(found - ours) <= 1e-5 * np.linalg.norm(ours)
 
 
+def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
+    """Nor do its norms and embedding alone, unless somebody says so."""
+    _, run, _ = trained
+    settings = {"steps": 1, "batch_size": 2, "seq_len": 16, "tensorboard": False,
+                "data__path": str(run.parent / "text.txt"), "data__passage_chars": 100}  # fmt: skip
+    config = config_of("nucl_finetune", f"{run.parent / 'tiny'},text,nf4", **settings)
+    with pytest.raises(ValueError, match="/nf4_codes: the base is quantised, its kernels"):
+        training.run(config, tmp_path / "run")
+    config.train_only = ("nf4_codes",)
+    with pytest.raises(ValueError, match="nf4_codes"):
+        training.run(config, tmp_path / "again")
+
+
 def test_what_cannot_act_refuses_by_name(trained):
     kept = load_model(trained[1] / "model")
     for name, settings in (
