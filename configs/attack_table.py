@@ -5,9 +5,10 @@ Command:   python scripts/sweep.py --config=configs/attack_table.py --sweep=k \
              --workdir=runs/attacks
            --sweep=table: no attack, top-5 zeroing, top-5 retaining, with
            --config.tasks="('arc_easy', 'arc_challenge', 'boolq', 'piqa', 'winogrande')"
-           --sweep=trained: models that configs/macdrop_sft.py trained, as they are and under top-3
-           zeroing (Tables 3, 4): --config.models="('runs/macdrop/*/model',)"
-           python scripts/report.py runs/attacks --paper=massive_weights --out=reports/attacks
+           --sweep=trained: models that sweeps of configs/macdrop_sft.py trained, as they are and
+           under top-3 zeroing (Tables 3, 4): --config.models="('runs/macdrop/*/model',)"; a report
+           of these needs the trainings, too:
+           python scripts/report.py runs/attacks runs/macdrop --paper=massive_weights --out=reports
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
@@ -31,7 +32,7 @@ KS = (1, 2, 3, 5, 10, 30)
 
 def get_config() -> ConfigDict:
     config = in_memory.get_config(attack.get_config())
-    # Of the sweep "trained": directories of models, or patterns of them; default: model.
+    # Of the sweep "trained": models, or patterns of their directories; default: model.
     config.models = ()
     return config
 
@@ -42,10 +43,13 @@ def _name(path: str) -> str:
 
 def trained(config: ConfigDict):
     """Each model of `config.models` (default: the config's) whole and under top-3 zeroing."""
-    patterns = config.models or (config.model,)
-    found = [sorted(glob.glob(pattern)) or [pattern] for pattern in patterns]
-    models = {_name(path): path for some in found for path in some}
-    rows = [point(name, {"model": path}) for name, path in models.items()]
+    paths: list[str] = []
+    for pattern in config.models or (config.model,):
+        found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        if not found:
+            raise ValueError(f"models={pattern!r} matches nothing")
+        paths += found
+    rows = [point(_name(path), {"model": path}) for path in dict.fromkeys(paths)]
     return chain(*(product(row, {"attack": ("zero",), "k": (0, 3)}) for row in rows))
 
 

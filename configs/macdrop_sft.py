@@ -5,8 +5,8 @@ Command:   python scripts/train.py --config=configs/macdrop_sft.py:<model>,dora,
            The argument is <model>,<adapters>: lora | dora, macdrop or not. Sweeps:
            python scripts/sweep.py --config=... --sweep=methods | curricula | scopes | controls \
              --workdir=...
-           Each writes <workdir>/model, which configs/attack_table.py --sweep=trained evaluates
-           and attacks (Tables 3, 4).
+           A run writes <workdir>/model, a sweep <workdir>/<point>/model, which
+           configs/attack_table.py --sweep=trained evaluates and attacks (Tables 3, 4).
 Hardware:  paper: 8 x A100-80GB; 32 rows a device a step. SmolLM2-135M trains on a CPU.
 Hours:     paper: not stated. SmolLM2-135M, 4 x 512 tokens, 2 CPU cores: 14 seconds a step.
 Paper:     Table 6: alpaca_gpt4_en, 5% held out, batch 256, learning rate 1e-4, 3 epochs (579
@@ -54,7 +54,7 @@ SWEEPS = {
         {CURRICULUM: ("step", "epoch_before", "epoch_after", "exp"), P0: (0.2, 0.5, 0.8, 1.0)}
     ),
     # One of each at the paper's p0, and the positive control: what always drops the neurons that
-    # the attack takes must stand the attack.
+    # the attack takes must do better under it.
     "controls": chain(
         point("control", {CURRICULUM: "constant", P0: 1.0}),
         product({CURRICULUM: ("epoch_before", "epoch_after", "exp", "constant")}),

@@ -98,7 +98,7 @@ def _damages(
     from tqdm import tqdm
 
     kept = read_metrics(workdir / "metrics.jsonl")
-    done = {(row["layer"], row["neuron"]): row["nll"] for row in kept}
+    done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in kept}
     tree, states, at = unstack(model.params), None, None
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
         for step, (layer, neuron) in enumerate(tqdm(chosen, desc="lesions", file=sys.stderr)):

@@ -33,6 +33,9 @@ PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that would make another function of the same tensors: refused unless they are off.
 OFF = ("fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias", "use_qalora",
        "alora_invocation_tokens", "target_parameters", "trainable_token_indices")  # fmt: skip
+# Initialisations that take something away from the base's own weights; save_pretrained's
+# path_initial_model_for_weight_conversion makes plain LoRA of them.
+OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def is_adapter(path: Path) -> bool:
@@ -66,6 +69,8 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
     settings, leaves = read_object(directory / CONFIG), flatten(unstack(params))
     kind = str(settings.get("peft_type")).upper()
     on = [key for key in OFF if settings.get(key)]
+    if str(settings.get("init_lora_weights")).partition("_niter")[0] in OTHER_BASE:
+        on.append(f"init_lora_weights={settings['init_lora_weights']}, which changed the base,")
     if kind != "LORA" or on or settings.get("bias", "none") != "none":
         what = f"peft_type={kind}" if kind != "LORA" else ", ".join(on) or "bias"
         raise CheckpointError(f"{directory / CONFIG}: {what} is not read here: LoRA and DoRA are")
@@ -81,8 +86,8 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
         if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
             raise CheckpointError(f"{directory / WEIGHTS}: {module} lacks one of {names}")
         try:
-            added |= _leaves(rule, a, b, m, _scale(settings, module, len(a)))
-        except (ValueError, TypeError, AttributeError, re.error, ZeroDivisionError) as error:
+            added |= _leaves(rule, a, b, m, settings)
+        except ValueError as error:
             raise CheckpointError(f"{directory}: {module}: {error}") from None
     if tensors or not added:
         name = next(iter(tensors), "nothing")
@@ -99,10 +104,10 @@ def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
             yield rule, rule.names[0].removesuffix(".weight")
 
 
-def _leaves(rule: Rule, a, b, m, scale: float) -> dict[str, np.ndarray]:
+def _leaves(rule: Rule, a, b, m, settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if a.ndim != 2 or b.ndim != 2 or (m is not None and m.ndim != 1):
         raise ValueError(f"A {a.shape} and B {b.shape} must be matrices, lengths a vector")
-    result = {}
+    scale, result = _scale(settings, rule.names[0].removesuffix(".weight"), len(a)), {}
     cut = [np.ascontiguousarray(x) for x in rule.load([b.astype(np.float32)])]
     lengths = rule.load([m.astype(np.float32)]) if m is not None else [None] * len(cut)
     for path, own, length in zip(rule.paths, cut, lengths, strict=True):
@@ -119,18 +124,25 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / r, of the module's own where patterns say so; alpha / sqrt(r) of rank-stabilised.
 
     Raises:
-      ValueError: r is not A's rank, or no number comes out; errors of a bad pattern or value.
+      ValueError: r is not A's rank or below 1, alpha no number, patterns that are none.
     """
 
-    def own(key: str, pattern: str) -> float:
-        for name, value in (settings.get(pattern) or {}).items():
-            if re.fullmatch(rf"(.*\.)?({name})", module):
-                return value
+    def own(key: str, pattern: str) -> Any:
+        patterns = settings.get(pattern) or {}
+        if not isinstance(patterns, dict):
+            raise ValueError(f"{pattern}={patterns!r} must map names to numbers")
+        for name, value in patterns.items():
+            try:
+                if re.fullmatch(rf"(.*\.)?({name})", module):
+                    return value
+            except re.error as error:
+                raise ValueError(f"{pattern}: {name!r} is no pattern: {error}") from None
         return settings.get(key)
 
     stated, alpha = own("r", "rank_pattern"), own("lora_alpha", "alpha_pattern")
-    if stated != rank or not isinstance(alpha, int | float):
-        raise ValueError(f"r={stated!r} must be A's rank, {rank}, lora_alpha={alpha!r} a number")
+    if stated != rank or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(f"r={stated!r} must be A's rank, {rank}, and at least 1; "
+                         f"lora_alpha={alpha!r} a number")  # fmt: skip
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

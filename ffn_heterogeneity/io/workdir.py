@@ -21,8 +21,10 @@ from ffn_heterogeneity.parallel.processes import on_main
 from ffn_heterogeneity.paths import flatten_config
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
-# A run may go on elsewhere, or watched: these keys (or groups) say on what it computes, not what.
-WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine", "push", "wandb")
+# A run may go on elsewhere, or watched, or its sweep with more points: these keys (or groups) say
+# on what it computes, not what.
+WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine", "push", "wandb",
+                  "models", "calibrations")  # fmt: skip
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "results.json", "model", "tokens")
 # Outputs of a training run that are there before its first step.

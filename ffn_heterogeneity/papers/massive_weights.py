@@ -55,7 +55,10 @@ METHOD = Label(f"{{trained.adapter}}, {{{SCOPE}}}, {{{CURRICULUM}}}, p0 {{{P0}}}
     name + more: {"trained.adapter": name.lower()} | its
     for name in ("LoRA", "DoRA") for more, its in (("", ALONE), (" + MacDrop", ITS_STEP))
 })  # fmt: skip
-CURRICULA = Label(f"{{{CURRICULUM}}}", {f"exp, a = {{{A}:.2f}}": {CURRICULUM: "exp"}})
+CURRICULA, DRAWN = (
+    Label(f"{{{key}curriculum}}", {f"exp, a = {{{key}a:.2f}}": {f"{key}curriculum": "exp"}})
+    for key in ("trained.macdrop.", "macdrop.")
+)
 DROPPED = {"where": ALONE, "free": ("trained.macdrop.",)}
 LONG = {"ARC-Easy": TASKS["ARC-E"], "ARC-Challenge": TASKS["ARC-C"], "BoolQ": TASKS["BoolQ"],
         "PIQA": TASKS["PIQA"], "WinoGrande": TASKS["WG"]}  # fmt: skip
@@ -80,7 +83,8 @@ TABLES = (
     Table("table_5", ("adapted",), {"Curriculum": CURRICULA},
           {str(p0): Cell(MEAN, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)},
           {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"}),
-    Table("macdrop", ("adapted",), {"model": MODEL, "method": METHOD, "attack": ATTACKED},
+    Table("macdrop", ("adapted",),
+          {"model": MODEL, "text": Label("{corpus}"), "method": METHOD, "attack": ATTACKED},
           {"NLL": "nll", "less adapter alone": Against("nll", **DROPPED),
            "less unattacked": Against("nll", **UNATTACKED),
            "accuracy": MEAN, "accuracy less adapter alone": Against(MEAN, **DROPPED)},
@@ -119,20 +123,21 @@ TABLES = (
 )  # fmt: skip
 
 LINES = Label("{attack}, {corpus}")
+SCOPES = Label(f"{{trained.adapter}}, {{{SCOPE}}}, {{attack}} {{k}}, {{corpus}}")
 CURVES = (
     Curves("figure_3", ("analysis",), MODEL, Label("{rank}"), {
         "hidden state": "massive/h_out", "intermediate state": "massive/intermediate"}, "layer"),
     Curves("figure_4", ("attack",), MODEL, Label("{attack}"), {"mean accuracy (%)": MEAN}, x="k"),
-    Curves("figure_6", ("adapted",), MODEL, Label(f"{{{SCOPE}}}, k {{k}}"),
+    Curves("figure_6", ("adapted",), MODEL, SCOPES,
            {"mean accuracy (%)": MEAN, "perplexity": "perplexity"}, x=P0, xlabel="p",
            where={CURRICULUM: "constant"}),
-    Curves("figure_7", ("tuning",), Label("p0 {macdrop.p0}"), Label("{macdrop.curriculum}"),
+    Curves("figure_7", ("tuning",), Label("p0 {macdrop.p0}"), DRAWN,
            {"p": "train/macdrop"}, where={"macdrop.scope": "massive"}),
     Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
            title="Ours: perplexity according to k", log=True),
 )  # fmt: skip
 
-FIVE = {"k": 5, "layer": None}
+FIVE, TRAINED = {"k": 5, "layer": None}, Label("{model}, {trained.adapter}, {corpus}")
 CLAIMS = (
     Claim("the massive layer and its five neurons are those printed", "Table 7", "as_printed",
           "analysis", {}, MODEL, {"paper": "massive_weights", "table": "table_7", "label": MODEL,
@@ -144,18 +149,17 @@ CLAIMS = (
     Claim("zeroing three already does harm", "Section 2.3 of the Llama families; by NLL",
           "compare", "attack", {"attack": "zero", "k": 3}, Label("{model}, {corpus}"),
           {"value": Against("nll", **UNATTACKED), "sign": 1, "label": Label("{corpus}")}),
-    Claim("an adapter trained with MacDrop is harmed less by top-3 zeroing than without",
+    Claim("an adapter trained with MacDrop does better under top-3 zeroing than without",
           "Section 4.1, Table 4; by NLL", "compare", "adapted",
-          {"attack": "zero", "k": 3, **ITS_STEP}, Label("{model}, {trained.adapter}"),
+          {"attack": "zero", "k": 3, **ITS_STEP}, TRAINED,
           {"value": Against("nll", **DROPPED), "sign": -1, "label": METHOD}),
     Claim("an adapter trained with MacDrop does better on the tasks than without",
-          "Section 4.1, Tables 3 and 8", "compare", "adapted", {**WHOLE, **ITS_STEP},
-          Label("{model}, {trained.adapter}"),
+          "Section 4.1, Tables 3 and 8", "compare", "adapted", {**WHOLE, **ITS_STEP}, TRAINED,
           {"value": Against(MEAN, **DROPPED), "sign": 1, "label": METHOD}),
-    Claim("trained on a model whose massive weights are always dropped, it stands the attack",
-          "ours: the positive control, p = 1", "compare", "adapted",
-          {"attack": "zero", "k": 3, SCOPE: "massive", CURRICULUM: "constant", P0: 1.0},
-          Label("{model}, {trained.adapter}"),
+    # Not that it stands the attack: LoRA beside gate and up keeps those neurons alive in training.
+    Claim("trained with the massive weights always dropped, it does better under top-3 zeroing",
+          "ours: the positive control, p = 1; by NLL", "compare", "adapted",
+          {"attack": "zero", "k": 3, SCOPE: "massive", CURRICULUM: "constant", P0: 1.0}, TRAINED,
           {"value": Against("nll", **DROPPED), "sign": -1, "label": METHOD}),
     Claim("removal by entropy does less harm than chance that spares the massive neurons",
           "ours: NUCL, section 4.2", "compare", "removal", ENTROPY, Label("{model}, {ratio}"),

@@ -125,7 +125,8 @@ DEFAULT_DECAY_RULES = (
 
 # Modules of a layer -> where the axes of their leaves lie: "fsdp" always on the model width,
 # "tensor" on heads, inner neurons, vocabulary. The leading None is the stack's layer axis, which is
-# never sharded: the scan slices it.
+# never sharded: the scan slices it. NF4's codes hold two inputs a byte ("half"): a mesh that cuts a
+# kernel's inputs has to divide half of them.
 SIDES = {
     "q|k|v|gate|up": {"in": "fsdp", "half": "fsdp", "out": "tensor"},
     "out|down": {"in": "tensor", "half": "tensor", "out": "fsdp"},

@@ -10,7 +10,9 @@ from typing import Any
 from ffn_heterogeneity.report.runs import Run
 
 PREFIX = "trained."
-KEYS = ("steps", "batch_size", "seq_len", "data.", "optimizer.", "losses.", "lora.", "dora.")
+KEYS = ("steps", "batch_size", "seq_len", "dropout", "freeze", "export.weights")
+GROUPS = ("data.", "optimizer.", "losses.")
+ADAPTER = ("rank", "alpha", "targets", "dropout")
 MACDROP = ("k", "p0", "curriculum", "a", "epochs", "scope", "layer")
 # Settings of a curriculum that the others do not read.
 OWN = {"a": ("exp",), "epochs": ("epoch_before", "epoch_after")}
@@ -19,8 +21,9 @@ OWN = {"a": ("exp",), "epochs": ("epoch_before", "epoch_after")}
 def of_trained(runs: Iterable[Run]) -> Iterator[Run]:
     """The runs; one that evaluated what another put adapters in has its model, seed and settings.
 
-    The settings are "trained.<key>": those of `KEYS`, "trained.adapter" ("lora", "nf4 + dora") and
-    "trained.macdrop.<key>", which are None where nothing was dropped.
+    The settings are "trained.<key>": `KEYS` and `GROUPS`, "trained.adapter" ("lora", "nf4 + dora"),
+    "trained.adapter.<key>" of LoRA or DoRA, "trained.nf4.targets" and "trained.macdrop.<key>",
+    which are None where nothing was quantised or dropped.
     """
     runs = list(runs)
     made = {seed.model: (run, name) for run in runs if run.config.get("prepare")
@@ -37,8 +40,13 @@ def of_trained(runs: Iterable[Run]) -> Iterator[Run]:
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """What `of_trained` adds, of the config of a training."""
-    own = {k: v for k, v in config.items() if k in KEYS or k.startswith(KEYS[3:])}
+    own = {k: v for k, v in config.items() if k in KEYS or k.startswith(GROUPS)}
     names = list(config["prepare"])
+    group = next((name for name in names if name in ("lora", "dora")), "")
+    own |= {f"adapter.{key}": config.get(f"{group}.{key}") for key in ADAPTER}
+    own["nf4.targets"] = config.get("nf4.targets") if "nf4" in names else None
+    trains = config.get("train_only")  # the adapter's leaves, unless somebody says otherwise
+    own["train_only"] = None if "lora_" in str(trains) else trains
     drops = "macdrop" in names and bool(config.get("macdrop.p0"))
     own["adapter"] = " + ".join(name for name in names if name != "macdrop")
     curriculum = config.get("macdrop.curriculum")

@@ -17,8 +17,8 @@ from ffn_heterogeneity.surgery import adapt, attack, reduce
 
 @dataclasses.dataclass(frozen=True)
 class Surgery:
-    """See this module; `abstract`: it also runs under `jax.eval_shape`, and `assumed(settings)` says
-    what it then takes for what only weights would tell ("" for nothing)."""
+    """See this module; `abstract`: it also runs under `jax.eval_shape`, and `assumed(settings)`
+    says what it then takes for what only weights would tell ("" for nothing)."""
 
     name: str
     function: Callable[..., tuple[Any, dict]]

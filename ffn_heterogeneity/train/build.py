@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.adapters import RATES, REFRESHES
+from ffn_heterogeneity.adapters import ADAPTERS, RATES, REFRESHES
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
 from ffn_heterogeneity.models import causal_lm
@@ -99,7 +99,7 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
       ValueError (RuleError is one): a rule, term or sharding that does not fit the tree or mesh.
     """
     patterns = tuple(config.freeze), tuple(config.train_only)
-    _check_quantised(params, patterns)
+    _check_quantised(params, config.train_only)
     mask = partition.trainable_mask(flatten(params), *patterns, layer_names(params))
     optimizer = make_optimizer(optimizer_config(config), params, mask)
     state = abstract_state(params, optimizer, mask)
@@ -148,13 +148,15 @@ def build(config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh | Abst
     )  # fmt: skip
 
 
-def _check_quantised(params: Any, patterns: Sequence[Sequence[str]]) -> None:
-    """Refuses to train what is left of a quantised model, unless it is said what trains."""
-    codes = [path for path in flatten(params) if path.endswith("/nf4_codes")]
-    if codes and not any(patterns):
+def _check_quantised(params: Any, train_only: Sequence[str]) -> None:
+    """Refuses to train what is left of a quantised model without adapters, unless that is said."""
+    names = {path.rpartition("/")[2]: path for path in flatten(params)}
+    learned = {leaf for adapter in ADAPTERS for leaf in adapter.trained}
+    if "nf4_codes" in names and not train_only and not learned & set(names):
         raise partition.RuleError(
-            f"{codes[0]}: the base is quantised, its kernels cannot train: add lora or dora to the "
-            "config's argument, name what trains (train_only), or fold it (configs/adapt.py:fold)"
+            f"{names['nf4_codes']}: the base is quantised, its kernels cannot train: add lora or "
+            "dora to the config's argument, name what trains (train_only), or fold it "
+            "(configs/adapt.py:fold)"
         )
 
 

@@ -158,14 +158,22 @@ def _passes(built: Built) -> int:
     return 3 if built.options.remat == "full" else 2
 
 
+def _weight_bytes(built: Built) -> float:
+    """What a pass reads of the weights: in the compute dtype, NF4's codes as they are."""
+    width = jnp.dtype(built.options.compute_dtype).itemsize
+    return sum(
+        leaf.size if path.endswith("/nf4_codes") else width * parameters_in(path, leaf)
+        for path, leaf in flatten(built.state.params).items()
+    )
+
+
 def _bytes_moved(built: Built, plan: dict) -> float:
     """Least bytes to and from one device's memory: weights read each pass, the state once each way.
 
-    Weights are read gathered over `fsdp`, in the compute dtype.
+    Weights are read gathered over `fsdp`.
     """
     state = plan["bytes_per_device"]
-    weights = plan["parameters"] * jnp.dtype(built.options.compute_dtype).itemsize
-    weights /= built.mesh.shape["tensor"]
+    weights = _weight_bytes(built) / built.mesh.shape["tensor"]
     update = state["trainable parameters (float32)"] + state["optimiser state"]
     return _passes(built) * weights + 2 * update + 2 * state["gradients"]
 
@@ -176,9 +184,8 @@ def _bytes_sent(config: ConfigDict, built: Built) -> float:
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
     data, fsdp, tensor = (shape[axis] for axis in partition.MESH_AXES)
     sizes = {path: parameters_in(path, leaf) for path, leaf in flatten(built.state.params).items()}
-    weights = sum(sizes.values()) / tensor
     gradients = 4 * sum(n for path, n in sizes.items() if built.trainable[path]) / tensor
-    sent = (fsdp - 1) / fsdp * (_passes(built) * weights * width + gradients)
+    sent = (fsdp - 1) / fsdp * (_passes(built) * _weight_bytes(built) / tensor + gradients)
     sent += 2 * (data - 1) / data * gradients / fsdp
     tokens = config.batch_size * config.seq_len / (data * fsdp)
     reduced = 2 * (_passes(built)) * built.model.n_layers * tokens * built.model.d_model * width

@@ -68,6 +68,16 @@ def test_it_goes_on(case):
     assert (again / "lesions.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_damage_that_is_no_number_is_kept(case):
+    *_, results, root, settings = case
+    first, second, *_ = (root / "metrics.jsonl").read_text().splitlines(keepends=True)
+    changed = json.loads(second) | {"nll": "nan"}
+    (root / "nan").mkdir()
+    (root / "nan" / "metrics.jsonl").write_text(first + json.dumps(changed) + "\n")
+    found = evaluation.run(config_of("analyze", "lesions", **settings), root / "nan")["neurons"]
+    assert np.isnan(found[0]["damage"]) and found[1:] == results["neurons"][1:]
+
+
 def test_the_others_are_drawn_from_all_other_layers():
     config = tiny_of("llama", 4)
     chosen = draw_neurons(config, 1, 20, seed=3)

@@ -136,9 +136,11 @@ def test_fused_projections_share_their_input_side(tmp_path, kind):
         ({"use_dora": True}, "lacks one of"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is not read"),
         ({"use_qalora": True}, "use_qalora is not read"),
-        ({"rank_pattern": {"(": 3}}, "q_proj: missing \\), unterminated subpattern"),
-        ({"alpha_pattern": [3]}, "q_proj: .*has no attribute 'items'"),
+        ({"rank_pattern": {"(": 3}}, "q_proj: rank_pattern: '\\(' is no pattern: missing"),
+        ({"alpha_pattern": [3]}, "q_proj: alpha_pattern=\\[3\\] must map names to numbers"),
         ({"r": 0}, "r=0 must be A's rank, 3"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4, which changed"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga, which changed the base"),
         ({"lora_alpha": None}, "lora_alpha=None a number"),
     ],
 )

@@ -159,10 +159,14 @@ def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_pa
     for place in places:
         save_pretrained(model.config, params, place, tokenizer=model.tokenizer, structure="keep")
     flags = [f"--config={REPOSITORY}/configs/attack_table.py", "--sweep=trained",
-             f"--config.models=('{tmp_path}/lora/*/model',)", f"--config.text={files[1]}",
-             "--config.window=16", "--config.max_windows=2"]  # fmt: skip
-    done = run_script("sweep", *flags, f"--workdir={tmp_path / 'sweep'}")
-    assert done.code == 0, done.err
+             f"--config.text={files[1]}", "--config.window=16", "--config.max_windows=2",
+             f"--workdir={tmp_path / 'sweep'}"]  # fmt: skip
+    for pattern in ("*1", "*"):  # with more models the same sweep goes on
+        done = run_script("sweep", *flags, f"--config.models=('{tmp_path}/lora/{pattern}/model',)")
+        assert done.code == 0, done.err
+    assert "[2/2] lora-seed=0" in done.err and "4 of 4 points finished" in done.err
+    done = run_script("sweep", *flags, f"--config.models=('{tmp_path}/none/*/model',)")
+    assert done.code == 2 and "none/*/model' matches nothing" in done.err
     found = results_in(tmp_path / "sweep")
     assert set(found) == {f"lora-seed={i},attack=zero,k={k}" for i in (0, 1) for k in (0, 3)}
     folded, _ = SURGERIES["fold"](model)

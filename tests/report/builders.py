@@ -210,6 +210,10 @@ def adapted(path, names, p0=0.8, seed=0, curriculum="step", scope="massive"):
               "batch_size": 8, "optimizer": {"name": "adamw", "learning_rate": 1e-4},
               "macdrop": {"k": 5, "p0": p0, "curriculum": curriculum, "a": 0.01, "epochs": 3,
                           "scope": scope}}  # fmt: skip
+    (name,) = set(names) & {"lora", "dora"}
+    values |= {name: {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/", "dropout": 0.0},
+               "train_only": [f"/{name[0]}lora_"]}  # fmt: skip
+    values |= {"nf4": {"targets": "ffn/"}} if "nf4" in names else {}
     rows = [{"step": i, "train/macdrop": p0 * (1 - i / 60)} for i in range(1, 61)]
     return write_run(path, values, {"final": rows[-1]}, rows)
 

@@ -139,14 +139,26 @@ def test_adapters_attacked(report, tmp_path):
             own = {"windows": (nll, nll), "model": f"{path}/model",
                    "answers": right if k == 0 or p0 else wrong}  # fmt: skip
             runs.append(attack(tmp_path / f"{path.name}_{k}", "zero", k, float(np.exp(nll)), **own))
+            own = {"windows": (nll + 1, nll + 1), "model": own["model"], "text": "c4.txt"}
+            runs.append(attack(tmp_path / f"c4_{path.name}_{k}", "zero", k, 9.0, **own))
     path = tmp_path / "control"
     runs.append(adapted(path, ["lora", "macdrop"], 1.0, 0, "constant"))
     for k, nll in ((0, 3.1), (3, 3.2)):
         own = {"windows": (nll, nll), "model": f"{path}/model", "answers": wrong if k else right}
         runs.append(attack(tmp_path / f"control_{k}", "zero", k, float(np.exp(nll)), **own))
+    path = tmp_path / "exp"
+    runs.append(adapted(path, ["nf4", "dora", "macdrop"], 0.8, 0, "exp"))
+    runs.append(attack(tmp_path / "exp_0", "zero", 0, 20.0, model=f"{path}/model"))
     tables = report("massive_weights", runs)
-    rows = {(r["method"], r["attack"]): r for r in tables["macdrop"] if r["model"] == "small"}
-    assert len(rows) == 10
+    assert "unset" not in tables["text"]
+    drawn = lines(tables, "figure_7")
+    assert {name[1] for name in drawn} == {"step", "constant", "exp, a = 0.01"}
+    rows = [r for r in tables["macdrop"] if r["model"] == "small"]
+    other = {(r["method"], r["attack"]): float(r["NLL"].split()[0])
+             for r in rows if r["text"] == "c4"}  # fmt: skip
+    assert other["LoRA", "zero 3"] == pytest.approx(5.5) and len(other) == 8
+    rows = {(r["method"], r["attack"]): r for r in rows if r["text"] == "wikitext"}
+    assert len(rows) == 11
     for name in ("LoRA", "DoRA"):
         assert float(rows[name, "zero 3"]["NLL"].split()[0]) == pytest.approx(4.5)
         drops = rows[f"{name} + MacDrop", "zero 3"]
@@ -163,9 +175,11 @@ def test_adapters_attacked(report, tmp_path):
                 if (r["method"], r["attack"]) == ("DoRA + MacDrop", "zero 3")]  # fmt: skip
     assert float(asked) == 50
     for where in ("lora", "dora"):
-        told = claim(tables, "an adapter trained with MacDrop is harmed less", f"small, {where}")
-        assert told[1] == "holds"
-    assert claim(tables, "trained on a model whose massive weights", "small, lora")[1] == "holds"
+        for text in ("wikitext", "c4"):
+            told = claim(tables, "an adapter trained with MacDrop does better under",
+                         f"small, {where}, {text}")  # fmt: skip
+            assert told[1] == "holds"
+    assert claim(tables, "trained with the massive weights", "small, lora, wiki")[1] == "holds"
     assert {row["Models"] for row in tables["table_1"]} & {"small", "model"} == set()
     points = lines(tables, "figure_7")
     assert points["p0 0.8", "step", "-"][0] == (1, pytest.approx(0.8 * 59 / 60))

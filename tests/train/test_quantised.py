@@ -75,9 +75,25 @@ def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
     config = config_of("nucl_finetune", f"{run.parent / 'tiny'},text,nf4", **settings)
     with pytest.raises(ValueError, match="/nf4_codes: the base is quantised, its kernels"):
         training.run(config, tmp_path / "run")
-    config.train_only = ("nf4_codes",)
-    with pytest.raises(ValueError, match="nf4_codes"):
-        training.run(config, tmp_path / "again")
+    config.freeze = ("embed/",)
+    with pytest.raises(ValueError, match="/nf4_codes: the base is quantised, its kernels"):
+        training.run(config, tmp_path / "run")
+    config.freeze, config.train_only = (), ("nf4_codes",)
+    with pytest.raises(ValueError, match="nf4_codes.* decides nothing"):
+        training.run(config, tmp_path / "run")
+    config.train_only = ("norm/scale",)
+    with config.unlocked():
+        del config.losses["nucl"]
+    assert training.run(config, tmp_path / "run")["trainable_parameters"] == 9 * WIDE.d_model
+
+
+def test_a_saved_adapted_model_goes_on(trained, tmp_path):
+    _, run, _ = trained
+    config = config_of(
+        "nucl_finetune", f"{run / 'model'},text", steps=1, batch_size=2, seq_len=16,
+        data__path=str(run.parent / "text.txt"), data__passage_chars=100, tensorboard=False,
+    )  # fmt: skip
+    assert training.run(config, tmp_path / "run")["trainable_parameters"] > 0
 
 
 def test_what_cannot_act_refuses_by_name(trained):
