@@ -66,8 +66,14 @@ LONG = {"ARC-Easy": TASKS["ARC-E"], "ARC-Challenge": TASKS["ARC-C"], "BoolQ": TA
 UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
 FREE = (*nucl.REMOVAL, "layer")
 CHANCE = {"criterion": "random", **nucl.PLAIN}
-RULE = Label("{criterion}, {compensation}, reverse {reverse}, spared {protect}, text {calibration}",
-             nucl.METHODS)  # fmt: skip
+RULE = Label(
+    "{criterion}, {compensation}, reverse {reverse}, {protect} spared, on {calibration_corpus}",
+    nucl.METHODS | {
+        "Random, {protect} spared": {**CHANCE, "protect": bool},
+        "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": bool},
+        "{criterion}": nucl.PLAIN, "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
+        "{criterion}, {compensation}": nucl.FREELY,
+    })  # fmt: skip
 SPARED = Label("{protect}", {"nobody": CHANCE})
 
 TABLES = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,17 @@ from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.papers import jreg, massive_weights, nucl
-from ffn_heterogeneity.papers.specs import Cell, Curves, Mean, Paper, Scored, Table, printed
+from ffn_heterogeneity.papers.specs import (
+    Against,
+    Cell,
+    Curves,
+    Mean,
+    Paper,
+    Scored,
+    Share,
+    Table,
+    printed,
+)
 from ffn_heterogeneity.report import tables
 from ffn_heterogeneity.report.claims import COMPUTE, OPEN, whole
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
@@ -128,7 +138,7 @@ def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
         rows[tuple(row[: len(labels)])] = origins
     for row in spec.rows:
         rows.setdefault(row[: len(labels)], {})["paper"] = list(row[len(labels) :])
-    for (name, origin), group in _groups(spec, chosen).items():
+    for (name, origin), group in _groups(spec, columns.values(), chosen).items():
         cells = [_cell(spec, column, group) for column in columns.values()]
         if any(cell is not None for cell in cells):
             rows.setdefault(name, {}).pop("here", None)
@@ -144,16 +154,38 @@ def draw_table(spec: Table, paper: Paper, chosen: Sequence[Record]) -> Drawn:
     return Drawn(spec.key, title, (*labels, "from", *columns), table, notes)
 
 
-def _groups(spec: Table, chosen: Sequence[Record]) -> dict[tuple, list[Record]]:
-    """(labels, from) -> the records of a row, in the order of the labels' names."""
+def _groups(
+    spec: Table, columns: Iterable[Any], chosen: Sequence[Record]
+) -> dict[tuple, list[Record]]:
+    """(labels, from) -> the records of a row, in the order of the labels' names.
+
+    Where the labels leave a cell two values, each record has a row, and "from" says what it is.
+    """
     names = [[*x.names, *(label(r, x) for r in chosen)] for x in spec.labels.values()]
     groups: dict[tuple, list[Record]] = {}
     for record in chosen:
         name = tuple(label(record, x) for x in spec.labels.values())
         groups.setdefault((name, fill(record, spec.here) + record.differs), []).append(record)
+    for (name, origin), group in list(groups.items()):
+        if not spec.best and any(_values(column, group) > 1 for column in columns):
+            del groups[name, origin]
+            for record in group:
+                own = [k for k in record.kind.shown if len({r.key.get(k) for r in group}) > 1]
+                told = ", ".join([origin, *(f"{k} {record.config.get(k)}" for k in own)])
+                groups.setdefault((name, told), []).append(record)
     return dict(sorted(groups.items(), key=lambda item: [
         known.index(x) for known, x in zip(names, item[0][0], strict=True)
     ]))  # fmt: skip
+
+
+def _values(column: Any, group: Sequence[Record]) -> int:
+    """How many different values the records have for one cell."""
+    if isinstance(column, Mean):
+        return max(_values(cell, group) for cell in column.cells)
+    path, where = column if isinstance(column, Cell) else (column, {})
+    path = path.path if isinstance(path, (Against, Share)) else path
+    values = [value_of(record, path) for record in group if fits(record, where)]
+    return len({repr(value) for value in values if value is not None})
 
 
 def _cell(spec: Table, column: Any, group: Sequence[Record]) -> Any:

@@ -121,13 +121,18 @@ def _facts(run: Run) -> dict[str, Any]:
     own = {"pair": int(pair[1]) if pair else None, "model": run.model, "path": run.path}
     task, path = str(run.config.get("data.task")), str(run.config.get("data.path") or "")
     place = str(run.config.get("text") or run.config.get("token_ids") or "")
-    own["corpus"] = next((x for x in CORPORA if x in place.lower()), os.path.basename(place))
+    own["corpus"] = _corpus(place)
     own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
     if "criterion" in run.config:  # older runs lack what came later
         own |= {key: run.config.get(key, "") for key in ("protect", "calibration")}
+        own["calibration_corpus"] = _corpus(own["calibration"])
     if run.config.get("criterion") == "none":  # nothing goes, from wherever
         own |= IDLE
     return own | ({"tokens": int(np.prod(size))} if all(size) else {})
+
+
+def _corpus(place: str) -> str:
+    return next((x for x in CORPORA if x in place.lower()), os.path.basename(place))
 
 
 def _members(run: Run, everyone: Sequence[Run]) -> Iterator[tuple[Any, Member]]:

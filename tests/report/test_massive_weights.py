@@ -73,6 +73,21 @@ def test_attacks(report, tmp_path):
     assert claim(tables, "zeroing three already does harm")[1] == "holds"
 
 
+def test_what_labels_do_not_tell_has_rows_of_its_own(report, tmp_path):
+    """Two layers attacked alike; two texts calibrate one rule."""
+    texts = [f"data/{name}/train.txt" for name in ("wikitext2", "c4")]
+    runs = [
+        *(attack(tmp_path / f"a{layer}", "zero", 5, 90.0 + layer, layer=layer) for layer in (1, 2)),
+        *(removal(tmp_path / f"r{i}", 20.0 + i, criterion="mean_state", calibration=text, nll=i)
+          for i, text in enumerate(texts)),
+    ]  # fmt: skip
+    tables = report("massive_weights", runs)
+    rows = {row["from"]: row["perplexity"] for row in tables["attacks"]}
+    assert rows == {"here, layer 1": "91.0", "here, layer 2": "92.0"}
+    methods = {row["method"] for row in tables["removal"]}
+    assert methods == {"mean_state, on wikitext", "mean_state, on c4"}
+
+
 def test_the_analysis_against_table_7(report, tmp_path):
     runs = [
         massive(tmp_path / "a", "hub/Meta-Llama-3-8B", 2, (2427, 198, 6412, 12657, 591)),
