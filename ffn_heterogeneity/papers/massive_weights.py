@@ -75,6 +75,9 @@ RULE = Label(
         "{criterion}, {compensation}": nucl.FREELY,
     })  # fmt: skip
 SPARED = Label("{protect}", {"nobody": CHANCE})
+HARM = Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows")
+# What a figure can hold: chance, and the rules that do better.
+SHOWN = ("random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair")
 
 TABLES = (
     Table("table_1", ("attack",), {"Models": MODEL, "Attack": ATTACKS},
@@ -112,7 +115,7 @@ TABLES = (
         notes=("Differences in nats a token and in points, paired over windows and questions.",)),
     Table("removal", ("removal",), {
         "model": MODEL, "share of neurons": Label("{ratio}"), "method": RULE},
-        {"NLL": "nll", "less unpruned": Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows"),
+        {"NLL": "nll", "less unpruned": HARM,
          "less entropy": Against("nll", ENTROPY, FREE, "windows"),
          "less chance": Against("nll", CHANCE, FREE, "windows")},
         here="here", title="Ours: neurons removed, every rule", notes=(
@@ -139,6 +142,10 @@ CURVES = (
            where={CURRICULUM: "constant"}),
     Curves("figure_7", ("tuning",), Label("p0 {macdrop.p0}"), DRAWN,
            {"p": "train/macdrop"}, where={"macdrop.scope": "massive"}),
+    Curves("removal_by_ratio", ("removal",), MODEL, RULE, {"NLL less unpruned": HARM}, x="ratio",
+           xlabel="share of neurons removed",
+           where={"protect": "", "reverse": False, "compensation": "none", "criterion": SHOWN},
+           title="Ours: neurons removed, by rule and by their share", log=True),
     Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
            title="Ours: perplexity according to k", log=True),
 )  # fmt: skip

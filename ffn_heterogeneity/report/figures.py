@@ -59,7 +59,9 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
     """The matplotlib figure of some panels."""
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure, axes = _axes(rows, columns, 4.6 * columns, 3.4 * rows)
+    # A legend of many lines would hide them.
+    beside = any(len(panel.lines) > len(COLOURS) for panel in panels)
+    figure, axes = _axes(rows, columns, (7 if beside else 4.6) * columns, 3.4 * rows)
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):
             if panel.dots:
@@ -69,9 +71,13 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
         values = [y for line in panel.lines for y in line.y.ravel() if math.isfinite(y)]
         if panel.log and values and 0 < 10 * min(values) < max(values):
             axis.set_yscale("log")
+            # Matplotlib's own writes 0.3 as 3 x 10^-1.
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}" if max(values) < 100 * min(values) else "")
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
         if any(axis.get_legend_handles_labels()):
-            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7)
+            place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
+            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7, **place)
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     return figure

@@ -133,6 +133,9 @@ def test_what_sparing_explains(report, tmp_path):
     found = {row["method"]: row for row in tables["removal"]}
     assert float(found["Random"]["less entropy"]) == pytest.approx(0.95)
     assert float(found["Entropy-based"]["less unpruned"]) == pytest.approx(0.2)
+    points = {line: xy for (_, line, _), xy in lines(tables, "removal_by_ratio").items()}
+    assert points.keys() == {"Random", "Entropy-based"}  # nobody spared
+    assert points["Random"][0][1] == pytest.approx(1.15)
     # Removals that spared neurons are no rows of plain chance, in NUCL's report either.
     text = report("nucl", removals(tmp_path / "again"), "nucl")["text"]
     assert 'protect "bos:5"' in text
