@@ -7,10 +7,13 @@ import pytest
 from tiny_models import torch_model, torch_nll
 
 from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.evaluate.lesions import _nll, resumed
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
 
@@ -80,3 +83,33 @@ def test_perplexity_under_attack(both, torch, attack, k):
             getattr(mlp, name).weight.data.copy_(weight)
     print(f"{attack} {k}: perplexity {np.exp(ours):.4f}, torch {np.exp(total / count):.4f}")
     assert abs(np.exp(ours - total / count) - 1) <= 5e-3
+
+
+def test_why_gemma_with_one_neuron_is_worse_than_with_none(gemma3_gguf, shared_data):
+    """The norm behind the FFN makes the one neuron's push as large on every token as on bos: where
+    each token's output is divided by what the whole layer's would be, one is better than none."""
+    model = load_model(gemma3_gguf)
+    config, tree = model.config, unstack(model.params)
+    text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:100_000]
+    rows = text_windows(text, model.tokenizer, WINDOW, 2)
+    scale = config.norm_offset + np.asarray(tree["layers"][0]["post_ffn_norm"]["scale"])
+    seen = Probe("seen", lambda io, batch, _: (io.middle, io.ffn_output), kind="example")
+
+    def branches(k):
+        settings = {"attack": "retain", "k": k, "layer": 0, "token": None}
+        params = model.params if k is None else SURGERIES["attack"](model, settings)[0].params
+        batch = {"tokens": rows[:, :-1]}
+        outputs = forward(config, params, batch, options=RunOptions(), probes=(seen,))
+        middle, ffn = (np.asarray(x[0], np.float64) for x in outputs["probes"]["seen"])
+        return middle, ffn, np.sqrt((ffn**2).mean(-1, keepdims=True) + config.norm_eps)
+
+    def nll(middle, ffn, size):
+        states = (middle + ffn / size * scale).astype(np.float32)
+        own, params = resumed(config, tree, states, 1)
+        return float(_nll(own, RunOptions(), params, rows[:, 1:], -1))
+
+    whole, one, none = (branches(k) for k in (None, 1, 0))
+    own, by_whole, silent = nll(*one), nll(*one[:2], whole[2]), nll(*none)
+    print(f"one: {own:.3f} nats; divided as the whole: {by_whole:.3f}; none: {silent:.3f}")
+    assert np.median(one[2][:, 1:]) < 0.01 * one[2][0, 0, 0]  # it is all but silent behind bos
+    assert by_whole < silent < own - 1
