@@ -71,9 +71,10 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
         values = [y for line in panel.lines for y in line.y.ravel() if math.isfinite(y)]
         if panel.log and values and 0 < 10 * min(values) < max(values):
             axis.set_yscale("log")
-            # Matplotlib's own writes 0.3 as 3 x 10^-1.
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}" if max(values) < 100 * min(values) else "")
+            if max(values) < 100 * min(values):
+                axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+                axis.yaxis.set_minor_formatter("")
+            axis.yaxis.set_major_formatter("{x:g}")  # its own writes 0.3 as 3 x 10^-1
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
         if any(axis.get_legend_handles_labels()):
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
