@@ -76,7 +76,7 @@ RULE = Label(
     })  # fmt: skip
 SPARED = Label("{protect}", {"nobody": CHANCE})
 HARM = Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows")
-# What a figure can hold: chance, and the rules that do better.
+# As many as a figure can hold: chance, and rules that do better at most shares.
 SHOWN = ("random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair")
 
 TABLES = (

@@ -13,6 +13,7 @@ from tiny_models import run_script
 from ffn_heterogeneity.report import compare
 from ffn_heterogeneity.report.compare import choose_panels, differing_keys, draw_runs, numbers
 from ffn_heterogeneity.report.compare import write_report as write
+from ffn_heterogeneity.report.paired import bootstrap
 from ffn_heterogeneity.report.runs import read_runs
 from ffn_heterogeneity.report.tables import Spread, interval, number, over
 
@@ -275,3 +276,8 @@ def test_numbers_as_cells():
     assert number(Spread(2.0, 1.0, 3.0, 4)) == "2 [1, 3] range n=4"
     assert over([]) is None and over([2.0, 2.0]) == 2.0
     assert over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
+
+
+def test_equal_means_differ_by_nothing():
+    """Not by the -5e-17 that a mean over seeds leaves."""
+    assert str(bootstrap([[1e-17, -9e-17, -7e-17]]).mean) == "0.0"
