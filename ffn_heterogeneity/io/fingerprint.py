@@ -15,7 +15,7 @@ def fingerprint(path: str | os.PathLike) -> str:
 
     A checkpoint that was trained further or a text that was edited has another one; a change of a
     few bytes in the middle of a large file that leaves its size may pass. Hidden files of a
-    directory are left out: downloads keep their notes there.
+    directory are left out: downloads keep their notes there; and its card, which is text about it.
     """
     path, found = Path(path), hashlib.sha256()
     if not path.is_dir():
@@ -23,9 +23,16 @@ def fingerprint(path: str | os.PathLike) -> str:
         return found.hexdigest()
     for file in sorted(one for one in path.rglob("*") if one.is_file()):
         name = file.relative_to(path)
-        if not any(part.startswith(".") for part in name.parts):
+        if name != Path("README.md") and not any(part.startswith(".") for part in name.parts):
             found.update(name.as_posix().encode() + b"\0" + _sampled(file))
     return found.hexdigest()
+
+
+def of_model(directory: str | os.PathLike) -> dict[str, str]:
+    """What results.json says of the model that a run wrote, so that a report knows it again
+    wherever both are moved; nothing of one in a bucket, which would have to be read."""
+    found = fingerprint(directory) if os.path.isdir(directory) else ""
+    return {"model_fingerprint": found}
 
 
 def _sampled(path: Path) -> bytes:

@@ -138,8 +138,7 @@ def _corpus(place: str) -> str:
 def _members(run: Run, everyone: Sequence[Run]) -> Iterator[tuple[Any, Member]]:
     for name, seed in run.seeds.items():
         users = [other for other in everyone if other is not run and _tasks(other)
-                 and not _changes(other)
-                 and os.path.realpath(str(other.config.get("model"))) == seed.model]  # fmt: skip
+                 and not _changes(other) and other.reads == seed.model]  # fmt: skip
         tasks = _accuracies(seed.values)
         for user in users:
             tasks |= _tasks(user)
@@ -200,7 +199,7 @@ def _readings(run: Run, results: Mapping[str, Any], ours: set[str]) -> Iterator[
     """A run for each reading, checkpoints as steps."""
     config = run.config | {
         "series": "checkpoints" in results, "tokens": results.get("tokens"),
-        "written here": os.path.realpath(str(run.config.get("model", ""))) in ours,
+        "written here": run.reads in ours,
         "text": os.path.basename(str(run.config.get("text") or run.config.get("token_ids"))),
     }  # fmt: skip
     rows = {row.get("step", 0): row for row in results.get("checkpoints", [results])}

@@ -25,6 +25,7 @@ class Seed(NamedTuple):
 
     Attributes:
       model: where its model lies, if it wrote one.
+      fingerprint: of that model, as it was written; older runs do not say.
       values: "final.validation/nll" -> number or text, as results.json has them.
       curves: metric -> step -> value, NaN where not finite.
       layers: metric with a value a layer -> step -> values.
@@ -38,6 +39,7 @@ class Seed(NamedTuple):
     layers: Mapping[str, Mapping[int, Sequence[float]]]
     lost: Sequence[int] = ()
     windows: Sequence[float] = ()
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Run:
       state: "finished", or how far it is.
       notes: what a reader has to know.
       model: a short name of the config's model that no other model of these runs has.
+      inputs: dotted key of the config -> fingerprint of the file that it named then.
+      reads: `Seed.model` of the run that wrote the config's model, else that model's path.
     """
 
     path: str
@@ -63,6 +67,8 @@ class Run:
     state: str
     notes: list[str]
     model: str = "model"
+    inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reads: str = ""
 
     @property
     def curves(self) -> list[Mapping[str, Mapping[int, float]]]:
@@ -84,8 +90,11 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
             raise ValueError(f"{paths[i]!r} and {paths[j]!r} are the same run: name each once")
     runs = [read_run(p, label) for p, label in zip(paths, _labels(places), strict=True)]
     _spell_alike(runs)
-    names = _model_names(runs)
-    return [dataclasses.replace(run, model=name) for run, name in zip(runs, names, strict=True)]
+    names, wrote = _model_names(runs), {s.model: s for run in runs for s in run.seeds.values()}
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        reads, notes = _reads(run, wrote)
+        runs[i] = dataclasses.replace(run, model=name, reads=reads, notes=run.notes + notes)
+    return runs
 
 
 def read_run(path: str, label: str) -> Run:
@@ -112,7 +121,21 @@ def read_run(path: str, label: str) -> Run:
         state = f"not finished, at step {max(steps)}" if steps else "not begun"
     if len(folders) > 1:
         state = f"{len(folders)} seeds, {state}"
-    return Run(path, label, config, seeds, finished, state, notes)
+    inputs = _read_object(folder / "inputs.json") if (folder / "inputs.json").exists() else {}
+    return Run(path, label, config, seeds, finished, state, notes, inputs=inputs)
+
+
+def _reads(run: Run, wrote: Mapping[str, Seed]) -> tuple[str, list[str]]:
+    """`Run.reads` and what is to be said of it; `wrote`: the seeds by where their models lie."""
+    name, mark = str(run.config.get("model") or ""), run.inputs.get("model")
+    place = name and os.path.realpath(name)
+    writer = wrote.get(place)
+    if writer and (not mark or writer.fingerprint in ("", mark)):
+        return place, []
+    same = [model for model, seed in wrote.items() if mark and seed.fingerprint == mark]
+    if len(same) == 1:
+        return same[0], []
+    return ("", [f"{place} is another model since: not counted as its."]) if writer else (place, [])
 
 
 def _seed_folders(folder: epath.Path) -> dict[int, epath.Path]:
@@ -146,7 +169,8 @@ def _read_seed(folder: epath.Path) -> Seed:
     values = {k: x for k, x in flatten_config(results).items() if not isinstance(x, list)}
     values = {k: x if (n := number_of(x)) is None else n for k, x in values.items()}
     model = os.path.join(os.path.realpath(folder), "model")
-    return Seed(model, values, curves, layers, lost, results.get("nll_windows", ()))
+    mark = results.get("model_fingerprint", "")
+    return Seed(model, values, curves, layers, lost, results.get("nll_windows", ()), mark)
 
 
 def _not_finite(seed: Seed) -> list[str]:
@@ -163,8 +187,7 @@ def _spell_alike(runs: Sequence[Run]) -> None:
     """Data that the runs found to be the same (`inputs.json`) gets one name, the first one's."""
     first: dict[tuple[str, str], Any] = {}
     for run in runs:
-        path = epath.Path(run.path) / "inputs.json"
-        for key, mark in (_read_object(path) if path.exists() else {}).items():
+        for key, mark in run.inputs.items():
             if key.split(".")[-1] not in NO_DATA and key in run.config:
                 run.config[key] = first.setdefault((key, str(mark)), run.config[key])
 

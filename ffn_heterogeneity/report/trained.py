@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,7 +28,7 @@ def of_trained(runs: Iterable[Run]) -> Iterator[Run]:
     made = {seed.model: (run, name) for run in runs if run.config.get("prepare")
             for name, seed in run.seeds.items()}  # fmt: skip
     for run in runs:
-        origin, name = made.get(os.path.realpath(str(run.config.get("model"))), (None, None))
+        origin, name = made.get(run.reads, (None, None))
         if origin is None:
             yield run
             continue

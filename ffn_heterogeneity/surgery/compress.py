@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.io.card import check_repository, compared, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.models.options import choose_dtype
@@ -60,6 +61,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
             dtype=str(choose_dtype(config.compute_dtype)),
         )  # fmt: skip
     write_card(target, config.model, describe(surgery.name, config, results), results)
+    results |= of_model(target)
     write_json(workdir / "results.json", results)
     print(f"{describe(surgery.name, config, results)}; {target}", file=sys.stderr)
     print(loads_in(target), file=sys.stderr)

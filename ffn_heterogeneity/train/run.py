@@ -25,6 +25,7 @@ from ffn_heterogeneity.io.card import compared, write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import Model, load_model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.workdir import working_in
@@ -108,7 +109,7 @@ def _train(config: ConfigDict, workdir: epath.Path, shared: Shared | None, start
             say(", ".join(f"{share:.1%} of rows from {k}" for k, share in batches.shares.items()))
         losses, results["seconds"] = ", ".join(facts["losses"]), time.time() - start
         write_card(workdir / "model", config.model or "", f"trained with {losses}", results)
-        write_json(workdir / "results.json", results)
+        write_json(workdir / "results.json", results | of_model(workdir / "model"))
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)
 

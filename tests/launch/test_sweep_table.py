@@ -26,6 +26,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import slurm
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.report.runs import read_runs
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import shared
 
@@ -106,7 +107,8 @@ def test_every_row_of_table_4_on_a_tiny_model(files, tmp_path):
 
 
 def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
-    """compress, then evaluate its directory: the same perplexity."""
+    """compress, then evaluate its directory: the same perplexity; a report knows whose model it
+    was when that was moved."""
     flags = [f"--config.model={files[0]}", "--config.layers=pair:1"]
     assert run_script("compress", *flags, f"--workdir={tmp_path / 'c'}").code == 0
     for name, model in (("layers_1_2", tmp_path / "c" / "model"), ("unpruned", files[0])):
@@ -119,6 +121,11 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
         together = results_in(pairs[0])[name]
         assert together["nll"] == pytest.approx(apart["nll"], rel=1e-6)
         assert (together["tokens"], together["windows"]) == (apart["tokens"], apart["windows"])
+    (tmp_path / "c").rename(tmp_path / "moved")
+    made, used, other = read_runs([f"{tmp_path}/{x}" for x in ("moved", "layers_1_2", "unpruned")])
+    (seed,) = made.seeds.values()
+    assert used.reads == seed.model == f"{tmp_path}/moved/model"
+    assert other.reads == str(files[0])
 
 
 def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):

@@ -278,6 +278,26 @@ def test_numbers_as_cells():
     assert over([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
 
 
+def test_whose_model_a_run_read(tmp_path):
+    """By what the model was then: not by a path that another was written to since."""
+
+    def runs(mark, *written, place="a"):
+        for name, own in zip("abc", written, strict=False):
+            make(tmp_path / name, results={"model_fingerprint": own} if own else {})
+        config = CONFIG | {"model": f"{tmp_path}/{place}/model"}
+        path = make(tmp_path / "used", results={}, config=config)
+        (tmp_path / "used" / "inputs.json").write_text(json.dumps({"model": mark} if mark else {}))
+        *_, used = read_runs([*(f"{tmp_path}/{name}" for name in "abc"[: len(written)]), path])
+        return used.reads.removeprefix(f"{tmp_path}/").removesuffix("/model"), used.notes
+
+    assert runs("1", "1", "2") == runs("1", "", "2") == runs("", "1", "2") == ("a", [])
+    assert runs("1", "1", "1") == ("a", []), "two models of the same weights"
+    assert runs("2", "1", "2") == runs("2", "1", "2", place="moved") == ("b", [])
+    assert runs("2", "1", "2", "2", place="moved") == ("moved", []), "one of two: nobody's"
+    where, notes = runs("3", "1", "2")
+    assert where == "" and "a/model is another model since" in notes[0]
+
+
 def test_equal_means_differ_by_nothing():
     """Not by the -5e-17 that a mean over seeds leaves."""
     assert str(bootstrap([[1e-17, -9e-17, -7e-17]]).mean) == "0.0"

@@ -28,6 +28,7 @@ from tiny_models import (
 from ffn_heterogeneity.bench import streaming as benchmark
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
@@ -60,9 +61,10 @@ def both(tmp_path, source, **changes) -> tuple[dict, dict]:
         config = config_of("prune", model=str(source), streaming=streaming, **changes)
         results.append(compress.run(config, tmp_path / name))
     assert_same(tmp_path / "stream/model", tmp_path / "memory/model")
-    assert results[0] == results[1]
-    files = [(tmp_path / name / "results.json").read_bytes() for name in ("memory", "stream")]
-    assert files[0] == files[1]
+    for name, found in zip(("memory", "stream"), results, strict=True):
+        assert json.loads((tmp_path / name / "results.json").read_text()) == found
+        assert found.pop("model_fingerprint") == fingerprint(tmp_path / name / "model")  # all files
+    assert list(results[0].items()) == list(results[1].items())
     return results[1]
 
 
