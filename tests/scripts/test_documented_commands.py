@@ -126,3 +126,15 @@ def test_no_page_is_forgotten():
     }
     assert with_commands <= {*PAGES, "docs/performance.md", "docs/reproduce.md"}
     assert os.path.basename(PAGES[0]) == "README.md"
+
+
+def test_what_pages_point_to_is_there():
+    """Links, and paths in words or commands: in a clean clone git has them as well."""
+    rooms = "docs|configs|scripts|tests|ffn_heterogeneity|notebooks"
+    for page in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
+        text = page.read_text()
+        linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
+        named = re.findall(rf"(?<![\w./>])(?:{rooms})/[\w./*<>-]*\w", text)
+        assert [x for x in linked if not (page.parent / x).exists()] == [], page
+        paths = {re.sub("<[^>]*>", "*", x) for x in named}
+        assert [x for x in paths if not any(REPOSITORY.glob(x))] == [], page
