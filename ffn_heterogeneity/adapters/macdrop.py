@@ -3,6 +3,8 @@
 Columns `macdrop_rows` (the paper's rows of W_up and W_gate) of a frozen kernel are multiplied by
 `macdrop_keep`, ones as stored. While training every step draws it anew, elementwise
 Bernoulli(1 - p_t), one draw for gate and up as in Algorithm 1, and what is kept is not rescaled.
+DoRA's norm is that of the masked kernel, as where the weights themselves are masked (Algorithm 1),
+so it gives masked columns their length back: MacDrop does less there (docs/reproduce.md).
 Evaluation and export know nothing of it.
 """
 
