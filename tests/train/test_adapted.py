@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,30 @@ def test_all_dropped_is_the_zeroing_attack():
     assert abs(losses[1] / losses[3] - 1) > 1e-4
 
 
-def stepper(params, terms, patterns=(), config=LLAMA, refresh=None):
+@pytest.mark.parametrize("drops", [False, True])
+def test_macdrop_copies_no_stacked_weight(drops):
+    """The layer that drops is stored apart; the compiled step makes no second array of the others'
+    FFN kernels, which without MacDrop it does not either."""
+    config = dataclasses.replace(LLAMA, layers=LLAMA.layers[:1] * 7)
+    model = insert_lora(Model(config, random_params(config), None, ""), LORA)[0]
+    if drops:
+        settings = {"k": 3, "layer": 2, "token": 0, "scope": "massive"}
+        model = SURGERIES["macdrop"](model, settings)[0]
+    kernels = [x.shape for p, x in flatten(model.params).items() if re.search("ffn/.*/kernel$", p)]
+    assert {shape[0] for shape in kernels} == ({2, 1, 4} if drops else {7})
+    step, state = stepper(
+        model.params, (nll_term(TermContext("nll", model=config)),), (r"/lora_[ab]$",), config,
+        REFRESHES["macdrop"]({}) if drops else None, donate=True,
+    )  # fmt: skip
+    batch = jax.tree.map(lambda x: x[None], batch_of(258))
+    hyper = {"learning_rate": jnp.float32(0.1), "macdrop": jnp.float32(0.5)}
+    text = step.lower(state, batch, hyper).compile().as_text()
+    made = re.findall(r"= f32\[([\d,]+)\]\S* ([\w-]+)\(", text)
+    stacked = {",".join(map(str, shape)) for shape in kernels if shape[0] > 1}
+    assert {kind for shape, kind in made if shape in stacked} == {"parameter", "get-tuple-element"}
+
+
+def stepper(params, terms, patterns=(), config=LLAMA, refresh=None, donate=False):
     mask = partition.trainable_mask(flatten(params), (), patterns, layer_names(params))
     optimizer = make_optimizer(OptimizerConfig(), params, mask)
     step = make_train_step(
@@ -164,7 +188,7 @@ def stepper(params, terms, patterns=(), config=LLAMA, refresh=None):
         terms,
         optimizer,
         mask,
-        donate=False,
+        donate=donate,
         refresh=refresh,
     )
     return step, create_state(params, optimizer, mask)
