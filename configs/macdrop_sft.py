@@ -8,7 +8,7 @@ Command:   python scripts/train.py --config=configs/macdrop_sft.py:<model>,dora,
            A run writes <workdir>/model, a sweep <workdir>/<point>/model, which
            configs/attack_table.py --sweep=trained evaluates and attacks (Tables 3, 4).
 Hardware:  paper: 8 x A100-80GB; 32 rows a device a step. SmolLM2-135M trains on a CPU.
-Hours:     paper: not stated. SmolLM2-135M, 4 x 512 tokens, 2 CPU cores: 14 seconds a step.
+Hours:     paper: not stated. SmolLM2-135M, 4 x 512 tokens, 2 CPU cores: 5 to 14 seconds a step.
 Paper:     Table 6: alpaca_gpt4_en, 5% held out, batch 256, learning rate 1e-4, 3 epochs (579
            steps), 5% warm-up, AdamW .9/.999, rank = alpha = 16 on all linear layers but embedding
            and head; k = 5, p0 = 0.8. The length (1,024 tokens), clipping at 1 and the cosine are
