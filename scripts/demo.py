@@ -11,6 +11,7 @@ from absl import flags
 from etils import epath
 
 from ffn_heterogeneity.launch import cli, demo
+from ffn_heterogeneity.memory import restart_with_huge_pages
 
 WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Directory for all outputs.")
 MODELS = flags.DEFINE_string("models", ".cache/models", "Where the model is fetched to.")
@@ -20,6 +21,7 @@ FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 
 
 def main() -> None:
+    restart_with_huge_pages()
     workdir = epath.Path(WORKDIR.value)
     demo.run(workdir, MODELS.value, STEPS.value, ALPHA.value, fresh=FRESH.value)
 

@@ -27,10 +27,8 @@ from ffn_heterogeneity.models.families import expected_shapes, family_by_name
 # A process of its own, so that its memory is that of the surgery alone.
 _PROGRAM = """
 import json, sys, time
-from ffn_heterogeneity.memory import keep_freed_memory
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.streaming import compress_directory
-keep_freed_memory()
 source, target, plan = sys.argv[1:]
 start = time.perf_counter()
 compress_directory(source, target, Plan(**json.loads(plan)))

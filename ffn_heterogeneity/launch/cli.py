@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch.compilation import keep_compiled
-from ffn_heterogeneity.memory import keep_freed_memory
+from ffn_heterogeneity.memory import restart_with_huge_pages
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import unknown
@@ -83,6 +83,7 @@ def launch(
 
     with _one_line():
         argv, holder = prepare(list(sys.argv))
+    restart_with_huge_pages()
 
     def main() -> None:
         config = holder.value
@@ -116,7 +117,6 @@ def launch_flags(
       positional: takes the argument without dashes, where the script has one.
       many: there may be several of those; each is given to `positional`.
     """
-    keep_freed_memory()
     distributed.give_fake_devices_threads()
     argv = list(sys.argv if argv is None else argv)
     flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
