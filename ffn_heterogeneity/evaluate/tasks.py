@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.evaluate.graders import check_graders
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.inputs import options_of
@@ -135,21 +136,10 @@ def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, NamedTas
         manager = TaskManager()
     jobs = {name: _job(manager.load([spec])) for name, spec in zip(names, specs, strict=True)}
     if not config.data_root:
-        _refuse_foreign_code(jobs)
-    return manager, jobs
-
-
-def _refuse_foreign_code(jobs: Mapping[str, NamedTasks]) -> None:
-    """The harness's own code tasks run what the model wrote in this very process."""
-    for job in jobs.values():
-        for leaves in job.leaves.values():
+        for leaves in (leaves for job in jobs.values() for leaves in job.leaves.values()):
             for name, task in leaves.items():
-                if getattr(task, "UNSAFE_CODE", False):
-                    raise ValueError(
-                        f"{name} runs programs that the model wrote, and as the harness's own task "
-                        "it would run them without a sandbox: only tasks with data_root are locked "
-                        "in (mbpp); leave it out"
-                    )
+                check_graders(name, task)
+    return manager, jobs
 
 
 def _job(loaded: Mapping[str, Any]) -> NamedTasks:

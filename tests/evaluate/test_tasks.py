@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +15,7 @@ from etils import epath
 from task_tools import rows_of, write
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 
-from ffn_heterogeneity.evaluate import in_memory, tasks
+from ffn_heterogeneity.evaluate import graders, in_memory, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks, limited
@@ -99,6 +102,99 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     config = config_of("harness", model="x", tasks=("few", "coding"), allow_code_execution=True)
     with pytest.raises(ValueError, match="coding runs programs .* without a sandbox"):
         evaluate_tasks(config, model)
+
+
+# Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
+UNREAD = "!function lm_eval.tasks.score.math.utils_math.process_results"
+OWN_CLASS = """
+from lm_eval.api.task import ConfigurableTask
+
+class Own(ConfigurableTask):
+    def __init__(self, config):
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def process_results(self, doc, results):
+        return {"acc": eval(results[0][10:-1])}
+"""
+
+
+def written(folder, name, grader):
+    """A stock task whose question is answered in words, and graded as `grader` says."""
+    row = {"question": "1 + 1?", "answer": "#### 2", "question_id": 0, "prompt_id": 0}
+    write(folder / f"{name}.jsonl", [row | {"problem": "1 + 1?", "solution": "\\boxed{2}"}])
+    task = f"""
+{grader}
+task: {name}
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{test: {folder}/{name}.jsonl}}, cache_dir: {folder}/cache}}
+training_split: null
+fewshot_split: null
+test_split: test
+output_type: generate_until
+doc_to_text: question
+doc_to_target: answer
+"""
+    (folder / f"{name}.yaml").write_text(task)
+    (folder / "own.py").write_text(OWN_CLASS)
+
+
+@pytest.mark.parametrize(
+    "grader",
+    [
+        f"process_results: {UNREAD}\nmetric_list: [{{metric: acc, aggregation: mean}}]",
+        f"metric_list: [{{metric: {UNREAD}, aggregation: mean}}]",
+        f"metric_list: [{{metric: exact_match, aggregation: {UNREAD}}}]",
+        f"filter_list: [{{name: a, filter: [{{function: custom, filter_fn: {UNREAD}}}]}}]",
+        "class: !function own.Own",
+    ],
+    ids=["results", "metric", "aggregation", "filter", "class"],
+)
+def test_no_grader_that_nobody_read_sees_what_a_model_wrote(
+    stock, model, tmp_path, monkeypatch, grader
+):
+    """Unmarked by the harness; the canary is a file that the model's answer would make."""
+    from lm_eval.tasks.score.math import math_grader
+
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    canary = tmp_path / "canary"
+    answer = f"So \\boxed{{open('{canary}','w')}}"
+    monkeypatch.setattr(HarnessLM, "generate_until", lambda _, asked, **__: [answer] * len(asked))
+    # As where antlr is installed.
+    monkeypatch.setattr(math_grader, "_check_antlr_version", lambda: None)
+    written(tmp_path, "robust", grader)
+    config = config_of("harness", model="x", tasks=("few", "robust"))
+    try:
+        with pytest.raises(ValueError, match="robust .*(utils_math|own).py.* leave it out"):
+            evaluate_tasks(config, model)
+    finally:
+        assert not canary.exists(), "the model's answer was run"
+
+
+def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_eval):
+    """GSM8K has no code of its own; MATH's was read, and is known by its digest."""
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
+    answers = ["#### 2", "is $2$"]
+    monkeypatch.setattr(HarnessLM, "generate_until", lambda _, asked, **__: [answers.pop(0)])
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+    for name in ("gsm8k/gsm8k", "hendrycks_math/hendrycks_math_algebra"):
+        written(tmp_path, name.split("/")[1], f"include: {tasks / name}.yaml")
+    names = ("gsm8k", "hendrycks_math_algebra")
+    found = evaluate_tasks(config_of("harness", model="x", tasks=names, num_fewshot=0), model)
+    assert found["gsm8k"]["exact_match_strict-match"] == 1
+    assert found["hendrycks_math_algebra"]["exact_match"] == 1
+
+
+def test_read_graders_are_those_of_the_harness_here(lm_eval):
+    """Each digest is a file's, none imports a file that was not read, none evaluates."""
+    files = {
+        hashlib.sha256(path.read_bytes()).hexdigest(): path.read_text()
+        for path in (Path(lm_eval.__file__).parent / "tasks").rglob("utils.py")
+    }
+    for digest in graders.READ.values():
+        assert not re.search(r"lm_eval\.tasks|sympy|subprocess|\b(eval|exec|open)\(", files[digest])
 
 
 def test_limits_are_cut_to_what_there_is(stock, model, tmp_path):

@@ -1,0 +1,89 @@
+"""Which of the harness's tasks may grade what a model wrote: those whose graders were read.
+
+A grader that calls `eval`, sympy's `parse_expr` or a program runs a model's answer as code in this
+process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not refused by
+their mark:
+
+  a question without a text    multiple choice, log-likelihoods: graders see numbers alone
+  the harness's own graders    metrics, aggregations and filters of lm_eval/api and lm_eval/filters
+  code of a task               where its file was read, as `READ` says
+
+The tasks of our pack (`data_root`) do not come here: their graders stand in harness_tasks/task.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# SHA-256 of files of lm_eval 0.4.13 that somebody read from the first line to the last, with all
+# that they import beside numpy and the standard library, and found that what a model wrote is only
+# cut, counted, matched and compared: never evaluated, parsed by sympy, run, unpickled, written to a
+# file or sent. They import no other task's code. The digest of one more, once it was read:
+#   sha256sum "$(python -c 'import lm_eval; print(lm_eval.__path__[0])')"/tasks/drop/utils.py
+READ = {
+    "bbh/zeroshot, bbh/cot_zeroshot": (
+        "ecc017c5c3c0a03757d94072fb74feac74406b63d2f6efa6ec68f73f8db8a9fd"
+    ),
+    "drop": "a5782ee7d2e537968a5b83976195ae2b9b6e2a565a0bfb5c24d221b4d61a04f5",
+    "hendrycks_math": "8332e42f23c62043b23d74ee6d3934f997b209cd60a1ad45b7882d6b00929d5c",
+}
+
+
+def check_graders(name: str, task: Any) -> None:
+    """Raises a ValueError where a task's grader could run what the model wrote."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ValueError(
+            f"{name} runs programs that the model wrote, and as the harness's own task it would "
+            "run them without a sandbox: only tasks with data_root are locked in (mbpp); leave it "
+            "out"
+        )
+    for grader in _graders(task):
+        path = _file(grader)
+        if not _was_read(path):
+            raise ValueError(
+                f"{name} grades what the model wrote by {path or grader}, which nobody here has "
+                "read: it could run it as code, without a sandbox; use a task with data_root, or "
+                "leave it out (once it was read, its digest belongs into evaluate/graders.py)"
+            )
+
+
+def _graders(task: Any) -> Iterator[Any]:
+    """All functions and classes that get to see what the model wrote."""
+    from lm_eval.api.task import ConfigurableTask
+
+    if type(task) is not ConfigurableTask:
+        yield type(task)
+    elif task.OUTPUT_TYPE == "generate_until":
+        yield from filter(callable, (task.config.process_results, *task._metric_fn_list.values()))
+        yield from filter(callable, task.aggregation().values())
+        for made in (one for ensemble in task._filters for one in ensemble.filters):
+            yield from filter(callable, (made.func, *made.keywords.values()))
+
+
+def _file(grader: Any) -> Path | None:
+    """Where a grader's code stands; None: nowhere in Python."""
+    while isinstance(grader, functools.partial):
+        grader = grader.func
+    # What the harness makes of a function in metric_list is its `__call__`.
+    grader = getattr(grader, "__self__", grader)
+    named = inspect.isroutine(grader) or inspect.isclass(grader)
+    try:
+        return Path(inspect.getfile(grader if named else type(grader)))
+    except (TypeError, OSError):
+        return None
+
+
+def _was_read(path: Path | None) -> bool:
+    import lm_eval
+
+    if path is None:
+        return False
+    harness = Path(lm_eval.__file__).parent
+    if path.parent in (harness / "api", harness / "filters"):
+        return True
+    return hashlib.sha256(path.read_bytes()).hexdigest() in READ.values()
