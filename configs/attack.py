@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from configs import perplexity
+from ffn_heterogeneity.surgery.attack import Attack
 
 
 def get_config() -> ConfigDict:
@@ -22,8 +23,8 @@ def get_config() -> ConfigDict:
         {
             "surgery": "attack",
             # zero: the k massive weights go; retain: all others of their layer.
-            "attack": "zero",
-            "k": 5,  # neurons, those with the largest |h| when bos stands alone
+            "attack": Attack.attack,
+            "k": Attack.k,  # neurons, those with the largest |h| when bos stands alone
             "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
             "token": placeholder(int),  # instead of bos
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.

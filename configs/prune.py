@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from configs import perplexity
+from ffn_heterogeneity.surgery.reduce import Removal
 
 
 def get_config() -> ConfigDict:
@@ -24,26 +25,26 @@ def get_config() -> ConfigDict:
             # 2015: neurons that resemble another) | largest_outgoing | maw | vow | pon (these
             # three are OptiPFair's, of the incoming weights) | bos (|h| on bos) | mean_state (of
             # |h|, over calibration text) | optipfair (its hybrid); reverse turns the order round.
-            "criterion": "entropy",
-            "calibration": "",  # a UTF-8 text: its first 4 windows of 512 tokens
+            "criterion": Removal.criterion,
+            "calibration": Removal.calibration,  # a UTF-8 text: its first 4 windows of 512 tokens
             # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of
             # the massive layer alone) | entropy:0.01 (of each layer the lowest-entropy hundredth).
-            "protect": "",
-            "reverse": False,  # what would be kept goes
+            "protect": Removal.protect,
+            "reverse": Removal.reverse,  # what would be kept goes
             # What the survivors take over: none | sum (of the nearest, or merged into them) |
             # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest).
             # Table 4: Srinivas & Babu is similarity with sum, Stahlberg & Byrne similarity (or
             # magnitude) with least_squares or ridge.
-            "compensation": "none",
+            "compensation": Removal.compensation,
             # How much: a ratio of each layer's neurons, or a count instead.
-            "ratio": 0.25,
+            "ratio": Removal.ratio,
             "count": placeholder(int),  # neurons of each layer, instead of the ratio
             # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
-            "layers": "all",
+            "layers": Removal.layers,
             # "layer": every layer loses its share; "global": one budget over the chosen layers.
-            "budget": "layer",
+            "budget": Removal.budget,
             # Of the random criterion.
-            "seed": 0,
+            "seed": Removal.seed,
             # auto: a plain directory where all layers end equally wide, else native (per-layer
             # widths in config.json); padded: zero neurons fill up, so that transformers loads it;
             # deci: a Llama's widths as NVIDIA's block_configs, all multiples of 256.

@@ -1,9 +1,15 @@
-"""What errors say alike: the choices, the nearest name, some of many, an error in one line."""
+"""What errors say alike: the choices, the nearest name, some of many, an error in one line.
+
+Settings that come as a mapping become a frozen dataclass here, so that a slip is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
 
 
 def check_choice(
@@ -20,9 +26,32 @@ def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> s
     Args:
       known: said instead of all names, where they are many.
     """
-    near = nearest(typed, names)
+    near = nearest(typed, names) if names else None
     hint = f", did you mean {near!r}?" if near else "."
-    return f"unknown {kind} {typed!r}{hint} Known: {known or ', '.join(names)}"
+    return f"unknown {kind} {typed!r}{hint} Known: {known or ', '.join(names) or 'none'}"
+
+
+def check_known(given: Iterable[str], names: Collection[str], kind: str = "setting") -> None:
+    """Raises ValueError with the nearest name where one of those given is none of `names`."""
+    for name in given:
+        if name not in names:
+            raise ValueError(unknown(kind, name, names))
+
+
+def settings_of(kind: type[Kind], given: Mapping[str, Any] | Kind | None) -> Kind:
+    """The frozen dataclass `kind` of the settings given, with its defaults for those left out.
+
+    Args:
+      given: an instance is itself.
+
+    Raises:
+      ValueError: a setting that `kind` has not; and as `kind` itself.
+    """
+    if isinstance(given, kind):
+        return given
+    values = dict(given or {})
+    check_known(values, [field.name for field in dataclasses.fields(kind)])
+    return kind(**values)
 
 
 def nearest(typed: str, names: Collection[str]) -> str | None:

@@ -6,35 +6,37 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from ffn_heterogeneity.adapters import REFRESHES
+from ffn_heterogeneity.adapters.macdrop import Macdrop
+from ffn_heterogeneity.surgery.adapt import Lora, Quantised
 
 
 def lora() -> ConfigDict:
     return ConfigDict(
         {
-            "rank": 16,  # columns of A, rows of B
-            "alpha": 16.0,  # K + (alpha / rank) A B
+            "rank": Lora.rank,  # columns of A, rows of B
+            "alpha": Lora.alpha,  # K + (alpha / rank) A B
             # Found in the paths of kernels, layers/<i>/attention/(q|k|v|out), .../ffn/(gate|...).
-            "targets": "attention/|ffn/",
+            "targets": Lora.targets,
         }
     )
 
 
 def nf4() -> ConfigDict:
     # Found in the paths of kernels, as lora's.
-    return ConfigDict({"targets": "attention/|ffn/"})
+    return ConfigDict({"targets": Quantised.targets})
 
 
 def macdrop() -> ConfigDict:
     return ConfigDict(
         {
-            "k": 5,  # massive neurons
-            "p0": 0.8,  # probability that a weight is dropped, at first
+            "k": Macdrop.k,  # massive neurons
+            "p0": Macdrop.p0,  # probability that a weight is dropped, at first
             # step: p0 (1 - t/T) | epoch_before | epoch_after | exp: p0 exp(-a t) | constant.
-            "curriculum": "step",
-            "a": 0.01,  # of exp, for 579 steps; scaled to others
-            "epochs": 3,  # of the two curricula by epoch
+            "curriculum": Macdrop.curriculum,
+            "a": Macdrop.a,  # of exp, for 579 steps; scaled to others
+            "epochs": Macdrop.epochs,  # of the two curricula by epoch
             # massive: those k | layer: all neurons of their layer | others: all but the k.
-            "scope": "massive",
+            "scope": Macdrop.scope,
             "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
         }
     )
@@ -55,7 +57,7 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
         config[name] = settings()
         if trains:
             config.train_only = (trains,)
-            config[name].dropout = 0.0  # of what A reads, in training
+            config[name].dropout = Lora.dropout  # of what A reads, in training
         if name in REFRESHES:
             config.refresh = (*config.get("refresh", ()), name)
     return [name for name in names if name not in PARTS]

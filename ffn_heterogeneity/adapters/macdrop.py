@@ -10,6 +10,7 @@ Evaluation and export know nothing of it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -18,9 +19,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.wording import check_choice, settings_of
+
 CURRICULA = ("step", "epoch_before", "epoch_after", "exp", "constant")
 STEPS = 579  # of the paper's runs, for which its decay rates of "exp" are
 ROWS, KEEP = "macdrop_rows", "macdrop_keep"
+SCOPES = ("massive", "layer", "others")
+
+
+@dataclasses.dataclass(frozen=True)
+class Macdrop:
+    """MacDrop's settings.
+
+    Attributes:
+      k, scope, layer, token: as `surgery.adapt.insert_macdrop` says.
+      p0, curriculum, a, epochs: as `rate` says.
+    """
+
+    k: int = 5
+    p0: float = 0.8
+    curriculum: str = "step"
+    a: float = 0.01
+    epochs: int = 3
+    scope: str = "massive"
+    layer: int | None = None
+    token: int | None = None
+
+    def __post_init__(self):
+        check_choice("scope", self.scope, SCOPES)
+        check_choice("curriculum", self.curriculum, CURRICULA)
+        if self.k < 1:
+            raise ValueError(f"k={self.k} must be at least 1")
+        if not 0 <= self.p0 <= 1 or self.epochs < 1 or self.a < 0:
+            raise ValueError(f"p0={self.p0} must lie in [0, 1], epochs={self.epochs} be at least "
+                             f"1, a={self.a} not negative")  # fmt: skip
 
 
 def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
@@ -38,18 +70,14 @@ def rate(settings: Mapping[str, Any], steps: int) -> Callable[[int], float]:
     """p of the step that follows s finished ones, t = s + 1 of T = `steps` optimiser steps.
 
     step: p0 (1 - t / T); epoch_before: p0 (1 - (e - 1) / E); epoch_after: p0 (1 - e / E), e from 1
-    the epoch of E = `settings["epochs"]` that t is in; exp: p0 exp(-a t 579 / T) [ours: the paper's
+    the epoch of E = `settings.epochs` that t is in; exp: p0 exp(-a t 579 / T) [ours: the paper's
     a are for its 579 steps]; constant: p0.
 
     Raises:
       ValueError: no such curriculum, or a number out of its range.
     """
-    p0, kind, epochs = (settings[key] for key in ("p0", "curriculum", "epochs"))
-    if kind not in CURRICULA:
-        raise ValueError(f"curriculum={kind!r}: one of {CURRICULA}")
-    if not 0 <= p0 <= 1 or epochs < 1 or settings["a"] < 0:
-        raise ValueError(f"p0={p0} must lie in [0, 1], epochs={epochs} be at least 1, "
-                         f"a={settings['a']} not negative")  # fmt: skip
+    settings = settings_of(Macdrop, settings)
+    p0, kind, epochs = settings.p0, settings.curriculum, settings.epochs
 
     def p(done: int) -> float:
         t = min(done + 1, steps)
@@ -60,7 +88,7 @@ def rate(settings: Mapping[str, Any], steps: int) -> Callable[[int], float]:
                 "step": 1 - t / steps,
                 "epoch_before": 1 - (epoch - 1) / epochs,
                 "epoch_after": 1 - epoch / epochs,
-                "exp": math.exp(-settings["a"] * t * STEPS / steps),
+                "exp": math.exp(-settings.a * t * STEPS / steps),
                 "constant": 1.0,
             }[kind]
         )
@@ -73,6 +101,8 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
 
     `hyper["macdrop"]` is p.
     """
+
+    settings_of(Macdrop, settings)
 
     def function(params: dict, step, key, hyper, train: bool) -> dict:
         return _each_ffn(params, "", lambda path, ffn: _redrawn(path, ffn, key, hyper, train))

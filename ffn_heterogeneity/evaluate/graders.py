@@ -26,9 +26,8 @@ from typing import Any
 # file or sent. They import no other task's code. The digest of one more, once it was read:
 #   sha256sum "$(python -c 'import lm_eval; print(lm_eval.__path__[0])')"/tasks/drop/utils.py
 READ = {
-    "bbh/zeroshot, bbh/cot_zeroshot": (
-        "ecc017c5c3c0a03757d94072fb74feac74406b63d2f6efa6ec68f73f8db8a9fd"
-    ),
+    # Of bbh/zeroshot and bbh/cot_zeroshot.
+    "bbh": "ecc017c5c3c0a03757d94072fb74feac74406b63d2f6efa6ec68f73f8db8a9fd",
     "drop": "a5782ee7d2e537968a5b83976195ae2b9b6e2a565a0bfb5c24d221b4d61a04f5",
     "hendrycks_math": "8332e42f23c62043b23d74ee6d3934f997b209cd60a1ad45b7882d6b00929d5c",
 }
@@ -36,20 +35,14 @@ READ = {
 
 def check_graders(name: str, task: Any) -> None:
     """Raises a ValueError where a task's grader could run what the model wrote."""
-    if getattr(task, "UNSAFE_CODE", False):
+    unread = [file for file in map(_file, _graders(task)) if not _was_read(file)]
+    if unread or getattr(task, "UNSAFE_CODE", False):
+        how = f"is graded by {unread[0]}, which nobody here has read" if unread else "runs programs"
         raise ValueError(
-            f"{name} runs programs that the model wrote, and as the harness's own task it would "
-            "run them without a sandbox: only tasks with data_root are locked in (mbpp); leave it "
-            "out"
+            f"{name} {how}: as the harness's own task it could run what the model wrote, without a "
+            "sandbox: use a task with data_root, or leave it out (a grader that was read has its "
+            "digest in evaluate/graders.py)"
         )
-    for grader in _graders(task):
-        path = _file(grader)
-        if not _was_read(path):
-            raise ValueError(
-                f"{name} grades what the model wrote by {path or grader}, which nobody here has "
-                "read: it could run it as code, without a sandbox; use a task with data_root, or "
-                "leave it out (once it was read, its digest belongs into evaluate/graders.py)"
-            )
 
 
 def _graders(task: Any) -> Iterator[Any]:
@@ -66,7 +59,7 @@ def _graders(task: Any) -> Iterator[Any]:
 
 
 def _file(grader: Any) -> Path | None:
-    """Where a grader's code stands; None: nowhere in Python."""
+    """Where a grader's code stands; None: no Python."""
     while isinstance(grader, functools.partial):
         grader = grader.func
     # What the harness makes of a function in metric_list is its `__call__`.

@@ -121,7 +121,8 @@ def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
             "parameters_removed_percent": 0.0,
         }
     key = jax.random.key(config.get("seed", 0))
-    changed, results = compress.surgery_of(config)(model, config, key=key)
+    surgery = compress.surgery_of(config)
+    changed, results = surgery(model, surgery.read(config), key=key)
     for name in LARGEST:
         values = [report.get(name) for report in results.get("compensated", ())]
         values = [value for value in values if value is not None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.wording import check_known
 
 
 class TermValue(NamedTuple):
@@ -105,6 +108,18 @@ class LossTerm:
                 "(losses/terms.py)"
             )
         return value
+
+
+def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:
+    """The term, which refuses a setting that its signature has not and names the nearest."""
+    names = [*inspect.signature(term).parameters][1:]
+
+    @functools.wraps(term)
+    def made(context: TermContext, **settings: Any) -> LossTerm:
+        check_known(settings, names)
+        return term(context, **settings)
+
+    return made
 
 
 def probe_term(context: TermContext, probe: Probe) -> LossTerm:

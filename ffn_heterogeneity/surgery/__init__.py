@@ -1,9 +1,10 @@
 """Surgeries: functions from a model to a model, by name.
 
 `SURGERIES[name].function(model, settings, data=None, key=None) -> (model, report)` changes neither
-the model that it is given nor anything outside; `check(settings)` refuses what is wrong whatever
-the model. scripts/compress.py, stages and sweeps run them by `config.surgery`; those that are
-`abstract` also run on shapes alone, before a training (`config.prepare`).
+the model that it is given nor anything outside. `settings` is a mapping, or the surgery's frozen
+dataclass `SURGERIES[name].settings`: names and defaults, which configs read, and what is refused
+whatever the model. scripts/compress.py, stages and sweeps run them by `config.surgery`; those that
+are `abstract` also run on shapes alone, before a training (`config.prepare`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.surgery import adapt, attack, reduce
+from ffn_heterogeneity.wording import settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +25,18 @@ class Surgery:
 
     name: str
     function: Callable[..., tuple[Any, dict]]
-    check: Callable[[Mapping[str, Any]], None]
+    settings: type
     abstract: bool = False
     assumed: Callable[[Mapping[str, Any]], str] = lambda settings: ""
+
+    def check(self, given: Mapping[str, Any]) -> Any:
+        """The settings that are given; ValueError where one is unknown or out of its range."""
+        return settings_of(self.settings, given)
+
+    def read(self, config: Mapping[str, Any]) -> Any:
+        """The settings among the keys of a config that has others; errors as `check`."""
+        names = [field.name for field in dataclasses.fields(self.settings)]
+        return self.check({name: config[name] for name in names if name in config})
 
     def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:
         """What `function` returns; ValueError where that is no model with its report."""
@@ -40,12 +52,12 @@ class Surgery:
 SURGERIES = {
     surgery.name: surgery
     for surgery in (
-        Surgery("prune", reduce.prune, reduce.check),
-        Surgery("lora", adapt.insert_lora, adapt.check_lora, abstract=True),
-        Surgery("nf4", adapt.quantise, adapt.check_targets, abstract=True),
-        Surgery("dora", adapt.insert_dora, adapt.check_lora, abstract=True),
-        Surgery("macdrop", adapt.insert_macdrop, adapt.check_macdrop, True, adapt.assumed_layer),
-        Surgery("attack", attack.attack, attack.check_attack),
-        Surgery("fold", adapt.fold_all, lambda settings: None),
+        Surgery("prune", reduce.prune, reduce.Removal),
+        Surgery("lora", adapt.insert_lora, adapt.Lora, abstract=True),
+        Surgery("nf4", adapt.quantise, adapt.Quantised, abstract=True),
+        Surgery("dora", adapt.insert_dora, adapt.Lora, abstract=True),
+        Surgery("macdrop", adapt.insert_macdrop, macdrop.Macdrop, True, adapt.assumed_layer),
+        Surgery("attack", attack.attack, attack.Attack),
+        Surgery("fold", adapt.fold_all, adapt.Nothing),
     )
 }

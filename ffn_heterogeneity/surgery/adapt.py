@@ -17,19 +17,49 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import settings_of
 
-SCOPES = ("massive", "layer", "others")
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """Settings of `quantise`; `targets` is found in the paths of kernels ("layers/3/ffn/down")."""
+
+    targets: str = "attention/|ffn/"
+
+    def __post_init__(self):
+        try:
+            re.compile(self.targets)
+        except re.error as error:
+            raise ValueError(f"targets={self.targets!r}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora(Quantised):
+    """Settings of LoRA and DoRA: s = alpha / rank; `dropout` is of what A reads, in training."""
+
+    rank: int = 16
+    alpha: float = 16.0
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank < 1 or not np.isfinite(self.alpha):
+            raise ValueError(f"rank={self.rank} must be at least 1, alpha={self.alpha} finite")
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """The settings of a surgery that has none."""
 
 
 def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
-    """LoRA beside every kernel whose path ("layers/3/ffn/down") `settings["targets"]` is found in.
+    """LoRA beside every kernel in whose path `targets` is found.
 
     The function of the model is unchanged (B = 0). A kernel's draw depends on the key and its path
     alone. Runs under `jax.eval_shape` too.
 
     Args:
-      settings: "rank", "alpha" (s = alpha / rank), "targets" (a regular expression).
+      settings: of `Lora`.
       key: of the draws; None: `jax.random.key(0)`.
 
     Returns:
@@ -38,7 +68,7 @@ def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     Raises:
       ValueError: a rank below 1, no such kernel, or one that has LoRA's leaves already.
     """
-    check_lora(settings)
+    settings = settings_of(Lora, settings)
     key = jax.random.key(0) if key is None else key
 
     def put(path: str, leaves: dict) -> dict:
@@ -46,9 +76,9 @@ def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
             raise ValueError(f"{path} has LoRA's leaves already: fold the model first")
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         shape = jax.eval_shape(effective_kernel, leaves)
-        return lora.init(own, shape, settings["rank"], settings["alpha"])
+        return lora.init(own, shape, settings.rank, settings.alpha)
 
-    return _inserted(model, settings["targets"], put)
+    return _inserted(model, settings.targets, put)
 
 
 def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
@@ -59,7 +89,10 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
 
 
 def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
-    """NF4 in the place of every kernel whose path `settings["targets"]` is found in.
+    """NF4 in the place of every kernel in whose path `targets` is found.
+
+    Args:
+      settings: of `Quantised`.
 
     Returns:
       (the model, {"adapted": paths, "bytes_a_weight": of those kernels}).
@@ -67,7 +100,7 @@ def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> 
     Raises:
       ValueError: no such kernel, one whose inputs are no multiple of 64, or one that has adapters.
     """
-    check_targets(settings)
+    settings = settings_of(Quantised, settings)
     sizes = []
 
     def put(path: str, leaves: dict) -> dict:
@@ -81,7 +114,7 @@ def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> 
         sizes.append((sum(leaf.size * leaf.dtype.itemsize for leaf in made.values()), kernel.size))
         return made
 
-    model, report = _inserted(model, settings["targets"], put)
+    model, report = _inserted(model, settings.targets, put)
     used, weights = map(sum, zip(*sizes, strict=True))
     return model, report | {"bytes_a_weight": used / weights}
 
@@ -89,11 +122,11 @@ def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> 
 def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
     """MacDrop's leaves beside gate and up of the massive layer; without training they do nothing.
 
-    Of shapes alone (a dry run) the layer is `settings["layer"]` or, unset, the first.
+    Of shapes alone (a dry run) the layer is `layer` or, unset, the first.
 
     Args:
-      settings: "k"; "scope": "massive" (the k massive neurons), "layer" (all of their layer),
-        "others" (all but the k); "layer" and "token" as in `attack.massive_weights`.
+      settings: of `macdrop.Macdrop`: k; scope: "massive" (the k massive neurons), "layer" (all of
+        their layer), "others" (all but the k); layer and token as in `attack.massive_weights`.
 
     Returns:
       (the model, {"layer" (from 1), "layer_index" (from 0), "indices" of the k}).
@@ -101,18 +134,17 @@ def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=Non
     Raises:
       ValueError: settings out of range, a layer with experts, or one that has MacDrop already.
     """
-    check_macdrop(settings)
+    settings = settings_of(macdrop.Macdrop, settings)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
-        layer = settings["layer"] or 0
+        layer = settings.layer or 0
         indices = np.arange(model.config.ffn_widths[layer])
     else:
-        known = settings["layer"], settings.get("token")
-        found = massive_weights(model.config, model.params, *known)
+        found = massive_weights(model.config, model.params, settings.layer, settings.token)
         layer, indices = found.layer, found.indices
-    k = settings["k"]
+    k = settings.k
     if k > len(indices):
         raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
-    rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings["scope"]]
+    rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings.scope]
 
     def put(path: str, leaves: dict) -> dict:
         if macdrop.KEEP in leaves:
@@ -126,7 +158,7 @@ def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=Non
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:
     """What `insert_macdrop` takes of shapes alone; "" where the settings name the layer."""
-    if settings["layer"] is not None:
+    if settings_of(macdrop.Macdrop, settings).layer is not None:
         return ""
     return (
         "no weights are read: MacDrop's massive layer is taken to be the first "
@@ -151,31 +183,9 @@ def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> t
     return dataclasses.replace(model, params=params), {"adapted": adapted}
 
 
-def check_lora(settings: Mapping[str, Any]) -> None:
-    """Refuses settings that are wrong whatever the model; errors as `insert_lora`."""
-    if settings["rank"] < 1 or not np.isfinite(settings["alpha"]):
-        raise ValueError(f"rank={settings['rank']} must be at least 1, alpha={settings['alpha']} "
-                         "finite")  # fmt: skip
-    check_targets(settings)
-
-
-def check_targets(settings: Mapping[str, Any]) -> None:
-    """Refuses a pattern that is none."""
-    try:
-        re.compile(settings["targets"])
-    except re.error as error:
-        raise ValueError(f"targets={settings['targets']!r}: {error}") from None
-
-
-def check_macdrop(settings: Mapping[str, Any]) -> None:
-    """Refuses settings that are wrong whatever the model; errors as `insert_macdrop`."""
-    check_choice("scope", settings["scope"], SCOPES)
-    if settings["k"] < 1:
-        raise ValueError(f"k={settings['k']} must be at least 1")
-
-
 def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:
     """Masks, adapters and P into the kernels: a plain model of the same function."""
+    settings_of(Nothing, settings)
     tree = fold(unstack(jax.tree.map(np.asarray, model.params)))
     return dataclasses.replace(model, params=restack(model.config, tree)), {}
 

@@ -18,9 +18,24 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, settings_of
 
 ATTACKS = ("zero", "retain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """Settings of `attack`; "layer" and "token" as in `massive_weights`."""
+
+    attack: str = "zero"
+    k: int = 5
+    layer: int | None = None
+    token: int | None = None
+
+    def __post_init__(self):
+        check_choice("attack", self.attack, ATTACKS)
+        if self.k < 0:
+            raise ValueError(f"k={self.k} must not be negative")
 
 
 def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
@@ -31,7 +46,7 @@ def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tu
     goes with its column (the paper's models have none).
 
     Args:
-      settings: "attack" ("zero" or "retain"), "k", and as `massive_weights` "layer" and "token".
+      settings: of `Attack`.
 
     Returns:
       (the model, {"attack", "k", "layer" (from 1), "layer_index" (from 0), "indices",
@@ -41,16 +56,16 @@ def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tu
       ValueError: settings out of range for the model, or adapters on that layer's kernels (what
         they add would stay: fold them first).
     """
-    check_attack(settings)
-    found = massive_weights(model.config, model.params, settings["layer"], settings["token"])
-    k, width = settings["k"], len(found.indices)
+    settings = settings_of(Attack, settings)
+    found = massive_weights(model.config, model.params, settings.layer, settings.token)
+    k, width = settings.k, len(found.indices)
     if k > width:
         raise ValueError(f"k={k}: layer {found.layer} (from 0) has {width} neurons")
     site, chosen = (found.layer, None), found.indices[:k]
-    blocks = {site: silenced(dict(ffn_sites(model.params))[site], chosen, settings["attack"])}
+    blocks = {site: silenced(dict(ffn_sites(model.params))[site], chosen, settings.attack)}
     params = restack(model.config, write_sites(model.params, blocks))
     report = {
-        "attack": settings["attack"], "k": k, "layer": found.layer + 1, "layer_index": found.layer,
+        "attack": settings.attack, "k": k, "layer": found.layer + 1, "layer_index": found.layer,
         "indices": chosen.tolist(), "magnitudes": found.magnitudes[:k].tolist(),
     }  # fmt: skip
     return dataclasses.replace(model, params=params), report
@@ -120,13 +135,6 @@ def _every_state(width: int) -> Probe:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _states(config, probe, params, tokens):
     return forward(config, params, {"tokens": tokens}, probes=(probe,))["probes"][probe.name]
-
-
-def check_attack(settings: Mapping[str, Any]) -> None:
-    """Refuses settings that are wrong whatever the model; errors as `attack`."""
-    check_choice("attack", settings["attack"], ATTACKS)
-    if settings["k"] < 0:
-        raise ValueError(f"k={settings['k']} must not be negative")
 
 
 def silenced(block: dict, chosen: Sequence[int], attack: str) -> dict:

@@ -16,7 +16,7 @@ from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.models.options import choose_dtype
-from ffn_heterogeneity.surgery import SURGERIES, Surgery, reduce
+from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.streaming import compress_directory
 from ffn_heterogeneity.wording import check_choice
 
@@ -40,11 +40,11 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     before = score and score(config, model or load_model(config.model, revision=config.revision))
     if model is None:
         source = model_directory(config.model, revision=config.revision)
-        plan = reduce.plan_of(config)
+        plan = surgery.read(config)
         results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
     else:
         key = jax.random.key(config.get("seed", 0))
-        changed, results = surgery(model, config, key=key)
+        changed, results = surgery(model, surgery.read(config), key=key)
         check_leaves(changed.config, changed.params)
         save_pretrained(
             changed.config, changed.params, target, tokenizer=model.tokenizer,
@@ -97,10 +97,10 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
     check_choice("dtype", config.dtype, DTYPES)
     check_choice("export", config.export, EXPORTS)
-    surgery_of(config).check(config)
+    settings = surgery_of(config).read(config)
     if config.get("push"):
         check_repository(config.push)
-    if config.get("streaming") and reduce.plan_of(config).looks:
+    if config.get("streaming") and settings.looks:
         raise ValueError("streaming=True never has the whole model, which this criterion or "
                          "protection looks at: leave it out")  # fmt: skip
     if config.get("streaming") and str(config.model).endswith(".gguf"):

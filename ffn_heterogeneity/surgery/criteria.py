@@ -23,7 +23,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, unknown
 
 
 def _row_by_row(ffn: dict, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -180,7 +180,7 @@ NAMES = (*CRITERIA, SIMILARITY)
 def check_criterion(name: str, budget: str = "layer") -> None:
     """Raises ValueError where there is no such criterion, or not with this budget."""
     if name not in NAMES:
-        raise ValueError(f"criterion {name!r} is unknown: choose one of {sorted(NAMES)}")
+        raise ValueError(unknown("criterion", name, sorted(NAMES)))
     check_choice("budget", budget, ("layer", "global"))
     if name == SIMILARITY and budget == "global":
         raise ValueError(

@@ -17,10 +17,36 @@ from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import calibration_rows, seen_states
 from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
+from ffn_heterogeneity.wording import settings_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal(Plan):
+    """The settings of a removal as a surgery, refused where wrong whatever the model.
+
+    Attributes:
+      count: goes before the ratio.
+      calibration: a UTF-8 text, for criteria that look at one.
+    """
+
+    criterion: str = "entropy"
+    ratio: float | None = 0.25
+    calibration: str = ""
+
+    def __post_init__(self):
+        if self.count is not None:
+            object.__setattr__(self, "ratio", None)
+        self.check()
+        if self.looks == "text" and not self.calibration:
+            raise ValueError(f"criterion {self.criterion!r} looks at calibration text: give "
+                             "--config.calibration=<text file>")  # fmt: skip
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
     """What `settings` (configs/prune.py) remove, in memory; the model itself is untouched.
+
+    Args:
+      settings: of `Removal`.
 
     Returns:
       (the smaller model, what `results.json` holds).
@@ -28,40 +54,14 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
-    plan, seen = plan_of(settings), None
+    plan, seen = settings_of(Removal, settings), None
     if plan.looks:
-        rows = calibration_rows(model, settings["calibration"]) if plan.looks == "text" else None
+        rows = calibration_rows(model, plan.calibration) if plan.looks == "text" else None
         seen = seen_states(model.config, model.params, rows)
     config, tree, removed, reports = reduce_model(model.config, model.params, plan, seen)
     results = results_of(plan, (model.config, config), removed, reports)
     smaller = dataclasses.replace(model, config=config, params=restack(config, tree))
     return smaller, results
-
-
-def check(settings: Mapping[str, Any]) -> None:
-    """Refuses what is wrong whatever the model.
-
-    Raises:
-      ValueError: names the value and the way out.
-    """
-    plan = plan_of(settings)
-    plan.check()
-    if plan.looks == "text" and not settings.get("calibration"):
-        raise ValueError(f"criterion {plan.criterion!r} looks at calibration text: give "
-                         "--config.calibration=<text file>")  # fmt: skip
-
-
-def plan_of(settings: Mapping[str, Any]) -> Plan:
-    """What the settings say is to be removed; a count goes before the ratio.
-
-    Raises:
-      ValueError: no criterion is named.
-    """
-    names = [field.name for field in dataclasses.fields(Plan)]
-    values = {name: settings[name] for name in names if name in settings}
-    if "criterion" not in values:
-        raise ValueError(f"criterion is not given: the settings of a removal are {names}")
-    return Plan(**values | ({"ratio": None} if values.get("count") is not None else {}))
 
 
 def reduce_layer(

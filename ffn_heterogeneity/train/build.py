@@ -6,7 +6,6 @@ The same for arrays and for shapes alone, so that a dry run plans the very step 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from ffn_heterogeneity.train.step import (
     make_params_metrics,
     make_train_step,
 )
-from ffn_heterogeneity.wording import check_choice, unknown
+from ffn_heterogeneity.wording import check_choice, check_known, unknown
 
 # What remat="auto" means: the first that fits (train/fit.py). With the products' outputs kept 3% of
 # the operations are done again; to keep everything takes three times the memory for those.
@@ -265,6 +264,7 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
             if group.probe not in PROBES:
                 new = "a new one needs a line in PROBES (probes/__init__.py)"
                 raise ValueError(f"{where}: {unknown('probe', group.probe, tuple(PROBES))}; {new}")
+            check_known(group, ("probe",), f"setting of {where}")
             made[len(TERMS), name] = probe_term(TermContext(name, 0.0), PROBES[group.probe])
             continue
         if term not in TERMS:
@@ -274,9 +274,6 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
         if weight and weight not in weights:
             continue
         settings = {k: value for k, value in group.items() if k not in ("term", "weight")}
-        known = list(inspect.signature(TERMS[term]).parameters)[1:]
-        for key in sorted(set(settings) - set(known)):
-            raise ValueError(f"{where}: {unknown('setting', key, known or ('weight',))}")
         try:
             one = TERMS[term](TermContext(name, weight, model, mesh), **settings)
             if not isinstance(one, LossTerm):

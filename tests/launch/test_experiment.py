@@ -178,7 +178,7 @@ def test_another_mesh_or_a_profile_is_the_same_run(files, finished):
         ({"score__text": ""}, "stage 'score': give exactly one of --config.text"),
         ({"score__text": "nowhere.txt"}, "stage 'score': nowhere.txt"),
         ({"prune__ratio": 1.5}, "stage 'prune': ratio=1.5 is outside"),
-        ({"prune__criterion": "size"}, "stage 'prune': criterion 'size' is unknown"),
+        ({"prune__criterion": "size"}, "stage 'prune': unknown criterion 'size'"),
         ({"prune__kind": "cut"}, "stage 'prune': kind='cut', choose one of"),
         ({"recover__steps": "many"}, "stage 'recover', key 'steps'"),
         ({"recover__dropout": 1.0}, "stage 'recover': dropout=1.0 is outside"),

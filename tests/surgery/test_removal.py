@@ -182,7 +182,10 @@ def test_non_finite_weights_are_refused_by_layer(value):
         ({"ratio": 0.1, "layers": "1,1"}, "names a layer twice"),
         ({"ratio": 0.1, "layers": "middle"}, "not understood"),
         ({"ratio": 0.1, "budget": "total"}, "budget='total'"),
-        ({"ratio": 0.1, "criterion": "entropi"}, "criterion 'entropi' is unknown"),
+        (
+            {"ratio": 0.1, "criterion": "entropi"},
+            "unknown criterion 'entropi', did you mean 'entropy'",
+        ),
         ({"count": 235, "budget": "global"}, "would empty a layer"),
     ],
 )

@@ -140,9 +140,8 @@ def test_rates_by_name():
 def test_all_dropped_is_the_zeroing_attack():
     """p = 1 at the massive rows trains the attacked model; p = 0 the model itself."""
     model = Model(LLAMA, random_params(LLAMA), None, "tiny")
-    settings = {"k": 3, "layer": None, "token": None, "scope": "massive", "attack": "zero"}
-    dropping, report = SURGERIES["macdrop"](model, settings)
-    attacked, other = SURGERIES["attack"](model, settings)
+    dropping, report = SURGERIES["macdrop"](model, {"k": 3})
+    attacked, other = SURGERIES["attack"](model, {"k": 3})
     assert report["indices"] == other["indices"] and report["layer"] == other["layer"]
     batch = jax.tree.map(lambda x: x[None], batch_of(258))
     losses = []
