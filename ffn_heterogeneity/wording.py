@@ -6,10 +6,14 @@ Settings that come as a mapping become a frozen dataclass here, so that a slip i
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
+
+# Share of letters in common (difflib's ratio) from which on a name may be the one that was meant.
+LIKE = 0.6
 
 
 def check_choice(
@@ -26,7 +30,7 @@ def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> s
     Args:
       known: said instead of all names, where they are many.
     """
-    near = nearest(typed, names) if names else None
+    near = nearest(typed, names)
     hint = f", did you mean {near!r}?" if near else "."
     return f"unknown {kind} {typed!r}{hint} Known: {known or ', '.join(names) or 'none'}"
 
@@ -55,35 +59,24 @@ def settings_of(kind: type[Kind], given: Mapping[str, Any] | Kind | None) -> Kin
 
 
 def nearest(typed: str, names: Collection[str]) -> str | None:
-    """The name with the fewest edits from what was typed; None where even that is another word.
+    """The name most like what was typed; None where even that is another word.
 
     Case, and "-" for "_", count for nothing, and neither do groups that were left out ("weight" for
-    "losses.nucl.weight"); of names equally near, the one that is nearest with its groups.
+    "losses.nucl.weight"); of names equally like it, the one that is most alike with its groups.
     """
-    typed = typed.lower().replace("-", "_")
+    matcher = difflib.SequenceMatcher(b=typed.lower().replace("-", "_"), autojunk=False)
 
-    def away(name: str) -> tuple[int, int]:
+    def ratio(name: str) -> float:
+        matcher.set_seq1(name)
+        return matcher.ratio()
+
+    def alike(name: str) -> tuple[float, float]:
         parts = name.lower().split(".")
-        counts = [_edits(typed, ".".join(parts[i:])) for i in range(len(parts))]
-        return min(counts), counts[0]
+        ratios = [ratio(".".join(parts[i:])) for i in range(len(parts))]
+        return max(ratios), ratios[0]
 
-    edits, name = min(((away(name), name) for name in names), key=lambda pair: pair[0])
-    return name if edits[0] <= max(1, len(typed) // 2) else None
-
-
-def _edits(a: str, b: str) -> int:
-    """Letters to drop, add or replace, and neighbours to swap, that make `a` into `b`."""
-    before: list[int] = []
-    last = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            fewest = min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y))
-            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
-                fewest = min(fewest, before[j - 2] + 1)
-            row.append(fewest)
-        before, last = last, row
-    return last[-1]
+    name = max(names, key=alike, default="")
+    return name if name and alike(name)[0] >= LIKE else None
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:
