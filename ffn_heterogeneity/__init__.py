@@ -16,7 +16,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-_FACE = ("load_model", "save_model", "generate", "perplexity", "push")
+_FACE = ("load_model", "save_model", "generate", "perplexity", "push", "run")
 _ROOMS = (
     "adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes",
     "report", "surgery", "train",

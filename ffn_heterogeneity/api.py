@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -17,6 +17,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.load import load_model as load_model
+from ffn_heterogeneity.wording import check_choice
 
 
 def save_model(
@@ -85,3 +86,33 @@ def perplexity(
     rows = text_windows(text, model.tokenizer, window, max_windows, bos)
     options = {"batch_size": batch_size, "progress": None}
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
+
+
+def run(
+    command: str, config: str, workdir: str | os.PathLike, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `ffnh <command> --config=<config> --workdir=<workdir>` does, inside this process.
+
+    A notebook's kernel that holds a TPU is the only process that may use it.
+
+    Args:
+      command: of `launch.commands.COMMANDS`: "train", "evaluate" (analyses too), "surgery".
+      config: "nucl_finetune:smollm2,text", or a file of yours.
+      settings: dotted config keys and their values.
+
+    Returns:
+      What `<workdir>/results.json` holds.
+
+    Raises:
+      ValueError: an unknown command, config or key, or a setting that cannot be.
+    """
+    # Here: loading and generating do without what trains.
+    from ffn_heterogeneity.io.workdir import working_in
+    from ffn_heterogeneity.launch import cli, commands, experiment
+
+    check_choice("command", command, tuple(commands.COMMANDS))
+    made = cli.load_config(config)
+    cli.set_keys(made, settings or {}, command, config)
+    experiment.check(made, command)
+    with working_in(workdir, made.to_dict()):
+        return experiment.run(made, epath.Path(workdir), kind=command)

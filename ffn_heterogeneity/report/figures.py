@@ -101,28 +101,20 @@ def _safe(text: str) -> str:
 
 
 def _axes(rows: int, columns: int, width: float, height: float):
-    import matplotlib
+    # Not pyplot: it would take a notebook's figures away with them.
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(width, height), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(width, height), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for axis in grid.ravel():
         axis.spines[["top", "right"]].set_visible(False)
     return figure, grid.ravel()
 
 
 def save(figure, path: str | os.PathLike) -> None:
-    """Writes the figure whole, as PNG, and closes it."""
-    from matplotlib import pyplot as plt
-
-    try:
-        with atomic_path(path) as temporary, temporary.open("wb") as file:
-            figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
-    finally:
-        plt.close(figure)
+    """Writes the figure whole, as PNG."""
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        figure.savefig(file, format="png", dpi=DPI, bbox_inches="tight")
 
 
 def save_if(figure, path: epath.Path) -> str:

@@ -2,34 +2,143 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
+import subprocess
+import sys
+import types
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
 
 import pytest
-from tiny_models import REPOSITORY
+from tiny_models import REPOSITORY, WIDE, byte_tokenizer, random_params
+from tokenizers import pre_tokenizers
+
+from ffn_heterogeneity.io.gguf_export import save_gguf
 
 NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
+CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+# In every Python that starts under it: a line in a file for each process that imports jax.
+WATCH = """
+import os, sys
+
+class Watch:
+    def find_spec(name, path=None, target=None):
+        if name == "jax":
+            with open({log!r}, "a") as file:
+                file.write(f"{{os.getpid()}} {{sys.orig_argv}}\\n")
+
+sys.meta_path.insert(0, Watch)
+"""
 
 
 def test_no_output_of_anybodys_run_is_in_it():
-    cells = [c for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
-    assert len(cells) > 5 and not any(c["outputs"] or c["execution_count"] for c in cells)
+    assert len(CELLS) > 5 and not any(c["outputs"] or c["execution_count"] for c in CELLS)
 
 
-@pytest.mark.slow
-def test_it_runs(smollm2_gguf, tmp_path, monkeypatch):
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """file of the model -> the outputs of all cells; jax was imported by one process alone.
+
+    A second one would be refused by a TPU that the kernel holds.
+    """
     import nbclient
     import nbformat
 
-    (tmp_path / ".cache" / "models").mkdir(parents=True)
-    (tmp_path / ".cache" / "models" / smollm2_gguf.name).symlink_to(smollm2_gguf.resolve())
-    monkeypatch.setenv("FFN_STEPS", "4")
-    monkeypatch.setenv("PATH", f"{REPOSITORY / '.venv' / 'bin'}:{os.environ['PATH']}")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(
-        notebook, timeout=900, kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()  # fmt: skip
-    texts = json.dumps([cell.get("outputs") for cell in notebook.cells if "outputs" in cell])
+    def run(model):
+        (tmp_path / ".cache" / "models").mkdir(parents=True)
+        (tmp_path / ".cache/models/smollm2-135m-instruct.gguf").symlink_to(model.resolve())
+        (tmp_path / "watch").mkdir()
+        log = tmp_path / "imported"
+        (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'watch'}:{REPOSITORY}")
+        monkeypatch.setenv("FFN_SOURCE", str(REPOSITORY))
+        monkeypatch.setenv("FFN_STEPS", "4")
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        nbclient.NotebookClient(
+            notebook, timeout=900, kernel_name="python3",
+            resources={"metadata": {"path": str(tmp_path)}},
+        ).execute()  # fmt: skip
+        assert len(log.read_text().splitlines()) == 1, log.read_text()
+        return json.dumps([cell.get("outputs") for cell in notebook.cells if "outputs" in cell])
+
+    return run
+
+
+def test_every_step_runs_in_one_process(kernel, tmp_path):
+    """A tiny model stands in for SmolLM2."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    config = dataclasses.replace(WIDE, max_position=512)
+    save_gguf(config, random_params(config), tmp_path / "tiny.gguf", tokenizer=tokenizer)
+    texts = kernel(tmp_path / "tiny.gguf")
+    assert texts.count("image/png") >= 4 and "os.fork" not in texts
+
+
+@pytest.mark.slow
+def test_it_runs(smollm2_gguf, kernel, tmp_path):
+    texts = kernel(smollm2_gguf)
     assert texts.count("image/png") >= 4 and "not pushed" in texts
+    # As means of the neurons, like README's.
+    assert "entropy 6.0551 nats a neuron" in texts and "first: entropy 6.0551" in texts
     assert (tmp_path / "pruned" / "config.json").exists() and (tmp_path / "pruned.gguf").exists()
+
+
+def install(monkeypatch, devices="", packages=None, newer=None, source="git+https://example.org/x"):
+    """What the first cell gives to pip, on a machine with such files in /dev and such packages."""
+    asked, versions = [], {"jax": "0.10.2", **(packages or {})}
+
+    def version(name):
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    def run(command, check):
+        assert command[:5] == [sys.executable, "-m", "pip", "install", "-q"] and check
+        asked.append(command[5])
+        versions.update(newer or {})
+
+    chip = "tpu" if re.match("/dev/(accel|vfio)", devices) else "gpu" if devices else "cpu"
+    fake = types.SimpleNamespace(devices=lambda: [chip], default_backend=lambda: chip)
+    monkeypatch.setattr("glob.glob", lambda pattern: [devices] if fnmatch(devices, pattern) else [])
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setitem(sys.modules, "jax", fake)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("FFN_SOURCE", source)
+    exec("".join(CELLS[0]["source"]), {})
+    return asked
+
+
+INSTALLED = {"ffn-heterogeneity": "0.1.0"}
+OURS = "ffn-heterogeneity[all{}] @ git+https://example.org/x"
+
+
+@pytest.mark.parametrize(
+    ("devices", "packages", "asked"),
+    [
+        ("", {}, [OURS.format("")]),
+        ("", INSTALLED, []),
+        # libtpu is looked for even where nothing else is missing.
+        ("/dev/vfio/0", {}, [OURS.format(",tpu"), "jax[tpu]==0.10.2"]),
+        ("/dev/accel0", INSTALLED, ["jax[tpu]==0.10.2"]),
+        ("/dev/nvidia0", {}, [OURS.format(",gpu"), "jax[cuda12]==0.10.2"]),
+    ],
+)
+def test_what_the_first_cell_installs(monkeypatch, devices, packages, asked):
+    assert install(monkeypatch, devices, packages) == asked
+
+
+def test_the_first_cell_takes_a_checkout_and_says_what_is_missing(monkeypatch):
+    assert install(monkeypatch, source="/a/checkout") == ["/a/checkout[all]"]
+    with pytest.raises(SystemExit, match="address"):
+        install(monkeypatch, source="")
+
+
+def test_the_first_cell_says_restart(monkeypatch):
+    with pytest.raises(SystemExit, match="restart the session.*numpy is newer"):
+        install(monkeypatch, packages={"numpy": "1.26"}, newer={"numpy": "2.4"})
