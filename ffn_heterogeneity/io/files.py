@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import json
 import math
 import os
@@ -103,6 +104,26 @@ def lock(handle: int) -> bool | None:
 def is_bucket(path: str | os.PathLike) -> bool:
     """Whether it is an object store's ("gs://..."): nothing can be moved or appended to there."""
     return "://" in os.fspath(path)
+
+
+def check_opens(path: str | os.PathLike) -> None:
+    """Refuses an object store's path whose package is not installed.
+
+    Raises:
+      ImportError: names the path, the package and the way to it.
+    """
+    # Where TensorFlow is, epath opens buckets with it.
+    if not is_bucket(path) or importlib.util.find_spec("tensorflow"):
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(os.fspath(path).partition("://")[0])
+    except (ImportError, ValueError) as error:
+        raise ImportError(
+            f"{os.fspath(path)} cannot be opened ({first_line(error)}): for gs:// pip install "
+            "'ffn-heterogeneity[gcs]'"
+        ) from None
 
 
 def copy_tree(source: epath.Path, target: epath.Path, *, last: str = "") -> None:

@@ -18,7 +18,7 @@ from ffn_heterogeneity.adapters import leaf_axes
 from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, peft
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
-from ffn_heterogeneity.io.files import copy_tree, is_bucket
+from ffn_heterogeneity.io.files import check_opens, copy_tree, is_bucket
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten
@@ -198,6 +198,7 @@ def _local(spec: str, weights: bool) -> Path:
     """The path, or a copy on this machine's disk of a bucket's file or directory, until the end."""
     if not is_bucket(spec):
         return Path(spec).expanduser()
+    check_opens(spec)
     source = epath.Path(spec)
     if not source.exists():
         raise CheckpointError(f"{spec} does not exist, or cannot be seen from here")

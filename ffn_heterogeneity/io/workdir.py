@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import is_bucket, lock, plain, read_json, write_json
+from ffn_heterogeneity.io.files import check_opens, is_bucket, lock, plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel.processes import on_main
@@ -58,7 +58,9 @@ def working_in(
 
     Raises:
       WorkdirError: as `prepare_workdir`, and where another process works there.
+      ImportError: a bucket whose package is missing.
     """
+    check_opens(workdir)
     with contextlib.ExitStack() as stack:
 
         def claim() -> set[str] | None:

@@ -87,9 +87,11 @@ def launch(
 
     def main() -> None:
         config = holder.value
-        distributed.initialize(distributed_flag.value if processes else "")
-        if processes and jax.process_count() > 1 and not workdir_flag.value:
-            raise UsageError("several processes need one --workdir, the same for all of them")
+        if processes:
+            distributed.initialize(distributed_flag.value)
+            print(distributed.devices_seen(distributed_flag.value), file=sys.stderr)
+            if jax.process_count() > 1 and not workdir_flag.value:
+                raise UsageError("several processes need one --workdir, the same for all of them")
         path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         if not workdir_flag.value:
             sys.argv.append(f"--workdir={path}")  # the command that goes on names it

@@ -20,6 +20,7 @@ from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir, working_
 from ffn_heterogeneity.launch import cli, experiment, slurm
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
+from ffn_heterogeneity.parallel.processes import ALONE
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.wording import check_choice, some, unknown
@@ -210,6 +211,8 @@ def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) 
     own = () if script else tuple(task.point.settings)
     changed = [key for key in mine if mine[key] != base[key] and key not in own]
     place = [f"--workdir={task.directory}"]
+    if COMMANDS[kind].together:
+        place.append(f"--distributed={ALONE}")  # as a task of one `srun`, too
     if not script:
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]
     program = [sys.executable or "python", os.path.join(scripts, script or "sweep.py")]

@@ -11,7 +11,11 @@ import jax
 
 from ffn_heterogeneity.wording import first_line
 
-WAYS = "'', 'auto' (TPU pod, SLURM, Open MPI), or <host>:<port>,<processes>,<index>"
+ALONE = "alone"  # Beside other tasks of one SLURM step, each a run of its own.
+WAYS = (
+    "'', 'auto' (TPU pod, SLURM, Open MPI), <host>:<port>,<processes>,<index>, or 'alone' (one of "
+    "several SLURM tasks that are runs of their own)"
+)
 
 
 # One device of a program holds a few threads at a time: one for itself, one for each collective
@@ -39,14 +43,14 @@ def initialize(how: str) -> None:
     """Joins this process to the others; call it before any computation.
 
     Args:
-      how: "" stays alone; "auto" lets JAX find the others from the machine (TPU pods, SLURM, Open
-        MPI); "<host>:<port>,<processes>,<index>" says it: the address of process 0, how many there
-        are, and which this is.
+      how: "" and "alone" stay alone; "auto" lets JAX find the others from the machine (TPU pods,
+        SLURM, Open MPI); "<host>:<port>,<processes>,<index>" says it: the address of process 0, how
+        many there are, and which this is.
 
     Raises:
       ValueError: `how` cannot be understood, or the others cannot be reached.
     """
-    if not how:
+    if how in ("", ALONE):
         return
     arguments: dict[str, Any] = {}
     if how != "auto":
@@ -66,6 +70,35 @@ def initialize(how: str) -> None:
             f"distributed={how!r}: the processes could not be joined ({first_line(error)}); "
             "start every process, each with its own index, and check the address"
         ) from error
+
+
+def devices_seen(how: str) -> str:
+    """What this process and its run compute on, in a line; `how` as given to `initialize`.
+
+    Raises:
+      ValueError: it is one of several processes, or its node has several GPUs, and it sees only its
+        own devices. Under SLURM JAX gives a process one GPU, whatever its node has (jax #16788).
+    """
+    here, together = jax.local_device_count(), jax.device_count()
+    tasks = os.getenv("SLURM_STEP_NUM_TASKS", "1")
+    told = int(how.split(",")[1] if "," in how else tasks)
+    if told > 1 and together == here and how != ALONE:
+        raise ValueError(
+            f"distributed={how!r}: this is one of {told} processes and sees only its own {here} "
+            f"devices; --distributed=auto joins them, --distributed={ALONE} says that each is "
+            "a run of its own"
+        )
+    gpus = int(os.getenv("SLURM_GPUS_ON_NODE", "0")) if jax.default_backend() == "gpu" else 0
+    used = here * int(re.match(r"\d+", os.getenv("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
+    if how == "auto" and used < gpus and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        raise ValueError(
+            f"distributed='auto': {used} of this node's {gpus} GPUs would be used: start a task "
+            f"for each (--ntasks-per-node={gpus}), or set JAX_LOCAL_DEVICE_IDS"
+        )
+    return (
+        f"process {jax.process_index()} of {jax.process_count()}: {here} of {together} "
+        f"{jax.default_backend()} devices"
+    )
 
 
 def is_main() -> bool:

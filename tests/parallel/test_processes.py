@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,10 +26,10 @@ PROGRAM = Path(__file__).resolve().parent / "process_program.py"
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-def start(*arguments, log: Path) -> subprocess.Popen:
+def start(*arguments, log: Path, environment: dict = ENVIRONMENT) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
-        stdout=log.open("w"), stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=REPOSITORY,
+        stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY,
     )  # fmt: skip
 
 
@@ -53,6 +54,8 @@ def test_processes_train_as_one(tmp_path, counts):
         ]
         codes = end(running, logs)
         assert codes == [0] * count, [log.read_text()[-1500:] for log in logs]
+        for i, log in enumerate(logs):
+            assert f"process {i} of {count}: 1 of {count} cpu devices\n" in log.read_text()
     one, several = (dict(np.load(tmp_path / f"{count}.npz")) for count in counts)
     assert one.keys() == several.keys() and len(one) > 20
     np.testing.assert_allclose(several.pop("losses"), one.pop("losses"), rtol=1e-6)
@@ -132,6 +135,40 @@ def test_local_rows_of_one_process_are_all_rows_and_uneven_ones_are_named():
 def test_a_mistyped_way_to_join_is_named(how):
     with pytest.raises(ValueError, match="distributed="):
         distributed.initialize(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "slurm", "refused"),
+    [
+        ("", {}, ""),
+        ("", {"STEP_NUM_TASKS": "1"}, ""),
+        ("", {"NTASKS": "4"}, ""),  # a batch script's own process is in no step
+        ("", {"STEP_NUM_TASKS": "4"}, "one of 4 processes and sees only its own 1"),
+        ("auto", {"STEP_NUM_TASKS": "4"}, "--distributed=alone says"),
+        ("alone", {"STEP_NUM_TASKS": "4"}, ""),  # points of a sweep
+        ("localhost:1,2,0", {}, "one of 2 processes"),
+        ("auto", {"GPUS_ON_NODE": "8", "STEP_TASKS_PER_NODE": "1(x2)"}, "1 of this node's 8 GPUs"),
+        ("auto", {"GPUS_ON_NODE": "8", "STEP_TASKS_PER_NODE": "8(x2)"}, ""),
+    ],
+)
+def test_a_run_that_was_to_be_several_is_not_silently_one(monkeypatch, how, slurm, refused):
+    for key, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    if "GPUS_ON_NODE" in slurm:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            distributed.devices_seen(how)
+    else:
+        assert re.match("process 0 of 1: 1 of 1 .pu devices", distributed.devices_seen(how))
+
+
+def test_a_command_says_so_before_it_loads(tmp_path):
+    log, environment = tmp_path / "log", {**ENVIRONMENT, "SLURM_STEP_NUM_TASKS": "2"}
+    command = ["scripts/train.py", f"--workdir={tmp_path / 'run'}"]
+    assert end([start(*command, log=log, environment=environment)], [log]) == [2]
+    assert re.fullmatch("error: distributed='': this is one of 2 .*\n", log.read_text())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (-1, -1, 1), (1, 1, 2)])

