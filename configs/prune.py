@@ -30,6 +30,9 @@ def get_config() -> ConfigDict:
             # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of
             # the massive layer alone) | entropy:0.01 (of each layer the lowest-entropy hundredth).
             "protect": Removal.protect,
+            # Who goes whatever the criterion says, as many in all: named as those spared, or
+            # random:5, random:0.01 (of each layer so many of those that would stay).
+            "lose": Removal.lose,
             "reverse": Removal.reverse,  # what would be kept goes
             # What the survivors take over: none | sum (of the nearest, or merged into them) |
             # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest).
@@ -43,7 +46,7 @@ def get_config() -> ConfigDict:
             "layers": Removal.layers,
             # "layer": every layer loses its share; "global": one budget over the chosen layers.
             "budget": Removal.budget,
-            # Of the random criterion.
+            # Of the random criterion, and of those lost at random.
             "seed": Removal.seed,
             # auto: a plain directory where all layers end equally wide, else native (per-layer
             # widths in config.json); padded: zero neurons fill up, so that transformers loads it;

@@ -5,6 +5,7 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            --sweep=pairs: every two adjacent layers; --sweep=halves: all, top, bottom, even, odd;
            --sweep=rivals: rules of a neuron's weights or activations, and 20 seeds of chance, a
            few neurons spared: --config.calibrations="('<one.txt>', '<other.txt>')"
+           --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
@@ -40,6 +41,7 @@ def get_config() -> ConfigDict:
 
 
 UNPRUNED = point("unpruned", {"criterion": "none"})
+LOST = ("", "massive:1", "massive:2", "massive:5", "bos:5", "entropy:0.01")
 PROTECTED = ("", "bos:5", "massive:5", "entropy:0.01", "entropy:0.05", "entropy:0.25")
 
 
@@ -86,6 +88,14 @@ SWEEPS = {
         point("lowest_entropy", {"criterion": "entropy", "reverse": True}),
     ),
     "rivals": rivals,
+    "needed": chain(
+        UNPRUNED,
+        product(point("entropy", {"criterion": "entropy"}), {"lose": LOST}),
+        product(
+            point("control", {"criterion": "entropy"}),
+            {"lose": ("random:5", "random:0.01"), "seed": (0, 1, 2)},
+        ),
+    ),
     "pairs": pairs,
     "halves": chain(
         UNPRUNED,

@@ -189,20 +189,27 @@ def check_criterion(name: str, budget: str = "layer") -> None:
         )
 
 
-def check_protection(protect: str) -> tuple[str, float]:
-    """("bos", 5.0) of "bos:5"; ValueError where `Plan.protect` knows no such."""
-    kind, _, size = protect.partition(":")
+def check_named(setting: str, spec: str) -> tuple[str, float]:
+    """("bos", 5.0) of "bos:5", a value of `Plan.protect` or `Plan.lose`.
+
+    Raises:
+      ValueError: it names no neurons; "random" names those to lose alone.
+    """
+    kind, _, size = spec.partition(":")
+    counted = ("bos", "massive", "random") if setting == "lose" else ("bos", "massive")
     with contextlib.suppress(ValueError):
         number = float(size)
         whole = number == int(number) and number >= 1
-        if (kind in ("bos", "massive") and whole) or (kind == "entropy" and 0 < number < 1):
+        share = 0 < number < 1
+        if (kind in counted and whole) or (kind in ("entropy", *counted[2:]) and share):
             return kind, number
-    raise ValueError(f"protect={protect!r}: bos:5, massive:5 or entropy:0.01")
+    more = ", random:5 or random:0.01" if setting == "lose" else ""
+    raise ValueError(f"{setting}={spec!r}: bos:5, massive:5 or entropy:0.01{more}")
 
 
-def protected(protect: str, ffn: dict) -> np.ndarray:
-    """The neurons of a layer that `Plan.protect` spares."""
-    kind, size = check_protection(protect)
+def named(kind: str, size: float, ffn: dict) -> np.ndarray:
+    """The neurons of a layer that `Plan.protect` spares, or that `Plan.lose` names, the first the
+    loudest on bos or the one of lowest entropy."""
     if kind == "entropy":
         scores = entropy(ffn, np.random.default_rng(0))
         return np.argsort(scores, kind="stable")[: math.ceil(size * len(scores))]
@@ -239,5 +246,5 @@ def layer_scores(
     scores = -scores if reverse else scores
     if protect:
         scores = scores.copy()
-        scores[protected(protect, ffn)] = -np.inf
+        scores[named(*check_named("protect", protect), ffn)] = -np.inf
     return scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,8 +14,9 @@ from ffn_heterogeneity.surgery.criteria import (
     ON_TEXT,
     SIMILARITY,
     check_criterion,
-    check_protection,
+    check_named,
     layer_scores,
+    named,
 )
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
@@ -36,6 +38,9 @@ class Plan:
       protect: who goes last, whatever the criterion says: "bos:5" (the 5 neurons of every layer
         with the largest |h| on bos), "massive:5" (of the massive layer alone), "entropy:0.01" (the
         lowest-entropy hundredth of every layer), or "" (nobody).
+      lose: who goes whatever the criterion says, in the place of those it would take last: as
+        `protect`, or "random:5", "random:0.01": of every layer so many, or such a share, of those
+        that would stay, drawn by the seed.
     """
 
     criterion: str
@@ -47,14 +52,15 @@ class Plan:
     seed: int = 0
     compensation: str = "none"
     protect: str = ""
+    lose: str = ""
 
     @property
     def looks(self) -> str:
         """At which activations the choice looks: "" (none), "bos" or "text"."""
         if self.criterion in ON_TEXT:
             return "text"
-        on_bos = self.criterion in ON_BOS or self.protect.startswith(("bos:", "massive:"))
-        return "bos" if on_bos else ""
+        named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))
+        return "bos" if named_on_bos or self.criterion in ON_BOS else ""
 
     def check(self) -> None:
         """Refuses what is wrong whatever the model.
@@ -64,12 +70,15 @@ class Plan:
         """
         check_criterion(self.criterion, self.budget)
         check_compensation(self.compensation)
-        if self.protect:
-            check_protection(self.protect)
+        for setting in ("protect", "lose"):
+            spec = getattr(self, setting)
+            if not spec:
+                continue
+            check_named(setting, spec)
             if self.criterion == SIMILARITY:
-                raise ValueError(
-                    f"protect={self.protect!r}: criterion {SIMILARITY!r} has no scores"
-                )
+                raise ValueError(f"{setting}={spec!r}: criterion {SIMILARITY!r} has no scores")
+        if self.lose and self.budget == "global":
+            raise ValueError(f"lose={self.lose!r} is of each layer: use budget='layer'")
         if self.count is None:
             removal_count(1, ratio=self.ratio)
 
@@ -94,6 +103,31 @@ class Plan:
         scores = {i: layer_scores(self.criterion, leaves(i), layer=i, **options) for i in chosen}
         return select_global(scores, **how_much)
 
+    def _with_lost(self, scores: np.ndarray, ffn: dict, layer: int, cut: int) -> np.ndarray:
+        """The neurons that go by their scores, those of `lose` first.
+
+        Raises:
+          ValueError: more are to be lost than go, or than would stay.
+        """
+        gone = highest(scores, cut)
+        if not self.lose:
+            return gone
+        kind, size = check_named("lose", self.lose)
+        if kind == "random":
+            stay = np.setdiff1d(np.arange(len(scores)), gone)
+            count = int(size) if size >= 1 else math.ceil(size * len(scores))
+            lost = np.random.default_rng([self.seed, layer, 1]).permutation(stay)[:count]
+        else:
+            lost = named(kind, size, ffn)
+            count = len(lost)
+        if not len(lost) == count <= cut:
+            raise ValueError(
+                f"lose={self.lose!r}: {count} of layer {layer}'s {len(scores)} neurons, of which "
+                f"{cut} go: name fewer"
+            )
+        others = np.setdiff1d(np.arange(len(scores)), lost)
+        return np.union1d(lost, others[highest(scores[others], cut - count)])
+
     def choose(self, ffn: dict, layer: int, cut: Cut) -> tuple[np.ndarray, np.ndarray | None]:
         """(the neurons of one layer that go, ascending; the merges that led there, or None).
 
@@ -107,7 +141,8 @@ class Plan:
             return np.sort(cut), None
         if self.criterion != SIMILARITY:
             options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
-            return highest(layer_scores(self.criterion, ffn, layer=layer, **options), cut), None
+            scores = layer_scores(self.criterion, ffn, layer=layer, **options)
+            return self._with_lost(scores, ffn, layer, cut), None
         width = ffn["down"]["kernel"].shape[0]
         try:
             steps = merges(ffn, width - 1 if self.reverse else cut)

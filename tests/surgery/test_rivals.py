@@ -90,6 +90,31 @@ def test_who_is_spared_goes_last(params, seen, protect, budget):
     assert any(spared(layer) & set(own.tolist()) for layer, own in plain.items())
 
 
+@pytest.mark.parametrize("lose", ["bos:3", "massive:2", "entropy:0.1", "random:3", "random:0.1"])
+def test_who_is_lost_goes_in_the_place_of_the_last(params, seen, lose):
+    """As many go; those lost, and of the others the criterion's first."""
+    plain = removed(params, seen, "entropy")
+    kind, _, size = lose.partition(":")
+    draws = [removed(params, seen, "entropy", lose=lose, seed=seed) for seed in (0, 0, 1)]
+    for layer, tree in enumerate(unstack(params)["layers"]):
+        order = np.argsort(-layer_scores("entropy", tree["ffn"], layer=layer)).tolist()
+        loudest = np.argsort(-seen[layer]["bos"]).tolist()
+        first, again, other = (draw[layer].tolist() for draw in draws)
+        assert first == again and len(first) == len(plain[layer]) == 6
+        if kind == "random":
+            count = 3  # ceil(2.4) too
+            assert plain[layer].tolist() == sorted(order[:6])
+            assert set(order[: 6 - count]) < set(first) and not set(first) == set(order[:6])
+            assert len(set(first) & set(order[:6])) == 6 - count
+        else:
+            massive = loudest[: int(size)] * seen[layer]["massive"] if kind == "massive" else []
+            lost = {"bos": loudest[:3], "massive": massive, "entropy": order[-3:]}[kind]
+            rest = [i for i in order if i not in lost][: 6 - len(lost)]
+            assert first == other == sorted([*lost, *rest])
+    same = [np.array_equal(draws[0][i], draws[2][i]) for i in range(4)]
+    assert all(same) == (kind != "random")
+
+
 def test_through_the_surgery(params, tmp_path):
     model = Model(LLAMA, params, byte_tokenizer(), "tiny")
     text = tmp_path / "text.txt"
@@ -116,6 +141,12 @@ def test_through_the_surgery(params, tmp_path):
         ({"protect": "entropy:2"}, "protect='entropy:2'"),
         ({"protect": "entropy:0.1", "criterion": "similarity"}, "has no scores"),
         ({"criterion": "bos", "streaming": True}, "never has the whole model"),
+        ({"lose": "massive:2", "streaming": True}, "never has the whole model"),
+        ({"protect": "random:5"}, "protect='random:5'"),
+        ({"lose": "loud:5"}, "lose='loud:5'.*random:5"),
+        ({"lose": "bos:5", "criterion": "similarity"}, "has no scores"),
+        ({"lose": "bos:5", "budget": "global"}, "use budget='layer'"),
+        ({"lose": "bos:7"}, "7 of layer 0's 24 neurons, of which 6 go"),
     ],
 )
 def test_what_cannot_be(changes, message, tmp_path, model):
