@@ -11,8 +11,10 @@ Hardware:  paper: 8 x A100-80GB; 32 rows a device a step. SmolLM2-135M trains on
 Hours:     paper: not stated. SmolLM2-135M, 4 x 512 tokens, 2 CPU cores: 5 to 14 seconds a step.
 Paper:     Table 6: alpaca_gpt4_en, 5% held out, batch 256, learning rate 1e-4, 3 epochs (579
            steps), 5% warm-up, AdamW .9/.999, rank = alpha = 16 on all linear layers but embedding
-           and head; k = 5, p0 = 0.8. The length (1,024 tokens), clipping at 1 and the cosine are
-           defaults of the tool that it names; it states no adapter dropout.
+           and head; k = 5, p0 = 0.8. The length (1,024 tokens) and clipping at 1 are defaults of
+           the tool that it names; it states no schedule (the tool's default is linear: the cosine
+           is ours) and no adapter dropout. A mask lasts an optimiser step here; in that tool's
+           training_step, where the paper puts its code, it lasts one of 4 micro-batches.
 
 The keys are those of configs/parts/train.py and configs/parts/adapters.py, explained there.
 """

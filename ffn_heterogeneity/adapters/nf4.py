@@ -72,7 +72,7 @@ def quantise(weights) -> dict[str, jax.Array]:
     blocks = jnp.asarray(weights, jnp.float32).reshape(-1, BLOCK, fan_out)
     absmax = jnp.max(jnp.abs(blocks), axis=1)
     shares = blocks / jnp.where(absmax > 0, absmax, 1.0)[:, None]
-    # The nearest level; at the middle the upper one, as there.
+    # The nearest level; at the middle the lower one, as there.
     codes = jnp.searchsorted(jnp.asarray((LEVELS[1:] + LEVELS[:-1]) / 2), shares, side="left")
     codes = codes.reshape(fan_in // 2, 2, fan_out).astype(jnp.uint8)
     flat = absmax.T.reshape(-1)

@@ -75,7 +75,11 @@ RULE = Label(
         "{criterion}, {compensation}": nucl.FREELY,
     })  # fmt: skip
 SPARED = Label("{protect}", {"nobody": CHANCE})
+# Of a layer's neurons: the massive layer's loudest on bos, every layer's, those of lowest entropy;
+# and as many drawn from those that entropy keeps.
+LOST = ("massive:1", "massive:2", "massive:5", "bos:5", "entropy:0.01", "random:5", "random:0.01")
 HARM = Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows")
+NEEDED = Label("entropy, {lose} lost", {"chance": CHANCE, "entropy": ENTROPY})
 # As many as a figure can hold: chance, and rules that do better at most shares.
 SHOWN = ("random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair")
 
@@ -117,10 +121,20 @@ TABLES = (
         "model": MODEL, "share of neurons": Label("{ratio}"), "method": RULE},
         {"NLL": "nll", "less unpruned": HARM,
          "less entropy": Against("nll", ENTROPY, FREE, "windows"),
-         "less chance": Against("nll", CHANCE, FREE, "windows")},
-        here="here", title="Ours: neurons removed, every rule", notes=(
+         "less chance": Against("nll", CHANCE, FREE)},
+        {"lose": ""}, here="here", title="Ours: neurons removed, every rule", notes=(
             "Nats a token. Of several seeds the mean, lowest and highest; differences are paired "
-            "over windows, of the means over seeds.",)),
+            "over windows, of the means over seeds, those from chance over its seeds.",)),
+    Table("needed", ("removal",), {
+        "model": MODEL, "share of neurons": Label("{ratio}"),
+        "lost": Label("{lose}", {"none": ENTROPY})},
+        {"NLL": "nll", "less entropy": Against("nll", ENTROPY, FREE, "windows"),
+         "of entropy's advantage": Cell(Share("nll", ENTROPY, CHANCE, FREE), {"draws": False})},
+        {**ENTROPY, "lose": ("", *LOST)}, here="here",
+        title="Ours: entropy made to lose neurons that it keeps, as many in all: how much of its "
+              "advantage over chance goes with them",
+        notes=("1: as bad as chance; 0: as good as entropy. The advantage is chance's mean over "
+               "its seeds less entropy.",)),
     Table("explained", ("removal",), {
         "model": MODEL, "share of neurons": Label("{ratio}"), "spared": SPARED},
         {"NLL": "nll", "less chance": Against("nll", CHANCE, FREE),
@@ -144,8 +158,13 @@ CURVES = (
            {"p": "train/macdrop"}, where={"macdrop.scope": "massive"}),
     Curves("removal_by_ratio", ("removal",), MODEL, RULE, {"NLL less unpruned": HARM}, x="ratio",
            xlabel="share of neurons removed",
-           where={"protect": "", "reverse": False, "compensation": "none", "criterion": SHOWN},
+           where={**nucl.PLAIN, "criterion": SHOWN},
            title="Ours: neurons removed, by rule and by their share", log=True),
+    Curves("needed_by_ratio", ("removal",), MODEL, NEEDED, {"NLL less unpruned": HARM}, x="ratio",
+           xlabel="share of neurons removed",
+           where={"criterion": ("random", "entropy"), "protect": "", "reverse": False,
+                  "compensation": "none"},
+           title="Ours: entropy with and without a few neurons that it keeps", log=True),
     Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
            title="Ours: perplexity according to k", log=True),
 )  # fmt: skip

@@ -17,13 +17,13 @@ from ffn_heterogeneity.papers.specs import (
 NUCL = "losses.nucl."
 WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
 NLL, ENTROPY = "validation/nll", "validation/entropy/ent/ffn_out/mean"
-REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "calibration")
+REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", "calibration")
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 KINDS = {
     "removal": Kind({"criterion": bool, "perplexity": bool},
                     ("model", *REMOVAL, *SIZE, *EVALUATION), ("model", *REMOVAL[:4]),
-                    Label("{model}"), {"criterion": "random"}),
+                    Label("{model}"), {"draws": True}),
     "training": Kind(
         {TARGETS: bool, "shape.layers": None},
         ("model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only",
@@ -33,7 +33,7 @@ KINDS = {
 }  # fmt: skip
 
 # Method of Table 4 (below the six: ours) -> the config keys that make a removal it.
-FREELY = {"reverse": False, "protect": ""}
+FREELY = {"reverse": False, "protect": "", "lose": ""}
 PLAIN = {"compensation": "none", **FREELY}
 SIMILAR = {"criterion": "similarity", **FREELY}
 METHODS = {

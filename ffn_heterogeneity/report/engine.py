@@ -38,7 +38,8 @@ BRACKETS = {
     "range": "range: lowest and highest of n runs or seeds",
     "t": "t: Student's 95% interval over n seeds (of differences: seed by seed)",
     "Wilson": "Wilson: Wilson's 95% interval over n questions",
-    "bootstrap": "bootstrap: 95% percentiles over resamples of n questions, windows or seeds",
+    "bootstrap": "bootstrap: 95% percentiles over resamples of n questions or windows",
+    "Fieller": "Fieller: Fieller's 95% interval of a ratio over n seeds",
 }
 
 

@@ -33,8 +33,8 @@ FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
 RANKS = ("1st", "2nd", "3rd", "median")  # of the magnitudes of a state
 CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text; others by its last part
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
-IDLE = {"layers": "all", "compensation": "none", "reverse": False, "protect": "", "calibration": "",
-        "ratio": None, "count": None, "budget": None}  # fmt: skip
+IDLE = {"layers": "all", "compensation": "none", "reverse": False, "protect": "", "lose": "",
+        "calibration": "", "ratio": None, "count": None, "budget": None}  # fmt: skip
 
 
 class Member(NamedTuple):
@@ -124,7 +124,8 @@ def _facts(run: Run) -> dict[str, Any]:
     own["corpus"] = _corpus(place)
     own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
     if "criterion" in run.config:  # older runs lack what came later
-        own |= {key: run.config.get(key, "") for key in ("protect", "calibration")}
+        own |= {key: run.config.get(key, "") for key in ("protect", "lose", "calibration")}
+        own["draws"] = run.config["criterion"] == "random" or own["lose"].startswith("random:")
         own["calibration_corpus"] = _corpus(own["calibration"])
     if run.config.get("criterion") == "none":  # nothing goes, from wherever
         own |= IDLE

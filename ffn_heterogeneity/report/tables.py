@@ -24,7 +24,8 @@ class Spread(NamedTuple):
     low: float
     high: float
     n: int
-    kind: str = "range"  # of what low and high are: "range", or 95% by "t", "Wilson", "bootstrap"
+    # Of what low and high are: "range", or 95% by "t", "Wilson", "bootstrap", "Fieller".
+    kind: str = "range"
 
 
 def middle(value: Any) -> Any:

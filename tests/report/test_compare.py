@@ -300,4 +300,4 @@ def test_whose_model_a_run_read(tmp_path):
 
 def test_equal_means_differ_by_nothing():
     """Not by the -5e-17 that a mean over seeds leaves."""
-    assert str(bootstrap([[1e-17, -9e-17, -7e-17]]).mean) == "0.0"
+    assert str(bootstrap([1e-17, -9e-17, -7e-17]).mean) == "0.0"

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from builders import adapted, attack, claim, lines, massive, removal
+from scipy.stats import ttest_1samp
 
 from ffn_heterogeneity.papers import massive_weights
 from ffn_heterogeneity.papers.specs import printed
@@ -15,6 +16,7 @@ from ffn_heterogeneity.report import paired
 from ffn_heterogeneity.report.engine import write_paper
 from ffn_heterogeneity.report.records import records
 from ffn_heterogeneity.report.runs import read_runs
+from ffn_heterogeneity.report.tables import student
 
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
            "piqa", "winogrande", "mean")  # fmt: skip
@@ -36,7 +38,9 @@ def test_what_is_printed(shared_data):
         found = {f"{row[0]} {row[1].replace(' ', '')}": row[2:] for row in tables[key]["rows"]}
         assert found == {name: list(row.values()) for name, row in rows.items()}
     curricula = [list(row.values()) for row in other["table_5"].values()]
-    assert [row[1:] for row in tables["table_5"]["rows"]] == curricula
+    *rows, mean = [row[1:] for row in tables["table_5"]["rows"]]
+    assert rows == curricula
+    np.testing.assert_allclose(np.mean(rows, 0), mean, atol=0.0501)
     wrong = {tuple(row[:2]) for key in ("table_4", "table_8") for row in tables[key]["rows"]
              if abs(sum(row[2:7]) / 5 - row[7]) > 0.0601}  # fmt: skip
     assert wrong == {("Llama-2-13B", "LoRA + MacDrop")}
@@ -106,8 +110,11 @@ def test_the_analysis_against_table_7(report, tmp_path):
 
 
 def removals(root):
-    """Chance loses 1 nat and entropy 0.2; sparing the five of bos is worth three quarters."""
+    """Chance loses 1 nat and entropy 0.2; sparing the five of bos is worth three quarters, losing
+    two entropy's whole advantage, and any others nothing."""
     rows = [("unpruned", {"criterion": "none"}, 3.0), ("entropy", {}, 3.2)]
+    rows.append(("lost", {"lose": "massive:2"}, 4.15))
+    rows += [(f"any{i}", {"lose": "random:5", "seed": i}, 3.1 + i / 10) for i in range(3)]
     for seed, protect in product(range(4), ("", "bos:5")):
         nll = 4.0 + seed / 10 - (0.6 if protect else 0)
         settings = {"criterion": "random", "seed": seed, "protect": protect}
@@ -115,7 +122,7 @@ def removals(root):
     made = []
     for name, settings, nll in rows:
         path = root / name.replace(":", "")
-        settings = {"protect": "", "calibration": "", **settings}
+        settings = {"protect": "", "lose": "", "calibration": "", **settings}
         made.append(removal(path, float(np.exp(nll)), **settings))
         results = json.loads((path / "results.json").read_text())
         results |= {"nll": nll, "nll_windows": [nll - 0.1, nll, nll + 0.1]}
@@ -133,6 +140,12 @@ def test_what_sparing_explains(report, tmp_path):
     found = {row["method"]: row for row in tables["removal"]}
     assert float(found["Random"]["less entropy"]) == pytest.approx(0.95)
     assert float(found["Entropy-based"]["less unpruned"]) == pytest.approx(0.2)
+    # Its advantage goes with the two; of any others three draws are one row.
+    rows = {row["lost"]: row for row in tables["needed"]}
+    assert rows.keys() == {"none", "massive:2", "random:5"}
+    share = "of entropy's advantage"
+    assert float(rows["massive:2"][share]) == pytest.approx(1) and rows["random:5"][share] == "-"
+    assert float(rows["random:5"]["less entropy"]) == pytest.approx(0)
     points = {line: xy for (_, line, _), xy in lines(tables, "removal_by_ratio").items()}
     assert points.keys() == {"Random", "Entropy-based"}  # nobody spared
     assert points["Random"][0][1] == pytest.approx(1.15)
@@ -216,12 +229,27 @@ def test_paired_intervals_against_a_plain_loop():
     draws = np.random.default_rng(0).integers(40, size=(10_000, 40))
     means = [(own - base)[draw].mean() for draw in draws]
     np.testing.assert_allclose((found.low, found.high), np.percentile(means, [2.5, 97.5]))
-    explained = paired.share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
-    ratios = [(base[d].mean() - own[d].mean()) / (base[d].mean() - 0.5) for d in draws]
-    np.testing.assert_allclose(
-        (explained.low, explained.high), np.percentile(ratios, [2.5, 97.5]), rtol=1e-9
-    )
     assert paired.difference({0: 1.0}, {0: 1.0, 1: 2.0}) is None
+
+
+def test_a_share_has_the_interval_of_its_test():
+    """The ends are where a t test of (base - own) - r (base - goal) has p = 0.05."""
+    rng = np.random.default_rng(3)
+    own, base = rng.normal(1.0, 0.2, 20), rng.normal(2.0, 0.4, 20)
+    found = paired.share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
+    assert found.mean == pytest.approx((base - own).mean() / (base - 0.5).mean())
+    for r in (found.low, found.high):
+        assert ttest_1samp(base - own - r * (base - 0.5), 0).pvalue == pytest.approx(0.05)
+    # One seed of twenty gains: every draw is 0 or more, and still it is not told from 0.
+    gain = np.eye(20)[0]
+    some = paired.share(dict(enumerate(base - gain)), dict(enumerate(base)), {None: 0.5})
+    assert some.low < 0 < some.mean < some.high
+    # Chance in the goal alone; a goal that is not told from the base.
+    lost = paired.share({None: 3.0}, {None: 1.0}, dict(enumerate(base)))
+    interval = student(base - 1)
+    assert (lost.low, lost.high) == pytest.approx((2 / interval.high, 2 / interval.low))
+    wide = paired.share({None: 3.0}, {None: 2.0}, dict(enumerate(base)))
+    assert (wide.low, wide.high) == (-np.inf, np.inf)
 
 
 def test_a_damaged_analysis_is_named(tmp_path):

@@ -104,7 +104,7 @@ def test_who_is_lost_goes_in_the_place_of_the_last(params, seen, lose):
         if kind == "random":
             count = 3  # ceil(2.4) too
             assert plain[layer].tolist() == sorted(order[:6])
-            assert set(order[: 6 - count]) < set(first) and not set(first) == set(order[:6])
+            assert set(order[: 6 - count]) < set(first) and set(first) != set(order[:6])
             assert len(set(first) & set(order[:6])) == 6 - count
         else:
             massive = loudest[: int(size)] * seen[layer]["massive"] if kind == "massive" else []
