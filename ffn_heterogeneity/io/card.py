@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma"}
 
 def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapping[str, Any]):
     """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it; of
-    `compared` the perplexities and how they were measured.
+    `compared` the perplexities and how they were measured. Of a path here its last part alone: a
+    card is published.
 
     Args:
       base: what the model was made from: a path, a hub id, a preset.
@@ -33,7 +35,7 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
     hub = base if re.fullmatch(r"[\w-]+/[\w.-]+", base) and not Path(base).exists() else ""
     head = ["library_name: ffn_heterogeneity", f"license: {licence or 'other'}"]
     head += [f"base_model: {hub}"] if hub else []
-    facts = plain(facts)  # as results.json has it
+    facts = published(plain(facts))  # as results.json has it
     flat = flatten_config(facts)
     rows = [
         f"| {key.replace('.', '/')} | {value} |"
@@ -42,7 +44,7 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
     ]
     text = [
         "---", *head, "---", f"# {Path(base).stem or 'model'}, {method.split(':')[0]}", "",
-        f"- base: `{base}`", f"- method: {method}",
+        f"- base: `{hub or Path(base).name}`", f"- method: {method}", *_widths(facts),
         f"- licence: {licence or 'not known here'} (the base model's)",
         *_measured(facts), f"- {loads_in(directory)}", "",
         "| number (results.json) | value |", "|:--|--:|", *rows, "",
@@ -57,6 +59,28 @@ def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
       protocol: what makes the numbers comparable: text, window, windows, tokens, dtype ...
     """
     return {"perplexity_before": before, "perplexity_after": after, "protocol": protocol}
+
+
+def published(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with every text that is an absolute path, or one that is here, as its last part."""
+
+    def name(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return published(value)
+        here = isinstance(value, str) and value and (os.path.isabs(value) or os.path.exists(value))
+        return os.path.basename(value.rstrip("/")) if here else value
+
+    return {key: name(value) for key, value in facts.items()}
+
+
+def _widths(facts: Mapping[str, Any]) -> list[str]:
+    """ "15 layers of 1,536, 15 of 1,152", before and after, where neurons went."""
+    told = []
+    for key in ("ffn_widths_before", "ffn_widths_after"):
+        widths = collections.Counter(facts.get(key, ()))
+        counts = [f"{count:,} of {width:,}" for width, count in widths.items()]
+        told.append(", ".join(counts).replace(" of", " layers of", 1))
+    return [f"- FFN widths: {told[1]}; before: {told[0]}"] if told[1] else []
 
 
 def _measured(facts: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.card import check_repository, compared, push, write_card
+from ffn_heterogeneity.io.card import check_repository, compared, published, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.fingerprint import of_model
@@ -52,7 +52,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
             structure="fold" if config.export == "padded" else "keep",
         )  # fmt: skip
         if "removed" in results:
-            write_json(target / "removed_neurons.json", results)
+            write_json(target / "removed_neurons.json", published(results))
     if score:
         after = score(config, load_model(str(target)))
         results |= compared(

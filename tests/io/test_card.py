@@ -6,10 +6,12 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
@@ -125,8 +127,16 @@ def test_licences(tmp_path):
     assert licence_of(str(tmp_path / "made")) == "mit"
 
 
-@pytest.mark.parametrize("changes", [{}, {"streaming": True, "layers": "1,3", "dtype": "bfloat16"}])
+@pytest.mark.parametrize("changes", [
+    {},
+    {"streaming": True, "layers": "1,3", "dtype": "bfloat16"},
+    {"criterion": "mean_state", "calibration": "long.txt"},
+])  # fmt: skip
 def test_perplexity_before_and_after(model, text, tmp_path, changes):
+    if "calibration" in changes:
+        (tmp_path / "long.txt").write_text(Path(text).read_text() * 3000)
+        changes = {**changes, "calibration": str(tmp_path / "long.txt")}
+    model = shutil.copytree(model, tmp_path / "base")
     config = config_of(
         "prune", model=str(model), text=str(text), window=16, max_windows=6, **changes
     )
@@ -143,7 +153,13 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     card = (tmp_path / "model" / "README.md").read_text()
     before, after = results["perplexity_before"], results["perplexity_after"]
     assert f"- perplexity: {before} before, {after} after\n" in card
-    assert f"- measured on: text {text}, windows 6, tokens 96, bos segment, dtype float32" in card
+    told = f"- measured on: text {text.name}, windows 6, tokens 96, bos segment, dtype float32"
+    assert told in card
+    widths = "2 layers of 24, 2 of 18" if "streaming" in changes else "4 layers of 18"
+    assert f"- FFN widths: {widths}; before: 4 layers of 24\n" in card
+    # What is pushed says nothing of where it was made.
+    for file in (tmp_path / "model").rglob("*"):
+        assert str(tmp_path).encode() not in file.read_bytes(), file
 
 
 def test_not_measured_is_said_and_a_bad_text_refused_first(model, tmp_path):
