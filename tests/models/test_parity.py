@@ -86,6 +86,15 @@ TINY = {
             },
         },
     ),
+    "phi3": (
+        "Phi3",
+        {
+            "num_hidden_layers": 2,
+            "sliding_window": 5,
+            "partial_rotary_factor": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
     "olmo": ("Olmo", {"num_hidden_layers": 3, "clip_qkv": 0.5, "tie_word_embeddings": True}),
     "qwen3": (
         "Qwen3",
@@ -99,7 +108,11 @@ TINY = {
     ),
 }
 # What of SIZES a family does not take.
-NOT_TAKEN = {"GPTNeoX": ("num_key_value_heads", "head_dim"), "Olmo": ("head_dim",)}
+NOT_TAKEN = {
+    "GPTNeoX": ("num_key_value_heads", "head_dim"),
+    "Olmo": ("head_dim",),
+    "Phi3": ("head_dim",),
+}
 TOKENS = np.random.default_rng(7).integers(3, 97, (2, 24))
 
 
@@ -152,6 +165,29 @@ def test_logits_agree(torch, tiny):
     ours, theirs = run(config, params, TOKENS), run_torch(torch, model, TOKENS)
     assert np.abs(theirs).max() > 0.5, "the reference must say something"
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("where", ["top", "both", "neither"])
+@pytest.mark.parametrize("name", ["phi3", "llama", "gpt_neox"])
+def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
+    """Phi-3 reads it beside rope_parameters, too, and of both those; others do not."""
+    import transformers
+
+    torch_model(name).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    rope = values["rope_parameters"]
+    rope.pop("partial_rotary_factor", None), values.pop("partial_rotary_factor", None)
+    if where == "both":
+        rope["partial_rotary_factor"] = 1.0
+    if where != "neither":
+        values["partial_rotary_factor"] = 0.5
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    config, params = read_pretrained(tmp_path)
+    theirs = run_torch(torch, model.eval(), TOKENS)
+    np.testing.assert_allclose(run(config, params, TOKENS), theirs, atol=1e-4, rtol=0)
+    rotated = {"phi3": 0.5 if where == "top" else 1.0, "llama": 1.0}
+    assert config.layers[0].rope.fraction == rotated.get(name, 1.0 if where == "both" else 0.25)
 
 
 # The others' layers are made of the same parts.

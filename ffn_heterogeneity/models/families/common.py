@@ -177,11 +177,19 @@ def rope_from_hf(
     raise ConfigError(f"rope type {kind!r} is not known: default, linear, llama3")
 
 
-def shared_rope_from_hf(values: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """The rope of a config.json whose layers share one."""
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+def shared_rope_from_hf(
+    values: Mapping[str, Any], max_position: int, fraction: float | None = None
+) -> RopeConfig:
+    """The rope of a config.json whose layers share one.
+
+    Args:
+      fraction: for families that rotate a part of each head: where the rope does not say which.
+    """
+    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     theta = values.get("rope_theta") or 10_000.0
-    return rope_from_hf(scaling, theta, max_position)
+    if fraction is not None:
+        fraction = scaling.pop("partial_rotary_factor", None) or fraction
+    return rope_from_hf(scaling, theta, max_position, float(fraction or 1.0))
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:

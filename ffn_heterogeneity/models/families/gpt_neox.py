@@ -62,12 +62,11 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     values = common.with_defaults(values, _DEFAULTS)
     own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
     fields = common.base_from_hf(values | own, {})
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    fraction = scaling.pop("partial_rotary_factor", None) or values.get("rotary_pct", _FRACTION)
-    theta = values.get("rotary_emb_base") or values.get("rope_theta") or 10_000.0
+    theta = {"rope_theta": values.get("rotary_emb_base") or values.get("rope_theta")}
+    fraction = values.get("rotary_pct", _FRACTION)
     return _config(
         [values["intermediate_size"]] * values["num_hidden_layers"],
-        common.rope_from_hf(scaling, theta, fields["max_position"], float(fraction)),
+        common.shared_rope_from_hf(values | theta, fields["max_position"], fraction),
         fields,
         activation=common.activation_from_hf(values["hidden_act"]),
         parallel_residual=bool(values["use_parallel_residual"]),
@@ -123,8 +122,7 @@ def _gguf_rules(config: ModelConfig) -> list[rules.Rule]:
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gptneox."""
     rotated = meta.get("rope.dimension_count")
-    meta = {k: v for k, v in meta.items() if k != "rope.dimension_count"}
-    fields = common.base_from_gguf(meta, rms=False)
+    fields = common.base_from_gguf({**meta, "rope.dimension_count": None}, rms=False)
     theta = common.short_float(meta.get("rope.freq_base", 10_000.0))
     rope = RopeConfig(theta, fraction=rotated / fields["head_dim"] if rotated else _FRACTION)
     parallel = bool(meta.get("use_parallel_residual", True))

@@ -35,7 +35,9 @@ PRESETS = {
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Phi3ForCausalLM; ConfigError for the long-context models' "longrope"."""
     fields = common.base_from_hf(values, _DEFAULTS)
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
+    # Beside the rope's own keys, where Phi-4-mini's config.json and transformers 4 have it.
+    fraction = values.get("partial_rotary_factor") or 1.0
+    rope = common.shared_rope_from_hf(values, fields["max_position"], fraction)
     widths = [values["intermediate_size"]] * values["num_hidden_layers"]
     return ModelConfig(
         family="phi3",
@@ -50,6 +52,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return common.base_to_hf(config, "phi3", "Phi3ForCausalLM") | {
         "hidden_act": common.activation_to_hf(config.activation),
         "sliding_window": common.one_window(config),
+        "partial_rotary_factor": config.layers[0].rope.fraction,
         "original_max_position_embeddings": config.max_position,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -75,8 +78,10 @@ def _rules_of(names: Mapping[str, str], qkv: str, gate_up: str):
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = phi3."""
-    fields = common.base_from_gguf(meta)
-    rope = RopeConfig(common.short_float(meta.get("rope.freq_base", 10_000.0)))
+    rotated = meta.get("rope.dimension_count")
+    fields = common.base_from_gguf({**meta, "rope.dimension_count": None})
+    theta = common.short_float(meta.get("rope.freq_base", 10_000.0))
+    rope = RopeConfig(theta, fraction=rotated / fields["head_dim"] if rotated else 1.0)
     window = meta.get("attention.sliding_window") or None
     layers = common.layers_of(common.gguf_widths(meta), rope, window)
     return ModelConfig(family="phi3", layers=layers, **fields)
