@@ -35,11 +35,11 @@ def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> s
     return f"unknown {kind} {typed!r}{hint} Known: {known or ', '.join(names) or 'none'}"
 
 
-def check_known(given: Iterable[str], names: Collection[str], kind: str = "setting") -> None:
-    """Raises ValueError with the nearest name where one of those given is none of `names`."""
+def check_known(given: Iterable[str], names: Collection[str], kind="setting", error=ValueError):
+    """Raises `error` with the nearest name where one of those given is none of `names`."""
     for name in given:
         if name not in names:
-            raise ValueError(unknown(kind, name, names))
+            raise error(unknown(kind, name, names))
 
 
 def settings_of(kind: type[Kind], given: Mapping[str, Any] | Kind | None) -> Kind:

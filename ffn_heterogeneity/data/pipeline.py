@@ -45,7 +45,7 @@ from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, Source, Sub
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
 from ffn_heterogeneity.data.weighted import WeightedPipeline, parse_mixture
-from ffn_heterogeneity.wording import unknown
+from ffn_heterogeneity.wording import check_known
 
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
 SPLIT_SEED = 0
@@ -117,9 +117,7 @@ class DataConfig:
     def from_mapping(cls, config: Any) -> DataConfig:
         """From a dict or `ConfigDict` with these keys; an unknown key names the nearest one."""
         names = [field.name for field in dataclasses.fields(cls)]
-        for key in config:
-            if key not in names:
-                raise DataError(unknown("data setting", key, names))
+        check_known(config, names, "data setting", DataError)
         return cls(**dict(config))
 
 

@@ -19,6 +19,8 @@ from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, p
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.io.files import check_opens, copy_tree, is_bucket
+from ffn_heterogeneity.io.safetensors import open_directory
+from ffn_heterogeneity.io.structure import FOLDER
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten
@@ -108,15 +110,35 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
     Raises:
       CheckpointError: as `load_model`.
     """
-    for name, (config, repo_id) in PRESETS.items():
-        if spec in (name, repo_id) and revision is None and not Path(spec).exists():
-            return config
+    if (preset := _preset(spec, revision)) is not None:
+        return preset
     _, path = _find(spec, revision, weights=False)
     if _is_file(path):
         return gguf.read_gguf_config(path)
     if peft.is_adapter(path):
         return load_config(peft.base_of(path))
     return huggingface.read_config(path)
+
+
+def load_kept(spec: str | os.PathLike, *, revision: str | None = None) -> dict[str, np.ndarray]:
+    """The leaves that a model's directory keeps beside its weights (io/structure.py), by path and
+    not read: their shapes are known. Empty: it keeps none.
+
+    Args:
+      spec, revision: as in `load_model`.
+    """
+    if _preset(spec, revision) is not None:
+        return {}
+    _, path = _find(spec, revision, weights=False, only=("config.json", f"{FOLDER}/*"))
+    if not (path / FOLDER).is_dir():
+        return {}
+    return {name: leaf for name, (leaf, _) in open_directory(path / FOLDER).items()}
+
+
+def _preset(spec: str | os.PathLike, revision: str | None) -> ModelConfig | None:
+    """The config of a preset, by its name or its hub id; None: that is something else."""
+    known = {key: config for name, (config, repo) in PRESETS.items() for key in (name, repo)}
+    return None if revision or Path(spec).exists() else known.get(os.fspath(spec))
 
 
 def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> Any:

@@ -94,10 +94,15 @@ def read_structure(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
             f"another tool?): remove {FOLDER}/ and its section in config.json to read them alone"
         )
+    return put_back(config, cast(leaves, dtype), cast(kept, dtype))
+
+
+def put_back(config: ModelConfig, leaves: Mapping[str, Any], kept: Mapping[str, Any]) -> dict:
+    """The stacked tree of the folded weights' leaves with those of structure/; of shapes, too."""
     # What quantised codes stand for is no leaf beside them.
     gone = {f"{path.rpartition('/')[0]}/kernel" for path in kept} - set(kept)
-    whole = {path: leaf for path, leaf in leaves.items() if path not in gone} | kept
-    return restack(config, unflatten(cast(whole, dtype)))
+    whole = {path: leaf for path, leaf in leaves.items() if path not in gone}
+    return restack(config, unflatten(whole | dict(kept)))
 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:

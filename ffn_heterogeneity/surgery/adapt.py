@@ -47,9 +47,8 @@ class Lora(Quantised):
             raise ValueError(f"rank={self.rank} must be at least 1, alpha={self.alpha} finite")
 
 
-@dataclasses.dataclass(frozen=True)
-class Nothing:
-    """The settings of a surgery that has none."""
+# The settings of a surgery that has none.
+Nothing = dataclasses.make_dataclass("Nothing", (), frozen=True)
 
 
 def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:

@@ -17,14 +17,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, load_kept
+from ffn_heterogeneity.io.structure import put_back
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.parallel.processes import say
+from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import AUTO_REMAT, Built, build, hyper_function
 from ffn_heterogeneity.train.hardware import GIB, memory_of
-from ffn_heterogeneity.train.source import model_shape, prepared
+from ffn_heterogeneity.train.source import is_fresh, model_shape, prepared
 from ffn_heterogeneity.train.state import TrainState
 
 # What else a run that does not fit may turn.
@@ -39,15 +42,19 @@ BATCH = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "posi
 
 
 def build_shapes(config: ConfigDict, mesh: Mesh | AbstractMesh) -> Built:
-    """`build` of a model that is not read: its config, and the surgeries that prepare it, decide.
+    """`build` of a model that is not read: its config, the structure that its directory keeps, and
+    the surgeries that prepare it, decide.
 
     Frozen leaves keep their storage dtype: half precision, as models are published.
     """
     model = model_shape(config)
-    params = jax.eval_shape(
-        lambda params: prepared(config, Model(model, params, None, "")).params,
-        causal_lm.abstract_params(model, jnp.bfloat16),
-    )
+    kept = {} if is_fresh(config) else load_kept(config.model, revision=config.revision)
+
+    def tree(params: dict, kept: dict) -> dict:
+        params = put_back(model, flatten(unstack(params)), kept)
+        return prepared(config, Model(model, params, None, "")).params
+
+    params = jax.eval_shape(tree, causal_lm.abstract_params(model, jnp.bfloat16), kept)
     return build(config, model, params, mesh)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, TEXT, batch_of, config_of, random_params, save_tiny, structured
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
@@ -102,6 +103,24 @@ def test_dora_trains_past_massive_weights(files, tmp_path, scope):
                          tmp_path / "plain")  # fmt: skip
     first = [one["first"]["validation/nll"] for one in (results, plain)]
     assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
+def test_a_kept_adapter_goes_on_training(files, tmp_path):
+    """LoRA as a directory keeps it is found before the weights are read, and trains alone."""
+    model = load_model(files[0])
+    start, _ = insert_lora(model, LORA, key=jax.random.key(1))
+    fh.save_model(start, tmp_path / "kept", structure="keep")
+    only = (r"/lora_[ab]$",)
+    config = config_for(tmp_path / "kept", files[1], train_only=only, steps=1)
+    results = training.run(config, tmp_path / "once")
+    once = load_model(tmp_path / "once/model")
+    assert {path.split("/")[-1] for path in moved(start, once)} == {"lora_b"}, "B = 0 moves alone"
+    config = config_for(tmp_path / "once/model", files[1], train_only=only, steps=1)
+    again = training.run(config, tmp_path / "again")
+    twice = moved(once, load_model(tmp_path / "again/model"))
+    assert {path.split("/")[-1] for path in twice} == {"lora_a", "lora_b"}
+    assert again["first"]["validation/nll"] == pytest.approx(results["final"]["validation/nll"])
+    assert again["trainable_parameters"] == results["trainable_parameters"]
 
 
 def test_a_layer_is_frozen_by_name(files, tmp_path):
