@@ -37,9 +37,9 @@ def check_graders(name: str, task: Any) -> None:
     """Raises a ValueError where a task's grader could run what the model wrote."""
     unread = [file for file in map(_file, _graders(task)) if not _was_read(file)]
     if unread or getattr(task, "UNSAFE_CODE", False):
-        how = f"is graded by {unread[0]}, which nobody here has read" if unread else "runs programs"
+        how = f"is graded by {unread[0]}, which nobody read: it could run" if unread else "runs"
         raise ValueError(
-            f"{name} {how}: as the harness's own task it could run what the model wrote, without a "
+            f"{name} {how} programs that the model wrote, as the harness's own task without a "
             "sandbox: use a task with data_root, or leave it out (a grader that was read has its "
             "digest in evaluate/graders.py)"
         )
@@ -58,8 +58,8 @@ def _graders(task: Any) -> Iterator[Any]:
             yield from filter(callable, (made.func, *made.keywords.values()))
 
 
-def _file(grader: Any) -> Path | None:
-    """Where a grader's code stands; None: no Python."""
+def _file(grader: Any) -> Path:
+    """Where a grader's code stands."""
     while isinstance(grader, functools.partial):
         grader = grader.func
     # What the harness makes of a function in metric_list is its `__call__`.
@@ -68,15 +68,12 @@ def _file(grader: Any) -> Path | None:
     try:
         return Path(inspect.getfile(grader if named else type(grader)))
     except (TypeError, OSError):
-        return None
+        return Path("compiled code")
 
 
-def _was_read(path: Path | None) -> bool:
+def _was_read(path: Path) -> bool:
     import lm_eval
 
-    if path is None:
-        return False
     harness = Path(lm_eval.__file__).parent
-    if path.parent in (harness / "api", harness / "filters"):
-        return True
-    return hashlib.sha256(path.read_bytes()).hexdigest() in READ.values()
+    own = path.parent in (harness / "api", harness / "filters")
+    return own or path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() in READ.values()

@@ -36,3 +36,7 @@ def hf_model(torch, directory, batch_size=8):
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size, device="cpu")
+
+
+class OwnTask:
+    """A task that is no configuration of the harness's."""

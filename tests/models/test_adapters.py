@@ -179,18 +179,26 @@ def test_removal_refuses_what_it_would_make_wrong(leaves, module):
         take_neurons(ffn, np.arange(4))
 
 
+# As bitsandbytes writes them (functional.get_4bit_type; QLoRA, appendix E).
+NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635
+-0.18477343022823334 -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725
+0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 0.7229568362236023
+1.0"""
+NF4 = np.array(NF4.split(), np.float64)
+
+
 def nf4_oracle(kernel):
     """bitsandbytes' definition on the torch layout [out, in], float64, block by block."""
     flat = kernel.T.astype(np.float64).reshape(-1, 64)
     absmax = np.abs(flat).max(1)
-    codes = np.abs(flat[..., None] / absmax[:, None, None] - nf4.LEVELS).argmin(-1)
+    codes = np.abs(flat[..., None] / absmax[:, None, None] - NF4).argmin(-1)
     mean, places, largest = absmax.mean(), [], []
     for start in range(0, len(absmax), 256):
         rest = absmax[start : start + 256] - mean
         largest.append(np.abs(rest).max())
         places += np.abs(rest[:, None] / largest[-1] - nf4.EIGHT_BITS).argmin(-1).tolist()
     scales = np.concatenate([np.repeat(largest, 256)[: len(absmax)] * nf4.EIGHT_BITS[places]])
-    values = nf4.LEVELS[codes] * (scales + mean)[:, None]
+    values = NF4[codes] * (scales + mean)[:, None]
     return codes, values.reshape(kernel.T.shape).T
 
 

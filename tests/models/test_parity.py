@@ -86,15 +86,7 @@ TINY = {
             },
         },
     ),
-    "phi3": (
-        "Phi3",
-        {
-            "num_hidden_layers": 2,
-            "sliding_window": 5,
-            "partial_rotary_factor": 0.5,
-            "pad_token_id": 0,
-        },
-    ),
+    "phi3": ("Phi3", {"num_hidden_layers": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "olmo": ("Olmo", {"num_hidden_layers": 3, "clip_qkv": 0.5, "tie_word_embeddings": True}),
     "qwen3": (
         "Qwen3",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 
 import numpy as np
 import pytest
 from builders import adapted, attack, claim, lines, massive, removal
 from scipy.stats import ttest_1samp
+from tiny_models import config_of
 
 from ffn_heterogeneity.papers import massive_weights
 from ffn_heterogeneity.papers.specs import printed
@@ -20,6 +22,18 @@ from ffn_heterogeneity.report.tables import student
 
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
            "piqa", "winogrande", "mean")  # fmt: skip
+
+
+def test_the_configs_numbers_are_table_6s(shared_data):
+    text = (shared_data.parent / "papers" / "massive-weights.txt").read_text()
+    rows = re.findall(
+        r"(.+)\t([\d.e-]+)\n", text.split("Table 6. Config")[1].split("\n\n")[0] + "\n"
+    )
+    config, table = config_of("macdrop_sft"), {key: float(value) for key, value in rows}
+    assert (table["lora rank"], table["lora alpha"]) == (config.lora.rank, config.lora.alpha)
+    assert table["learning rate"] == config.optimizer.learning_rate
+    assert table["num train epochs"] == config.macdrop.epochs
+    assert table["warmup ratio"] == round(config.optimizer.warmup_steps / config.steps, 2)
 
 
 def test_what_is_printed(shared_data):

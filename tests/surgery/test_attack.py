@@ -10,6 +10,7 @@ from tiny_models import LLAMA, our_logits, random_params, save_tiny, tiny_of, to
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
 
@@ -46,6 +47,10 @@ def test_the_planted_neuron_is_found():
     late = planted(LLAMA, layer=3, neuron=7)
     assert massive_weights(LLAMA, late).layer < 2
     assert massive_weights(LLAMA, late, layer=3).indices[0] == 7
+    # Of three layers two are the first half.
+    odd = tiny_of("llama", 3)
+    assert massive_weights(odd, planted(odd, layer=1)).layer == 1
+    assert massive_weights(odd, planted(odd, layer=2)).layer < 2
 
 
 def test_states_are_those_of_transformers(torch, tmp_path):
@@ -60,6 +65,19 @@ def test_states_are_those_of_transformers(torch, tmp_path):
     found = massive_weights(LLAMA, params)
     np.testing.assert_allclose(found.states, expected, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(found.magnitudes, found.states[found.layer][found.indices])
+
+
+@pytest.mark.parametrize("scope", ["massive", "layer", "others"])
+def test_whom_macdrop_drops(scope):
+    """The k massive neurons of their layer, all of it, or all but those k."""
+    model = Model(LLAMA, random_params(LLAMA), None, "tiny")
+    order = massive_weights(LLAMA, model.params, layer=1).indices
+    rows = {"massive": order[:3], "layer": order, "others": order[3:]}[scope]
+    dropping, _ = SURGERIES["macdrop"](model, {"k": 3, "scope": scope, "layer": 1})
+    found = {p: x for p, x in flatten(unstack(dropping.params)).items() if p.endswith("rows")}
+    assert set(found) == {f"layers/1/ffn/{name}/macdrop_rows" for name in ("gate", "up")}
+    for leaf in found.values():
+        np.testing.assert_array_equal(leaf, np.sort(rows))
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 12])

@@ -96,6 +96,9 @@ def test_dora_trains_past_massive_weights(files, tmp_path, scope):
     thin = sum(n for p, n in sizes.items() if p.endswith(("lora_a", "lora_b", "dora_m")))
     assert results["trainable_parameters"] == thin
     assert results["final"]["validation/nll"] < results["first"]["validation/nll"]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    drawn = [row["train/macdrop"] for row in map(json.loads, lines) if "train/macdrop" in row]
+    np.testing.assert_allclose(drawn, [0.6, 0.4, 0.2, 0.0], atol=1e-6)  # 0.8 (1 - t / 4)
     if scope == "massive":
         return
     # Evaluation knows nothing of it: before the first step it is the model as it came.
@@ -316,6 +319,9 @@ def test_insertion_changes_no_function_and_runs_on_shapes():
     np.testing.assert_array_equal(*hidden)
     shapes = jax.eval_shape(with_lora, params)
     assert jax.tree.map(lambda x: x.shape, adapted) == jax.tree.map(lambda x: x.shape, shapes)
+    for path, leaf in flatten(adapted).items():
+        if path.endswith("lora_a"):  # uniform up to 1 / sqrt(inputs)
+            assert 0.8 < np.abs(leaf).max() * leaf.shape[-2] ** 0.5 <= 1, path
     with pytest.raises(ValueError, match="has LoRA's leaves already"):
         with_lora(adapted)
     with pytest.raises(ValueError, match="found in no kernel"):

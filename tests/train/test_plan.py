@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from tiny_models import REPOSITORY, TEXT, save_tiny
+from tiny_models import TEXT, config_of, save_tiny
 
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train import fit, hardware, hlo, plan, run
 from ffn_heterogeneity.train.build import AUTO_REMAT, build, hyper_function
 
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def make_config(model, **changes):
-    path = REPOSITORY / "configs" / "nucl_finetune.py"
-    config = runpy.run_path(str(path))["get_config"](f"{model},text")
+    config = config_of("nucl_finetune", f"{model},text")
     for key, value in changes.items():
         config.update_from_flattened_dict({key: value})
     return config
@@ -120,14 +119,21 @@ def test_products_are_those_the_compiler_counts():
     assert 1 <= cost["flops"] / ours < 1.1
 
 
+def test_evaluation_sees_nothing_of_macdrop():
+    """Nor does export: what settles the tree takes its leaves away."""
+    config = config_of("macdrop_sft", "gemma2_2b,lora,macdrop")
+    built = fit.build_shapes(config, partition.make_mesh(devices=jax.devices()[:1]))
+    params, hyper = built.state.params, {"macdrop": jnp.float32(0.5)}
+    gone = set(flatten(params)) - set(flatten(jax.eval_shape(built.settled, params, 0, hyper)))
+    assert {path.rpartition("/")[2] for path in gone} == {"macdrop_rows", "macdrop_keep"}
+
+
 def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     """QLoRA with MacDrop: the same parameters and products as LoRA, a quarter of the kernels'
     bytes, sharded as they are; what only the weights would tell is said."""
-    path = REPOSITORY / "configs" / "macdrop_sft.py"
-    make = runpy.run_path(str(path))["get_config"]
     found = {}
     for names in ("lora", "nf4,lora,macdrop"):
-        config = make(f"gemma2_2b,{names}")
+        config = config_of("macdrop_sft", f"gemma2_2b,{names}")
         config.dry_run = "h100:8"
         found[names] = plan.dry_run(config, tmp_path)
         said = capsys.readouterr().out

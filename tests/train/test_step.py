@@ -241,6 +241,23 @@ def test_refresh_reads_the_tree_but_is_not_stored():
     )
 
 
+def test_a_refresh_draws_once_an_optimiser_step():
+    """Anew each step, the same in all its micro-batches."""
+
+    def refresh(params, step, key, values, train):
+        scale = params["final_norm"]["scale"]
+        kept = jax.random.bernoulli(key, 0.5, scale.shape)
+        return params | {"final_norm": {"scale": scale * kept}}
+
+    step, state = build(terms=(NLL,), refresh=refresh, donate=False)
+    in_two, _ = build(terms=(NLL,), refresh=refresh, donate=False, accumulation=2)
+    batch, still = accumulated(toy_batch(4), 1), hyper(learning_rate=0.0)
+    after, first = step(state, batch, still)
+    assert abs(float(step(after, batch, still)[1]["loss"]) / float(first["loss"]) - 1) > 1e-3
+    _, both = in_two(state, {k: jnp.concatenate([v, v]) for k, v in batch.items()}, still)
+    assert float(both["loss"]) == pytest.approx(float(first["loss"]), rel=1e-6)
+
+
 def test_clear_errors():
     with pytest.raises(ValueError, match="'l1' has no trainable leaf .* all 1 leaves .* frozen"):
         build(freeze=("down/kernel",))
