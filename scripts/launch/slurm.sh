@@ -29,6 +29,9 @@ submit() { # <job> <sbatch options ...>
 case ${1-} in
   array)
     points=$(realpath "${2:?a file of commands, one a line}")
+    while IFS= read -r line; do
+      bash -nc "$line" 2>/dev/null || { echo "error: $points: this line is no whole command: $line" >&2; exit 2; }
+    done <"$points"
     count=$(grep -c . "$points") || { echo "error: $points holds no command" >&2; exit 2; }
     submit "#!/usr/bin/env bash
 cd $(printf %q "$PWD")
@@ -36,6 +39,7 @@ exec $(printf %q "$here/again.sh") --requeue bash -c \"exec \$(grep . $(printf %
       --signal=B:TERM@120 --array="1-$count" "${@:3}" ;;
   nodes)
     number=${2:?a number of nodes}; shift 2
+    [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: nodes $number: a number is expected, for example 4" >&2; exit 2; }
     command=() options=()
     while (($#)) && [[ $1 != -- ]]; do command+=("$1"); shift; done
     (($#)) && shift && options=("$@")

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 
 import jax
@@ -227,3 +228,8 @@ def test_printed_commands_are_the_points(spec, tmp_path):
     assert run_script("train", *arguments).code == 0
     again = run_script("sweep", *flags, "--print")
     assert again.code == 0 and again.out.splitlines() == lines[:1]
+    flags[2:3] = [f"--workdir={tmp_path / 'broken'}", "--config.data.path=a\n[b]"]
+    broken = run_script("sweep", *flags, "--print").out.splitlines()
+    said = [["bash", "-c", f"printf %s, {line}"] for line in broken]
+    texts = [subprocess.run(one, capture_output=True, text=True).stdout for one in said]
+    assert len(texts) == 2 and all("--config.data.path=a\n[b]," in text for text in texts)

@@ -69,7 +69,7 @@ def test_every_command_for_a_tpu():
 def test_slurm_jobs(tmp_path):
     """The array's job is run here, as its second task."""
     points = tmp_path / "points"
-    points.write_text("echo 'a  b'\n\necho \"c  d\" $((1 + 1))\n")
+    points.write_text("echo 'a  b'\n\necho \"c  d\" $((1 + 1)) $'x\\ny'\n")
     code, out, _ = run("slurm.sh", "--print", "array", points, "--time=1:00")
     command, _, job = out.partition("\n")
     assert code == 0 and command.split() == [
@@ -80,7 +80,12 @@ def test_slurm_jobs(tmp_path):
         ["bash"], input=job, text=True, capture_output=True,
         env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"},
     )  # fmt: skip
-    assert task.stdout == "c  d 2\n", task
+    assert task.stdout == "c  d 2 x\ny\n", task
+    points.write_text("echo 'a\nb'\n")
+    code, out, error = run("slurm.sh", "--print", "array", points)
+    assert code == 2 and not out and "no whole command: echo 'a\n" in error
+    code, out, error = run("slurm.sh", "--print", "nodes", "four", "train")
+    assert code == 2 and not out and "nodes four: a number is expected" in error
     code, out, _ = run("slurm.sh", "--print", "nodes", 4, "train", "--workdir=a b", "--",
                        "--gpus-per-node=8")  # fmt: skip
     assert code == 0 and "--nodes=4 --gpus-per-node=8" in out.splitlines()[0]

@@ -22,66 +22,53 @@ from ffn_heterogeneity.io.gguf_export import save_gguf
 NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
 # In every Python that starts under it: a line in a file for each process that imports jax.
-WATCH = """
-import os, sys
-
+WATCH = """import os, sys
 class Watch:
     def find_spec(name, path=None, target=None):
         if name == "jax":
-            with open({log!r}, "a") as file:
-                file.write(f"{{os.getpid()}} {{sys.orig_argv}}\\n")
-
-sys.meta_path.insert(0, Watch)
-"""
+            open(LOG, "a").write(f"{os.getpid()} {sys.orig_argv}\\n")
+sys.meta_path.insert(0, Watch)"""
 
 
 def test_no_output_of_anybodys_run_is_in_it():
     assert len(CELLS) > 5 and not any(c["outputs"] or c["execution_count"] for c in CELLS)
 
 
-@pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    """file of the model -> the outputs of all cells; jax was imported by one process alone.
+def outputs(model, folder, monkeypatch):
+    """Of all cells, run on a model file; jax was imported by one process alone.
 
     A second one would be refused by a TPU that the kernel holds.
     """
     import nbclient
     import nbformat
 
-    def run(model):
-        (tmp_path / ".cache" / "models").mkdir(parents=True)
-        (tmp_path / ".cache/models/smollm2-135m-instruct.gguf").symlink_to(model.resolve())
-        (tmp_path / "watch").mkdir()
-        log = tmp_path / "imported"
-        (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH.format(log=str(log)))
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'watch'}:{REPOSITORY}")
-        monkeypatch.setenv("FFN_SOURCE", str(REPOSITORY))
-        monkeypatch.setenv("FFN_STEPS", "4")
-        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        notebook = nbformat.read(NOTEBOOK, as_version=4)
-        nbclient.NotebookClient(
-            notebook, timeout=900, kernel_name="python3",
-            resources={"metadata": {"path": str(tmp_path)}},
-        ).execute()  # fmt: skip
-        assert len(log.read_text().splitlines()) == 1, log.read_text()
-        return json.dumps([cell.get("outputs") for cell in notebook.cells if "outputs" in cell])
-
-    return run
+    for name in ("models", "watch"):
+        (folder / ".cache" / name).mkdir(parents=True)
+    (folder / ".cache/models/smollm2-135m-instruct.gguf").symlink_to(model.resolve())
+    watch, log = folder / ".cache" / "watch", folder / "imported"
+    (watch / "sitecustomize.py").write_text(f"LOG = {str(log)!r}\n{WATCH}")
+    monkeypatch.setenv("PYTHONPATH", f"{watch}:{REPOSITORY}")
+    monkeypatch.setenv("FFN_SOURCE", str(REPOSITORY))
+    monkeypatch.setenv("FFN_STEPS", "4")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    notebook, where = nbformat.read(NOTEBOOK, as_version=4), {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3", resources=where).execute()
+    assert len(log.read_text().splitlines()) == 1, log.read_text()
+    return json.dumps([cell.get("outputs") for cell in notebook.cells if "outputs" in cell])
 
 
-def test_every_step_runs_in_one_process(kernel, tmp_path):
+def test_every_step_runs_in_one_process(tmp_path, monkeypatch):
     """A tiny model stands in for SmolLM2."""
-    tokenizer = byte_tokenizer()
+    tokenizer, config = byte_tokenizer(), dataclasses.replace(WIDE, max_position=512)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    config = dataclasses.replace(WIDE, max_position=512)
     save_gguf(config, random_params(config), tmp_path / "tiny.gguf", tokenizer=tokenizer)
-    texts = kernel(tmp_path / "tiny.gguf")
+    texts = outputs(tmp_path / "tiny.gguf", tmp_path, monkeypatch)
     assert texts.count("image/png") >= 4 and "os.fork" not in texts
 
 
 @pytest.mark.slow
-def test_it_runs(smollm2_gguf, kernel, tmp_path):
-    texts = kernel(smollm2_gguf)
+def test_it_runs(smollm2_gguf, tmp_path, monkeypatch):
+    texts = outputs(smollm2_gguf, tmp_path, monkeypatch)
     assert texts.count("image/png") >= 4 and "not pushed" in texts
     # As means of the neurons, like README's.
     assert "entropy 6.0551 nats a neuron" in texts and "first: entropy 6.0551" in texts
@@ -133,12 +120,9 @@ def test_what_the_first_cell_installs(monkeypatch, devices, packages, asked):
     assert install(monkeypatch, devices, packages) == asked
 
 
-def test_the_first_cell_takes_a_checkout_and_says_what_is_missing(monkeypatch):
+def test_what_the_first_cell_says(monkeypatch):
     assert install(monkeypatch, source="/a/checkout") == ["/a/checkout[all]"]
     with pytest.raises(SystemExit, match="address"):
         install(monkeypatch, source="")
-
-
-def test_the_first_cell_says_restart(monkeypatch):
     with pytest.raises(SystemExit, match="restart the session.*numpy is newer"):
         install(monkeypatch, packages={"numpy": "1.26"}, newer={"numpy": "2.4"})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from absl.flags._helpers import _damerau_levenshtein as distance
 from tiny_models import REPOSITORY, config_of
 
 from ffn_heterogeneity.launch.cli import UsageError, check_keys
@@ -89,32 +90,16 @@ def make_typos() -> list[tuple[str, str, str, str]]:
     return [(config, key, kind, typo) for (config, typo), (key, kind) in found.items()]
 
 
-def distance(a: str, b: str) -> int:
-    """Damerau-Levenshtein: letters to drop, add or replace and neighbours to swap."""
-    table = {(i, 0): i for i in range(len(a) + 1)} | {(0, j): j for j in range(len(b) + 1)}
-    for i in range(1, len(a) + 1):
-        for j in range(1, len(b) + 1):
-            table[i, j] = min(
-                table[i - 1, j] + 1,
-                table[i, j - 1] + 1,
-                table[i - 1, j - 1] + (a[i - 1] != b[j - 1]),
-            )
-            if i > 1 and j > 1 and a[i - 1] == b[j - 2] and a[i - 2] == b[j - 1]:
-                table[i, j] = min(table[i, j], table[i - 2, j - 2] + 1)
-    return table[len(a), len(b)]
-
-
 def distance_to_key(typo: str, key: str) -> int:
     """To the key, or to what is left of it without its groups, whichever is nearer."""
     parts = key.split(".")
     return min(distance(typo, ".".join(parts[i:])) for i in range(len(parts)))
 
 
-def test_distance():
-    assert distance("ratio", "ratio") == 0
-    assert distance("raito", "ratio") == distance("rato", "ratio") == distance("rratio", "ratio")
-    assert distance("", "abc") == 3 and distance("kitten", "sitting") == 3
+def test_distance_to_key():
+    """Letters to drop, add or replace and neighbours to swap, groups left out or not."""
     assert distance_to_key("wieght", "losses.nucl.weight") == 1
+    assert distance_to_key("kitten", "sitting") == 3
 
 
 def test_the_typos_are_many_and_of_every_kind():
