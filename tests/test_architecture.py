@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+from importlib import metadata
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -93,6 +95,22 @@ def test_files_and_functions_stay_short():
             if code_lines(node) > 60:
                 long.append(f"{path.name}: {node.name} has {code_lines(node)} lines of code")
     assert not long, long
+
+
+def test_what_is_imported_is_declared():
+    """An import name may be another than its package's: yaml, PyYAML."""
+    used, packages = set(), metadata.packages_distributions()
+    for path in sources("ffn_heterogeneity", "configs", "scripts"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [node.module] if hasattr(node, "module") else [x.name for x in node.names]
+                used |= {name.partition(".")[0] for name in names}
+    ours = {"configs", *(path.stem for path in modules()), PACKAGE.name}
+    text = (REPOSITORY / "pyproject.toml").read_text().lower().replace("-", "_")
+    declared = set(re.findall(r'"([a-z]\w+)', text))
+    for name in sorted(used - ours - sys.stdlib_module_names):
+        known = [one.lower().replace("-", "_") for one in packages.get(name, [name])]
+        assert declared & set(known), name
 
 
 def test_no_class_name_stands_twice():

@@ -79,11 +79,6 @@ def install(monkeypatch, devices="", packages=None, newer=None, source="git+http
     """What the first cell gives to pip, on a machine with such files in /dev and such packages."""
     asked, versions = [], {"jax": "0.10.2", **(packages or {})}
 
-    def version(name):
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
     def run(command, check):
         assert command[:5] == [sys.executable, "-m", "pip", "install", "-q"] and check
         asked.append(command[5])
@@ -92,7 +87,7 @@ def install(monkeypatch, devices="", packages=None, newer=None, source="git+http
     chip = "tpu" if re.match("/dev/(accel|vfio)", devices) else "gpu" if devices else "cpu"
     fake = types.SimpleNamespace(devices=lambda: [chip], default_backend=lambda: chip)
     monkeypatch.setattr("glob.glob", lambda pattern: [devices] if fnmatch(devices, pattern) else [])
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", versions.get)
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setitem(sys.modules, "jax", fake)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
