@@ -25,7 +25,9 @@ KINDS = {
                    Label("{model}")),
     "analysis": Kind({"analysis": "massive"}, ("model", "layer", "token", "five", "rank"),
                      ("model", "rank", "layer", "five"), Label("{model}")),
-    "removal": nucl.KINDS["removal"]._replace(shown=("model", "ratio", *nucl.REMOVAL)),
+    "removal": nucl.KINDS["removal"]._replace(
+        shown=("model", "ratio", *nucl.REMOVAL, "window")
+    ),
     # Models that were trained with adapters, as they are (k = 0) and attacked; each its seed.
     "adapted": Kind({"trained.adapter": bool, "attack": bool, "perplexity": bool},
                     ("model", *ATTACK, *nucl.EVALUATION, "trained."),
@@ -63,6 +65,7 @@ DROPPED = {"where": ALONE, "free": ("trained.macdrop.",)}
 LONG = {"ARC-Easy": TASKS["ARC-E"], "ARC-Challenge": TASKS["ARC-C"], "BoolQ": TASKS["BoolQ"],
         "PIQA": TASKS["PIQA"], "WinoGrande": TASKS["WG"]}  # fmt: skip
 
+HERE = "here: windows of {window}"
 UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
 FREE = (*nucl.REMOVAL, "layer")
 CHANCE = {"criterion": "random", **nucl.PLAIN}
@@ -75,18 +78,31 @@ RULE = Label(
         "{criterion}, {compensation}": nucl.FREELY,
     })  # fmt: skip
 SPARED = Label("{protect}", {"nobody": CHANCE})
-# Of a layer's neurons: the massive layer's loudest on bos, every layer's, those of lowest entropy;
-# and as many drawn from those that entropy keeps.
-LOST = ("massive:1", "massive:2", "massive:5", "bos:5", "entropy:0.01", "random:5", "random:0.01")
 HARM = Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows")
-NEEDED = Label("entropy, {lose} lost", {"chance": CHANCE, "entropy": ENTROPY})
+# What entropy is made to lose; the loudest are those of the largest |h| on bos.
+LOST = {
+    "massive:1": "the massive layer's loudest",
+    "massive:2": "the massive layer's 2 loudest",
+    "massive:5": "the massive layer's 5 loudest",
+    "bos:5": "each layer's 5 loudest",
+    "entropy:0.01": "each layer's lowest 1%",
+    "random:5": "any other 5",
+    "random:0.01": "any other 1%",
+}
+LOSS = Label("{lose}", {"none": ENTROPY} | {who: {"lose": lose} for lose, who in LOST.items()})
+NEEDED = Label(
+    "entropy, {lose} lost",
+    {"entropy": ENTROPY, "chance": CHANCE}
+    | {f"entropy, {who} lost": {**ENTROPY, "lose": lose} for lose, who in LOST.items()},
+)
 # As many as a figure can hold: chance, and rules that do better at most shares.
+SHOWN_LOST = ("massive:2", "bos:5", "entropy:0.01", "random:0.01")
 SHOWN = ("random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair")
 
 TABLES = (
     Table("table_1", ("attack",), {"Models": MODEL, "Attack": ATTACKS},
           {**PERPLEXITY, "Avg. (perplexity)": Mean(tuple(PERPLEXITY.values())), **TASKS,
-           "Avg. (accuracy)": MEAN}, {"k": (0, 5)}, here="here: windows of {window}"),
+           "Avg. (accuracy)": MEAN}, {"k": (0, 5)}, here=HERE),
     Table("table_7", ("analysis",), {"Models": MODEL}, {"Layer": "layer", "Indices": "five"},
           here="here"),
     Table("table_8", ("adapted",), {"Model": MODEL, "Method": METHOD}, {**LONG, "Avg.": MEAN},
@@ -122,15 +138,15 @@ TABLES = (
         {"NLL": "nll", "less unpruned": HARM,
          "less entropy": Against("nll", ENTROPY, FREE, "windows"),
          "less chance": Against("nll", CHANCE, FREE)},
-        {"lose": ""}, here="here", title="Ours: neurons removed, every rule", notes=(
+        {"lose": ""}, here=HERE, title="Ours: neurons removed, every rule", notes=(
             "Nats a token. Of several seeds the mean, lowest and highest; differences are paired "
             "over windows, of the means over seeds, those from chance over its seeds.",)),
     Table("needed", ("removal",), {
         "model": MODEL, "share of neurons": Label("{ratio}"),
-        "lost": Label("{lose}", {"none": ENTROPY})},
+        "lost": LOSS},
         {"NLL": "nll", "less entropy": Against("nll", ENTROPY, FREE, "windows"),
          "of entropy's advantage": Cell(Share("nll", ENTROPY, CHANCE, FREE), {"draws": False})},
-        {**ENTROPY, "lose": ("", *LOST)}, here="here",
+        {**nucl.PLAIN, "criterion": "entropy", "lose": ("", *LOST)}, here=HERE,
         title="Ours: entropy made to lose neurons that it keeps, as many in all: how much of its "
               "advantage over chance goes with them",
         notes=("1: as bad as chance; 0: as good as entropy. The advantage is chance's mean over "
@@ -139,7 +155,7 @@ TABLES = (
         "model": MODEL, "share of neurons": Label("{ratio}"), "spared": SPARED},
         {"NLL": "nll", "less chance": Against("nll", CHANCE, FREE),
          "of entropy's advantage": Share("nll", CHANCE, ENTROPY, FREE)},
-        {"criterion": "random", "reverse": False, "compensation": "none"}, here="here",
+        {"criterion": "random", "reverse": False, "compensation": "none"}, here=HERE,
         title="Ours: chance that spares a few neurons: how much of entropy's advantage over chance "
               "that explains",
         notes=("1: as good as entropy; 0: as bad as chance. Paired over seeds.",)),
@@ -162,8 +178,7 @@ CURVES = (
            title="Ours: neurons removed, by rule and by their share", log=True),
     Curves("needed_by_ratio", ("removal",), MODEL, NEEDED, {"NLL less unpruned": HARM}, x="ratio",
            xlabel="share of neurons removed",
-           where={"criterion": ("random", "entropy"), "protect": "", "reverse": False,
-                  "compensation": "none"},
+           where={**nucl.PLAIN, "criterion": ("random", "entropy"), "lose": ("", *SHOWN_LOST)},
            title="Ours: entropy with and without a few neurons that it keeps", log=True),
     Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
            title="Ours: perplexity according to k", log=True),

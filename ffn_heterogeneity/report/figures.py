@@ -60,7 +60,7 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
     # A legend of many lines would hide them.
-    beside = any(len(panel.lines) > len(COLOURS) for panel in panels)
+    beside = any(len(panel.lines) >= len(COLOURS) for panel in panels)
     figure, axes = _axes(rows, columns, (7 if beside else 4.6) * columns, 3.4 * rows)
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):

@@ -156,10 +156,10 @@ def test_what_sparing_explains(report, tmp_path):
     assert float(found["Entropy-based"]["less unpruned"]) == pytest.approx(0.2)
     # Its advantage goes with the two; of any others three draws are one row.
     rows = {row["lost"]: row for row in tables["needed"]}
-    assert rows.keys() == {"none", "massive:2", "random:5"}
-    share = "of entropy's advantage"
-    assert float(rows["massive:2"][share]) == pytest.approx(1) and rows["random:5"][share] == "-"
-    assert float(rows["random:5"]["less entropy"]) == pytest.approx(0)
+    two, others, share = "the massive layer's 2 loudest", "any other 5", "of entropy's advantage"
+    assert rows.keys() == {"none", two, others}
+    assert float(rows[two][share]) == pytest.approx(1) and rows[others][share] == "-"
+    assert float(rows[others]["less entropy"]) == pytest.approx(0)
     points = {line: xy for (_, line, _), xy in lines(tables, "removal_by_ratio").items()}
     assert points.keys() == {"Random", "Entropy-based"}  # nobody spared
     assert points["Random"][0][1] == pytest.approx(1.15)
