@@ -63,21 +63,16 @@ def nearest(typed: str, names: Collection[str]) -> str | None:
     """The name most like what was typed; None where even that is another word.
 
     Case, and "-" for "_", count for nothing, and neither do groups that were left out ("weight" for
-    "losses.nucl.weight"); of names equally like it, the one that is most alike with its groups.
+    "losses.nucl.weight"); of names with the same end, the shortest.
     """
-    matcher = difflib.SequenceMatcher(b=typed.lower().replace("-", "_"), autojunk=False)
-
-    def ratio(name: str) -> float:
-        matcher.set_seq1(name)
-        return matcher.ratio()
-
-    def alike(name: str) -> tuple[float, float]:
+    endings = {}
+    for name in sorted(names, key=len):
         parts = name.lower().split(".")
-        ratios = [ratio(".".join(parts[i:])) for i in range(len(parts))]
-        return max(ratios), ratios[0]
-
-    name = max(names, key=alike, default="")
-    return name if name and alike(name)[0] >= LIKE else None
+        for i in range(len(parts)):
+            endings.setdefault(".".join(parts[i:]), name)
+    typed = typed.lower().replace("-", "_")
+    found = difflib.get_close_matches(typed, endings, n=1, cutoff=LIKE)
+    return endings[found[0]] if found else None
 
 
 def some(names: Sequence[str], limit: int = 5) -> str:

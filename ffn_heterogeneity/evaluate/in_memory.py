@@ -18,11 +18,12 @@ from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.adapt import fold_all
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import results_of
 from ffn_heterogeneity.surgery.removal import neuron_axis
 
 # The criterion of the row that all others are compared with: the model as it is.
@@ -109,17 +110,8 @@ def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
       ValueError: as `compress.run`.
     """
     if config.get("criterion") == UNPRUNED:
-        widths = list(model.config.ffn_widths)
-        count = count_parameters(model.config)["total"]
-        return model, {
-            "criterion": UNPRUNED,
-            "removed": [[] for _ in widths],
-            "ffn_widths_before": widths,
-            "ffn_widths_after": widths,
-            "parameters_before": count,
-            "parameters_after": count,
-            "parameters_removed_percent": 0.0,
-        }
+        nothing = Plan(UNPRUNED, ratio=0.0)
+        return model, results_of(nothing, (model.config, model.config), {}, [])
     key = jax.random.key(config.get("seed", 0))
     surgery = compress.surgery_of(config)
     changed, results = surgery(model, surgery.read(config), key=key)

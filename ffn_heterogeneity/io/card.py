@@ -74,13 +74,10 @@ def published(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widths(facts: Mapping[str, Any]) -> list[str]:
-    """ "15 layers of 1,536, 15 of 1,152", before and after, where neurons went."""
-    told = []
-    for key in ("ffn_widths_before", "ffn_widths_after"):
-        widths = collections.Counter(facts.get(key, ()))
-        counts = [f"{count:,} of {width:,}" for width, count in widths.items()]
-        told.append(", ".join(counts).replace(" of", " layers of", 1))
-    return [f"- FFN widths: {told[1]}; before: {told[0]}"] if told[1] else []
+    """ "15 layers of 1,536, 15 of 1,152", where neurons went."""
+    widths = collections.Counter(facts.get("ffn_widths_after", ()))
+    told = ", ".join(f"{count:,} of {width:,}" for width, count in widths.items())
+    return [f"- FFN widths: {told.replace(' of', ' layers of', 1)}"] if widths else []
 
 
 def _measured(facts: Mapping[str, Any]) -> list[str]:

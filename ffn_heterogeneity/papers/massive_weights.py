@@ -62,8 +62,7 @@ CURRICULA, DRAWN = (
     for key in ("trained.macdrop.", "macdrop.")
 )
 DROPPED = {"where": ALONE, "free": ("trained.macdrop.",)}
-LONG = {"ARC-Easy": TASKS["ARC-E"], "ARC-Challenge": TASKS["ARC-C"], "BoolQ": TASKS["BoolQ"],
-        "PIQA": TASKS["PIQA"], "WinoGrande": TASKS["WG"]}  # fmt: skip
+LONG = dict(zip(("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande"), MEAN, strict=True))
 
 HERE = "here: windows of {window}"
 UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
@@ -79,24 +78,19 @@ RULE = Label(
     })  # fmt: skip
 SPARED = Label("{protect}", {"nobody": CHANCE})
 HARM = Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows")
-# What entropy is made to lose; the loudest are those of the largest |h| on bos.
+# What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
 LOST = {
-    "massive:1": "the massive layer's loudest",
-    "massive:2": "the massive layer's 2 loudest",
-    "massive:5": "the massive layer's 5 loudest",
+    "massive:2": "massive layer's 2 loudest",
     "bos:5": "each layer's 5 loudest",
     "entropy:0.01": "each layer's lowest 1%",
-    "random:5": "any other 5",
     "random:0.01": "any other 1%",
 }
-LOSS = Label("{lose}", {"none": ENTROPY} | {who: {"lose": lose} for lose, who in LOST.items()})
 NEEDED = Label(
-    "entropy, {lose} lost",
+    "",
     {"entropy": ENTROPY, "chance": CHANCE}
     | {f"entropy, {who} lost": {**ENTROPY, "lose": lose} for lose, who in LOST.items()},
 )
 # As many as a figure can hold: chance, and rules that do better at most shares.
-SHOWN_LOST = ("massive:2", "bos:5", "entropy:0.01", "random:0.01")
 SHOWN = ("random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair")
 
 TABLES = (
@@ -143,10 +137,10 @@ TABLES = (
             "over windows, of the means over seeds, those from chance over its seeds.",)),
     Table("needed", ("removal",), {
         "model": MODEL, "share of neurons": Label("{ratio}"),
-        "lost": LOSS},
+        "lost": Label("{lose}", {"none": ENTROPY})},
         {"NLL": "nll", "less entropy": Against("nll", ENTROPY, FREE, "windows"),
          "of entropy's advantage": Cell(Share("nll", ENTROPY, CHANCE, FREE), {"draws": False})},
-        {**nucl.PLAIN, "criterion": "entropy", "lose": ("", *LOST)}, here=HERE,
+        {"criterion": "entropy", "compensation": "none", **nucl.FREELY}, here=HERE,
         title="Ours: entropy made to lose neurons that it keeps, as many in all: how much of its "
               "advantage over chance goes with them",
         notes=("1: as bad as chance; 0: as good as entropy. The advantage is chance's mean over "
@@ -178,7 +172,7 @@ CURVES = (
            title="Ours: neurons removed, by rule and by their share", log=True),
     Curves("needed_by_ratio", ("removal",), MODEL, NEEDED, {"NLL less unpruned": HARM}, x="ratio",
            xlabel="share of neurons removed",
-           where={**nucl.PLAIN, "criterion": ("random", "entropy"), "lose": ("", *SHOWN_LOST)},
+           where={**nucl.PLAIN, "criterion": ("random", "entropy"), "lose": ("", *LOST)},
            title="Ours: entropy with and without a few neurons that it keeps", log=True),
     Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
            title="Ours: perplexity according to k", log=True),

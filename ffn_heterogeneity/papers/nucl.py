@@ -33,8 +33,8 @@ KINDS = {
 }  # fmt: skip
 
 # Method of Table 4 (below the six: ours) -> the config keys that make a removal it.
-FREELY = {"reverse": False, "protect": "", "lose": ""}
-PLAIN = {"compensation": "none", **FREELY}
+FREELY = {"reverse": False, "protect": ""}
+PLAIN = {"compensation": "none", "lose": "", **FREELY}
 SIMILAR = {"criterion": "similarity", **FREELY}
 METHODS = {
     "Pre-trained baseline": {"criterion": "none"},

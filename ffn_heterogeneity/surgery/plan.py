@@ -70,12 +70,10 @@ class Plan:
         """
         check_criterion(self.criterion, self.budget)
         check_compensation(self.compensation)
-        for setting in ("protect", "lose"):
-            spec = getattr(self, setting)
-            if not spec:
-                continue
-            check_named(setting, spec)
-            if self.criterion == SIMILARITY:
+        for setting, spec in (("protect", self.protect), ("lose", self.lose)):
+            if spec:
+                check_named(setting, spec)
+            if spec and self.criterion == SIMILARITY:
                 raise ValueError(f"{setting}={spec!r}: criterion {SIMILARITY!r} has no scores")
         if self.lose and self.budget == "global":
             raise ValueError(f"lose={self.lose!r} is of each layer: use budget='layer'")

@@ -34,6 +34,8 @@ def test_the_configs_numbers_are_table_6s(shared_data):
     assert table["learning rate"] == config.optimizer.learning_rate
     assert table["num train epochs"] == config.macdrop.epochs
     assert table["warmup ratio"] == round(config.optimizer.warmup_steps / config.steps, 2)
+    rows = dict(printed("massive_weights")["tables"]["table_6"]["rows"])
+    assert table == {key: value for key, value in rows.items() if not isinstance(value, str)}
 
 
 def test_what_is_printed(shared_data):
@@ -156,7 +158,7 @@ def test_what_sparing_explains(report, tmp_path):
     assert float(found["Entropy-based"]["less unpruned"]) == pytest.approx(0.2)
     # Its advantage goes with the two; of any others three draws are one row.
     rows = {row["lost"]: row for row in tables["needed"]}
-    two, others, share = "the massive layer's 2 loudest", "any other 5", "of entropy's advantage"
+    two, others, share = "massive:2", "random:5", "of entropy's advantage"
     assert rows.keys() == {"none", two, others}
     assert float(rows[two][share]) == pytest.approx(1) and rows[others][share] == "-"
     assert float(rows[others]["less entropy"]) == pytest.approx(0)
