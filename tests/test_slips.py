@@ -84,4 +84,3 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
     ):
         with pytest.raises(ValueError, match=f"unknown .*{message}"):
             call()
-    assert RATES["macdrop"]({"curriculum": "constant"}, 10)(3) == 0.8

@@ -87,7 +87,8 @@ def register():
     OBJECTIVES["three_classes"] = lambda config, model: Objective(head, predictions, metrics)
     TERMS["classes"] = classes
     REFRESHES["wobble"] = wobble
-    SURGERIES["three"] = Surgery("three", add_head, lambda settings: None, abstract=True)
+    Three = dataclasses.make_dataclass("Three", ["classes"])
+    SURGERIES["three"] = Surgery("three", add_head, Three, abstract=True)
 
 
 def config_for(files: Path, **changes):
