@@ -11,7 +11,7 @@ from pathlib import Path
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _OWN_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_")
-_ACCELERATORS = ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd")
+_ACCELERATORS = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*", "kfd")
 
 
 def restart_with_huge_pages() -> None:

@@ -9,9 +9,11 @@ import dataclasses
 import difflib
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
+_TYPES = {"str": str, "bool": bool, "int": Integral, "float": Real, "None": type(None)}
 
 # Share of letters in common (difflib's ratio) from which on a name may be the one that was meant.
 LIKE = 0.6
@@ -50,12 +52,17 @@ def settings_of(kind: type[Kind], given: Mapping[str, Any] | Kind | None) -> Kin
       given: an instance is itself.
 
     Raises:
-      ValueError: a setting that `kind` has not; and as `kind` itself.
+      ValueError: a setting that `kind` has not, or of another type; and as `kind` itself.
     """
     if isinstance(given, kind):
         return given
-    values = dict(given or {})
-    check_known(values, [field.name for field in dataclasses.fields(kind)])
+    values, fields = dict(given or {}), dataclasses.fields(kind)
+    check_known(values, [field.name for field in fields])
+    for field in fields:
+        parts, value = str(field.type).split(" | "), values.get(field.name, field.default)
+        wanted = tuple(_TYPES[part] for part in parts if part in _TYPES)
+        if len(wanted) == len(parts) and not isinstance(value, wanted):
+            raise ValueError(f"{field.name}={value!r}: {field.type} is expected")
     return kind(**values)
 
 

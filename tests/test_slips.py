@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 
 import pytest
 from tiny_models import LLAMA, config_of, random_params
@@ -84,3 +85,17 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
     ):
         with pytest.raises(ValueError, match=f"unknown .*{message}"):
             call()
+
+
+@pytest.mark.parametrize(("name", "given", "message"), [
+    ("prune", {"reverse": "False"}, "reverse='False': bool is expected"),
+    ("prune", {"count": 2.7}, "count=2.7: int | None is expected"),
+    ("prune", {"criterion": None}, "criterion=None: str is expected"),
+    ("prune", {"protect": "bos:inf"}, "protect='bos:inf'"),
+    ("lora", {"dropout": 5}, "dropout=5"),
+    ("macdrop", {"epochs": 2.5}, "epochs=2.5: int is expected"),
+    ("macdrop", {"a": float("nan")}, "a=nan"),
+])  # fmt: skip
+def test_a_value_of_another_kind_is_refused(name, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SURGERIES[name].check(given)

@@ -26,6 +26,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.sources import DataError, Source, named_place
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
+from ffn_heterogeneity.wording import check_choice
 
 BOS_POLICIES = ("auto", "segment", "document", "none")
 CHAT_TEMPLATES = ("auto", "tokenizer", "tulu")
@@ -87,11 +88,8 @@ class Encoder:
         append: str = "",
         loss_on_prompt: bool = False,
     ):
-        if chat_template not in CHAT_TEMPLATES:
-            known = ", ".join(CHAT_TEMPLATES)
-            raise DataError(f"chat_template is {chat_template!r}; it must be one of {known}")
-        if bos not in BOS_POLICIES:
-            raise DataError(f"bos is {bos!r}; it must be one of {', '.join(BOS_POLICIES)}")
+        check_choice("chat_template", chat_template, CHAT_TEMPLATES, DataError)
+        check_choice("bos", bos, BOS_POLICIES, DataError)
         if bos == "auto":
             bos = "none" if tokenizer.bos_token_id is None else "segment"
         if bos != "none" and tokenizer.bos_token_id is None:

@@ -5,7 +5,8 @@ process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they
 their mark:
 
   a question without a text    multiple choice, log-likelihoods: graders see numbers alone
-  the harness's own graders    metrics, aggregations and filters of lm_eval/api and lm_eval/filters
+  the harness's own graders    metrics, aggregations and filters of lm_eval/api and lm_eval/filters,
+                               of any version
   code of a task               where its file was read, as `READ` says
 
 The tasks of our pack (`data_root`) do not come here: their graders stand in harness_tasks/task.py.

@@ -119,10 +119,6 @@ def _answers(config: ConfigDict, workdir: epath.Path) -> dict:
     return results
 
 
-def _nothing(config: ConfigDict) -> None:
-    """For an analysis whose config names a model alone."""
-
-
 # name -> (what refuses its config before anything is loaded, what measures)
 EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
     "perplexity": (check_inputs, _perplexity),
@@ -130,8 +126,8 @@ EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]]
     "answers": (check_answers, _answers),
     "chat": (check_chat, _chat),
     "judge": (judge.check, judge.run),
-    "connectivity": (_nothing, connectivity),
+    "connectivity": (lambda config: None, connectivity),
     "displacement": (check_inputs, displacement),
-    "massive": (_nothing, massive),
+    "massive": (lambda config: None, massive),
     "lesions": (check_lesions, lesions),
 }

@@ -32,10 +32,10 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
       facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
     """
     licence = licence_of(base)
-    hub = base if re.fullmatch(r"[\w-]+/[\w.-]+", base) and not Path(base).exists() else ""
+    name = public_text(base)
     head = ["library_name: ffn_heterogeneity", f"license: {licence or 'other'}"]
-    head += [f"base_model: {hub}"] if hub else []
-    facts = published(plain(facts))  # as results.json has it
+    head += [f"base_model: {base}"] if _is_hub_id(base) else []
+    facts = plain(facts)  # as results.json has it
     flat = flatten_config(facts)
     rows = [
         f"| {key.replace('.', '/')} | {value} |"
@@ -43,8 +43,8 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
     text = [
-        "---", *head, "---", f"# {Path(base).stem or 'model'}, {method.split(':')[0]}", "",
-        f"- base: `{hub or Path(base).name}`", f"- method: {method}", *_widths(facts),
+        "---", *head, "---", f"# {name or 'model'}, {method.split(':')[0]}", "",
+        f"- base: `{name}`", f"- method: {method}", *_widths(facts),
         f"- licence: {licence or 'not known here'} (the base model's)",
         *_measured(facts), f"- {loads_in(directory)}", "",
         "| number (results.json) | value |", "|:--|--:|", *rows, "",
@@ -62,15 +62,19 @@ def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
 
 
 def published(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with every text that is an absolute path, or one that is here, as its last part."""
+    """The facts, of every text what may be published."""
+    return {key: public_text(value) for key, value in facts.items()}
 
-    def name(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return published(value)
-        here = isinstance(value, str) and value and (os.path.isabs(value) or os.path.exists(value))
-        return os.path.basename(value.rstrip("/")) if here else value
 
-    return {key: name(value) for key, value in facts.items()}
+def public_text(value: Any) -> Any:
+    """Of a path its last part: where somebody keeps a file is nobody's business. A hub id stays."""
+    if not isinstance(value, str) or _is_hub_id(value):
+        return value
+    return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+
+
+def _is_hub_id(text: str) -> bool:
+    return re.fullmatch(r"[\w-]+/[\w.-]+", text) is not None and not Path(text).exists()
 
 
 def _widths(facts: Mapping[str, Any]) -> list[str]:
@@ -83,7 +87,7 @@ def _widths(facts: Mapping[str, Any]) -> list[str]:
 def _measured(facts: Mapping[str, Any]) -> list[str]:
     if "protocol" not in facts:
         return ["- perplexity: not measured by this run"]
-    how = ", ".join(f"{key} {value}" for key, value in facts["protocol"].items())
+    how = ", ".join(f"{key} {public_text(value)}" for key, value in facts["protocol"].items())
     return [f"- perplexity: {facts['perplexity_before']} before, {facts['perplexity_after']} after",
             f"- measured on: {how}"]  # fmt: skip
 

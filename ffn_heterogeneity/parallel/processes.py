@@ -80,16 +80,15 @@ def devices_seen(how: str) -> str:
         own devices. Under SLURM JAX gives a process one GPU, whatever its node has (jax #16788).
     """
     here, together = jax.local_device_count(), jax.device_count()
-    tasks = os.getenv("SLURM_STEP_NUM_TASKS", "1")
-    told = int(how.split(",")[1] if "," in how else tasks)
+    told = int(how.split(",")[1]) if "," in how else _of_slurm("STEP_NUM_TASKS")
     if told > 1 and together == here and how != ALONE:
         raise ValueError(
             f"distributed={how!r}: this is one of {told} processes and sees only its own {here} "
             f"devices; --distributed=auto joins them, --distributed={ALONE} says that each is "
             "a run of its own"
         )
-    gpus = int(os.getenv("SLURM_GPUS_ON_NODE", "0")) if jax.default_backend() == "gpu" else 0
-    used = here * int(re.match(r"\d+", os.getenv("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
+    gpus = _of_slurm("GPUS_ON_NODE") if jax.default_backend() == "gpu" else 0
+    used = here * _of_slurm("STEP_TASKS_PER_NODE")
     if how == "auto" and used < gpus and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         raise ValueError(
             f"distributed='auto': {used} of this node's {gpus} GPUs would be used: start a task "
@@ -99,6 +98,12 @@ def devices_seen(how: str) -> str:
         f"process {jax.process_index()} of {jax.process_count()}: {here} of {together} "
         f"{jax.default_backend()} devices"
     )
+
+
+def _of_slurm(name: str) -> int:
+    """The largest number of a variable: of "2(x3),1" 2 tasks a node and not 3 nodes; else 1."""
+    text = re.sub(r"\(x\d+\)", "", os.getenv(f"SLURM_{name}", ""))
+    return max(map(int, re.findall(r"\b\d+\b", text)), default=1)
 
 
 def is_main() -> bool:

@@ -45,6 +45,8 @@ class Lora(Quantised):
         super().__post_init__()
         if self.rank < 1 or not np.isfinite(self.alpha):
             raise ValueError(f"rank={self.rank} must be at least 1, alpha={self.alpha} finite")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is outside [0, 1)")
 
 
 # The settings of a surgery that has none.

@@ -197,7 +197,7 @@ def check_named(setting: str, spec: str) -> tuple[str, float]:
     """
     kind, _, size = spec.partition(":")
     counted = ("bos", "massive", "random") if setting == "lose" else ("bos", "massive")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         number = float(size)
         whole = number == int(number) and number >= 1
         share = 0 < number < 1

@@ -40,7 +40,7 @@ class Plan:
         lowest-entropy hundredth of every layer), or "" (nobody).
       lose: who goes whatever the criterion says, in the place of those it would take last: as
         `protect`, or "random:5", "random:0.01": of every layer so many, or such a share, of those
-        that would stay, drawn by the seed.
+        that would stay, drawn by the seed. Of one that is named by both, this holds.
     """
 
     criterion: str
@@ -121,7 +121,7 @@ class Plan:
         if not len(lost) == count <= cut:
             raise ValueError(
                 f"lose={self.lose!r}: {count} of layer {layer}'s {len(scores)} neurons, of which "
-                f"{cut} go: name fewer"
+                f"{cut} go and {len(scores) - cut} stay: name fewer"
             )
         others = np.setdiff1d(np.arange(len(scores)), lost)
         return np.union1d(lost, others[highest(scores[others], cut - count)])

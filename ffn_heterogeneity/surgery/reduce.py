@@ -122,7 +122,13 @@ def reduce_model(
     def leaves(i: int) -> dict:
         return sites[i, None] | ({"seen": seen[i]} if seen[i] else {})
 
-    for layer, cut in plan.cuts(widths, leaves).items():
+    cuts = plan.cuts(widths, leaves)
+    if "massive:" in plan.protect + plan.lose and not any(seen[i]["massive"] for i in cuts):
+        raise ValueError(
+            f"layers={plan.layers!r} leaves out the massive layer, whose neurons "
+            f"{plan.protect or plan.lose!r} names"
+        )
+    for layer, cut in cuts.items():
         for site in [site for site in sites if site[0] == layer]:
             new[site], gone, report = reduce_layer(
                 sites[site], plan, layer=layer, cut=cut, seen=seen[layer]

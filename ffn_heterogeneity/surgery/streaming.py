@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from ffn_heterogeneity.io import huggingface, safetensors
 from ffn_heterogeneity.io.assemble import Stored, check_names, checked
+from ffn_heterogeneity.io.card import published
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import (
     MAX_SHARD_BYTES,
@@ -146,7 +147,7 @@ def compress_directory(
             for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
                 shutil.copyfile(file, temporary / file.name)
         results = results_of(plan, (checkpoint.config, smaller), removed, reports)
-        write_json(temporary / "removed_neurons.json", results)
+        write_json(temporary / "removed_neurons.json", published(results))
     return results
 
 

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import ADAPTERS, RATES, REFRESHES
 from ffn_heterogeneity.losses import TERMS
-from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term
+from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term, strict
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES, choose_dtype
@@ -275,7 +275,7 @@ def _terms(config: ConfigDict, kind: str, model: ModelConfig, mesh: Any) -> tupl
             continue
         settings = {k: value for k, value in group.items() if k not in ("term", "weight")}
         try:
-            one = TERMS[term](TermContext(name, weight, model, mesh), **settings)
+            one = strict(TERMS[term])(TermContext(name, weight, model, mesh), **settings)
             if not isinstance(one, LossTerm):
                 raise ValueError(f"term {term!r} returned {one!r:.60}: it must return a LossTerm")
             made[list(TERMS).index(term), name] = one

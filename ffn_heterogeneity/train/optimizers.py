@@ -18,6 +18,7 @@ import optax
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.wording import check_choice
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -63,8 +64,7 @@ class OptimizerConfig:
     adafactor_eps: float = 1e-30
 
     def __post_init__(self):
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.name!r} is unknown: choose one of {OPTIMIZERS}")
+        check_choice("optimizer", self.name, OPTIMIZERS)
         for name, low, high in (("b1", 0, 1), ("b2", 0, 1), ("momentum", 0, 1)):
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} is outside [0, 1)")
@@ -217,8 +217,7 @@ def make_schedule(
     Raises:
       ValueError: unknown name, a rate that is negative or not finite, a decay without a length.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is unknown: choose one of {SCHEDULES}")
+    check_choice("schedule", name, SCHEDULES)
     if not 0 <= learning_rate < math.inf:
         raise ValueError(f"learning_rate={learning_rate} must be finite and >= 0")
     if warmup_steps < 0:

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.adapters import parameters_in
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
-from ffn_heterogeneity.io.card import compared, write_card
+from ffn_heterogeneity.io.card import compared, public_text, write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import read_json, write_json
@@ -270,7 +270,7 @@ def measured(
     counts = [(mask.any(1).sum(), mask.sum()) for mask in (b["loss_mask"] for b in batches)]
     windows, tokens = np.sum(counts, axis=0).tolist()
     data = config.data
-    text = data.get("validation_path") or f"held-out part of {data.path or data.task}"
+    text = data.get("validation_path") or f"held-out part of {public_text(data.path or data.task)}"
     return compared(
         *(float(np.exp(nll[at])) for at in (0, step)), text=text, window=config.seq_len,
         windows=windows, tokens=tokens, dtype=str(built.options.compute_dtype),

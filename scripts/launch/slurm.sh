@@ -29,7 +29,7 @@ submit() { # <job> <sbatch options ...>
 case ${1-} in
   array)
     points=$(realpath "${2:?a file of commands, one a line}")
-    while IFS= read -r line; do
+    while IFS= read -r line || [[ $line ]]; do
       bash -nc "$line" 2>/dev/null || { echo "error: $points: this line is no whole command: $line" >&2; exit 2; }
     done <"$points"
     count=$(grep -c . "$points") || { echo "error: $points holds no command" >&2; exit 2; }

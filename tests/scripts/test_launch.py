@@ -81,9 +81,10 @@ def test_slurm_jobs(tmp_path):
         env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"},
     )  # fmt: skip
     assert task.stdout == "c  d 2 x\ny\n", task
-    points.write_text("echo 'a\nb'\n")
-    code, out, error = run("slurm.sh", "--print", "array", points)
-    assert code == 2 and not out and "no whole command: echo 'a\n" in error
+    for half in ("echo 'a\nb'\n", "echo a\necho 'a"):
+        points.write_text(half)
+        code, out, error = run("slurm.sh", "--print", "array", points)
+        assert code == 2 and not out and "no whole command: echo 'a\n" in error
     code, out, error = run("slurm.sh", "--print", "nodes", "four", "train")
     assert code == 2 and not out and "nodes four: a number is expected" in error
     code, out, _ = run("slurm.sh", "--print", "nodes", 4, "train", "--workdir=a b", "--",

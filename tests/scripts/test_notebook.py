@@ -84,7 +84,7 @@ def install(monkeypatch, devices="", packages=None, newer=None, source="git+http
         asked.append(command[5])
         versions.update(newer or {})
 
-    chip = "tpu" if re.match("/dev/(accel|vfio)", devices) else "gpu" if devices else "cpu"
+    chip = "tpu" if re.match("/dev/(accel\\d|vfio)", devices) else "gpu" if "nvidia" in devices else "cpu"
     fake = types.SimpleNamespace(devices=lambda: [chip], default_backend=lambda: chip)
     monkeypatch.setattr("glob.glob", lambda pattern: [devices] if fnmatch(devices, pattern) else [])
     monkeypatch.setattr(metadata, "version", versions.get)
@@ -108,6 +108,7 @@ OURS = "ffn-heterogeneity[all{}] @ git+https://example.org/x"
         # libtpu is looked for even where nothing else is missing.
         ("/dev/vfio/0", {}, [OURS.format(",tpu"), "jax[tpu]==0.10.2"]),
         ("/dev/accel0", INSTALLED, ["jax[tpu]==0.10.2"]),
+        ("/dev/accel", INSTALLED, []),  # where Linux puts another maker's
         ("/dev/nvidia0", {}, [OURS.format(",gpu"), "jax[cuda12]==0.10.2"]),
     ],
 )

@@ -146,7 +146,7 @@ def test_through_the_surgery(params, tmp_path):
         ({"lose": "loud:5"}, "lose='loud:5'.*random:5"),
         ({"lose": "bos:5", "criterion": "similarity"}, "has no scores"),
         ({"lose": "bos:5", "budget": "global"}, "use budget='layer'"),
-        ({"lose": "bos:7"}, "7 of layer 0's 24 neurons, of which 6 go"),
+        ({"lose": "bos:7"}, "7 of layer 0's 24 neurons, of which 6 go and 18 stay"),
     ],
 )
 def test_what_cannot_be(changes, message, tmp_path, model):
@@ -156,6 +156,13 @@ def test_what_cannot_be(changes, message, tmp_path, model):
     config = config_of("prune", model=str(model), **changes)
     with pytest.raises(ValueError, match=message):
         compress.run(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("setting", ["protect", "lose"])
+def test_massive_neurons_of_layers_that_are_left_out(params, seen, setting):
+    others = [i for i in range(4) if not seen[i]["massive"]]
+    with pytest.raises(ValueError, match="leaves out the massive layer, .* 'massive:2' names"):
+        removed(params, seen, "entropy", layers=others, **{setting: "massive:2"})
 
 
 def test_an_activation_that_was_not_taken(params):

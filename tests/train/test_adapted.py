@@ -99,8 +99,6 @@ def test_dora_trains_past_massive_weights(files, tmp_path, scope):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     drawn = [row["train/macdrop"] for row in map(json.loads, lines) if "train/macdrop" in row]
     np.testing.assert_allclose(drawn, [0.6, 0.4, 0.2, 0.0], atol=1e-6)  # 0.8 (1 - t / 4)
-    if scope == "massive":
-        return
     # Evaluation knows nothing of it: before the first step it is the model as it came.
     plain = training.run(config_for(*files, argument="text,dora", dora__rank=3, steps=1),
                          tmp_path / "plain")  # fmt: skip

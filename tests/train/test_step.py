@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from train_toy import L1, NLL, NORM, V, accumulated, hyper, toy_batch, toy_forward, toy_params
 
+from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.parallel.partition import (
     batch_sharding,
@@ -14,6 +16,7 @@ from ffn_heterogeneity.parallel.partition import (
     trainable_mask,
 )
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.train.build import make_refresh
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import (
@@ -241,14 +244,16 @@ def test_refresh_reads_the_tree_but_is_not_stored():
     )
 
 
-def test_a_refresh_draws_once_an_optimiser_step():
-    """Anew each step, the same in all its micro-batches."""
+def test_a_refresh_draws_once_an_optimiser_step(monkeypatch):
+    """Anew each step, the same in all its micro-batches; as a config's `refresh` names it."""
 
-    def refresh(params, step, key, values, train):
+    def toy(params, step, key, values, train):
         scale = params["final_norm"]["scale"]
         kept = jax.random.bernoulli(key, 0.5, scale.shape)
         return params | {"final_norm": {"scale": scale * kept}}
 
+    monkeypatch.setitem(REFRESHES, "toy", lambda settings: toy)
+    refresh = make_refresh(ConfigDict({"refresh": ("toy",), "toy": {}}))
     step, state = build(terms=(NLL,), refresh=refresh, donate=False)
     in_two, _ = build(terms=(NLL,), refresh=refresh, donate=False, accumulation=2)
     batch, still = accumulated(toy_batch(4), 1), hyper(learning_rate=0.0)
