@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import types
@@ -84,7 +83,8 @@ def install(monkeypatch, devices="", packages=None, newer=None, source="git+http
         asked.append(command[5])
         versions.update(newer or {})
 
-    chip = "tpu" if re.match("/dev/(accel\\d|vfio)", devices) else "gpu" if "nvidia" in devices else "cpu"
+    chips = {"accel0": "tpu", "vfio/0": "tpu", "nvidia0": "gpu"}
+    chip = chips.get(devices.removeprefix("/dev/"), "cpu")
     fake = types.SimpleNamespace(devices=lambda: [chip], default_backend=lambda: chip)
     monkeypatch.setattr("glob.glob", lambda pattern: [devices] if fnmatch(devices, pattern) else [])
     monkeypatch.setattr(metadata, "version", versions.get)
