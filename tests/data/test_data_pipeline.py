@@ -283,7 +283,7 @@ def test_a_missing_field_is_found_at_once_and_placed(write, characters):
         ({"validation_fraction": -0.1}, (2, 8), "validation_fraction is -0.1"),
         ({"validation_fraction": 0.1, "validation_path": "x"}, (2, 8), "choose one"),
         ({"path": ""}, (2, 8), "task 'text' needs a path"),
-        ({"bos": "first"}, (2, 8), "bos is 'first'"),
+        ({"bos": "first"}, (2, 8), "bos='first'"),
         ({"passage_chars": 0}, (2, 8), "passage_chars is 0"),
         ({"task": "messages", "append": "x"}, (2, 8), "'messages' has no prompts and responses"),
         ({"task": "tokens", "loss_on_prompt": True}, (2, 8), "'tokens' has no prompts"),
