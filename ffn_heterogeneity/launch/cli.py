@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import inspect
 import os
 import re
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +92,7 @@ def launch(
             print(distributed.devices_seen(distributed_flag.value), file=sys.stderr)
             if jax.process_count() > 1 and not workdir_flag.value:
                 raise UsageError("several processes need one --workdir, the same for all of them")
-        path = workdir_flag.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = workdir_flag.value or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
         if not workdir_flag.value:
             sys.argv.append(f"--workdir={path}")  # the command that goes on names it
         with working_in(path, config.to_dict(), alone=alone):
