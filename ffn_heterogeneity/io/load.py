@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -65,6 +66,10 @@ class Model:
             "tokenizer": "none" if self.tokenizer is None else type(self.tokenizer).__name__,
         }
         return "\n".join(f"{name:<19}{value}" for name, value in rows.items())
+
+
+# Under `jax.eval_shape` a surgery maps a model of shapes to another, config and all.
+jax.tree_util.register_dataclass(Model, ["params"], ["config", "tokenizer", "source"])
 
 
 def load_model(

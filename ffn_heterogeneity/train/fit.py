@@ -50,12 +50,12 @@ def build_shapes(config: ConfigDict, mesh: Mesh | AbstractMesh) -> Built:
     model = model_shape(config)
     kept = {} if is_fresh(config) else load_kept(config.model, revision=config.revision)
 
-    def tree(params: dict, kept: dict) -> dict:
+    def start(params: dict, kept: dict) -> Model:
         params = put_back(model, flatten(unstack(params)), kept)
-        return prepared(config, Model(model, params, None, "")).params
+        return prepared(config, Model(model, params, None, ""))
 
-    params = jax.eval_shape(tree, causal_lm.abstract_params(model, jnp.bfloat16), kept)
-    return build(config, model, params, mesh)
+    planned = jax.eval_shape(start, causal_lm.abstract_params(model, jnp.bfloat16), kept)
+    return build(config, planned.config, planned.params, mesh)
 
 
 def state_bytes(built: Built) -> dict[str, int]:
