@@ -91,7 +91,7 @@ def perplexity(
 def run(
     command: str, config: str, workdir: str | os.PathLike, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What `ffnh <command> --config=<config> --workdir=<workdir>` does, inside this process.
+    """`ffnh <command> --config=<config> --workdir=<workdir>` inside this process.
 
     A notebook's kernel that holds a TPU is the only process that may use it.
 

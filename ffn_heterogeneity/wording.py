@@ -1,4 +1,4 @@
-"""What errors say alike: the choices, the nearest name, some of many, an error in one line.
+"""Wording that errors share: the choices, the nearest name, some of many, an error in one line.
 
 Settings that come as a mapping become a frozen dataclass here, so that a slip is refused.
 """

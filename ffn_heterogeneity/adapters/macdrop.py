@@ -51,8 +51,10 @@ class Macdrop:
         if self.k < 1:
             raise ValueError(f"k={self.k} must be at least 1")
         if not 0 <= self.p0 <= 1 or self.epochs < 1 or not self.a >= 0:
-            raise ValueError(f"p0={self.p0} must lie in [0, 1], epochs={self.epochs} be at least "
-                             f"1, a={self.a} not negative")  # fmt: skip
+            raise ValueError(
+                f"p0={self.p0} must lie in [0, 1], epochs={self.epochs} be at least 1, a={self.a} "
+                "not negative"
+            )
 
 
 def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which of the harness's tasks may grade what a model wrote: those whose graders were read.
+"""The harness's tasks that may grade what a model wrote: those whose graders were read.
 
 A grader that calls `eval`, sympy's `parse_expr` or a program runs a model's answer as code in this
 process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not refused by
@@ -60,7 +60,7 @@ def _graders(task: Any) -> Iterator[Any]:
 
 
 def _file(grader: Any) -> Path:
-    """Where a grader's code stands."""
+    """The file of a grader's code."""
     while isinstance(grader, functools.partial):
         grader = grader.func
     # What the harness makes of a function in metric_list is its `__call__`.

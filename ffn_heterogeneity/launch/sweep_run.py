@@ -210,10 +210,10 @@ def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) 
     own = () if script else tuple(task.point.settings)
     changed = [key for key in mine if mine[key] != base[key] and key not in own]
     place = [f"--workdir={task.directory}"]
-    if COMMANDS[kind].together:
-        place.append(f"--distributed={ALONE}")  # as a task of one `srun`, too
     if not script:
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]
+    elif COMMANDS[kind].together:
+        place.append(f"--distributed={ALONE}")  # as a task of one `srun`, too
     program = [sys.executable or "python", os.path.join(scripts, script or "sweep.py")]
     overrides = [f"--config.{key}={mine[key]}" for key in changed]
     return shell_line([*program, f"--config={spec}", *overrides, *place])

@@ -73,7 +73,7 @@ def initialize(how: str) -> None:
 
 
 def devices_seen(how: str) -> str:
-    """What this process and its run compute on, in a line; `how` as given to `initialize`.
+    """A line on the devices of this process and of its run; `how` as given to `initialize`.
 
     Raises:
       ValueError: it is one of several processes, or its node has several GPUs, and it sees only its

@@ -196,14 +196,13 @@ def check_named(setting: str, spec: str) -> tuple[str, float]:
       ValueError: it names no neurons; "random" names those to lose alone.
     """
     kind, _, size = spec.partition(":")
-    counted = ("bos", "massive", "random") if setting == "lose" else ("bos", "massive")
-    with contextlib.suppress(ValueError, OverflowError):
+    drawn, more = ((), "") if setting == "protect" else (("random",), ", random:5 or random:0.01")
+    with contextlib.suppress(ValueError):
         number = float(size)
-        whole = number == int(number) and number >= 1
-        share = 0 < number < 1
-        if (kind in counted and whole) or (kind in ("entropy", *counted[2:]) and share):
+        if kind in ("bos", "massive", *drawn) and number >= 1 and number.is_integer():
             return kind, number
-    more = ", random:5 or random:0.01" if setting == "lose" else ""
+        if kind in ("entropy", *drawn) and 0 < number < 1:
+            return kind, number
     raise ValueError(f"{setting}={spec!r}: bos:5, massive:5 or entropy:0.01{more}")
 
 

@@ -38,8 +38,10 @@ class Removal(Plan):
             object.__setattr__(self, "ratio", None)
         self.check()
         if self.looks == "text" and not self.calibration:
-            raise ValueError(f"criterion {self.criterion!r} looks at calibration text: give "
-                             "--config.calibration=<text file>")  # fmt: skip
+            raise ValueError(
+                f"criterion {self.criterion!r} looks at calibration text: give "
+                "--config.calibration=<text file>"
+            )
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
@@ -123,10 +125,11 @@ def reduce_model(
         return sites[i, None] | ({"seen": seen[i]} if seen[i] else {})
 
     cuts = plan.cuts(widths, leaves)
-    if "massive:" in plan.protect + plan.lose and not any(seen[i]["massive"] for i in cuts):
+    massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
+    if massive and not any(seen[layer]["massive"] for layer in cuts):
         raise ValueError(
-            f"layers={plan.layers!r} leaves out the massive layer, whose neurons "
-            f"{plan.protect or plan.lose!r} names"
+            f"layers={plan.layers!r} leaves out the massive layer, whose neurons {massive[0]!r} "
+            "names"
         )
     for layer, cut in cuts.items():
         for site in [site for site in sites if site[0] == layer]:

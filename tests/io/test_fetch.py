@@ -37,12 +37,8 @@ def pip(monkeypatch):
 
     def run(command, check, **options):
         with_pip = [sys.executable, "-m", "pip", "install"]
-        assert command[:4] == with_pip or command[1:5] == [
-            "pip",
-            "install",
-            "--python",
-            with_pip[0],
-        ]
+        with_uv = ["pip", "install", "--python", sys.executable]
+        assert command[:4] == with_pip or command[1:5] == with_uv
         assert "--no-deps" in command and options["env"]["PIP_USER"] == "0" and check
         requirement = command[-1]
         asked.append(requirement)
@@ -121,7 +117,7 @@ def without_pip(pip, tmp_path, monkeypatch):
 
 
 def test_uv_fetches_where_there_is_no_pip(without_pip, pip, tmp_path):
-    """It lies where `pip install --user uv` puts it, which no ssh command has in its PATH."""
+    """uv lies where `pip install --user uv` puts it, which no ssh command has in its PATH."""
     uv = without_pip / ".local" / "bin" / "uv"
     uv.parent.mkdir(parents=True)
     uv.touch(mode=0o755)

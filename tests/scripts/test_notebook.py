@@ -34,7 +34,7 @@ def test_no_output_of_anybodys_run_is_in_it():
 
 
 def outputs(model, folder, monkeypatch):
-    """Of all cells, run on a model file; jax was imported by one process alone.
+    """The outputs of all cells, run on a model file; jax was imported by one process alone.
 
     A second one would be refused by a TPU that the kernel holds.
     """
@@ -75,7 +75,7 @@ def test_it_runs(smollm2_gguf, tmp_path, monkeypatch):
 
 
 def install(monkeypatch, devices="", packages=None, newer=None, source="git+https://example.org/x"):
-    """What the first cell gives to pip, on a machine with such files in /dev and such packages."""
+    """The first cell's requirements for pip, where /dev and the environment hold these."""
     asked, versions = [], {"jax": "0.10.2", **(packages or {})}
 
     def run(command, check):

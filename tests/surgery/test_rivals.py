@@ -92,7 +92,7 @@ def test_who_is_spared_goes_last(params, seen, protect, budget):
 
 @pytest.mark.parametrize("lose", ["bos:3", "massive:2", "entropy:0.1", "random:3", "random:0.1"])
 def test_who_is_lost_goes_in_the_place_of_the_last(params, seen, lose):
-    """As many go; those lost, and of the others the criterion's first."""
+    """The count stays; those lost go, and of the others the criterion's first."""
     plain = removed(params, seen, "entropy")
     kind, _, size = lose.partition(":")
     draws = [removed(params, seen, "entropy", lose=lose, seed=seed) for seed in (0, 0, 1)]
@@ -160,9 +160,10 @@ def test_what_cannot_be(changes, message, tmp_path, model):
 
 @pytest.mark.parametrize("setting", ["protect", "lose"])
 def test_massive_neurons_of_layers_that_are_left_out(params, seen, setting):
-    others = [i for i in range(4) if not seen[i]["massive"]]
+    named = {"protect": "bos:5", setting: "massive:2"}
+    named["layers"] = [i for i in range(4) if not seen[i]["massive"]]
     with pytest.raises(ValueError, match="leaves out the massive layer, .* 'massive:2' names"):
-        removed(params, seen, "entropy", layers=others, **{setting: "massive:2"})
+        removed(params, seen, "entropy", **named)
 
 
 def test_an_activation_that_was_not_taken(params):
