@@ -7,6 +7,16 @@ from typing import Any
 
 import jax
 
+# Roots of a tree beside the model, which a surgery puts there and a loss reads (a teacher): frozen,
+# sealed in checkpoints with the frozen leaves, never exported. No walk over layers and no pattern
+# of a config sees them.
+AUXILIARY = ("teacher",)
+
+
+def is_auxiliary(path: str) -> bool:
+    """Whether a leaf belongs to one of those roots."""
+    return path.split("/")[0] in AUXILIARY
+
 
 def path_str(key_path: tuple) -> str:
     """A jax key path as "stack/segment_0/slot_1/ffn/down/kernel"; list indices become numbers."""

@@ -12,8 +12,8 @@ compensation, what it took in each layer. With streaming the model is never in m
 --config.text=<file> both models' perplexities stand there, and in the model card.
 """
 
-from ffn_heterogeneity.evaluate.in_memory import surgery
 from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch.in_memory import surgery
 
 if __name__ == "__main__":
     cli.launch(surgery, "prune", "configs/prune.py")

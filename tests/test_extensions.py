@@ -15,12 +15,12 @@ from ml_collections import ConfigDict
 from tiny_models import LLAMA, batch_of, config_of, random_params, save_tiny
 
 from ffn_heterogeneity import adapters
-from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch import cli, compress
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.linear import effective_kernel
-from ffn_heterogeneity.surgery import SURGERIES, compress
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.criteria import CRITERIA
 from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.train.source import prepared
@@ -102,7 +102,7 @@ def test_a_group_without_its_piece(monkeypatch, kind, group, message):
     with config.unlocked():
         config[kind].mine = ConfigDict(group)
     with refused(*message):
-        make_terms(config, LLAMA, None)
+        make_terms(config[kind], LLAMA, None, kind == "losses")
 
 
 def test_a_criterion_of_another_length(monkeypatch, tmp_path):
@@ -122,7 +122,7 @@ def test_a_surgery_without_a_report(monkeypatch, tmp_path, returned):
     with refused(*message):
         compress.run(config, tmp_path / "out")
     with refused(*message):
-        prepared(ConfigDict({"prepare": ("fold",), "fold": {}, "seed": 0}), "model")
+        prepared(types.SimpleNamespace(prepare={"fold": {}}, seed=0), "model")
 
 
 def test_an_adapter_that_no_kernel_is_read_from(monkeypatch):

@@ -77,7 +77,7 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
         config.monitors.seen = {"probe": "displacement", "positons": "last"}
     curve = {"curiculum": "exp"}
     for call, message in (
-        (lambda: make_terms(config, LLAMA, None), "setting of monitors.seen 'positons'"),
+        (lambda: make_terms(config.monitors, LLAMA, None, False), "setting 'positons'"),
         (lambda: RATES["macdrop"](curve, 10), "'curiculum', did you mean 'curriculum'"),
         (lambda: REFRESHES["macdrop"](curve), "'curiculum', did you mean 'curriculum'"),
         (lambda: SURGERIES["prune"].check({"criterion": "entrpy"}), "did you mean 'entropy'"),

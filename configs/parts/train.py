@@ -2,7 +2,7 @@
 
 prepare            surgeries before it trains, each with a group of its own (parts/adapters.py)
 refresh            what redraws leaves every step (adapters.REFRESHES), each with a group of its own
-objective          a head and metrics of whole predictions (train/objectives.py)
+objective          another task than language modelling (train/objectives.py)
 optimizer.rates    ((regex, factor), ...): leaves, or layers, whose learning rate is another
 optimizer.momentum and other settings of an optimiser (train/optimizers.py)
 """
@@ -73,8 +73,8 @@ def _what_is_kept(config: ConfigDict) -> None:
     config.eval = ConfigDict()
     config.eval.every = 100  # steps; besides before the first and after the last
     config.eval.max_batches = 0  # 0: the whole held-out part
-    # What is best: the smallest value of it; with "max:" before the name the largest.
-    config.eval.best_metric = "validation/nll"
+    # "": the objective says; "validation/nll": the least is best; "max:<metric>": the largest.
+    config.eval.best_metric = ""
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 500  # steps; 0: only when best, at the end and at a stop

@@ -1,5 +1,70 @@
-"""Heads: `head(params["head"], outputs, batch) -> predictions`, chosen by the task.
+"""Heads of tasks: what is predicted on top of a model's outputs, by name.
 
-The language-model head is `models/causal_lm.py: logits` (its matrix may be the tied embedding, and
-training never materialises its output); task heads on top of the same outputs live here.
+`HEADS[name](config, settings) -> Head`. The leaves stand under `params["task_head"]`; what the head
+is stands in the model's config (`ModelConfig.head`) and in config.json, so that every command
+rebuilds it. The language model's own head is `models.causal_lm.logits`: its matrix may be the tied
+embedding, and training never makes its output whole.
 """
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+from ffn_heterogeneity.wording import unknown
+
+ROOT = "task_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """One head.
+
+    Attributes:
+      leaves: key -> the leaves under `params["task_head"]` at first; runs under `jax.eval_shape`.
+      apply: (params, outputs, batch, drop) -> what losses and predictions read as
+        `outputs["predictions"]`. It is handed the whole tree; `drop(x)` is x under the run's
+        dropout in training, x itself elsewhere.
+    """
+
+    leaves: Callable[[jax.Array], dict]
+    apply: Callable[[dict, dict, Mapping[str, jax.Array], Callable], Any]
+
+
+# name -> (the model's config, the head's settings) -> Head
+HEADS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], Head]] = {}
+
+
+def make_head(config: ModelConfig, head: HeadConfig) -> Head:
+    """The head that `head` describes, on a model of `config`.
+
+    Raises:
+      ValueError: `HEADS` has none of that name.
+    """
+    if head.name not in HEADS:
+        way = "import the module that adds it (HEADS in heads/__init__.py)"
+        raise ValueError(f"{unknown('head', head.name, tuple(HEADS))}; {way}")
+    return HEADS[head.name](config, head.settings)
+
+
+def with_head(
+    config: ModelConfig, params: dict, head: HeadConfig | None, key: jax.Array
+) -> tuple[ModelConfig, dict]:
+    """The model with `head` on it, drawn from `key` where it has none yet; None changes nothing.
+
+    Raises:
+      ValueError: no such head, or the model has another one.
+    """
+    if head is None or config.head == head:
+        return config, params
+    if config.head is not None:
+        raise ValueError(
+            f"the model has a head {config.head.name!r} with {config.head.text}, the objective "
+            f"needs {head.name!r} with {head.text}: begin with a model that has none"
+        )
+    leaves = make_head(config, head).leaves(key)
+    return dataclasses.replace(config, head=head), {**params, ROOT: leaves}

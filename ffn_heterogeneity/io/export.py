@@ -9,6 +9,7 @@ config under "ffn_heterogeneity" too, for what config.json cannot express.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
@@ -25,7 +26,7 @@ from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
-from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
+from ffn_heterogeneity.io.structure import HEAD, KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
 from ffn_heterogeneity.models.families import (
     Rule,
@@ -37,7 +38,7 @@ from ffn_heterogeneity.models.families import (
 )
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import AUXILIARY, flatten
 from ffn_heterogeneity.wording import check_choice
 
 # Key of config.json under which the native form keeps what no other library can express.
@@ -64,8 +65,8 @@ def save_pretrained(
 
     Masks and adapters are folded into their kernels and `neuron_scale` into the rows of `down`, in
     every form; with `structure="keep"` they are written beside them too (io/structure.py), and
-    `load_model` gives them back. The directory is built under a temporary name and moved (to a
-    bucket: copied).
+    `load_model` gives them back, as it does a task's head in either case. The directory is built
+    under a temporary name and moved (to a bucket: copied).
 
     Args:
       params: stacked or unstacked, numpy or jax.
@@ -92,17 +93,18 @@ def save_pretrained(
         raise CheckpointError(
             f"{directory} exists and is not empty: choose another, or pass overwrite=True"
         )
+    params = {name: part for name, part in params.items() if name not in AUXILIARY}
     tree = unstack(jax.tree.map(np.asarray, params))
+    head, config = config.head, dataclasses.replace(config, head=None)
+    heads = {HEAD: tree.pop(HEAD)} if head else {}
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
-    if structure == "keep":  # a head has no folded form
-        tree = {name: part for name, part in tree.items() if name != "task_head"}
     leaves = _checked_leaves(config, tree)
     if kept and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     config, form = choose_form(config, export)
     shapes = expected_shapes(config)
     leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
-    kept = cast(kept, dtype)
+    kept = cast(kept | flatten(heads), dtype)  # a head has no folded form
     rules = family_by_name(config.family).rules(config)
     with local_directory(directory) as temporary:
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
@@ -112,6 +114,8 @@ def save_pretrained(
                     pieces.write(name, array)
         if kept:
             extra = (extra or {}) | {KEY: write_structure(temporary, kept, leaves)}
+        if head:
+            extra |= {HEAD: {"name": head.name, "settings": head.settings}}
         write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, form, extra)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)

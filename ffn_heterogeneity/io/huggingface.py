@@ -6,6 +6,7 @@ Its inverse, `save_pretrained`, is written in `export.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,13 @@ from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
 from ffn_heterogeneity.io.files import read_object
-from ffn_heterogeneity.io.structure import KEY, read_structure
-from ffn_heterogeneity.models.config import ConfigError, ModelConfig, config_from_dict
+from ffn_heterogeneity.io.structure import HEAD, KEY, read_structure
+from ffn_heterogeneity.models.config import (
+    ConfigError,
+    HeadConfig,
+    ModelConfig,
+    config_from_dict,
+)
 from ffn_heterogeneity.models.families import config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line
 
@@ -53,14 +59,16 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     values = read_object(path)
     try:
         native = values.get(NATIVE_KEY, {})
-        if "config" not in native:
-            return config_from_hf(values)
-        config = config_from_dict(native["config"])
+        own = "config" in native
+        config = config_from_dict(native["config"]) if own else config_from_hf(values)
+        if HEAD in native:
+            head = HeadConfig.of(native[HEAD]["name"], native[HEAD]["settings"])
+            config = dataclasses.replace(config, head=head)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
-    if list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
+    if own and list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
     return config
 

@@ -31,7 +31,7 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 
 FOLDER, KEY = "structure", "structure"
-SCALE, HEAD = "neuron_scale", "task_head/"
+SCALE, HEAD = "neuron_scale", "task_head"
 # Never cast: data, not weights.
 DATA = (*data_leaves(), SCALE)
 
@@ -43,7 +43,7 @@ def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     touched |= {f"{path.rpartition('/')[0]}/down" for path in leaves if path.endswith(f"/{SCALE}")}
     chosen = (*(names | {"kernel"}),)
     return {path: leaf for path, leaf in leaves.items()
-            if path.endswith(f"/{SCALE}") or path.startswith(HEAD)
+            if path.endswith(f"/{SCALE}")
             or path.rpartition("/")[0] in touched and path.split("/")[-1] in chosen}  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         kernel = shapes.get(f"{module}/kernel")
-        if path.startswith(HEAD):
+        if path.startswith(f"{HEAD}/"):
             fits = True
         elif name == SCALE:
             fits = leaf.shape == shapes.get(f"{module}/down/kernel", ())[:1]
@@ -162,7 +162,7 @@ def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool
 def _kernels(kept: Iterable[str]) -> list[str]:
     """Of the folded weights, those that the structure stands for."""
     modules = {path.rpartition("/")[0] for path in kept
-               if not path.startswith(HEAD) and not path.endswith(f"/{SCALE}")}  # fmt: skip
+               if not path.startswith(f"{HEAD}/") and not path.endswith(f"/{SCALE}")}  # fmt: skip
     return sorted(f"{module}/kernel" for module in modules)
 
 

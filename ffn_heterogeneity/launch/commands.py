@@ -1,4 +1,4 @@
-"""What can be run, by name: a script's config, a stage of a run, a point of a sweep."""
+"""The commands by name: each runs a script's config, a stage of a run, a point of a sweep."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate import in_memory
-from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.load import load_config
-from ffn_heterogeneity.train import build
-from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.launch import evaluate, in_memory
+from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.train import settings
 from ffn_heterogeneity.train.shared import Shared
 
 
@@ -30,7 +29,7 @@ class Command:
       together: all processes of a run take part, not the main one alone.
     """
 
-    check: Callable[[ConfigDict], None]
+    check: Callable[[ConfigDict], Any]
     run: Callable[[ConfigDict, epath.Path, Shared], Any]
     script: str = ""
     makes_model: bool = True
@@ -49,14 +48,14 @@ def _surgery(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
 
 
 def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
-    return evaluation.run(config, workdir)
+    return evaluate.run(config, workdir)
 
 
 COMMANDS = {
     "train": Command(
-        build.check_config, training.run, "train.py", together=True, examine=training.examine
+        settings.read, training.run, "train.py", together=True, examine=training.examine
     ),
     "surgery": Command(in_memory.check_surgery, _surgery, "compress.py"),
-    "evaluate": Command(evaluation.check_config, _evaluate, "evaluate.py", makes_model=False),
+    "evaluate": Command(evaluate.check, _evaluate, "evaluate.py", makes_model=False),
     "in_memory": Command(in_memory.check_config, _in_memory),
 }

@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.tables import student
-from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.shared import Shared
 
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -215,41 +215,48 @@ def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
 
 
 def unused_leaves(
-    config: ModelConfig, params: dict, run: Callable[[dict, dict], dict] | None = None
+    config: ModelConfig,
+    params: dict,
+    run: Callable[[dict, Any], Any] | None = None,
+    batch: Any = None,
 ) -> tuple[str, ...]:
     """Paths of leaves that nothing depends on (0.02 s; sees through scan and remat).
 
     Args:
-      run: (params, batch) -> outputs, their "predictions" counting as well; None: `forward`.
+      run: (params, batch) -> a tree of all that counts; None: the model's own logits.
+      batch: shapes for `run`.
     """
     from jax.interpreters import partial_eval
 
+    def own(params: dict, batch: Any) -> jax.Array:
+        return logits(config, params, forward(config, params, batch)["hidden"])
+
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    names = ("tokens", "targets", "segment_ids", "positions")
-    batch = {name: jax.ShapeDtypeStruct((1, 2), jnp.int32) for name in names}
-    batch["loss_mask"] = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
-
-    def read(params, batch):
-        outputs = run(params, batch) if run else forward(config, params, batch)
-        return logits(config, params, outputs["hidden"]), outputs.get("predictions")
-
-    jaxpr = jax.make_jaxpr(read)(abstract, batch).jaxpr
+    batch = {"tokens": jax.ShapeDtypeStruct((1, 2), jnp.int32)} if batch is None else batch
+    jaxpr = jax.make_jaxpr(run or own)(abstract, batch).jaxpr
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     paths = flatten(abstract)
     return tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
 
 
-def check_leaves(
-    config: ModelConfig, params: dict, run: Callable[[dict, dict], dict] | None = None
-) -> None:
+def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
     """Refuses a tree that holds leaves nobody reads (Flax is silent about them).
+
+    Args:
+      beside: a root that others read ("task_head").
 
     Raises:
       ValueError: names the leaves.
     """
-    unused = unused_leaves(config, params, run)
+    unused = unused_leaves(config, params)
+    refuse_unused(config, [path for path in unused if path.split("/")[0] != beside])
+
+
+def refuse_unused(config: ModelConfig, unused: Sequence[str]) -> None:
+    """Raises ValueError, which names the leaves, where there are any."""
     if unused:
+        more = " ..." if len(unused) > 8 else ""
         raise ValueError(
             f"{len(unused)} leaves are never used by the {config.family} model: "
-            + ", ".join(unused[:8]) + (" ..." if len(unused) > 8 else "")
-        )  # fmt: skip
+            f"{', '.join(unused[:8])}{more}"
+        )

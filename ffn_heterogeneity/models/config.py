@@ -7,8 +7,10 @@ anything that may change without recompiling (learning rates, loss weights) live
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ffn_heterogeneity.wording import check_choice
 
@@ -62,6 +64,35 @@ class LayerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """The head of a task on top of the model, as config.json keeps it.
+
+    Attributes:
+      name: of `heads.HEADS`.
+      text: its settings as JSON (a dict could be no part of a hashable config).
+    """
+
+    name: str
+    text: str = "{}"
+
+    @classmethod
+    def of(cls, name: str, settings: Mapping[str, Any]) -> HeadConfig:
+        """From settings that JSON can write.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        try:
+            return cls(name, json.dumps(dict(settings), sort_keys=True, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"head {name!r}: settings that are no JSON: {error}") from None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return json.loads(self.text)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer. One `LayerConfig` per layer; layers may differ.
 
@@ -81,6 +112,7 @@ class ModelConfig:
       attention_softcap, final_softcap: logits become cap * tanh(logits / cap); None: no cap.
       tied: the output head is the transposed embedding.
       bos_id, eos_id, pad_id: special token ids; None where the model has none.
+      head: of a task, with leaves of its own beside the model's; None: there is none.
     """
 
     family: str
@@ -110,6 +142,7 @@ class ModelConfig:
     bos_id: int | None = 1
     eos_id: int | tuple[int, ...] | None = 2
     pad_id: int | None = None
+    head: HeadConfig | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"):
@@ -195,4 +228,6 @@ def config_from_dict(values: dict) -> ModelConfig:
         layers.append(LayerConfig(rope=RopeConfig(**rope), **layer))
     if isinstance(values.get("eos_id"), list):
         values["eos_id"] = tuple(values["eos_id"])
+    if values.get("head") is not None:
+        values["head"] = HeadConfig(**values["head"])
     return ModelConfig(layers=tuple(layers), **values)

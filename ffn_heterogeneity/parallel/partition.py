@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.adapters import data_leaves, leaf_axes
-from ffn_heterogeneity.paths import flatten, path_str
+from ffn_heterogeneity.paths import flatten, is_auxiliary, path_str
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -165,7 +165,8 @@ def trainable_mask(
       RuleError: a pattern matches nothing, or nothing is left to train.
     """
     names = {path: (names or {}).get(path, (path,)) for path in paths}
-    data = {path: False for path in names if re.search(NEVER_TRAIN[0], path)}
+    fixed = re.compile(NEVER_TRAIN[0])
+    data = {path: False for path in names if is_auxiliary(path) or fixed.search(path)}
     names = {path: own for path, own in names.items() if path not in data}
     rules: list[Any] = [(pattern, False) for pattern in freeze]
     rules += [(pattern, True) for pattern in train_only]
@@ -220,7 +221,10 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
         mesh has not.
     """
     leaves = flatten(tree)
-    specs = match_rules(rules, leaves)
+    # A model beside the model is cut as it is.
+    inner = {path: path.partition("/")[2] if is_auxiliary(path) else path for path in leaves}
+    by_inner = match_rules(rules, inner.values())
+    specs = {path: by_inner[inner[path]] for path in leaves}
     for path, spec in specs.items():
         if len(spec) > len(leaves[path].shape):
             raise RuleError(

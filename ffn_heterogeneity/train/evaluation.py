@@ -1,47 +1,104 @@
-"""Validation metrics of a tree of parameters, exact over all tokens."""
+"""Validation metrics of a tree of parameters, exact over all examples of the held-out sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import place_batch
-from ffn_heterogeneity.train.objectives import Objective
+from ffn_heterogeneity.train.build import Evaluation
+from ffn_heterogeneity.train.objectives import Batch
+
+PREFIX = "validation/"
+CheckStop = Callable[[], None]
+Evaluate = Callable[..., dict[str, Any]]
+
+
+def validation(
+    built: Evaluation,
+    held_out: Mapping[str, Callable[[], Iterator[Batch]]],
+    accumulation: int = 1,
+) -> Evaluate:
+    """`evaluate(params, check_stop=...)` over every held-out set of a run.
+
+    The metrics of a single set are "validation/<metric>", those of several
+    "validation/<set>/<metric>"; terms on parameters are "validation/<term>" in either case.
+
+    Args:
+      accumulation: batches are cut into so many: no more memory than training needs.
+    """
+    sharding, objective = partition.batch_sharding(built.mesh, accumulated=False), built.objective
+    evaluators = [
+        make_evaluator(
+            built.eval_step,
+            None,
+            lambda batches=batches: _cut(batches(), accumulation),
+            terms=built.evaluated_terms,
+            sharding=sharding,
+            prefix=PREFIX if len(held_out) == 1 else f"{PREFIX}{name}/",
+            metrics=objective.metrics,
+            decode=objective.evaluate,
+        )
+        for name, batches in held_out.items()
+    ]
+
+    def evaluate(params: Any, check_stop: CheckStop = lambda: None) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        for one in evaluators:
+            metrics |= one(params, check_stop)
+        of_params = jax.device_get(built.params_metrics(params))
+        return metrics | {PREFIX + name: value for name, value in of_params.items()}
+
+    return evaluate
+
+
+def _cut(batches: Iterator[Batch], parts: int) -> Iterator[Batch]:
+    """Rows of padding alone are kept: every piece has the same shape, so one compilation."""
+    for batch in batches:
+        rows = len(next(iter(batch.values()))) // parts
+        for part in range(parts):
+            yield {name: leaf[part * rows : (part + 1) * rows] for name, leaf in batch.items()}
 
 
 def make_evaluator(
     eval_step: Any,
     params_metrics: Any,
-    batches: Callable[[], Iterator[dict[str, np.ndarray]]],
+    batches: Callable[[], Iterator[Batch]],
     *,
     terms: Sequence[LossTerm] = (),
     sharding: Any = None,
-    prefix: str = "validation/",
-    objective: Objective = Objective(),
-) -> Callable[..., dict[str, Any]]:
+    prefix: str = PREFIX,
+    metrics: Callable[[Mapping[str, np.ndarray]], Mapping[str, float]] | None = None,
+    decode: Callable[..., Mapping[str, float]] | None = None,
+) -> Evaluate:
     """`evaluate(params, check_stop=...) -> {"validation/<term>": ...}` over one pass of `batches`.
 
     Token-exact: totals and denominators of all batches are summed in float64 on the host, then
-    divided; then come the metrics that `terms` derive, and those of the `objective`, of the rows
-    of all batches. `params_metrics` (from `make_params_metrics`, or None) is added under the same
-    prefix.
+    divided; then come the metrics that `terms` derive, and `metrics` of the rows of all batches.
+    `params_metrics` (from `make_params_metrics`, or None) is added under the same prefix.
+
+    Args:
+      decode: `Objective.evaluate`.
 
     Raises:
       ValueError: `batches()` is empty.
     """
+    derived = {term.name: term.derived for term in terms if term.derived}
 
     def fetch(sums, running, rows):
-        value, found = jax.device_get(running)
-        if found:
-            rows.append({k: v[found["valid"]] for k, v in found.items() if k != "valid"})
+        value, predicted = jax.device_get(running)
+        if predicted:
+            valid = predicted.pop("valid")
+            rows.append({name: leaf[valid] for name, leaf in predicted.items()})
         value = jax.tree.map(lambda x: np.asarray(x, np.float64), value)
         return value if sums is None else jax.tree.map(np.add, sums, value)
 
-    def evaluate(params, check_stop: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def evaluate(params: Any, check_stop: CheckStop = lambda: None) -> dict[str, Any]:
         sums, running, rows = None, None, []
         for batch in batches():
             check_stop()
@@ -51,13 +108,15 @@ def make_evaluator(
             running = following
         if running is None:
             raise ValueError("the validation data is empty: give a larger part of it")
-        sums = fetch(sums, running, rows)
-        metrics = _divide(sums, {term.name: term.derived for term in terms if term.derived})
+        measured = _divide(fetch(sums, running, rows), derived)
         if params_metrics is not None:
-            metrics |= jax.device_get(params_metrics(params))
-        if objective.metrics is not None:
-            metrics |= objective.metrics({k: np.concatenate([x[k] for x in rows]) for k in rows[0]})
-        return {prefix + name: value for name, value in metrics.items()}
+            measured |= jax.device_get(params_metrics(params))
+        if metrics is not None:
+            whole = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            measured |= metrics(whole)
+        if decode is not None:
+            measured |= decode(params, batches())
+        return {prefix + name: value for name, value in measured.items()}
 
     return evaluate
 

@@ -1,21 +1,21 @@
-"""The train step compiled, and whether the devices' memory holds it: checked before a run begins.
+"""The train step compiled, and held against the devices' memory before a run begins.
 
 Bytes of the state are exact, from shapes and shardings; those of the step are the compiler's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.load import Model, load_kept
 from ffn_heterogeneity.io.structure import put_back
@@ -25,9 +25,10 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train.build import AUTO_REMAT, Built, build, hyper_function
+from ffn_heterogeneity.train.build import AUTO_REMAT, Built, build
 from ffn_heterogeneity.train.hardware import GIB, memory_of
-from ffn_heterogeneity.train.source import is_fresh, model_shape, prepared
+from ffn_heterogeneity.train.settings import TrainConfig, hyper_function
+from ffn_heterogeneity.train.source import model_shape, prepared
 from ffn_heterogeneity.train.state import TrainState
 
 # What else a run that does not fit may turn.
@@ -36,26 +37,22 @@ LESS = (
     "devices on mesh.fsdp or mesh.tensor need less"
 )
 
-# Batch leaves as `data.pipeline` gives them.
-BATCH = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
-         "loss_mask": np.bool_}  # fmt: skip
 
-
-def build_shapes(config: ConfigDict, mesh: Mesh | AbstractMesh) -> Built:
+def build_shapes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Built:
     """`build` of a model that is not read: its config, the structure that its directory keeps, and
     the surgeries that prepare it, decide.
 
     Frozen leaves keep their storage dtype: half precision, as models are published.
     """
     model = model_shape(config)
-    kept = {} if is_fresh(config) else load_kept(config.model, revision=config.revision)
+    beside = {} if config.is_fresh else load_kept(config.model, revision=config.revision)
 
-    def start(params: dict, kept: dict) -> Model:
-        params = put_back(model, flatten(unstack(params)), kept)
+    def start(params: dict, beside: dict) -> Model:
+        params = put_back(model, flatten(unstack(params)), beside)
         return prepared(config, Model(model, params, None, ""))
 
-    planned = jax.eval_shape(start, causal_lm.abstract_params(model, jnp.bfloat16), kept)
-    return build(config, planned.config, planned.params, mesh)
+    shapes = causal_lm.abstract_params(model, jnp.bfloat16)
+    return build(config, jax.eval_shape(start, shapes, beside), mesh)
 
 
 def state_bytes(built: Built) -> dict[str, int]:
@@ -76,7 +73,11 @@ def state_bytes(built: Built) -> dict[str, int]:
 
 
 def compile_step(
-    config: ConfigDict, built: Built, state: TrainState | None = None, rows: int = 0
+    config: TrainConfig,
+    built: Built,
+    state: TrainState | None = None,
+    rows: int = 0,
+    length: Mapping[str, int] | None = None,
 ) -> tuple[jax.stages.Compiled | None, dict[str, float]]:
     """(the real step, compiled for the mesh's devices; bytes on one of them while it runs).
 
@@ -85,10 +86,12 @@ def compile_step(
     Args:
       state: as the run has it: then this is the very program that the loop's first call finds.
       rows: of a batch that this process feeds, with `state`.
+      length: of the objective's; None: the longest.
     """
-    shape = rows or config.batch_size, config.seq_len
-    batch = cut({k: np.zeros(shape, dtype) for k, dtype in BATCH.items()}, config.accumulation)
-    hyper, platforms = {k: np.float32(x) for k, x in hyper_function(config)(0).items()}, None
+    shapes = built.objective.shapes(rows or config.batch_size, length or built.objective.longest)
+    batch = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    batch, platforms = cut(batch, config.accumulation), None
+    hyper = {k: np.float32(x) for k, x in hyper_function(config, built.objective.terms)(0).items()}
     if state is None:
         state, platforms = built.state, (built.options.platform,)
     else:
@@ -102,21 +105,21 @@ def compile_step(
             raise
         return None, {"together": math.inf}
     memory = compiled.memory_analysis()
-    kept = memory.argument_size_in_bytes
+    arguments = memory.argument_size_in_bytes
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return compiled, {
-        "arguments (state, batch)": kept,
+        "arguments (state, batch)": arguments,
         "temporary (gradients, activations)": memory.temp_size_in_bytes,
         "results": made,
-        "together": kept + memory.temp_size_in_bytes + made,
+        "together": arguments + memory.temp_size_in_bytes + made,
     }
 
 
 def fit(
-    config: ConfigDict, built: Built, room: float, make: Callable[..., Built] = build, **given: Any
+    config: TrainConfig, built: Built, room: float, make: Callable[..., Built] = build, **given: Any
 ) -> tuple[Built, jax.stages.Compiled | None, dict[str, float]]:
-    """(the step with the least rematerialisation that needs at most `room` bytes a device, and what
-    `compile_step` says of it); where none fits, the one with the most.
+    """(the step with the least rematerialisation that needs at most `room` bytes a device, and the
+    results of `compile_step`); where none fits, the one with the most.
 
     Args:
       make: as `build`.
@@ -124,31 +127,33 @@ def fit(
     """
     for remat in AUTO_REMAT if config.remat == "auto" else (config.remat,):
         if remat != built.options.remat:
-            tried = config.copy_and_resolve_references()
-            tried.remat = remat
-            built = make(tried, built.model, built.state.params, built.mesh)
-        compiled, held = compile_step(config, built, **given)
-        if held["together"] <= room:
+            tried = dataclasses.replace(config, remat=remat)
+            built = make(tried, _shapes_of(built), built.mesh)
+        compiled, memory = compile_step(config, built, **given)
+        if memory["together"] <= room:
             break
-    return built, compiled, held
+    return built, compiled, memory
 
 
-def what_would_fit(config: ConfigDict, built: Built, room: float) -> str:
+def _shapes_of(built: Built) -> Model:
+    return Model(built.model, built.state.params, None, "")
+
+
+def what_would_fit(config: TrainConfig, built: Built, room: float) -> str:
     """The way out for a step that needs more than `room` bytes a device: the same batch in the
     fewest micro-batches that fit, each number compiled to be sure."""
     print("looking for a batch that fits ...", file=sys.stderr, flush=True)
     most = config.batch_size // (built.mesh.shape["data"] * built.mesh.shape["fsdp"])
     for n in (n for n in range(config.accumulation + 1, most + 1) if most % n == 0):
-        tried = config.copy_and_resolve_references()
-        tried.accumulation, tried.remat = n, built.options.remat
-        part = build(tried, built.model, built.state.params, built.mesh)
+        tried = dataclasses.replace(config, accumulation=n, remat=built.options.remat)
+        part = build(tried, _shapes_of(built), built.mesh)
         if compile_step(tried, part)[1]["together"] <= room:
             smaller = config.batch_size // n * config.accumulation
             return f"accumulation={n} fits, with the same updates, or batch_size={smaller}"
     return f"not even accumulation={most} fits: {LESS}"
 
 
-def check_state(config: ConfigDict, mesh: Mesh) -> str:
+def check_state(config: TrainConfig, mesh: Mesh) -> str:
     """Before anything is read: a line of how much there is to do and to hold, from shapes alone.
 
     Raises:
@@ -161,17 +166,18 @@ def check_state(config: ConfigDict, mesh: Mesh) -> str:
     if (need := sum(held.values())) > have:
         raise ValueError(f"training needs {_gib(need, have)} ({parts}): {LESS}")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(built.state.params))
-    n = config.batch_size * config.seq_len
+    tokens = config.batch_size * built.objective.positions
     return (
         f"{count:,} parameters, computed in {built.options.compute_dtype}: {parts}; "
-        f"{n:,} tokens a step, {config.steps * n:,} in all"
+        f"{tokens:,} tokens a step, {config.loop.steps * tokens:,} in all"
     )
 
 
 def compile_checked(
-    config: ConfigDict, built: Built, state: TrainState, rows: int, make: Callable[..., Built]
+    config: TrainConfig, built: Built, state: TrainState, rows: int, make: Callable[..., Built]
 ) -> tuple[Built, float]:
-    """`fit` for a run, before it evaluates or trains: (the step, the seconds it took to compile).
+    """`fit` for a run, before it evaluates or trains: (the step, the seconds that it took to
+    compile); the longest rows decide, the programs of the others are compiled behind.
 
     Raises:
       ValueError: the step needs more memory than there is; names what would fit.
@@ -179,15 +185,18 @@ def compile_checked(
     say("compiling the train step ...")
     start = time.perf_counter()
     have = memory_of(built.mesh.local_devices)
-    built, _, held = fit(config, built, have, make, state=state, rows=rows)
-    seconds, need = time.perf_counter() - start, held["together"]
+    built, _, memory = fit(config, built, have, make, state=state, rows=rows)
+    need = memory["together"]
     if need > have:
         way_out = what_would_fit(config, built, have)
         raise ValueError(
             f"a step of batch_size={config.batch_size} with accumulation={config.accumulation} "
             f"needs {_gib(need, have)}: {way_out}"
         )
-    remat = built.options.remat
+    for length in built.objective.lengths:
+        if length != built.objective.longest:
+            compile_step(config, built, state, rows, length)
+    seconds, remat = time.perf_counter() - start, built.options.remat
     say(f"compiled in {seconds:.1f} s; a step (remat={remat}) needs {_gib(need, have)}")
     return built, seconds
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,22 +21,13 @@ from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
+from ffn_heterogeneity.train.objectives import Batches
 from ffn_heterogeneity.train.profiler import Profiler
 from ffn_heterogeneity.train.state import TrainState
 
 
 class TrainingDiverged(ValueError):
     """A loss term, a gradient or an update is not finite; names step, culprit, last checkpoint."""
-
-
-class Batches(Protocol):
-    """Training batches: dicts of numpy arrays [B, T], and a JSON-able place to go on from."""
-
-    def __next__(self) -> dict[str, np.ndarray]: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +44,7 @@ class LoopConfig:
       keep_best: save whenever the best metric improves after training began, and keep that one.
       save_at_end: save after the last step too (so that a finished run can be read back).
       profile: (first step to trace, first not to), from 1, into `<workdir>/profile`; None: none.
+      tensorboard, wandb: where else metrics go, see `MetricsWriter`.
     """
 
     steps: int
@@ -64,6 +56,8 @@ class LoopConfig:
     keep_best: bool = True
     save_at_end: bool = True
     profile: tuple[int, int] | None = None
+    tensorboard: bool = True
+    wandb: str = ""
 
     def __post_init__(self):
         for name, least in (
@@ -71,6 +65,25 @@ class LoopConfig:
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled part of a run.
+
+    Attributes:
+      train_step: from `make_train_step`.
+      hyper: step (0-based) -> floats for `train_step`.
+      shardings: the (state, batch, replicated) that the step was built with.
+      gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
+      lengths: how many shapes its batches may have: programs that may be compiled.
+    """
+
+    train_step: Any
+    hyper: Callable[[int], dict[str, float]]
+    shardings: tuple[Any, Any, Any] = (None, None, None)
+    gradient_paths: tuple[str, ...] = ()
+    lengths: int = 1
 
 
 @dataclasses.dataclass
@@ -91,46 +104,32 @@ class LoopResult:
 
 
 class TrainLoop:
-    """Runs `train_step` to `config.steps`, from the latest checkpoint in `workdir` if there is one.
+    """Takes the steps of a run, from the latest checkpoint in `workdir` if there is one.
 
     Args:
       config: when to do what.
-      train_step: from `make_train_step`.
+      program: the compiled step, and what it takes beside state and batch.
       state: the state at step 0, placed. It is donated: keep no reference.
-      batches: see `Batches`; at its beginning.
-      hyper: step (0-based) -> floats for `train_step`.
+      batches: see `objectives.Batches`; at its beginning.
       workdir: checkpoints and metrics go there; claim it with `prepare_workdir` first.
       hooks: what is measured between steps; their metrics are one row of the metrics file.
-      shardings: the (state, batch, replicated) that the step was built with.
-      gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
-      tensorboard, wandb: where else metrics go, see `MetricsWriter`.
-      compile_seconds: that compiling it ahead took; None: the first call compiles.
     """
 
     def __init__(
         self,
         config: LoopConfig,
-        *,
-        train_step: Any,
+        program: Program,
         state: TrainState,
         batches: Batches,
-        hyper: Callable[[int], dict[str, float]],
         workdir: str | os.PathLike,
         hooks: Sequence[Hook] = (),
-        shardings: tuple[Any, Any, Any] | None = None,
-        gradient_paths: tuple[str, ...] = (),
-        tensorboard: bool = True,
-        wandb: str = "",
-        compile_seconds: float | None = None,
     ):
-        self.config, self.train_step, self.state = config, train_step, state
-        self.batches, self.hyper, self.hooks = batches, hyper, tuple(hooks)
-        self.workdir, self.gradient_paths = epath.Path(workdir), gradient_paths
-        self.shardings = shardings or (None, None, None)
+        self.config, self.program, self.state = config, program, state
+        self.batches, self.hooks, self.workdir = batches, tuple(hooks), epath.Path(workdir)
         self.checkpoints = Checkpoints(self.workdir / "checkpoints", keep=config.keep)
-        self.tensorboard, self.wandb = tensorboard, wandb
         # Written once: they are the same in every checkpoint.
-        paths = set(flatten(state.params)) - {*gradient_paths} if gradient_paths else ()
+        trained = program.gradient_paths
+        paths = set(flatten(state.params)) - {*trained} if trained else ()
         self._frozen = tuple(f"params/{path}" for path in sorted(paths))
         self.step, self.last_measured = 0, -1
         self.best = Best(config.best_metric, config.best_mode)
@@ -141,7 +140,8 @@ class TrainLoop:
         self.stopping, self.throughput = Stopping(), Throughput()
         self._pending: tuple[int, Any, dict] | None = None
         self._improved = False
-        self.compile_seconds = compile_seconds
+        self.compile_seconds: float | None = None
+        self._shapes: set[tuple] = set()  # of the batches so far
         self._compiled_at = -1  # the step whose time is the compiler's
 
     def run(self) -> LoopResult:
@@ -187,8 +187,8 @@ class TrainLoop:
             self.workdir,
             resume_step=self.saved_step,
             resume_rows=self._saved_rows,
-            tensorboard=self.tensorboard,
-            wandb=self.wandb,
+            tensorboard=self.config.tensorboard,
+            wandb=self.config.wandb,
         )
 
     def _make_progress(self) -> contextlib.AbstractContextManager:
@@ -222,31 +222,33 @@ class TrainLoop:
                 f"the training data ended after {self.step} of {self.config.steps} steps: "
                 "lower steps, or let the data repeat"
             ) from None
-        hyper = self.hyper(self.step)
+        hyper, shapes = self.program.hyper(self.step), tuple(x.shape for x in batch.values())
         placed = self._place_batch(batch), self._place_hyper(hyper)
         self._profiler.before(self.step + 1)
-        if self._compiled_at < 0:
+        if shapes not in self._shapes:
+            self._shapes.add(shapes)
             metrics = self._first_call(placed)
         else:
             # From here on the loop moves nothing between host and device without saying so.
             with jax.transfer_guard("disallow"):
-                self.state, metrics = self.train_step(self.state, *placed)
+                self.state, metrics = self.program.train_step(self.state, *placed)
         self.step += 1
         if line := self._profiler.after(self.step, metrics):
             self._say(line)
-        compiled = self.train_step._cache_size()
-        if compiled > 1:
+        compiled = self.program.train_step._cache_size()
+        if compiled > self.program.lengths:
+            shown = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in batch.items()}
             raise RuntimeError(
-                f"the train step was compiled {compiled} times by step {self.step}: a batch or "
-                f"hyper leaf changed its shape or dtype; batch "
-                f"{ {k: (v.shape, str(v.dtype)) for k, v in batch.items()} }, hyper {sorted(hyper)}"
+                f"the train step was compiled {compiled} times by step {self.step}, where "
+                f"{self.program.lengths} are expected: a batch or hyper leaf changed its shape or "
+                f"dtype; batch {shown}, hyper {sorted(hyper)}"
             )
         previous, self._pending = self._pending, (self.step, metrics, hyper)
         self._report(previous)
 
     def _first_call(self, placed: tuple) -> Any:
         start = time.perf_counter()
-        self.state, metrics = self.train_step(self.state, *placed)
+        self.state, metrics = self.program.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
         self._compiled_at = self.step + 1
         if self.compile_seconds is None:
@@ -256,10 +258,10 @@ class TrainLoop:
 
     def _place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         stop = self.stopping.wanted is not None
-        return place_batch(cut(batch, self.config.accumulation, stop), self.shardings[1])
+        return place_batch(cut(batch, self.config.accumulation, stop), self.program.shardings[1])
 
     def _place_hyper(self, hyper: Mapping[str, float]) -> dict[str, jax.Array]:
-        return place_scalars(hyper, self.shardings[2])
+        return place_scalars(hyper, self.program.shardings[2])
 
     def _drain(self) -> None:
         previous, self._pending = self._pending, None
@@ -284,7 +286,7 @@ class TrainLoop:
             row["timing/seconds"] = seconds
             row["timing/tokens_per_second"] = tokens / seconds
         if metrics.get("target_tokens", 1) == 0:
-            self._say(f"step {step}: the batch has no target token, so its text loss is 0")
+            self._say(f"step {step}: the batch has no target, so its loss is 0")
         self.writer.write(step, row)
         shown = {name: float(metrics[name]) for name in ("loss", "nll") if name in metrics}
         if self._speaks:
@@ -298,7 +300,9 @@ class TrainLoop:
             for name, value in metrics.items()
             if np.ndim(value) == 0 and not name.endswith("_norm") and not np.isfinite(value)
         ]
-        leaves = [p for p, good in zip(self.gradient_paths, by_leaf, strict=False) if not good]
+        leaves = [
+            p for p, good in zip(self.program.gradient_paths, by_leaf, strict=False) if not good
+        ]
         if terms:
             what = f"not finite: {', '.join(t for t in terms if not t.startswith('loss='))}"
         elif not np.all(by_leaf):

@@ -1,36 +1,153 @@
-"""What a run trains towards beside its losses: a head, and metrics of whole predictions."""
+"""Objectives: what a run trains towards, and everything that it alone knows of its task.
+
+The trainer knows no batch leaf, no head, no metric and no text: it asks the objective. Language
+modelling (`train/language.py`) is one of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
+import jax
 import numpy as np
+
+from ffn_heterogeneity.heads import make_head
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.block import dropout as drop_out
+from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+
+Batch = dict[str, np.ndarray]
+# The part of a step's dropout key that the head draws from; the layers split the whole of it.
+_HEAD_KEY = 0x4EAD
+
+
+class Batches(Protocol):
+    """Training batches: dicts of numpy arrays [B, ...], and a JSON-able place to go on from."""
+
+    def __next__(self) -> Batch: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The data of a run, of which a process reads the rows that its devices are given.
+
+    Attributes:
+      batches: for training. Each batch has one of the objective's lengths, the same in every
+        process: it is drawn by the seed and the step, so that a resumed run goes on with it.
+      held_out: name of a set -> () -> one pass over its batches, always the same; the last one is
+        filled up with rows that count nowhere.
+      says: (results) -> what results.json and the model card tell beside them, of this data.
+    """
+
+    batches: Batches
+    held_out: Mapping[str, Callable[[], Iterator[Batch]]] = dataclasses.field(default_factory=dict)
+    says: Callable[[Mapping[str, Any]], dict] = lambda results: {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """Language modelling is the objective without any of these.
+    """A kind of task.
 
     Attributes:
-      head: (params["task_head"], outputs, batch) -> what losses and predictions read under
-        outputs["predictions"]. Its leaves are put there by a surgery of `config.prepare`.
-      predictions: (params, outputs, batch) -> {name: array [B, ...]}, of validation: one row an
-        example, references among them; rows where "valid" [B] is False count nowhere.
+      name: in configs.
+      batch: leaf -> (its axes, its dtype). "B" is the rows of a batch; the others are the
+        objective's own ("T" for tokens, "S" for a second side, ...).
+      lengths: one training program each, {axis: size} of all axes but B. All are compiled before
+        the first step; the largest decides how much is recomputed and whether memory suffices.
+      data: (tokenizer or None, rows of the global batch that this process feeds) -> Data.
+      head: what is on top of the model; None: the language model's own head, or nothing.
+      terms: the losses that a config need not name, as groups of `config.losses`. Without any, and
+        without losses in the config, a model can be evaluated and not trained.
+      probes: always computed; their results are in `outputs["probes"]`.
+      counts: batch -> {name: number} reported of every step; "tokens" is what its speed counts,
+        "target_tokens" what the loss is about (a step without any is warned of).
+      predictions: (params, outputs, batch) -> {name: array [B, ...]}, one row an example of a
+        held-out set, references among them; rows where "valid" [B] is False count nowhere.
       metrics: {name: numpy array of all valid rows, of every process} -> {name: number}, on the
         host: what does not add up over batches (F1, Matthews, Spearman).
-      probes: that predictions read in outputs["probes"].
+      evaluate: (params, batches) -> {name: number} in the place of both (answers to be decoded).
+      best: "min:" or "max:" and the metric that decides which checkpoint is the best. One held-out
+        set: "validation/<metric>"; several: "validation/<set>/<metric>".
     """
 
-    head: Callable[..., Any] | None = None
+    name: str
+    batch: Mapping[str, tuple[tuple[str, ...], Any]]
+    lengths: tuple[Mapping[str, int], ...]
+    data: Callable[..., Data]
+    head: HeadConfig | None = None
+    terms: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    probes: tuple = ()
+    counts: Callable[[Mapping[str, jax.Array]], dict] = lambda batch: {}
     predictions: Callable[..., dict] | None = None
     metrics: Callable[[Mapping[str, np.ndarray]], Mapping[str, float]] | None = None
-    probes: tuple = ()
+    evaluate: Callable[..., Mapping[str, float]] | None = None
+    best: str = "min:validation/nll"
+
+    def __post_init__(self):
+        axes = {axis for names, _ in self.batch.values() for axis in names} - {"B"}
+        for length in self.lengths:
+            if set(length) != axes:
+                raise ValueError(f"objective {self.name!r}: length {dict(length)} names other axes "
+                                 f"than its batch has beside B, {sorted(axes)}")  # fmt: skip
+        if not self.lengths or any(names[:1] != ("B",) for names, _ in self.batch.values()):
+            raise ValueError(f"objective {self.name!r} needs a length, and B first in every leaf")
+
+    @property
+    def longest(self) -> Mapping[str, int]:
+        """The length with the most positions."""
+        return max(self.lengths, key=lambda length: sum(length.values()))
+
+    @property
+    def positions(self) -> int:
+        """Of a row of that length, over all axes."""
+        return sum(self.longest.values())
+
+    def shapes(self, rows: int, length: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of `rows` rows of that length."""
+        sizes = {"B": rows, **length}
+        return {
+            name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), np.dtype(dtype))
+            for name, (axes, dtype) in self.batch.items()
+        }
 
 
-LANGUAGE = "language_model"
-# name -> (config, model's config) -> objective
-OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    LANGUAGE: lambda config, model: Objective(),
-}
+def make_forward(
+    objective: Objective, model: ModelConfig, options: causal_lm.RunOptions
+) -> Callable[..., dict]:
+    """(params, batch, *, probes, dropout, per_layer) -> outputs, the objective's head applied.
+
+    Raises:
+      ValueError: the model lacks the head, or `heads.HEADS` does.
+    """
+    head = make_head(model, objective.head) if objective.head else None
+    if head is not None and model.head != objective.head:
+        raise ValueError(
+            f"objective {objective.name!r} needs a model with the head {objective.head.name!r}, "
+            f"{objective.head.text}; this one has {model.head or 'none'}: train it first"
+        )
+
+    def forward(params, batch, *, probes=(), dropout=None, per_layer=None):
+        probes = tuple(dict.fromkeys((*objective.probes, *probes)))
+        outputs = causal_lm.forward(
+            model, params, batch, options=options, probes=probes, dropout=dropout,
+            per_layer=per_layer,
+        )  # fmt: skip
+
+        def drop(x: jax.Array) -> jax.Array:
+            if dropout is None or dropout[1] is None:
+                return x
+            return drop_out(x, jax.random.fold_in(dropout[0], _HEAD_KEY), dropout[1])
+
+        if head is not None:
+            outputs["predictions"] = head.apply(params, outputs, batch, drop)
+        return outputs
+
+    return forward

@@ -16,7 +16,6 @@ from typing import Any
 import jax.numpy as jnp
 from etils import epath
 from jax.sharding import AbstractMesh, AxisType
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import parameters_in
 from ffn_heterogeneity.io.files import write_json
@@ -24,16 +23,17 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, is_auxiliary
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import hlo
-from ffn_heterogeneity.train.build import Built, check_config
+from ffn_heterogeneity.train.build import Built
 from ffn_heterogeneity.train.fit import LESS, build_shapes, fit, state_bytes, what_would_fit
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
+from ffn_heterogeneity.train.settings import TrainConfig
 
 
-def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
+def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
     """Plans the run on `config.dry_run`'s devices; prints tables and writes `<workdir>/plan.json`.
 
     Nothing is loaded, read or trained: a preset's or a directory's config is enough.
@@ -45,7 +45,6 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     Raises:
       ValueError: a key, a rule or a mesh that does not fit; one line.
     """
-    check_config(config)
     platform = None if config.dry_run == "here" else "accelerator"
     target = find_target(config.dry_run, choose_dtype(config.compute_dtype, platform))
     mesh = _mesh(config, target)
@@ -61,7 +60,7 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
             "bytes_per_device": held,
             "collectives": [list(row) for row in hlo.summary(found)],
         }
-    sizes = {path: parameters_in(path, leaf) for path, leaf in flatten(built.state.params).items()}
+    sizes = parameters_of(built.state.params)
     plan: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
@@ -74,7 +73,7 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
         "parameters": sum(sizes.values()),
         "trainable_parameters": sum(n for path, n in sizes.items() if built.trainable[path]),
         "bytes_per_device": state_bytes(built),
-        "tokens_per_step": config.batch_size * config.seq_len,
+        "tokens_per_step": config.batch_size * built.objective.positions,
         "flops_per_step": step_flops(config, built),
     }
     plan |= roofline(config, built, target, plan)
@@ -85,20 +84,26 @@ def dry_run(config: ConfigDict, workdir: str | os.PathLike) -> dict:
     return plan
 
 
-def _assumed(config: ConfigDict) -> str:
+def parameters_of(params: Any) -> dict[str, int]:
+    """path -> parameters, of the model's own leaves."""
+    leaves = {path: leaf for path, leaf in flatten(params).items() if not is_auxiliary(path)}
+    return {path: parameters_in(path, leaf) for path, leaf in leaves.items()}
+
+
+def _assumed(config: TrainConfig) -> str:
     """What stands in for what only weights would tell."""
-    told = (SURGERIES[name].assumed(config[name]) for name in config.get("prepare", ()))
+    told = (SURGERIES[name].assumed(settings) for name, settings in config.prepare.items())
     return "; ".join(one for one in told if one)
 
 
-def _mesh(config: ConfigDict, target: Target):
+def _mesh(config: TrainConfig, target: Target):
     if target.devices is not None:
         return partition.make_mesh(**config.mesh, devices=target.devices)
     sizes = partition.mesh_sizes(**config.mesh, count=target.count)
     return AbstractMesh(sizes, partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def step_flops(config: ConfigDict, built: Built) -> dict[str, float]:
+def step_flops(config: TrainConfig, built: Built) -> dict[str, float]:
     """Floating point operations of one step over all devices.
 
     "model": 2 a multiply-add; every kernel's product forward, for its input's gradient, and (where
@@ -106,7 +111,7 @@ def step_flops(config: ConfigDict, built: Built) -> dict[str, float]:
     forward and twice backward. "recomputed": what rematerialisation does again. Softmax, norms and
     element-wise work are left out (they are bytes, not products).
     """
-    model, tokens = built.model, config.batch_size * config.seq_len
+    model, tokens = built.model, config.batch_size * built.objective.positions
     forward = backward = 0.0
     for path, leaf in flatten(built.state.params).items():
         if path.startswith("stack/") and path.endswith(("/kernel", "/nf4_codes")):
@@ -115,8 +120,11 @@ def step_flops(config: ConfigDict, built: Built) -> dict[str, float]:
             backward += product * (2 if built.trainable[path] else 1)
     head = 2.0 * model.d_model * model.vocab_size * tokens
     head_path = "embed/embedding" if model.tied else "head/kernel"
-    attention = sum(_attention_flops(model, config.seq_len, i) for i in range(model.n_layers))
-    attention *= config.batch_size
+    attention = config.batch_size * sum(
+        _attention_flops(model, size, layer)
+        for size in built.objective.longest.values()
+        for layer in range(model.n_layers)
+    )
     recomputed = forward + attention if built.options.remat == "full" else 0.0
     return {
         "model": forward + backward + 3 * attention
@@ -132,7 +140,7 @@ def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
     return 2 * 2.0 * seen * model.n_heads * model.head_dim
 
 
-def roofline(config: ConfigDict, built: Built, target: Target, plan: dict) -> dict[str, Any]:
+def roofline(config: TrainConfig, built: Built, target: Target, plan: dict) -> dict[str, Any]:
     """Seconds a step by what bounds it, the expected ones, and the hours of the whole run."""
     chip, flops = target.chip, plan["flops_per_step"]
     seconds = {
@@ -146,8 +154,8 @@ def roofline(config: ConfigDict, built: Built, target: Target, plan: dict) -> di
     return {
         "seconds_per_step": seconds | {"roofline": bound, "expected": expected},
         "hours": {
-            "roofline": config.steps * bound / 3600,
-            "expected": config.steps * expected / 3600,
+            "roofline": config.loop.steps * bound / 3600,
+            "expected": config.loop.steps * expected / 3600,
         },
         "rates": chip.source,
     }
@@ -178,7 +186,7 @@ def _bytes_moved(built: Built, plan: dict) -> float:
     return _passes(built) * weights + 2 * update + 2 * state["gradients"]
 
 
-def _bytes_sent(config: ConfigDict, built: Built) -> float:
+def _bytes_sent(config: TrainConfig, built: Built) -> float:
     """Least bytes one device sends: weights gathered each pass, gradients scattered over `fsdp` and
     reduced over `data`, and the two activations that a layer reduces over `tensor` each pass."""
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
@@ -187,7 +195,7 @@ def _bytes_sent(config: ConfigDict, built: Built) -> float:
     gradients = 4 * sum(n for path, n in sizes.items() if built.trainable[path]) / tensor
     sent = (fsdp - 1) / fsdp * (_passes(built) * _weight_bytes(built) / tensor + gradients)
     sent += 2 * (data - 1) / data * gradients / fsdp
-    tokens = config.batch_size * config.seq_len / (data * fsdp)
+    tokens = config.batch_size * built.objective.positions / (data * fsdp)
     reduced = 2 * (_passes(built)) * built.model.n_layers * tokens * built.model.d_model * width
     return sent + 2 * (tensor - 1) / tensor * reduced
 
@@ -232,7 +240,7 @@ def describe(plan: dict, target: Target) -> str:
     return "\n".join(lines)
 
 
-def _verdict(config: ConfigDict, built: Built, target: Target, plan: dict) -> str:
+def _verdict(config: TrainConfig, built: Built, target: Target, plan: dict) -> str:
     """Whether it fits, and what to turn where it does not."""
     needed, what = sum(plan["bytes_per_device"].values()), "the state alone"
     if plan["compiled"] is None:

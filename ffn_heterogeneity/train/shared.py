@@ -1,15 +1,14 @@
-"""What several runs of one process have in common: the loaded model, the compiled programs."""
+"""Several runs of one process: the loaded model and the compiled programs that they share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.train.build import Built, build, static_key
+from ffn_heterogeneity.train.settings import TrainConfig
 
 
 class Shared:
@@ -37,11 +36,11 @@ class Shared:
             self._model = ((spec, revision), load_model(spec, revision=revision))
         return self._model[1]
 
-    def build(self, config: ConfigDict, model: ModelConfig, params: Any, mesh: Mesh) -> Built:
+    def build(self, config: TrainConfig, model: Model, mesh: Mesh) -> Built:
         """`build.build`, once for runs with equal static settings."""
-        key = static_key(config, model, params, mesh)
+        key = static_key(config, model, mesh)
         if key not in self._built:
-            self._built[key] = build(config, model, params, mesh)
+            self._built[key] = build(config, model, mesh)
         return self._built[key]
 
     @property

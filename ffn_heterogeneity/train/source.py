@@ -1,4 +1,4 @@
-"""Where a run's weights come from: a model that is there, or a new one of a given shape."""
+"""The weights that a run starts from: of a model that is there, or new ones of a given shape."""
 
 from __future__ import annotations
 
@@ -9,54 +9,50 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
+from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.io.load import Model, load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.shapes import count_parameters
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.build import objective_of
+from ffn_heterogeneity.train.settings import TrainConfig
 
 
-def is_fresh(config: ConfigDict) -> bool:
-    """Whether the run starts from random weights: it has a `shape`, and no model is named."""
-    return not config.model and "shape" in config
-
-
-def model_shape(config: ConfigDict) -> ModelConfig:
+def model_shape(config: TrainConfig) -> ModelConfig:
     """The config of the model that the run trains, without its weights.
 
     Raises:
       ValueError (ConfigError, CheckpointError are some): no such model, or a shape that is none.
     """
-    if not is_fresh(config):
+    if not config.is_fresh:
         return load_config(config.model, revision=config.revision)
     shape = config.shape
     for key in ("layers", "d_model", "n_heads"):
         if shape[key] < 1:
             raise ValueError(f"shape.{key}={shape[key]} must be at least 1")
-    if shape.d_model % shape.n_heads:
-        raise ValueError(
-            f"shape.d_model={shape.d_model} must be a multiple of shape.n_heads={shape.n_heads}"
-        )
-    layer = LayerConfig(ffn_width=shape.ffn_width)
+    width, heads = shape["d_model"], shape["n_heads"]
+    if width % heads:
+        raise ValueError(f"shape.d_model={width} must be a multiple of shape.n_heads={heads}")
+    layer = LayerConfig(ffn_width=shape["ffn_width"])
     return ModelConfig(
         family="llama",
-        vocab_size=shape.vocab_size,
-        d_model=shape.d_model,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_heads,
-        head_dim=shape.d_model // shape.n_heads,
-        layers=(layer,) * shape.layers,
-        tied=shape.tied,
+        vocab_size=shape["vocab_size"],
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=width // heads,
+        layers=(layer,) * shape["layers"],
+        tied=shape["tied"],
         max_position=max(config.seq_len, 2048),
         bos_id=None,
         eos_id=None,
     )
 
 
-def starting_model(config: ConfigDict, load: Callable[..., Model] = load_model) -> Model:
+def starting_model(config: TrainConfig, load: Callable[..., Model] = load_model) -> Model:
     """The model as it trains: as the run finds it, after the surgeries of `config.prepare`.
 
     Raises:
@@ -67,18 +63,24 @@ def starting_model(config: ConfigDict, load: Callable[..., Model] = load_model) 
     return dataclasses.replace(model, params=jax.tree.map(np.asarray, model.params))
 
 
-def prepared(config: ConfigDict, model: Model) -> Model:
-    """`model` after the surgeries that `config.prepare` names, in that order.
+def prepared(config: TrainConfig, model: Model) -> Model:
+    """`model` after the surgeries that `config.prepare` names, in that order, and with the head
+    that its objective needs.
 
     Each draws from `config.seed` and its own name; of shapes alone under `jax.eval_shape`.
     """
-    for name in config.get("prepare", ()):
-        key = jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
-        model, _ = SURGERIES[name](model, config[name], key=key)
-    return model
+
+    def key(name: str) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
+
+    for name, settings in config.prepare.items():
+        model, _ = SURGERIES[name](model, settings, key=key(name))
+    head = objective_of(config, model.config).head
+    changed, params = with_head(model.config, model.params, head, key(ROOT))
+    return dataclasses.replace(model, config=changed, params=params)
 
 
-def found_model(config: ConfigDict, load: Callable[..., Model] = load_model) -> Model:
+def found_model(config: TrainConfig, load: Callable[..., Model] = load_model) -> Model:
     """The model as the run finds it.
 
     A fresh one has the weights of `causal_lm.init` (normal, 0.02; the paper is silent) from
@@ -91,7 +93,7 @@ def found_model(config: ConfigDict, load: Callable[..., Model] = load_model) -> 
     Raises:
       ValueError: a tokenizer that a new model lacks, or one with ids beyond the vocabulary.
     """
-    if not is_fresh(config):
+    if not config.is_fresh:
         model = load(config.model, revision=config.revision)
         if model.tokenizer is not None:
             check_vocabulary(model.tokenizer, model.config.vocab_size, model.source)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.train.objectives import Objective
 from ffn_heterogeneity.train.optimizers import by_layer
 from ffn_heterogeneity.train.state import TrainState, merge_params, split_params
 
@@ -62,6 +61,7 @@ def make_train_step(
     accumulation: int = 1,
     dropout: bool | str = False,
     refresh: Callable[..., Any] | None = None,
+    counts: Callable[[Mapping[str, jax.Array]], dict] = lambda batch: {},
     shardings: tuple[Any, Any, Any] | None = None,
     donate: bool = True,
 ):
@@ -88,14 +88,15 @@ def make_train_step(
         it drops in adapters alone (`RunOptions.adapter_dropout`).
       refresh: optional `(params, step, key, hyper, train) -> params`, applied to the tree before
         the forward pass, `train` true, and never stored (adapters that redraw a mask every step).
+      counts: batch -> numbers that are reported of it (`Objective.counts`).
       shardings: optional `(state, batch, replicated)` shardings for the jit.
       donate: the state's buffers are reused. False only for tests.
 
     Returns:
-      The jitted step. Batch leaves are [A, B, T]; `hyper` is a dict of scalar float32 arrays with
+      The jitted step. Batch leaves are [A, B, ...]; `hyper` is a dict of scalar float32 arrays with
       "learning_rate", the terms' weights by name, and "dropout" if it is on. Metrics: "loss",
       each term's value by name, "<term>/<metric>", "grad_norm", "update_norm" (of what the
-      parameters moved by, as they are stored), "tokens" (not padding), "target_tokens", "stop"
+      parameters moved by, as they are stored), the `counts`, "stop"
       (the largest of the batch's, where it has the leaf), "finite" (bool) and "gradient_finite"
       (bool per trainable leaf, in sorted order of paths). An "outputs" term's metrics are sums,
       divided by its denominator as its total is; a "params" term's are reported as they are.
@@ -124,7 +125,9 @@ def make_train_step(
             optimizer, trainable, train, state.opt_state, grads,
             loss=metrics["loss"], learning_rate=hyper["learning_rate"],
         )  # fmt: skip
-        metrics |= _counts(batch) | changed
+        metrics |= counts(batch) | changed
+        if "stop" in batch:  # the loop's own leaf
+            metrics["stop"] = jnp.max(batch["stop"])
         finite = metrics["finite"]
         new_state = TrainState(
             step=jnp.where(finite, state.step + 1, state.step),
@@ -196,7 +199,6 @@ class _StepLoss:
 
     def __post_init__(self):
         self.weights = {term.name: _weight(term, self.hyper) for term in self.terms}
-        self.probes = union_of_probes(self.terms)
         self.on_outputs = [term for term in self.terms if term.on == "outputs"]
         self.on_params = [term for term in self.terms if term.on == "params"]
         self.dropout_key, self.refresh_key = jax.random.split(self.key)
@@ -222,13 +224,12 @@ class _StepLoss:
         return self.refresh(params, self.step, self.refresh_key, self.hyper, True)
 
     def _values(self, train: dict, micro: dict, index) -> dict[str, TermValue]:
-        params, dropout = self._params(train), None
+        dropout = None
         if self.dropout:
             rate = None if self.dropout == "adapters" else self.hyper["dropout"]
             dropout = (jax.random.fold_in(self.dropout_key, index), rate)
-        more = per_layer_of(self.on_outputs, params, micro)
-        outputs = self.forward_fn(params, micro, probes=self.probes, dropout=dropout, **more)
-        return {term.name: term(params, outputs, micro) for term in self.on_outputs}
+        params = self._params(train)
+        return values_of(self.forward_fn, self.terms, params, micro, dropout=dropout)[0]
 
     def _micro_grad(self, train: dict, micro: dict, index, denominators: dict | None):
         """Gradient of one micro-batch's share; `denominators` None: it is the whole batch."""
@@ -278,25 +279,33 @@ def make_eval_step(
     forward_fn: ForwardFn,
     terms: Sequence[LossTerm],
     replicated: Any | None = None,
-    objective: Objective = Objective(),
+    predictions: Callable[..., dict] | None = None,
 ):
     """Jitted `(params, batch) -> ({term: TermValue}, rows)` of the "outputs" terms, batch leaves
-    [B, T]; rows: what `objective.predictions` says of each example, {} without.
+    [B, ...]; rows: `predictions(params, outputs, batch)` of each example, {} without.
 
     `replicated` is the sharding of what comes back on a mesh, so that every process can read it.
     Sum the values of several batches with `jax.tree.map`, then `averaged_metrics`: token-exact.
     """
-    on_outputs = [term for term in terms if term.on == "outputs"]
-    probes = tuple(dict.fromkeys((*union_of_probes(on_outputs), *objective.probes)))
 
     def eval_step(params, batch):
-        more = per_layer_of(on_outputs, params, batch)
-        outputs = forward_fn(params, batch, probes=probes, dropout=None, **more)
-        values = {term.name: term(params, outputs, batch) for term in on_outputs}
-        predict = objective.predictions
-        return values, {} if predict is None else predict(params, outputs, batch)
+        values, outputs = values_of(forward_fn, terms, params, batch, dropout=None)
+        rows = {} if predictions is None else predictions(params, outputs, batch)
+        return values, rows
 
     return jax.jit(eval_step, out_shardings=replicated)
+
+
+def values_of(
+    forward_fn: ForwardFn, terms: Sequence[LossTerm], params: Any, batch: Mapping, **given: Any
+) -> tuple[dict[str, TermValue], dict]:
+    """(the values of the "outputs" terms on a batch, the outputs that they read)."""
+    on_outputs = [term for term in terms if term.on == "outputs"]
+    trees = [term.per_layer(params, batch) for term in on_outputs if term.per_layer]
+    if trees:
+        given["per_layer"] = {name: tree for one in trees for name, tree in one.items()}
+    outputs = forward_fn(params, batch, probes=union_of_probes(on_outputs), **given)
+    return {term.name: term(params, outputs, batch) for term in on_outputs}, outputs
 
 
 def make_params_metrics(terms: Sequence[LossTerm], replicated: Any | None = None):
@@ -330,12 +339,6 @@ def plain_metrics(values: Mapping[str, TermValue]) -> dict[str, Any]:
         metrics[name] = total * _reciprocal(denominator)
         metrics |= {f"{name}/{key}": value for key, value in extra.items()}
     return metrics
-
-
-def per_layer_of(terms: Sequence[LossTerm], params: Any, batch: Mapping) -> dict[str, Any]:
-    """{"per_layer": {probe name: tree of [L, ...]}} of the terms that hand their probes any."""
-    trees = [term.per_layer(params, batch) for term in terms if term.per_layer]
-    return {"per_layer": {k: v for tree in trees for k, v in tree.items()}} if trees else {}
 
 
 def union_of_probes(terms: Sequence[LossTerm]) -> tuple:
@@ -372,14 +375,3 @@ def _check_batch(batch: Mapping[str, Any], accumulation: int) -> None:
                 f"batch[{name!r}] has shape {leaf.shape}; expected [accumulation={accumulation}, "
                 "examples, ...]"
             )
-
-
-def _counts(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    counts = {}
-    if "segment_ids" in batch:
-        counts["tokens"] = jnp.sum(batch["segment_ids"] > 0)
-    if "loss_mask" in batch:
-        counts["target_tokens"] = jnp.sum(batch["loss_mask"])
-    if "stop" in batch:
-        counts["stop"] = jnp.max(batch["stop"])
-    return counts

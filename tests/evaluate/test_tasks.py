@@ -15,11 +15,12 @@ from etils import epath
 from task_tools import OwnTask, rows_of, write
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 
-from ffn_heterogeneity.evaluate import graders, in_memory, tasks
+from ffn_heterogeneity.evaluate import graders, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks, limited
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.launch import in_memory
 from ffn_heterogeneity.models.config import LayerConfig
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "no_network", "lm_eval")

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
 
-from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate.run import score
 from ffn_heterogeneity.io.card import licence_of, published, push, write_card
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import in_memory
 
 
 class Hub(BaseHTTPRequestHandler):

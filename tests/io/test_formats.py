@@ -14,7 +14,7 @@ from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.io.export import NATIVE_KEY, save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.surgery import compress
+from ffn_heterogeneity.launch import compress
 
 pytestmark = pytest.mark.slow
 PROMPT = "The neurons of a feed-forward layer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of
 
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import sweep_run
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.train.build import build, hyper_function, static_key
-from ffn_heterogeneity.train.fit import BATCH
+from ffn_heterogeneity.train.build import build, static_key
+from ffn_heterogeneity.train.settings import hyper_function, read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -152,15 +154,17 @@ def test_free_keys_are_in_no_program():
         export__form="native", profile="1:2", dry_run="here",
     )  # fmt: skip
     params = jax.eval_shape(lambda: causal_lm.init(LLAMA, jax.random.key(0)))
+    model = Model(LLAMA, params, None, "")
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
-    keys = [static_key(config, LLAMA, params, mesh) for config in (one, other)]
+    keys = [static_key(read(config), model, mesh) for config in (one, other)]
     assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
 
     def text(config):
-        built = build(config, LLAMA, params, mesh)
-        batch = {name: jax.ShapeDtypeStruct((1, 2, 8), dtype) for name, dtype in BATCH.items()}
+        built = build(read(config), model, mesh)
+        batch = built.objective.shapes(2, {"T": 8})
+        batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        hyper = dict.fromkeys(hyper_function(config)(0), scalar)
+        hyper = dict.fromkeys(hyper_function(read(config), built.objective.terms)(0), scalar)
         return built.train_step.lower(built.state, batch, hyper).as_text()
 
     assert text(one) == text(other)
@@ -171,5 +175,6 @@ def test_free_keys_are_in_no_program():
         {"data__packing": False}, {"losses__nll__reduction": "sum"}, {"compute_dtype": "bfloat16"},
     ):  # fmt: skip
         changed = config_of("nucl_finetune", "smollm2_135m,text", **small | changes)
-        assert static_key(changed, LLAMA, params, mesh) != keys[0], changes
-    assert static_key(one, LLAMA.with_widths([24, 24, 24, 23]), params, mesh) != keys[0]
+        assert static_key(read(changed), model, mesh) != keys[0], changes
+    narrower = dataclasses.replace(model, config=LLAMA.with_widths([24, 24, 24, 23]))
+    assert static_key(read(one), narrower, mesh) != keys[0]

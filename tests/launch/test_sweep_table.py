@@ -19,12 +19,11 @@ import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of, our_logits, random_params, run_script
 
 import ffn_heterogeneity as fh
-from ffn_heterogeneity.evaluate import in_memory
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.perplexity import window_nll
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.launch import slurm
+from ffn_heterogeneity.launch import in_memory, slurm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.report.runs import read_runs
 from ffn_heterogeneity.surgery import SURGERIES

@@ -26,8 +26,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train.build import optimizer_config
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def dump_training_config() -> dict[str, str]:
     model = next(model for model, hub_id in families.PRESETS.values() if hub_id == config.model)
     sizes = {name: 8 if size == -1 else size for name, size in config.mesh.items()}
     described = describe_state(
-        model, optimizer_config(config), abstract_mesh(**sizes),
+        model, read(config).optimizer, abstract_mesh(**sizes),
         tuple(config.freeze), tuple(config.train_only),
     )  # fmt: skip
     return {

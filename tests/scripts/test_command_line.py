@@ -142,7 +142,7 @@ def test_broken_config_files(tmp_path):
 
 def test_the_traceback_is_there_for_the_asking(tmp_path):
     done = run_script("compress", "--traceback", f"--workdir={tmp_path / 'run'}")
-    assert done.code == 2 and "Traceback" in done.err and "surgery/compress.py" in done.err
+    assert done.code == 2 and "Traceback" in done.err and "launch/compress.py" in done.err
 
 
 def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):

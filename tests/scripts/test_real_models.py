@@ -14,8 +14,8 @@ from ffn_heterogeneity.evaluate import run as evaluate
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 

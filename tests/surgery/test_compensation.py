@@ -11,8 +11,9 @@ from test_similarity import brute_force, layer_of, vectors_of
 from tiny_models import LLAMA, config_of, our_logits, random_params, run_script, save_tiny
 
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.surgery import compress, least_squares
+from ffn_heterogeneity.surgery import least_squares
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS, outgoing_of_survivors
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_layer

@@ -20,8 +20,8 @@ from tiny_models import (
 )
 
 from ffn_heterogeneity.io import export, load
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -7,8 +7,9 @@ import pytest
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny, torch_model
 
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.surgery import SURGERIES, compress
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.criteria import layer_scores
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model

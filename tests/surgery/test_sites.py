@@ -8,10 +8,11 @@ import pytest
 from tiny_models import LLAMA, WIDE, config_of, random_params, save_tiny, structured
 
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery import SURGERIES, compress
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons

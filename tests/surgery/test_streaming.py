@@ -30,10 +30,10 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.streaming import compress_directory

@@ -13,7 +13,7 @@ from absl import logging
 from mesh_program import HYPER, build, models
 from tiny_models import batch_of
 
-from ffn_heterogeneity.train.loop import LoopConfig, TrainLoop
+from ffn_heterogeneity.train.loop import LoopConfig, Program, TrainLoop
 
 ROWS, ACCUMULATION = 16, 2
 # A fifth of what three steps are compared at: over 120 steps a rate of 0.05 amplifies the meshes'
@@ -48,16 +48,13 @@ def main(workdir: Path, steps: int, sizes: tuple[int, ...]) -> None:
     print("ready", flush=True)
     if not sys.stdin.readline():  # nobody is there any more
         return
-    loop = TrainLoop(
-        LoopConfig(steps, checkpoint_every=2, accumulation=ACCUMULATION),
-        train_step=step,
-        state=state,
-        batches=Batches(config.vocab_size),
-        hyper=lambda step: {"learning_rate": RATE, "alpha": float(HYPER["alpha"])},
-        workdir=workdir,
+    program = Program(
+        step,
+        lambda step: {"learning_rate": RATE, "alpha": float(HYPER["alpha"])},
         shardings=placed,
-        tensorboard=False,
     )
+    when = LoopConfig(steps, checkpoint_every=2, accumulation=ACCUMULATION, tensorboard=False)
+    loop = TrainLoop(when, program, state, Batches(config.vocab_size), workdir)
     result = loop.run()
     (workdir / "end.json").write_text(json.dumps({"step": result.step}))
 

@@ -18,6 +18,7 @@ from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.launch import experiment
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
@@ -27,7 +28,6 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.adapt import insert_lora
-from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step

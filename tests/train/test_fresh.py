@@ -12,9 +12,10 @@ from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model, load_tokenizer
 from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.shapes import count_parameters
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import model_shape, starting_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -45,12 +46,13 @@ def test_the_papers_sizes(size, untied, tied):
     """Millions of parameters; the paper's own names are none of the two counts."""
     for value, millions in ((False, untied), (True, tied)):
         config = config_of("jreg_pretrain", size, shape__tied=value)
-        total = count_parameters(model_shape(config))["total"] / 1e6
+        total = count_parameters(model_shape(read(config)))["total"] / 1e6
         assert total == pytest.approx(millions, rel=2e-3)
 
 
 def test_a_new_model_is_the_seeds(files):
-    made = [starting_model(config_of("jreg_pretrain", "local", **files, seed=s)) for s in (0, 0, 1)]
+    configs = [config_of("jreg_pretrain", "local", **files, seed=s) for s in (0, 0, 1)]
+    made = [starting_model(read(config)) for config in configs]
     first, again, other = (flatten(model.params) for model in made)
     assert all(isinstance(leaf, np.ndarray) for leaf in first.values())
     assert all((leaf == again[path]).all() for path, leaf in first.items())
@@ -82,7 +84,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
         assert len(trained) == 6
         assert all(row["train/losses.jreg.weight"] == weight for row in trained)
         assert all((row["train/loss"] == row["train/nll"]) == (weight == 0) for row in trained)
-        assert results["parameters"] == count_parameters(model_shape(config))["total"]
+        assert results["parameters"] == count_parameters(model_shape(read(config)))["total"]
         found[name] = load_model(tmp_path / name / "model")
     for path, leaf in flatten(found["baseline"].params).items():
         assert (leaf != flatten(found["jreg"].params)[path]).any(), path
@@ -100,7 +102,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
 def test_going_on_from_a_model(files, tmp_path):
     save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "model", tokenizer=byte_tokenizer())
     config = config_of("jreg_pretrain", "local", **files, model=str(tmp_path / "model"))
-    model = starting_model(config)
+    model = starting_model(read(config))
     assert model.config.n_layers == LLAMA.n_layers
     assert (jax.tree.leaves(model.params)[0] == jax.tree.leaves(random_params(LLAMA))[0]).all()
 
@@ -109,7 +111,7 @@ def test_a_dry_run_plans_it(files, tmp_path, capsys):
     config = config_of("jreg_pretrain", "1b", dry_run="h200:8", mesh__fsdp=8)
     training.run(config, tmp_path / "plan")
     plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert plan["parameters"] == count_parameters(model_shape(config))["total"]
+    assert plan["parameters"] == count_parameters(model_shape(read(config)))["total"]
     assert "928" in capsys.readouterr().out
 
 

@@ -19,8 +19,8 @@ from tiny_models import REPOSITORY, TEXT, run_script, save_tiny
 from ffn_heterogeneity import memory
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.metrics import MetricsWriter
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.train import fit
-from ffn_heterogeneity.train import run as training
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_quickly"),

@@ -14,6 +14,7 @@ from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.parallel.partition import (
     batch_sharding,
@@ -22,10 +23,10 @@ from ffn_heterogeneity.parallel.partition import (
     trainable_mask,
 )
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import run as training
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
-from ffn_heterogeneity.train.loop import LoopConfig, TrainingDiverged, TrainLoop
+from ffn_heterogeneity.train.language import counts
+from ffn_heterogeneity.train.loop import LoopConfig, Program, TrainingDiverged, TrainLoop
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from ffn_heterogeneity.train.state import create_state, state_shardings
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
@@ -47,7 +48,7 @@ def compiled(terms, accumulation):
     placed = (state_shardings(mesh, state), batch_sharding(mesh), replicated(mesh))
     step = make_train_step(
         toy_forward, terms, optimizer, mask,
-        accumulation=accumulation, dropout=True, shardings=placed,
+        accumulation=accumulation, dropout=True, counts=counts, shardings=placed,
     )  # fmt: skip
     evaluate = make_eval_step(toy_forward, terms), make_params_metrics(terms)
     return mask, optimizer, placed, step, evaluate
@@ -60,18 +61,16 @@ def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **o
     validation = [toy_batch(3, seed=900 + i) for i in range(2)]
     evaluator = make_evaluator(*evaluators, lambda: iter(validation))
     state = create_state(toy_params(), optimizer, mask, seed=5)
-    return TrainLoop(
-        LoopConfig(**options),
-        train_step=step,
-        state=jax.device_put(state, placed[0]),
-        batches=ToyBatches(4, hook),
-        hyper=hyper or (lambda s: HYPER | {"learning_rate": SCHEDULE(s), "dropout": 0.2}),
-        workdir=workdir,
-        hooks=(Hook(lambda state, check: evaluator(state.params, check), every),) * evaluate,
+    program = Program(
+        step,
+        hyper or (lambda s: HYPER | {"learning_rate": SCHEDULE(s), "dropout": 0.2}),
         shardings=placed,
         gradient_paths=tuple(sorted(path for path, trains in mask.items() if trains)),
-        tensorboard=False,
     )
+    hooks = (Hook(lambda state, check: evaluator(state.params, check), every),) * evaluate
+    config = LoopConfig(**options, tensorboard=False)
+    state = jax.device_put(state, placed[0])
+    return TrainLoop(config, program, state, ToyBatches(4, hook), workdir, hooks)
 
 
 def replace_hook(loop, function) -> None:

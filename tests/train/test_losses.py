@@ -11,16 +11,17 @@ import pytest
 from ml_collections import ConfigDict
 from tiny_models import batch_of, config_of, random_params, tiny_of
 
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue, probe_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.train.build import build, hyper_function, make_terms, static_key
+from ffn_heterogeneity.train.build import build, make_terms, static_key
 from ffn_heterogeneity.train.evaluation import make_evaluator
-from ffn_heterogeneity.train.objectives import Objective
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.settings import hyper_function, read
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_eval_step, make_train_step
 
@@ -31,6 +32,13 @@ TWO = {
     "spread": {"term": "nucl", "weight": 2.0, "variant": "ent", "targets": ("attention_out",)},
     "nucl": {"weight": 0.5, "variant": "mstd", "targets": ("ffn_out",)},
 }
+
+
+SHAPES = Model(LLAMA, jax.eval_shape(lambda: random_params(LLAMA)), None, "")
+
+
+def hyper_of(config):
+    return hyper_function(read(config), {})(0)
 
 
 def config_with(losses=None, monitors=None, argument="smollm2_135m,text", **changes):
@@ -46,8 +54,7 @@ def config_with(losses=None, monitors=None, argument="smollm2_135m,text", **chan
 
 def built_of(config):
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
-    params = jax.eval_shape(lambda: random_params(LLAMA))
-    return build(config, LLAMA, params, mesh)
+    return build(read(config), SHAPES, mesh)
 
 
 def one_step(config):
@@ -55,7 +62,7 @@ def one_step(config):
     built, params = built_of(config), random_params(LLAMA)
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
     batch = {k: np.asarray(v)[None, :2, :8] for k, v in batch_of(LLAMA.vocab_size).items()}
-    hyper = {key: jnp.float32(value) for key, value in hyper_function(config)(0).items()}
+    hyper = {key: jnp.float32(value) for key, value in hyper_of(config).items()}
     after, metrics = built.train_step(state, batch, hyper)
     before, after = flatten(params), flatten(after.params)
     return {p: np.asarray(before[p], np.float64) - after[p] for p in before}, metrics
@@ -85,7 +92,7 @@ def test_a_monitor_alone_costs_the_step_nothing():
     def flops(config):
         built = built_of(config)
         batch = {k: np.asarray(v)[None, :2, :8] for k, v in batch_of(LLAMA.vocab_size).items()}
-        hyper = dict.fromkeys(hyper_function(config)(0), jnp.float32(0))
+        hyper = dict.fromkeys(hyper_of(config), jnp.float32(0))
         compiled = built.train_step.lower(built.state, batch, hyper).compile()
         return compiled.cost_analysis()["flops"], {term.name for term in built.evaluated_terms}
 
@@ -115,21 +122,21 @@ def test_a_probe_is_logged_by_its_name():
 
 def test_weights_are_no_part_of_the_program_but_for_none():
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
-    params = jax.eval_shape(lambda: random_params(LLAMA))
 
     def key(weight):
-        config = config_with(losses__nucl__weight=weight)
-        return static_key(config, LLAMA, params, mesh)
+        return static_key(read(config_with(losses__nucl__weight=weight)), SHAPES, mesh)
 
     assert key(0.0) == key(1000.0) != key(None)
-    terms, monitors = make_terms(config_with(losses__nucl__weight=None), LLAMA, mesh)
+    config = config_with(losses__nucl__weight=None)
+    terms = make_terms(config.losses, LLAMA, mesh)
+    monitors = make_terms(config.monitors, LLAMA, mesh, trained=False)
     assert [term.name for term in terms] == ["nll"] and monitors[0].name == "entropy"
-    assert "losses.nucl.weight" not in hyper_function(config_with(losses__nucl__weight=None))(0)
+    assert "losses.nucl.weight" not in hyper_of(config)
 
 
 def test_terms_are_summed_in_the_registrys_order():
     losses = {"b": {"term": "jreg", "weight": 1.0}, "a": {"term": "jreg", "weight": 1.0}, **TWO}
-    terms, _ = make_terms(config_with(losses), LLAMA, partition.make_mesh())
+    terms = make_terms(config_with(losses).losses, LLAMA, partition.make_mesh())
     assert [term.name for term in terms] == ["nll", "nucl", "spread", "a", "b"]
 
 
@@ -195,9 +202,12 @@ def test_a_probe_of_examples_has_no_average():
     probe = Probe("pooled", lambda seen, batch, extra: seen.block_output[:, -1], kind="example")
     with pytest.raises(ValueError, match="'pooled' gives a row an example"):
         probe_term(TermContext("x"), probe)
+
+    def with_probe(*given, probes, **options):
+        return causal_lm.forward(*given, probes=(probe,))
+
     rows = make_eval_step(
-        functools.partial(causal_lm.forward, LLAMA), (), None,
-        Objective(predictions=lambda p, out, batch: {"h": out["probes"]["pooled"].swapaxes(0, 1)},
-                  probes=(probe,)),
+        functools.partial(with_probe, LLAMA), (), None,
+        lambda p, out, batch: {"h": out["probes"]["pooled"].swapaxes(0, 1)},
     )(random_params(LLAMA), batch_of(LLAMA.vocab_size))[1]["h"]  # fmt: skip
     assert rows.shape == (3, LLAMA.n_layers, LLAMA.d_model), "one row an example"

@@ -11,14 +11,16 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from tiny_models import TEXT, config_of, save_tiny
 
-from ffn_heterogeneity.io.load import load_config
+from ffn_heterogeneity.io.load import Model, load_config
+from ffn_heterogeneity.launch import train as run
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import fit, hardware, hlo, plan, run
-from ffn_heterogeneity.train.build import AUTO_REMAT, build, hyper_function
+from ffn_heterogeneity.train import fit, hardware, hlo, plan
+from ffn_heterogeneity.train.build import AUTO_REMAT, build
+from ffn_heterogeneity.train.settings import hyper_function, read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -31,7 +33,7 @@ def make_config(model, **changes):
 
 
 def planned(tmp_path, model, **changes):
-    return plan.dry_run(make_config(model, **changes), tmp_path)
+    return plan.dry_run(read(make_config(model, **changes)), tmp_path)
 
 
 def test_gemma2_2b_on_eight_h100s_is_the_papers_arithmetic(tmp_path, capsys):
@@ -67,13 +69,15 @@ def test_the_least_rematerialisation_that_fits(tmp_path):
     sizes = {}
     for remat in AUTO_REMAT:
         config.remat = remat
-        sizes[remat] = fit.compile_step(config, fit.build_shapes(config, mesh))[1]["together"]
+        settings = read(config)
+        sizes[remat] = fit.compile_step(settings, fit.build_shapes(settings, mesh))[1]["together"]
     assert sizes["dots"] > sizes["full"]
     config.remat = "auto"
-    built = fit.build_shapes(config, mesh)
+    settings = read(config)
+    built = fit.build_shapes(settings, mesh)
     for room in (1.0, *sizes.values()):
         fits = [remat for remat in AUTO_REMAT if sizes[remat] <= room]
-        chosen, _, held = fit.fit(config, built, room)
+        chosen, _, held = fit.fit(settings, built, room)
         assert chosen.options.remat == (fits or ["full"])[0]
         assert held["together"] == sizes[chosen.options.remat]
 
@@ -84,8 +88,9 @@ def test_windows_frozen_leaves_and_remat_count():
     mesh = AbstractMesh((1, 1, 1), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
     def flops(**changes):
-        config = make_config("x", batch_size=2, seq_len=20, **changes)
-        return plan.step_flops(config, build(config, model, causal_lm.abstract_params(model), mesh))
+        config = read(make_config("x", batch_size=2, seq_len=20, **changes))
+        shapes = Model(model, causal_lm.abstract_params(model), None, "")
+        return plan.step_flops(config, build(config, shapes, mesh))
 
     tokens, ffn, attention = 40, 3 * 32 * 64, 32 * (2 * 32 + 2 * 16)
     seen = 2 * (sum(min(t + 1, 8) for t in range(20)) + sum(range(1, 21)))
@@ -111,9 +116,13 @@ def test_products_are_those_the_compiler_counts():
         **{"losses.nucl.weight": None},
     )
     mesh = partition.make_mesh()
-    built = build(config, model, causal_lm.abstract_params(model), mesh)
-    batch = {k: jax.ShapeDtypeStruct((1, 4, 64), v) for k, v in fit.BATCH.items()}
-    hyper = dict.fromkeys(hyper_function(config)(0), jax.ShapeDtypeStruct((), jnp.float32))
+    config = read(config)
+    built = build(config, Model(model, causal_lm.abstract_params(model), None, ""), mesh)
+    batch = built.objective.shapes(4, {"T": 64})
+    batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
+    hyper = dict.fromkeys(
+        hyper_function(config, built.objective.terms)(0), jax.ShapeDtypeStruct((), jnp.float32)
+    )
     cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
     ours = plan.step_flops(config, built)["model"]
     assert 1 <= cost["flops"] / ours < 1.1
@@ -121,7 +130,7 @@ def test_products_are_those_the_compiler_counts():
 
 def test_evaluation_sees_nothing_of_macdrop():
     """Nor does export: what settles the tree takes its leaves away."""
-    config = config_of("macdrop_sft", "gemma2_2b,lora,macdrop")
+    config = read(config_of("macdrop_sft", "gemma2_2b,lora,macdrop"))
     built = fit.build_shapes(config, partition.make_mesh(devices=jax.devices()[:1]))
     params, hyper = built.state.params, {"macdrop": jnp.float32(0.5)}
     gone = set(flatten(params)) - set(flatten(jax.eval_shape(built.settled, params, 0, hyper)))
@@ -135,7 +144,7 @@ def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     for names in ("lora", "nf4,lora,macdrop"):
         config = config_of("macdrop_sft", f"gemma2_2b,{names}")
         config.dry_run = "h100:8"
-        found[names] = plan.dry_run(config, tmp_path)
+        found[names] = plan.dry_run(read(config), tmp_path)
         said = capsys.readouterr().out
         assert ("massive layer is taken to be the first" in said) == ("macdrop" in names)
     plain, quantised = found.values()

@@ -9,12 +9,13 @@ from test_adapted import config_for
 from tiny_models import LLAMA, TEXT, save_tiny
 
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.train import fit
-from ffn_heterogeneity.train import run as training
+from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -35,7 +36,7 @@ def test_another_shape_from_a_surgery(tmp_path, monkeypatch, widths):
     with config.unlocked():
         config.prepare, config.own = ("own",), {}
     assert LLAMA.ffn_widths == (24,) * 4
-    planned = fit.build_shapes(config, fit.partition.make_mesh(**config.mesh)).state.params
+    planned = fit.build_shapes(read(config), fit.partition.make_mesh(**config.mesh)).state.params
     results = training.run(config, tmp_path / "run")
     assert load_model(tmp_path / "run/model").config.ffn_widths == widths
     assert results["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(planned))

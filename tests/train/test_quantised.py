@@ -9,10 +9,10 @@ import pytest
 from tiny_models import TEXT, WIDE, config_of, our_logits, save_tiny
 
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
-from ffn_heterogeneity.train import run as training
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

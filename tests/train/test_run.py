@@ -20,12 +20,12 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.workdir import WorkdirError
+from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.parallel.partition import RuleError
 from ffn_heterogeneity.paths import flatten, flatten_config
-from ffn_heterogeneity.train import run as training
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from train_toy import L1, NLL, NORM, V, accumulated, hyper, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.adapters import REFRESHES
@@ -18,6 +17,7 @@ from ffn_heterogeneity.parallel.partition import (
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import make_refresh
 from ffn_heterogeneity.train.evaluation import make_evaluator
+from ffn_heterogeneity.train.language import counts
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import (
     abstract_state,
@@ -39,7 +39,7 @@ def build(optimizer="sgd", freeze=(), terms=TERMS, params=None, forward=toy_forw
     mask = trainable_mask(flatten(params), freeze)
     made = make_optimizer(OptimizerConfig(optimizer), params, mask)
     state = create_state(params, made, mask, seed=3)
-    return make_train_step(forward, terms, made, mask, **options), state
+    return make_train_step(forward, terms, made, mask, counts=counts, **options), state
 
 
 def plain_loss(params, batch, values):
@@ -253,7 +253,7 @@ def test_a_refresh_draws_once_an_optimiser_step(monkeypatch):
         return params | {"final_norm": {"scale": scale * kept}}
 
     monkeypatch.setitem(REFRESHES, "toy", lambda settings: toy)
-    refresh = make_refresh(ConfigDict({"refresh": ("toy",), "toy": {}}))
+    refresh = make_refresh({"toy": {}})
     step, state = build(terms=(NLL,), refresh=refresh, donate=False)
     in_two, _ = build(terms=(NLL,), refresh=refresh, donate=False, accumulation=2)
     batch, still = accumulated(toy_batch(4), 1), hyper(learning_rate=0.0)

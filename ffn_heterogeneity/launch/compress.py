@@ -9,6 +9,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.card import check_repository, compared, published, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import write_json
@@ -45,7 +46,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     else:
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, surgery.read(config), key=key)
-        check_leaves(changed.config, changed.params)
+        check_leaves(changed.config, changed.params, beside=ROOT)
         save_pretrained(
             changed.config, changed.params, target, tokenizer=model.tokenizer,
             export=config.export, dtype=dtype, overwrite=True,

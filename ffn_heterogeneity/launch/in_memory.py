@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -18,9 +19,9 @@ from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
-from ffn_heterogeneity.surgery import compress
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import results_of
@@ -150,7 +151,7 @@ def filled_up(model: Model) -> Model:
     tree = unstack(model.params)
     layers = [{**layer, "ffn": _fill(layer["ffn"], width)} for layer in tree["layers"]]
     params = restack(config, {**tree, "layers": layers})
-    return Model(config, params, model.tokenizer, model.source)
+    return dataclasses.replace(model, config=config, params=params)
 
 
 def _fill(ffn: dict, width: int) -> dict:

@@ -1,0 +1,259 @@
+"""`scripts/train.py`: a config in, a trained model and its numbers out. One story, top to bottom.
+
+config -> objective, model, prepared tree -> built step -> loop -> results and export
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.data.corpus.shards import check_vocabulary
+from ffn_heterogeneity.io.card import write_card
+from ffn_heterogeneity.io.checkpoints import Checkpoints
+from ffn_heterogeneity.io.export import loads_in, save_pretrained
+from ffn_heterogeneity.io.files import plain, read_json, write_json
+from ffn_heterogeneity.io.fingerprint import of_model
+from ffn_heterogeneity.io.load import Model, load_tokenizer
+from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
+from ffn_heterogeneity.io.workdir import working_in
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel.placement import local_rows, to_host
+from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.train.build import Built, build_evaluation, objective_of
+from ffn_heterogeneity.train.evaluation import PREFIX, validation
+from ffn_heterogeneity.train.fit import check_state, compile_checked
+from ffn_heterogeneity.train.hooks import Hook
+from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
+from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.train.plan import dry_run, parameters_of
+from ffn_heterogeneity.train.settings import TrainConfig, read
+from ffn_heterogeneity.train.shared import Shared
+from ffn_heterogeneity.train.source import found_model, model_shape, starting_model
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.wording import some, spans
+
+
+def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
+    """Trains as `config` says (`configs/parts/train.py`); returns what `results.json` holds.
+
+    A directory that holds this run already is continued; a finished one is only read. With
+    `config.dry_run` the run is planned and not made.
+
+    Args:
+      shared: what this run has in common with others of this process, if there are any.
+
+    Raises:
+      ValueError (WorkdirError, DataError, CheckpointError, RuleError, TrainingDiverged are some):
+        what is wrong, in one line.
+      SystemExit: a signal stopped it, after the state was saved (128 + its number).
+    """
+    start, workdir, settings = time.time(), epath.Path(workdir), read(config)
+    logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
+    if settings.dry_run:
+        return dry_run(settings, workdir)
+    # Alone or not is whoever launches it to say.
+    with working_in(workdir, config.to_dict(), alone=False):
+        if (workdir / "results.json").exists():
+            print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
+        else:
+            train(settings, workdir, shared or Shared(keep_model=False), start)
+        return read_json(workdir / "results.json")
+
+
+def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
+    """The run; `start` is when it began."""
+    mesh = partition.make_mesh(**config.mesh)
+    say(check_state(config, mesh))
+    say(f"loading {config.model} ..." if config.model else "making a new model ...")
+    model = starting_model(config, shared.load)
+    say(model.source)
+    built = shared.build(config, model, mesh)
+    if built.unread:
+        say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
+    data, rows = open_data(config, built.objective, model.tokenizer, mesh)
+    facts = facts_of(config, built, model)
+    with contextlib.closing(data.batches):
+        loop, built, seconds = make_loop(config, built, model, data, rows, workdir, shared)
+        # The device holds the weights now; the host's copy is not needed any more.
+        model = dataclasses.replace(model, params={})
+        result = loop.run()
+    if result.stopped:
+        raise SystemExit(128 + signal.Signals[result.stopped])
+    params, step = final_params(config, workdir, result)
+    params = to_host(built.settled(params, step, loop.program.hyper(result.step)))
+    facts |= {"remat": built.options.remat, "exported_step": step}
+    facts |= {"compile_seconds": seconds or result.compile_seconds}
+
+    def finish() -> None:
+        export(config, model, params, workdir / "model")
+        results = facts | summary(workdir, result)
+        results |= data.says(results)
+        results["seconds"] = time.time() - start
+        method = f"trained with {', '.join(facts['losses'])}"
+        write_card(workdir / "model", config.model, method, results)
+        write_json(workdir / "results.json", results | of_model(workdir / "model"))
+        print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
+        print(loads_in(workdir / "model"), file=sys.stderr)
+
+    on_main(finish)
+
+
+def examine(config: ConfigDict) -> None:
+    """Refuses what `run` would before it compiles, without reading any weights; errors as there."""
+    settings = read(config)
+    mesh, fresh = partition.make_mesh(**settings.mesh), settings.is_fresh
+    name, revision = (settings.tokenizer, None) if fresh else (settings.model, settings.revision)
+    tokenizer, shape = load_tokenizer(name, revision=revision), model_shape(settings)
+    check_vocabulary(tokenizer, shape.vocab_size, settings.model or "the new model")
+    open_data(settings, objective_of(settings, shape), tokenizer, mesh)
+    check_state(settings, mesh)
+
+
+def open_data(
+    config: TrainConfig, objective: Objective, tokenizer: Any, mesh: Mesh
+) -> tuple[Data, int]:
+    """(the run's data, the rows of a batch that this process reads: those of its devices)."""
+    rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
+    return objective.data(tokenizer, rows), len(rows)
+
+
+def facts_of(config: TrainConfig, built: Built, model: Model) -> dict[str, Any]:
+    """The facts of the run that `results.json` names."""
+    sizes = parameters_of(model.params)
+    losses = config.losses_with(built.objective.terms)
+    trained = (int(size * np.mean(built.trainable[path])) for path, size in sizes.items())
+    return {
+        "model": model.source,
+        "parameters": sum(sizes.values()),
+        "trainable_parameters": sum(trained),
+        "device": jax.devices()[0].device_kind,
+        "compute_dtype": str(built.options.compute_dtype),
+        "mesh": dict(built.mesh.shape),
+        "processes": jax.process_count(),
+        "losses": {term.name: losses[term.name]["weight"] for term in built.terms},
+    }
+
+
+def make_loop(
+    config: TrainConfig,
+    built: Built,
+    model: Model,
+    data: Data,
+    rows: int,
+    workdir: epath.Path,
+    shared: Shared,
+) -> tuple[TrainLoop, Built, float | None]:
+    """(everything but the running, the step that fits in memory, the seconds to compile it)."""
+    state = create_state(
+        model.params, built.optimizer, built.trainable,
+        seed=config.seed, shardings=built.shardings[0],
+    )  # fmt: skip
+    seconds = None
+    if not (workdir / "checkpoints" / str(config.loop.steps)).exists():
+        built, seconds = compile_checked(config, built, state, rows, shared.build)
+    mode, _, metric = (config.best_metric or built.objective.best).rpartition(":")
+    loop = dataclasses.replace(config.loop, best_metric=metric, best_mode=mode or "min")
+    program, hooks = built.program(config), validation_hooks(config, built, data)
+    return TrainLoop(loop, program, state, data.batches, workdir, hooks), built, seconds
+
+
+def validation_hooks(config: TrainConfig, built: Built, data: Data) -> tuple[Hook, ...]:
+    """What is measured between steps: every held-out set, on the weights as an export has them."""
+    if not data.held_out:
+        say("no validation data: nothing is evaluated and no checkpoint is the best")
+        return ()
+    evaluate = validation(built, data.held_out, config.accumulation)
+    hyper = built.program(config).hyper
+
+    def measure(state, check_stop):
+        params = built.settled(state.params, state.step, hyper(int(state.step)))
+        return evaluate(params, check_stop)
+
+    return (Hook(measure, config.eval_every),)
+
+
+def final_params(config: TrainConfig, workdir: epath.Path, result: LoopResult) -> tuple[dict, int]:
+    """(parameters, their step): the last; or the best, which are a checkpoint's, or the input's if
+    nothing beat it."""
+    best = result.best
+    if config.export["weights"] != "best" or not best or best["step"] == result.step:
+        return result.state.params, result.step
+    if best["step"] == 0:
+        say("no evaluation was better than the model as it was loaded: that one is exported")
+        return starting_model(config).params, 0
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
+    state, _ = checkpoints.restore(result.state, best["step"])
+    checkpoints.close()
+    return state.params, best["step"]
+
+
+def export(config: TrainConfig, model: Model, params: dict, directory: epath.Path) -> None:
+    """Writes the trained model; its structure is kept where that form can keep it."""
+    form = config.export["form"]
+    save_pretrained(
+        model.config,
+        params,
+        directory,
+        tokenizer=model.tokenizer,
+        export=form,
+        dtype=config.export["dtype"],
+        overwrite=True,
+        structure="fold" if form == "padded" else "keep",
+    )
+
+
+def summary(workdir: epath.Path, result: LoopResult) -> dict:
+    """First, best and final validation metrics, their history, and the speed."""
+    rows = read_metrics(workdir / "metrics.jsonl")
+    lost = spans(missing_steps(rows, range(1, result.step + 1)))
+    history = [
+        {key: value for key, value in row.items() if not isinstance(value, list)}
+        for row in rows
+        if any(key.startswith(PREFIX) for key in row)
+    ]
+    return {
+        "steps": result.step,
+        "first": history[0] if history else None,
+        "final": history[-1] if history else None,
+        "best": result.best,
+        "history": history,
+        "tokens_per_second": result.tokens_per_second,
+        **({"steps_without_metrics": lost} if lost else {}),
+    }
+
+
+def validate(config: ConfigDict, workdir: epath.Path) -> dict:
+    """`scripts/evaluate.py` with a training config: the numbers that its validation would print of
+    `config.model`, as it is; returns what `results.json` holds.
+
+    Raises:
+      ValueError: as `run`; the model lacks the objective's head; there is no held-out data.
+    """
+    settings = read(config)
+    mesh, model = partition.make_mesh(**settings.mesh), found_model(settings)
+    built = build_evaluation(settings, model.config, model.params, mesh)
+    data, _ = open_data(settings, built.objective, model.tokenizer, mesh)
+    with contextlib.closing(data.batches):
+        if not data.held_out:
+            raise ValueError("no validation data: nothing can be evaluated")
+        params = jax.device_put(model.params, partition.shardings(mesh, model.params))
+        metrics = validation(built, data.held_out, settings.accumulation)(params)
+    results = {"model": model.source, "objective": built.objective.name, **metrics}
+    on_main(lambda: write_json(workdir / "results.json", plain(results)))
+    for name, value in metrics.items():
+        if np.ndim(value) == 0:
+            say(f"{name}: {value:.5f}")
+    return plain(results)

@@ -1,0 +1,106 @@
+"""Language modelling, the objective that a config need not name: the next token of every place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
+from ffn_heterogeneity.io.card import compared, public_text
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.parallel.processes import say
+from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.train.settings import TrainConfig
+
+_ROWS = ("B", "T")
+
+
+def language(config: TrainConfig, model: ModelConfig) -> Objective:
+    """Rows of `config.seq_len` tokens of `config.data`; the mean NLL of the held-out ones."""
+
+    def data(tokenizer: Any, rows: Sequence[int]) -> Data:
+        return _data(config, tokenizer, rows, model.vocab_size)
+
+    return Objective(
+        name="language_model",
+        batch={
+            "tokens": (_ROWS, np.int32),
+            "targets": (_ROWS, np.int32),
+            "segment_ids": (_ROWS, np.int32),
+            "positions": (_ROWS, np.int32),
+            "loss_mask": (_ROWS, np.bool_),
+        },
+        lengths=({"T": config.seq_len},),
+        data=data,
+        terms={"nll": {"weight": 1.0}},
+        counts=counts,
+    )
+
+
+def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that are no padding, and those to be predicted."""
+    return {
+        "tokens": jnp.sum(batch["segment_ids"] > 0),
+        "target_tokens": jnp.sum(batch["loss_mask"]),
+    }
+
+
+def _data(config: TrainConfig, tokenizer: Any, rows: Sequence[int], vocab_size: int) -> Data:
+    """Training batches and the held-out part of `config.data`.
+
+    Raises:
+      ValueError (DataError is one): no tokenizer, or data that cannot be read.
+    """
+    if tokenizer is None:
+        source = config.model or "the new model"
+        raise ValueError(f"{source} has no tokenizer, so no text can be read: add its files")
+    pipeline = make_pipeline(
+        config.data, tokenizer, config.batch_size, config.seq_len, config.seed,
+        accumulation=config.accumulation, rows=rows, vocab_size=vocab_size,
+    )  # fmt: skip
+    batches = pipeline.train_iterator()
+
+    def says(results: Mapping[str, Any]) -> dict[str, Any]:
+        told = _perplexities(config, pipeline, results)
+        if hasattr(batches, "shares"):
+            told["shares"] = batches.shares
+            shares = [f"{share:.1%} of rows from {name}" for name, share in batches.shares.items()]
+            say(", ".join(shares))
+        return told
+
+    def held_out() -> Any:
+        return pipeline.validation_iterator(config.max_batches)
+
+    return Data(batches, {} if pipeline.held_out is None else {"held_out": held_out}, says)
+
+
+def _perplexities(
+    config: TrainConfig, pipeline: Pipeline, results: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Perplexity of the held-out rows before the first step and at the exported one; {}: unknown.
+
+    The rows are counted over all processes' batches, which this one reads again.
+    """
+    history, step = results.get("history", ()), results.get("exported_step")
+    nll = {row["step"]: row["validation/nll"] for row in history if "validation/nll" in row}
+    if not {0, step} <= nll.keys():
+        return {}
+    whole = copy.copy(pipeline)
+    whole.rows = np.arange(pipeline.batch_size)
+    windows = tokens = 0
+    for batch in whole.validation_iterator(config.max_batches):
+        windows += int(batch["loss_mask"].any(1).sum())
+        tokens += int(batch["loss_mask"].sum())
+    data = config.data
+    text = (
+        data.get("validation_path")
+        or f"held-out part of {public_text(data['path'] or data['task'])}"
+    )
+    return compared(
+        *(float(np.exp(nll[at])) for at in (0, step)), text=text, window=config.seq_len,
+        windows=windows, tokens=tokens, dtype=results["compute_dtype"],
+    )  # fmt: skip

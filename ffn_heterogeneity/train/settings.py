@@ -1,0 +1,255 @@
+"""A training experiment as a frozen config: its ConfigDict read once, and refused where wrong.
+
+Everything behind it takes this one, so that a key has one meaning and one place where it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.adapters import RATES
+from ffn_heterogeneity.models.options import COMPUTE_DTYPES
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.loop import LoopConfig
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
+from ffn_heterogeneity.train.profiler import parse_window
+from ffn_heterogeneity.wording import check_choice
+
+LANGUAGE = "language_model"
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+SCHEDULE_KEYS = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
+# Fields that no compiled program depends on: they go through `hyper`, or are the host's business.
+# (The dropout rate is one of them, whether there is any is not; losses' weights alike.)
+FREE = (
+    "model",
+    "revision",
+    "tokenizer",
+    "seed",
+    "mesh",
+    "dropout",
+    "schedule",
+    "losses",
+    "eval_every",
+    "max_batches",
+    "best_metric",
+    "loop",
+    "export",
+    "dry_run",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A training experiment; `configs/parts/train.py` says what each key of its config means.
+
+    Attributes:
+      losses, monitors: name of an instance -> its group.
+      schedule: the keys of `config.optimizer` that make the learning rate of a step.
+      eval_every, max_batches: of `config.eval`; None: all batches of a held-out set.
+      best_metric: "" where the objective decides.
+      loop: when to do what; its metric is the default one until the objective is known.
+      prepare, refresh: name -> settings, in the order in which they apply.
+      own: keys and groups that only an objective knows.
+    """
+
+    model: str
+    revision: str | None
+    tokenizer: str
+    shape: Mapping[str, Any] | None
+    seed: int
+    objective: str
+    data: Mapping[str, Any]
+    batch_size: int
+    accumulation: int
+    seq_len: int
+    losses: Mapping[str, Mapping[str, Any]]
+    monitors: Mapping[str, Mapping[str, Any]]
+    dropout: float
+    optimizer: OptimizerConfig
+    schedule: Mapping[str, Any]
+    freeze: tuple[str, ...]
+    train_only: tuple[str, ...]
+    mesh: Mapping[str, int]
+    compute_dtype: str
+    remat: str
+    unroll: int
+    eval_every: int
+    max_batches: int | None
+    best_metric: str
+    loop: LoopConfig
+    export: Mapping[str, str]
+    prepare: Mapping[str, Mapping[str, Any]]
+    refresh: Mapping[str, Mapping[str, Any]]
+    dry_run: str
+    own: Mapping[str, Any]
+
+    def __post_init__(self):
+        if not self.model and self.shape is None:
+            raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is outside [0, 1)")
+        for key, value, choices in (
+            ("compute_dtype", self.compute_dtype, COMPUTE_DTYPES),
+            ("export.dtype", self.export["dtype"], EXPORT_DTYPES),
+            ("export.form", self.export["form"], ("auto", "padded", "native")),
+            ("export.weights", self.export["weights"], ("last", "best")),
+        ):
+            check_choice(key, value, choices)
+        for name, settings in self.prepare.items():
+            abstract = tuple(key for key, surgery in SURGERIES.items() if surgery.abstract)
+            check_choice("prepare", name, abstract)
+            SURGERIES[name].check(settings)
+        hyper_function(self, {})
+        if self.accumulation < 1 or self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size={self.batch_size} must be a multiple of "
+                f"accumulation={self.accumulation}"
+            )
+        window = self.loop.profile
+        if window and window[1] > self.loop.steps + 1:
+            shown = f"{window[0]}:{window[1]}"
+            raise ValueError(f"profile={shown!r}: the run has steps 1 to {self.loop.steps}")
+        if self.export["weights"] == "best" and not self.loop.keep_best:
+            raise ValueError("export.weights='best' needs checkpoint.keep_best=True")
+        if any(not 0 <= rate < 1 for rate in self._adapter_rates):
+            rate = next(rate for rate in self._adapter_rates if not 0 <= rate < 1)
+            raise ValueError(f"an adapter's dropout={rate} is outside [0, 1)")
+
+    @property
+    def _adapter_rates(self) -> list[float]:
+        return [settings.get("dropout", 0.0) for settings in self.prepare.values()]
+
+    @property
+    def adapter_dropout(self) -> float:
+        """Of the prepared adapters' groups, the one that has it."""
+        return max(self._adapter_rates, default=0.0)
+
+    def losses_with(self, brought: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The groups of losses, with those that an objective brings and the config does not name.
+
+        (Never kept: runs with equal programs differ in their weights.)
+        """
+        return {**brought, **self.losses}
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the run starts from random weights: it has a shape, and no model is named."""
+        return not self.model and self.shape is not None
+
+    @property
+    def static(self) -> Hashable:
+        """What programs are made of beside the model, its leaves and the mesh: two configs with
+        the same, which differ in `FREE` fields alone, can use the same ones."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in FREE
+        }
+        losses = {
+            name: {key: value for key, value in group.items() if key != "weight"}
+            for name, group in self.losses.items()
+            if group["weight"] is not None
+        }
+        return repr((values, losses, self.dropout > 0))
+
+
+def read(config: ConfigDict) -> TrainConfig:
+    """The experiment that `config` describes.
+
+    Raises:
+      ValueError: a key with a value that would only be noticed after hours; names it, the value and
+        what it may be.
+    """
+    values = config.to_dict()
+    optimizer, schedule = values.pop("optimizer"), {}
+    for key in SCHEDULE_KEYS:
+        schedule[key] = optimizer.pop(key)
+    evaluation, checkpoint = values.pop("eval"), values.pop("checkpoint")
+    loop = LoopConfig(
+        steps=values.pop("steps"),
+        checkpoint_every=checkpoint["every"],
+        accumulation=values["accumulation"],
+        keep=checkpoint["keep"],
+        keep_best=checkpoint["keep_best"],
+        save_at_end=checkpoint["at_end"],
+        profile=parse_window(values.pop("profile")),
+        tensorboard=values.pop("tensorboard"),
+        wandb=values.pop("wandb"),
+    )
+    values.pop("seeds", None)
+    prepare, refresh = values.pop("prepare", ()), values.pop("refresh", ())
+    groups = {name: values.pop(name, {}) for name in {*prepare, *refresh}}
+    values = {"shape": None, "tokenizer": "", "objective": LANGUAGE, **values}
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    own = {key: values.pop(key) for key in sorted(set(values) - known)}
+    return TrainConfig(
+        **values,
+        prepare={name: groups[name] for name in prepare},
+        refresh={name: groups[name] for name in refresh},
+        optimizer=OptimizerConfig(**optimizer),
+        schedule=schedule,
+        eval_every=evaluation["every"],
+        max_batches=evaluation["max_batches"] or None,
+        best_metric=evaluation["best_metric"],
+        loop=loop,
+        own=own,
+    )
+
+
+def key_of_weight(name: str) -> str:
+    """The key of `hyper`, and of the config, that holds a loss's weight."""
+    return f"losses.{name}.weight"
+
+
+def loss_weights(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """`{"losses.<name>.weight": weight}` of the losses that are built.
+
+    Raises:
+      ValueError: a weight that is negative or not finite, a group without one.
+    """
+    weights = {}
+    for name, group in losses.items():
+        key = key_of_weight(name)
+        if "weight" not in group:
+            raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
+        if group["weight"] is None:
+            continue
+        if not math.isfinite(group["weight"]) or group["weight"] < 0:
+            raise ValueError(f"{key}={group['weight']} must be finite and >= 0")
+        weights[key] = float(group["weight"])
+    return weights
+
+
+def hyper_function(
+    config: TrainConfig, brought: Mapping[str, Mapping[str, Any]]
+) -> Callable[[int], dict[str, float]]:
+    """step (0-based) -> {"learning_rate", "dropout", the losses' weights, refreshes' rates}.
+
+    Args:
+      brought: `Objective.terms`.
+    """
+    steps = config.loop.steps
+    schedule = make_schedule(
+        config.schedule["schedule"],
+        config.schedule["learning_rate"],
+        warmup_steps=config.schedule["warmup_steps"],
+        total_steps=steps,
+        final_fraction=config.schedule["final_fraction"],
+    )
+    constant = {"dropout": config.dropout} | loss_weights(config.losses_with(brought))
+    rates = {
+        name: RATES[name](settings, steps)
+        for name, settings in config.refresh.items()
+        if name in RATES
+    }
+
+    def hyper(step: int) -> dict[str, float]:
+        changing = {name: rate(step) for name, rate in rates.items()}
+        return {"learning_rate": schedule(step), **constant, **changing}
+
+    return hyper

@@ -1,0 +1,215 @@
+"""A task from outside the package, and a process that trains on it: `outside_task.py <files>
+<workdir> <distributed> [stop]`. What `register` adds is all that the package is told.
+
+Rows of 4 to 32 tokens with a score and one of three kinds, in batch leaves of their own; batches of
+16 or 32 tokens, drawn by the seed and the step; a head with a pooler; Spearman's rank correlation
+over each of two held-out sets, on the host. A refresh scales the embedding while training, and lets
+it be otherwise. `stop`: kills itself after that many steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny_models import config_of
+
+from ffn_heterogeneity.adapters import REFRESHES
+from ffn_heterogeneity.heads import HEADS, ROOT, Head
+from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.losses import TERMS
+from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.models.config import HeadConfig
+from ffn_heterogeneity.parallel import processes as distributed
+from ffn_heterogeneity.train import build, loop
+from ffn_heterogeneity.train.objectives import Data, Objective
+
+KINDS, LENGTHS = 3, (16, 32)
+
+
+def rows_of(count: int, seed: int) -> list[tuple]:
+    """(tokens, score, kind): the share of high tokens, and the third that the first lies in."""
+    rng, rows = np.random.default_rng(seed), []
+    for length in rng.integers(4, 33, count):
+        tokens = rng.integers(2, 258, length)
+        rows.append((tokens, np.mean(tokens > 129 + 60 * rng.normal()), (tokens[0] - 2) // 86))
+    return rows
+
+
+def batch_of(rows: list[tuple], length: int, size: int) -> dict:
+    batch = {
+        "tokens": np.zeros((size, length), np.int32),
+        "segment_ids": np.zeros((size, length), np.int32),
+        "score": np.zeros(size, np.float32),
+        "kind": np.full(size, -1, np.int32),
+    }
+    for i, (tokens, score, kind) in enumerate(rows):
+        batch["tokens"][i, : len(tokens)] = tokens
+        batch["segment_ids"][i, : len(tokens)] = 1
+        batch["score"][i], batch["kind"][i] = score, kind
+    return batch
+
+
+class Drawn:
+    """Batches whose length and rows are those of (seed, step), in every process."""
+
+    def __init__(self, rows, size, mine, seed):
+        self.rows, self.size, self.mine, self.seed, self.step = rows, size, mine, seed, 0
+
+    def __next__(self):
+        rng = np.random.default_rng([self.seed, self.step])
+        self.step += 1
+        length = LENGTHS[rng.integers(2)]
+        fitting = [row for row in self.rows if len(row[0]) <= length]
+        chosen = [fitting[i] for i in rng.choice(len(fitting), self.size, replace=False)]
+        return {k: v[self.mine] for k, v in batch_of(chosen, length, self.size).items()}
+
+    def get_state(self):
+        return {"step": self.step}
+
+    def set_state(self, state):
+        self.step = state["step"]
+
+    def close(self):
+        pass
+
+
+def held_out(rows, size, mine):
+    def batches():
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            length = next(n for n in LENGTHS if max(len(row[0]) for row in part) <= n)
+            yield {k: v[mine] for k, v in batch_of(part, length, size).items()}
+
+    return batches
+
+
+def scores(config, model):
+    size = config.batch_size
+
+    def data(tokenizer, rows):
+        sets = {"near": held_out(rows_of(18, 1), size, rows),
+                "far": held_out(rows_of(10, 2), size, rows)}  # fmt: skip
+        batches = Drawn(rows_of(64, 0), size, rows, config.seed)
+        return Data(batches, sets, lambda results: {"rows": 64})
+
+    def predictions(params, outputs, batch):
+        made = outputs["predictions"]
+        return {"said": made[:, 0], "meant": batch["score"], "kind": made[:, 1:].argmax(1),
+                "meant_kind": batch["kind"], "valid": batch["kind"] >= 0}  # fmt: skip
+
+    return Objective(
+        "scores",
+        batch={"tokens": (("B", "T"), np.int32), "segment_ids": (("B", "T"), np.int32),
+               "score": (("B",), np.float32), "kind": (("B",), np.int32)},
+        lengths=tuple({"T": length} for length in LENGTHS),
+        data=data,
+        head=HeadConfig.of("pooled", {"outputs": 1 + KINDS}),
+        terms={"squares": {"weight": 1.0}, "kinds": {"weight": 0.1}},
+        counts=lambda batch: {"tokens": jnp.sum(batch["segment_ids"])},
+        predictions=predictions,
+        metrics=metrics,
+        best="max:validation/near/spearman",
+    )  # fmt: skip
+
+
+def metrics(rows):
+    said, meant = (np.argsort(np.argsort(rows[name])) for name in ("said", "meant"))
+    return {"spearman": float(np.corrcoef(said, meant)[0, 1]), "rows": float(len(said)),
+            "accuracy": float(np.mean(rows["kind"] == rows["meant_kind"]))}  # fmt: skip
+
+
+def pooled(model, settings):
+    """tanh of a projection of the mean state, then a projection to the outputs."""
+
+    def leaves(key):
+        pooler, out = jax.random.split(key)
+        return {"pooler": {"kernel": 0.1 * jax.random.normal(pooler, (model.d_model,) * 2)},
+                "out": {"kernel": 0.1 * jax.random.normal(out, (model.d_model,
+                                                                settings["outputs"]))}}  # fmt: skip
+
+    def apply(params, outputs, batch, drop):
+        real = batch["segment_ids"][..., None].astype(jnp.float32)
+        mean = jnp.sum(outputs["hidden"] * real, 1) / jnp.maximum(jnp.sum(real, 1), 1)
+        own = params[ROOT]
+        return drop(jnp.tanh(mean @ own["pooler"]["kernel"])) @ own["out"]["kernel"]
+
+    return Head(leaves, apply)
+
+
+def squares(context):
+    def function(params, outputs, batch):
+        real = batch["kind"] >= 0
+        error = jnp.where(real, (outputs["predictions"][:, 0] - batch["score"]) ** 2, 0)
+        return TermValue(jnp.sum(error), jnp.sum(real) * 1.0)
+
+    return LossTerm(context.name, function, context.weight)
+
+
+def kinds(context):
+    def function(params, outputs, batch):
+        log_p = jax.nn.log_softmax(outputs["predictions"][:, 1:])
+        chosen = jnp.take_along_axis(log_p, jnp.maximum(batch["kind"], 0)[:, None], 1)[:, 0]
+        real = batch["kind"] >= 0
+        return TermValue(-jnp.sum(jnp.where(real, chosen, 0)), jnp.sum(real) * 1.0)
+
+    return LossTerm(context.name, function, context.weight)
+
+
+def wobble(settings):
+    def refresh(params, step, key, hyper, train):
+        if not train:
+            return params
+        noise = 1 + settings["size"] * jax.random.normal(key, ())
+        return {**params, "embed": {"embedding": params["embed"]["embedding"] * noise}}
+
+    return refresh
+
+
+ADDED = (
+    (build.OBJECTIVES, "scores", scores), (HEADS, "pooled", pooled), (REFRESHES, "wobble", wobble),
+    (TERMS, "squares", squares), (TERMS, "kinds", kinds),
+)  # fmt: skip
+
+
+def register():
+    for registry, name, piece in ADDED:
+        registry[name] = piece
+
+
+def config_for(model: Path | str, **changes):
+    small = {
+        "steps": 6, "batch_size": 4, "accumulation": 2, "seq_len": 64, "dropout": 0.1,
+        "eval__every": 2, "optimizer__learning_rate": 3e-3, "optimizer__warmup_steps": 0,
+        "tensorboard": False, "checkpoint__every": 2,
+    }  # fmt: skip
+    config = config_of("nucl_finetune", f"{model},text", **(small | changes))
+    with config.unlocked():
+        config.objective, config.refresh, config.wobble = "scores", ("wobble",), {"size": 0.1}
+        config.optimizer.rates = ((r"^task_head/", 10.0),)
+        del config.losses["nll"], config.losses["nucl"], config.monitors["entropy"]
+    return config
+
+
+def main(files: str, workdir: str, how: str, stop: str = "0") -> None:
+    distributed.initialize("" if how == "alone" else how)
+    register()
+    if int(stop):
+        train_one = loop.TrainLoop._train_one
+
+        def train_or_die(self):
+            if self.step == int(stop):
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_one(self)
+
+        loop.TrainLoop._train_one = train_or_die
+    training.run(config_for(f"{files}/model"), workdir)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
