@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,6 +58,31 @@ def _lists(node: Any) -> Any:
     if node and all(key.isdigit() for key in node) and len(node) == 1 + max(map(int, node)):
         return [_lists(node[str(i)]) for i in range(len(node))]
     return {key: _lists(value) for key, value in node.items()}
+
+
+def subtree(tree: Any, path: str) -> Any:
+    """What is at "a/b/c" of nested dicts; the tree itself at ""; None: nothing is there."""
+    for name in path.split("/") if path else ():
+        if name not in tree:
+            return None
+        tree = tree[name]
+    return tree
+
+
+def replaced(tree: dict, path: str, value: Any) -> dict:
+    """The tree with `value` at that path; dicts on the way are new, the tree given is untouched."""
+    name, _, rest = path.partition("/")
+    return {**tree, name: replaced(tree[name], rest, value) if rest else value}
+
+
+def nodes(tree: dict, wanted: Callable[[dict], bool], path: str = "") -> Iterator[tuple[str, dict]]:
+    """(path, node) of the outermost dicts of nested dicts that are wanted; they are the tree's."""
+    if wanted(tree):
+        yield path, tree
+        return
+    for name, child in tree.items():
+        if isinstance(child, dict):
+            yield from nodes(child, wanted, f"{path}/{name}" if path else name)
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,7 +39,10 @@ class Adapter:
         y = x K instead, so that no full-size gradient of a frozen kernel is ever built; `dot(x, w)`
         is the product in x's dtype, `drop(x)` x under the adapters' dropout, `kernel` what y was
         made with. `kernel` above is then the same thing on the kernel: what losses on weights,
-        surgery and export read.
+        surgery and export read. Of an adapter with `base` it comes first, y and `kernel` are None,
+        and no whole kernel is made in the step (low-rank factors), unless `kernel_readers` are
+        beside it.
+      reads_kernel: whether `product` reads `kernel`.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Adapter:
     base: Callable[[Leaves], jax.Array] | None = None
     kernel: Callable[[jax.Array, Leaves], jax.Array] | None = None
     product: Callable[..., jax.Array] | None = None
+    reads_kernel: bool = False
 
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -80,8 +84,36 @@ ADAPTERS: tuple[Adapter, ...] = (
         trained=("dora_m",),
         kernel=dora.scale_kernel,
         product=dora.scale_product,
+        reads_kernel=True,
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class FfnLeaf:
+    """A leaf of a feed-forward block itself, beside its `Linear`s: a factor of the inner neurons.
+
+    y = (h * factor) W: row i of W is factor_i times the kernel's, for whoever reads the weights.
+
+    Attributes:
+      factor: the leaf -> [..., m].
+      axes: "neurons" are the inner ones.
+      trained: whether it trains unless a config says otherwise; else it is data, and never does.
+    """
+
+    factor: Callable[[jax.Array], jax.Array]
+    axes: tuple[str, ...] = ("neurons",)
+    trained: bool = False
+
+
+# P of MLP Fusion, sizes of clusters: "not trained, not decayed".
+FFN_LEAVES: dict[str, FfnLeaf] = {"neuron_scale": FfnLeaf(lambda leaf: leaf)}
+
+
+def neuron_factor(ffn: Mapping[str, Any]) -> jax.Array | None:
+    """[..., m], all factors of a block's leaves together; None: it has none."""
+    factors = [leaf.factor(ffn[name]) for name, leaf in FFN_LEAVES.items() if name in ffn]
+    return math.prod(factors[1:], start=factors[0]) if factors else None
 
 
 # name -> settings -> function(params, step, key, hyper, train) -> params: applied to the whole tree
@@ -93,19 +125,37 @@ RATES: dict[str, Callable[..., Callable[[int], float]]] = {"macdrop": macdrop.ra
 
 
 def leaf_axes() -> dict[str, tuple[str, ...]]:
-    """Axes of every leaf that a `Linear` may have, by name."""
-    return KERNEL_LEAVES | {k: v for adapter in ADAPTERS for k, v in adapter.leaves.items()}
+    """Axes of every leaf that a `Linear` or a feed-forward block may have, by name."""
+    of_blocks = {name: leaf.axes for name, leaf in FFN_LEAVES.items()}
+    of_adapters = {k: v for adapter in ADAPTERS for k, v in adapter.leaves.items()}
+    return KERNEL_LEAVES | of_adapters | of_blocks
 
 
 def data_leaves() -> tuple[str, ...]:
     """Names of the leaves that are data, not weights: they never train and are never cast."""
-    return tuple(k for adapter in ADAPTERS for k in adapter.leaves if k not in adapter.trained)
+    of_adapters = (k for adapter in ADAPTERS for k in adapter.leaves if k not in adapter.trained)
+    return (*of_adapters, *(name for name, leaf in FFN_LEAVES.items() if not leaf.trained))
+
+
+def is_linear(node: Mapping[str, Any]) -> bool:
+    """Whether a node of a tree holds a kernel, or what stands for one."""
+    return "kernel" in node or any(adapter.base for adapter in adapters_of(node))
 
 
 def parameters_in(path: str, leaf: Any) -> int:
     """Parameters that a leaf holds: none of data (masks, scales), but two a byte of NF4's codes."""
     name, size = path.rpartition("/")[2], math.prod(leaf.shape)
     return 2 * size if name == "nf4_codes" else 0 if name in data_leaves() else size
+
+
+def kernel_readers(leaves: Mapping[str, Any]) -> list[str] | None:
+    """Names of the adapters for which a whole kernel is made of factors that have a product of
+    their own; None where there are no such factors."""
+    adapters = adapters_of(leaves)
+    if "kernel" in leaves or not any(adapter.base and adapter.product for adapter in adapters):
+        return None
+    others = (adapter for adapter in adapters if not adapter.base)
+    return [one.name for one in others if one.product is None or one.reads_kernel]
 
 
 def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.paths import nodes, replaced
 from ffn_heterogeneity.wording import check_choice, settings_of
 
 CURRICULA = ("step", "epoch_before", "epoch_after", "exp", "constant")
@@ -107,33 +108,19 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
     settings_of(Macdrop, settings)
 
     def function(params: dict, step, key, hyper, train: bool) -> dict:
-        return _each_ffn(params, "", lambda path, ffn: _redrawn(path, ffn, key, hyper, train))
+        for path, leaves in nodes(params, lambda node: KEEP in node):
+            if train:
+                # gate and up of a block share their mask: the key is the block's.
+                block = f"/{path.rpartition('/')[0]}"
+                own = jax.random.fold_in(key, zlib.crc32(block.encode()))
+                keep = jax.random.bernoulli(own, 1 - hyper["macdrop"], leaves[KEEP].shape)
+                leaves = {**leaves, KEEP: keep.astype(leaves[KEEP].dtype)}
+            else:
+                leaves = {name: leaf for name, leaf in leaves.items() if name not in (ROWS, KEEP)}
+            params = replaced(params, path, leaves)
+        return params
 
     return function
-
-
-def _each_ffn(tree: dict, path: str, function: Callable[[str, dict], dict]) -> dict:
-    """The tree with `function(path, node)` in the place of each node whose children drop."""
-    children = [child for child in tree.values() if isinstance(child, dict)]
-    if any(KEEP in child for child in children):
-        return function(path, tree)
-    return {
-        name: _each_ffn(child, f"{path}/{name}", function) if isinstance(child, dict) else child
-        for name, child in tree.items()
-    }
-
-
-def _redrawn(path: str, ffn: dict, key: Any, hyper: Mapping[str, Any], train: bool) -> dict:
-    result = {}
-    for name, leaves in ffn.items():
-        if isinstance(leaves, dict) and KEEP in leaves:
-            leaves = {k: leaf for k, leaf in leaves.items() if train or k not in (ROWS, KEEP)}
-            if train:
-                own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-                keep = jax.random.bernoulli(own, 1 - hyper["macdrop"], leaves[KEEP].shape)
-                leaves |= {KEEP: keep.astype(leaves[KEEP].dtype)}
-        result[name] = leaves
-    return result
 
 
 def init(fan_in: int, rows) -> dict[str, jax.Array]:

@@ -23,7 +23,7 @@ from ffn_heterogeneity.evaluate.inputs import (
 )
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.models.causal_lm import RunOptions, forward
+from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.probes.displacement import (
     DISPLACEMENT,
@@ -31,20 +31,12 @@ from ffn_heterogeneity.probes.displacement import (
     POSITIONS,
     jump_rates,
 )
+from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.report.figures import curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
 
 READINGS = {"before_final_norm": DISPLACEMENT, "after_final_norm": DISPLACEMENT_AFTER_NORM}
 RATES = ("zeta_L", "zeta_L-1", "zeta_L-2")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(config: ModelConfig, options: RunOptions, params: dict, rows: jax.Array) -> dict:
-    """{reading: {positions: {"sum": [L], "count": [L]}}} over rows int32 [B, T]; -1 is padding."""
-    segments = (rows >= 0).astype(np.int32)
-    batch = {"tokens": jax.numpy.maximum(rows, 0), "segment_ids": segments}
-    seen = forward(config, params, batch, options=options, probes=tuple(READINGS.values()))
-    return {name: seen["probes"][probe.name] for name, probe in READINGS.items()}
 
 
 def displacements(
@@ -69,16 +61,19 @@ def displacements(
       ValueError: ids that do not fit (`check_rows`), or a displacement that is not finite.
     """
     check_rows(documents, config.vocab_size)
-    params, total = jax.device_put(params), None
-    for batch in padded_batches(documents, batch_size, progress):
-        sums = jax.device_get(_sums(config, options, params, batch))
-        sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
-        total = sums if total is None else jax.tree.map(np.add, total, sums)
+    batches = (
+        {"tokens": np.maximum(rows, 0), "segment_ids": (rows >= 0).astype(np.int32)}
+        for rows in padded_batches(documents, batch_size, progress)
+    )
+    seen = observe(config, params, batches, *READINGS.values(), options=options)
+
+    def average(sums: dict) -> np.ndarray:
+        return sums["sum"] / sums["count"]
+
     psi = {
-        positions: {name: total[name][positions]["sum"] / total[name][positions]["count"]
-                    for name in READINGS}
+        positions: {name: average(seen[probe.name][positions]) for name, probe in READINGS.items()}
         for positions in POSITIONS
-    }  # fmt: skip
+    }
     for name, values in psi["all"].items():
         if not np.isfinite(values).all():
             layer = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -122,8 +117,10 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
         result = _of_model(config, model)
         _say(config.model, result)
         panels = {"all tokens": result, "last tokens": result["last"]}
-        lines = {title: {_words(name): panel[name] for name in READINGS}
-                 for title, panel in panels.items()}  # fmt: skip
+        lines = {
+            title: {_words(name): panel[name] for name in READINGS}
+            for title, panel in panels.items()
+        }
         _draw(lines, workdir)
         return result
     series = [(name, {"spec": spec}) for name, spec in checkpoints] or [
@@ -169,9 +166,12 @@ def _say(name: str, result: dict) -> None:
     """A table on stderr: every layer's displacement, the jump rates, the tokens averaged over."""
     parts = {"all": result, "last": result["last"]}
     header = [f"{reading.split('_')[0]}, {which}" for which in parts for reading in READINGS]
-    columns = [[*(f"{psi:.5f}" for psi in part[reading]["psi"]),
-                *(f"{part[reading][rate]:.2f}%" for rate in RATES if rate in part[reading]),
-                part["tokens"]] for part in parts.values() for reading in READINGS]  # fmt: skip
+    columns = []
+    for part in parts.values():
+        for reading in (part[name] for name in READINGS):
+            psi = [f"{value:.5f}" for value in reading["psi"]]
+            rates = [f"{reading[rate]:.2f}%" for rate in RATES if rate in reading]
+            columns.append([*psi, *rates, part["tokens"]])
     layers = len(result["block_influence"])
     rows = [*range(1, layers + 1), *RATES[: layers - 1], "tokens"]
     table = markdown_table(("layer", *header), [*zip(rows, *columns, strict=True)])
@@ -181,9 +181,12 @@ def _say(name: str, result: dict) -> None:
 
 def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:
     """Psi against the layer (JREG, Figures 2 and 4), a line a reading or checkpoint."""
-    curves = {title: {label + f", jump {reading['zeta_L']:.2f}%" * ("zeta_L" in reading):
-                      dict(enumerate(reading["psi"], 1)) for label, reading in lines.items()}
-              for title, lines in panels.items()}  # fmt: skip
+    curves: dict[str, dict] = {title: {} for title in panels}
+    for title, lines in panels.items():
+        for label, reading in lines.items():
+            if "zeta_L" in reading:
+                label = f"{label}, jump {reading['zeta_L']:.2f}%"
+            curves[title][label] = dict(enumerate(reading["psi"], 1))
     axes = {"xlabel": "layer", "ylabel": "angular displacement"}
     curves_figure(curves, workdir / "displacement.png", **axes)
 

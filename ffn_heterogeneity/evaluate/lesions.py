@@ -20,13 +20,15 @@ from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.nll import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.stack import restack, slots, unstack
+from ffn_heterogeneity.models.walk import ffn_blocks
+from ffn_heterogeneity.paths import replaced
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.report.figures import Line, Panel, draw, save
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.criteria import layer_scores
-from ffn_heterogeneity.surgery.sites import ffn_sites
 
 BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_input, kind="example")
 SHOWN, LEAST = 10, 1e-6  # neurons that are printed; the least damage of the figure's log axis
@@ -49,16 +51,22 @@ def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
     model, _ = fold_all(load_model(config.model, revision=config.revision))
     found = massive_weights(model.config, model.params, config.layer, config.token)
     rows, options = input_rows(config, model), options_of(config)
-    sites = dict(ffn_sites(model.params))
+    blocks = {place.layer: block for place, block in ffn_blocks(model.params)}
     chosen = draw_neurons(model.config, found.layer, config.others, config.seed)
     # Neuron -1 stands once for each layer that is drawn.
-    ranks = {layer: entropy_ranks(sites[layer, None], layer) for layer, i in chosen if i < 0}
+    ranks = {layer: entropy_ranks(blocks[layer], layer) for layer, i in chosen if i < 0}
     damages = _damages(model, options, rows, chosen, workdir)
     neurons = [
-        {"layer": layer, "neuron": i, "damage": damages[layer, i] - damages[layer, -1],
-         "entropy_rank": float(ranks[layer][i]), "bos": float(found.states[layer, i])}
-        for layer, i in chosen if i >= 0
-    ]  # fmt: skip
+        {
+            "layer": layer,
+            "neuron": i,
+            "damage": damages[layer, i] - damages[layer, -1],
+            "entropy_rank": float(ranks[layer][i]),
+            "bos": float(found.states[layer, i]),
+        }
+        for layer, i in chosen
+        if i >= 0
+    ]
     result = {"layer_index": found.layer, "nll": damages[found.layer, -1], "neurons": neurons}
     _say(result)
     _draw(result, workdir)
@@ -91,9 +99,12 @@ def entropy_ranks(ffn: dict, layer: int) -> np.ndarray:
 
 
 def _damages(
-    model: Model, options: RunOptions, rows: np.ndarray, chosen: Sequence[tuple[int, int]],
+    model: Model,
+    options: RunOptions,
+    rows: np.ndarray,
+    chosen: Sequence[tuple[int, int]],
     workdir: epath.Path,
-) -> dict[tuple[int, int], float]:  # fmt: skip
+) -> dict[tuple[int, int], float]:
     """(layer, neuron) -> NLL without it; neuron -1: without none."""
     from tqdm import tqdm
 
@@ -105,7 +116,10 @@ def _damages(
             if (layer, neuron) in done:
                 continue
             if states is None:
-                states = _states(model.config, options, jax.device_put(model.params), rows[:, :-1])
+                tokens = [{"tokens": rows[:, :-1]}]
+                states = observe(model.config, model.params, tokens, BLOCK_INPUT, options=options)[
+                    BLOCK_INPUT.name
+                ]
             if at != layer:
                 at, (config, params) = layer, resumed(model.config, tree, states[layer], layer)
                 params = jax.device_put(params)
@@ -113,12 +127,6 @@ def _damages(
             done[layer, neuron] = nll
             writer.write(step, {"layer": layer, "neuron": neuron, "nll": nll})
     return done
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _states(config, options, params, tokens):
-    outputs = forward(config, params, {"tokens": tokens}, options=options, probes=(BLOCK_INPUT,))
-    return outputs["probes"][BLOCK_INPUT.name]
 
 
 def resumed(
@@ -137,21 +145,17 @@ def resumed(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _nll(config, options, params, targets, neuron):
     """Mean NLL without one neuron of the first layer; -1: whole."""
-    slots = params["stack"]["segment_0"]
-    ffn = slots["slot_0"]["ffn"]
-    kernel = ffn["down"]["kernel"]
+    first_slot = slots(params)[0]
+    kernel = first_slot.tree["ffn"]["down"]["kernel"]
     lost = (jnp.arange(kernel.shape[1]) == neuron)[None, :, None]
     first = (jnp.arange(kernel.shape[0]) == 0)[:, None, None]
-    down = {**ffn["down"], "kernel": jnp.where(lost & first, 0, kernel)}
-    slot = {**slots["slot_0"], "ffn": {**ffn, "down": down}}
-    stack = {**params["stack"], "segment_0": {**slots, "slot_0": slot}}
+    path = f"{first_slot.path}/ffn/down/kernel"
+    params = replaced(params, path, jnp.where(lost & first, 0, kernel))
     places = jnp.arange(targets.size, dtype=jnp.int32).reshape(targets.shape)
     batch = {"tokens": places}
-    hidden = forward(config, {**params, "stack": stack}, batch, options=options)["hidden"]
-    sums = chunked_nll(
-        hidden, params["head"]["kernel"], targets, jnp.ones(targets.shape, bool),
-        layout="dv", softcap=config.final_softcap,
-    )  # fmt: skip
+    hidden = forward(config, params, batch, options=options)["hidden"]
+    counted, head = jnp.ones(targets.shape, bool), params["head"]["kernel"]
+    sums = chunked_nll(hidden, head, targets, counted, layout="dv", softcap=config.final_softcap)
     return sums.total / sums.count
 
 

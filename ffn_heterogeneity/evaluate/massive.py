@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -13,8 +12,9 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.inputs import options_of
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.massive import MAGNITUDES, SINKS, STATES, TOP
+from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.report.figures import curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.surgery.attack import massive_weights
@@ -40,16 +40,20 @@ def massive(config: ConfigDict, workdir: epath.Path) -> dict:
     found = massive_weights(model.config, model.params, config.layer, config.token)
     token = model.config.bos_id if config.token is None else config.token
     options = options_of(config)
-    seen = _seen(model.config, options, model.params, np.array([[token]], np.int32))
+    seen = _seen(model, options, [token])
     layers = [
         {name: _row(jax.tree.map(lambda x, i=i: x[i, 0, 0], seen[name])) for name in STATES}
         for i in range(model.config.n_layers)
     ]
     result = {
-        "layer": found.layer + 1, "layer_index": found.layer, "token": token,
-        "indices": found.indices[:TOP].tolist(), "magnitudes": found.magnitudes[:TOP].tolist(),
-        "layers": layers, "bos": {},
-    }  # fmt: skip
+        "layer": found.layer + 1,
+        "layer_index": found.layer,
+        "token": token,
+        "indices": found.indices[:TOP].tolist(),
+        "magnitudes": found.magnitudes[:TOP].tolist(),
+        "layers": layers,
+        "bos": {},
+    }
     if model.tokenizer is not None:
         result["sinks"] = sinks(model, config.sentence, token, options)
         for place in PLACES:
@@ -61,10 +65,10 @@ def massive(config: ConfigDict, workdir: epath.Path) -> dict:
     return result
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 4))
-def _seen(config, options, params, tokens, probe=MAGNITUDES) -> dict:
-    outputs = forward(config, params, {"tokens": tokens}, options=options, probes=(probe,))
-    return outputs["probes"][probe.name]
+def _seen(model: Model, options: Any, ids: list[int], probe: Probe = MAGNITUDES) -> dict:
+    """What the probe sees of one row of tokens."""
+    batches = [{"tokens": np.array([ids], np.int32)}]
+    return observe(model.config, model.params, batches, probe, options=options)[probe.name]
 
 
 def _row(state: dict) -> dict[str, Any]:
@@ -79,8 +83,8 @@ def _row(state: dict) -> dict[str, Any]:
 def sinks(model: Model, sentence: str, token: int, options: Any) -> list[float]:
     """The share of attention, layer by layer, that a sentence's tokens give to bos before it."""
     ids = [token, *model.tokenizer.encode(sentence, add_special_tokens=False)]
-    seen = _seen(model.config, options, model.params, np.array([ids], np.int32), SINKS)
-    return np.divide(*(np.asarray(seen[key], np.float64) for key in ("sum", "count"))).tolist()
+    seen = _seen(model, options, ids, SINKS)
+    return (seen["sum"] / seen["count"]).tolist()
 
 
 def magnitudes_by_token(
@@ -95,7 +99,7 @@ def magnitudes_by_token(
     ids = model.tokenizer.encode(sentence, add_special_tokens=False)
     if PLACES[place] is not None:
         ids.insert(PLACES[place](len(ids)), token)
-    seen = _seen(model.config, options, model.params, np.array([ids], np.int32))
+    seen = _seen(model, options, ids)
     middle = jax.tree.map(lambda x: x[model.config.n_layers // 2 - 1, 0], seen["h_out"])
     rows = [_row(jax.tree.map(lambda x, t=t: x[t], middle)) for t in range(len(ids))]
     texts = model.tokenizer.convert_ids_to_tokens(ids)
@@ -103,13 +107,12 @@ def magnitudes_by_token(
 
 
 def _say(name: str, result: dict) -> None:
-    columns = ("layer", *(f"{state}: {what}" for state in ("intermediate", "h_out")
-                          for what in ("largest", "2nd", "3rd", "median")))  # fmt: skip
-    rows = [
-        (i, *(f"{x:.3g}" for state in ("intermediate", "h_out")
-              for x in (*row[state]["top"], row[state]["median"])))
-        for i, row in enumerate(result["layers"], 1)
-    ]  # fmt: skip
+    columns, rows = ["layer"], [[i] for i in range(1, len(result["layers"]) + 1)]
+    for state in ("intermediate", "h_out"):
+        columns += [f"{state}: {what}" for what in ("largest", "2nd", "3rd", "median")]
+        for cells, layer in zip(rows, result["layers"], strict=True):
+            values = (*layer[state]["top"], layer[state]["median"])
+            cells += [f"{x:.3g}" for x in values]
     top = ", ".join(
         f"{i} ({x:.3g})"
         for i, x in zip(result["indices"][:5], result["magnitudes"][:5], strict=True)

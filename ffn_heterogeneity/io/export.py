@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.adapters import adapters_of
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapters_of, neuron_factor
+from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
-from ffn_heterogeneity.io.structure import HEAD, KEY, cast, structural_leaves, write_structure
+from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
 from ffn_heterogeneity.models.families import (
     Rule,
@@ -63,7 +64,7 @@ def save_pretrained(
 ) -> epath.Path:
     """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
 
-    Masks and adapters are folded into their kernels and `neuron_scale` into the rows of `down`, in
+    Masks and adapters are folded into their kernels, factors of neurons into the rows of `down`, in
     every form; with `structure="keep"` they are written beside them too (io/structure.py), and
     `load_model` gives them back, as it does a task's head in either case. The directory is built
     under a temporary name and moved (to a bucket: copied).
@@ -96,7 +97,7 @@ def save_pretrained(
     params = {name: part for name, part in params.items() if name not in AUXILIARY}
     tree = unstack(jax.tree.map(np.asarray, params))
     head, config = config.head, dataclasses.replace(config, head=None)
-    heads = {HEAD: tree.pop(HEAD)} if head else {}
+    heads = {ROOT: tree.pop(ROOT)} if head else {}
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
     leaves = _checked_leaves(config, tree)
     if kept and export == "padded":
@@ -115,7 +116,7 @@ def save_pretrained(
         if kept:
             extra = (extra or {}) | {KEY: write_structure(temporary, kept, leaves)}
         if head:
-            extra |= {HEAD: {"name": head.name, "settings": head.settings}}
+            extra |= {ROOT: {"name": head.name, "settings": head.settings}}
         write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, form, extra)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
@@ -152,7 +153,7 @@ def _checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
 
 
 def fold(node: Any) -> Any:
-    """Masks and adapters into kernels, neuron_scale into the rows of down; other leaves as is."""
+    """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is."""
     if isinstance(node, list):
         return [fold(item) for item in node]
     if not isinstance(node, dict):
@@ -166,11 +167,12 @@ def fold(node: Any) -> Any:
             k: v for k, v in node.items() if k != "kernel" and k not in adapters
         }
     node = {key: fold(value) for key, value in node.items()}
-    if "neuron_scale" in node and "down" in node:
-        scale = node.pop("neuron_scale").astype(np.float32)
+    factor = neuron_factor(node)
+    if factor is not None and "down" in node:
         down = node["down"]["kernel"]
-        scaled = (down.astype(np.float32) * scale[:, None]).astype(down.dtype)
-        node["down"] = node["down"] | {"kernel": scaled}
+        scaled = down.astype(np.float32) * np.asarray(factor, np.float32)[:, None]
+        node["down"] = node["down"] | {"kernel": scaled.astype(down.dtype)}
+        node = {name: leaf for name, leaf in node.items() if name not in FFN_LEAVES}
     return node
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io import safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
 from ffn_heterogeneity.io.files import read_object
-from ffn_heterogeneity.io.structure import HEAD, KEY, read_structure
+from ffn_heterogeneity.io.structure import KEY, read_structure
 from ffn_heterogeneity.models.config import (
     ConfigError,
     HeadConfig,
@@ -61,8 +62,8 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         native = values.get(NATIVE_KEY, {})
         own = "config" in native
         config = config_from_dict(native["config"]) if own else config_from_hf(values)
-        if HEAD in native:
-            head = HeadConfig.of(native[HEAD]["name"], native[HEAD]["settings"])
+        if ROOT in native:
+            head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
             config = dataclasses.replace(config, head=head)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None

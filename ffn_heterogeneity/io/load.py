@@ -51,7 +51,7 @@ class Model:
             part = next((name for name in counts if name in path.split("/")), "norms and others")
             counts[part] += int(np.prod(leaf.shape))
         widths = sorted(set(config.ffn_widths))
-        kept = {path.split("/")[-1] for path in leaves} & {*leaf_axes(), "neuron_scale"}
+        kept = {path.split("/")[-1] for path in leaves} & {*leaf_axes()}
         rows = {
             "source": self.source,
             "family": config.family,

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.adapters import FFN_LEAVES
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, read_object, write_json
@@ -176,7 +177,7 @@ def save_adapters(
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
     leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}
     names = {path.split("/")[-1] for path in leaves}
-    if other := names & {"mask", "neuron_scale", "nf4_codes", "macdrop_keep"}:
+    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep"}:
         raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
     for rule, module in _modules(config):
         modules = [path.rpartition("/")[0] for path in rule.paths]

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import ADAPTERS, adapters_of, data_leaves
+from ffn_heterogeneity.adapters import ADAPTERS, FFN_LEAVES, adapters_of, data_leaves
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
+from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -31,20 +32,24 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 
 FOLDER, KEY = "structure", "structure"
-SCALE, HEAD = "neuron_scale", "task_head"
-# Never cast: data, not weights.
-DATA = (*data_leaves(), SCALE)
 
 
 def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of an unstacked tree's leaves those that folding would lose, and the kernels they touch."""
-    names = {name for adapter in ADAPTERS for name in adapter.leaves}
-    touched = {path.rpartition("/")[0] for path in leaves if path.split("/")[-1] in names}
-    touched |= {f"{path.rpartition('/')[0]}/down" for path in leaves if path.endswith(f"/{SCALE}")}
-    chosen = (*(names | {"kernel"}),)
-    return {path: leaf for path, leaf in leaves.items()
-            if path.endswith(f"/{SCALE}")
-            or path.rpartition("/")[0] in touched and path.split("/")[-1] in chosen}  # fmt: skip
+    own = {name for adapter in ADAPTERS for name in adapter.leaves}
+    touched = set()
+    for path in leaves:
+        module, _, name = path.rpartition("/")
+        if name in own:
+            touched.add(module)
+        elif name in FFN_LEAVES:
+            touched.add(f"{module}/down")
+
+    def structural(path: str) -> bool:
+        module, _, name = path.rpartition("/")
+        return name in FFN_LEAVES or module in touched and name in own | {"kernel"}
+
+    return {path: leaf for path, leaf in leaves.items() if structural(path)}
 
 
 def write_structure(
@@ -107,9 +112,11 @@ def put_back(config: ModelConfig, leaves: Mapping[str, Any], kept: Mapping[str, 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     """The leaves in `dtype` (None: as they are), but for those that are data."""
-    keep = (lambda path: True) if dtype is None else (lambda path: path.split("/")[-1] in DATA)
-    return {path: leaf if keep(path) else leaf.astype(np.dtype(dtype), copy=False)
-            for path, leaf in leaves.items()}  # fmt: skip
+    data, new = data_leaves(), dict(leaves)
+    for path, leaf in leaves.items():
+        if dtype is not None and path.split("/")[-1] not in data:
+            new[path] = leaf.astype(np.dtype(dtype), copy=False)
+    return new
 
 
 def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
@@ -117,9 +124,9 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         kernel = shapes.get(f"{module}/kernel")
-        if path.startswith(f"{HEAD}/"):
+        if path.startswith(f"{ROOT}/"):
             fits = True
-        elif name == SCALE:
+        elif name in FFN_LEAVES:
             fits = leaf.shape == shapes.get(f"{module}/down/kernel", ())[:1]
         elif name == "kernel":
             fits = leaf.shape == kernel
@@ -129,14 +136,16 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
             raise CheckpointError(f"{folder}: the model has no place for {path!r} {leaf.shape}")
         if leaf.dtype in FLOATS and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
-    for module in {path.rpartition("/")[0] for path in kept}:
-        leaves = {p.split("/")[-1]: leaf for p, leaf in kept.items()
-                  if p.rpartition("/")[0] == module}  # fmt: skip
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    for path, leaf in kept.items():
+        module, _, name = path.rpartition("/")
+        modules.setdefault(module, {})[name] = leaf
+    for module, own in modules.items():
         try:
-            ranks = {leaves[name].shape[axes.index("rank")] for adapter in adapters_of(leaves)
-                     for name, axes in adapter.leaves.items() if "rank" in axes}  # fmt: skip
+            axes = [pair for adapter in adapters_of(own) for pair in adapter.leaves.items()]
         except ValueError as error:
             raise CheckpointError(f"{folder}: {module}: {error}") from None
+        ranks = {own[name].shape[along.index("rank")] for name, along in axes if "rank" in along}
         if len(ranks) > 1:
             raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
 
@@ -161,8 +170,11 @@ def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool
 
 def _kernels(kept: Iterable[str]) -> list[str]:
     """Of the folded weights, those that the structure stands for."""
-    modules = {path.rpartition("/")[0] for path in kept
-               if not path.startswith(f"{HEAD}/") and not path.endswith(f"/{SCALE}")}  # fmt: skip
+    modules = set()
+    for path in kept:
+        module, _, name = path.rpartition("/")
+        if not path.startswith(f"{ROOT}/") and name not in FFN_LEAVES:
+            modules.add(module)
     return sorted(f"{module}/kernel" for module in modules)
 
 

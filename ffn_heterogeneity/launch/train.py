@@ -83,6 +83,8 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     built = shared.build(config, model, mesh)
     if built.unread:
         say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
+    for kernels in built.whole:
+        say(f"a step makes the kernels of {kernels}")
     data, rows = open_data(config, built.objective, model.tokenizer, mesh)
     facts = facts_of(config, built, model)
     with contextlib.closing(data.batches):

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.losses.sites import by_layer, pattern, sites
+from ffn_heterogeneity.losses.kernels import by_layer, kernels, pattern
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 
 PLACE = "ffn/down"
@@ -124,15 +124,15 @@ def _magnitude(w):
 def diversity_term(context: TermContext) -> LossTerm:
     """The sum over layers of D of the FFN's outgoing weights: a term on parameters.
 
-    Read are the EFFECTIVE kernels (masks and adapters applied, one layer at a time);
-    `neuron_scale` scales whole rows and drops out. Metrics: "layer_mean" [L], D of each layer, and
-    "mean" over the layers.
+    Read are the EFFECTIVE kernels (masks and adapters applied, one layer at a time); factors of
+    neurons scale whole rows and drop out. Metrics: "layer_mean" [L], D of each layer, and "mean"
+    over the layers.
     """
 
     def function(params: dict) -> TermValue:
-        found = sites(params, PLACE)
-        values = jnp.concatenate([by_layer(site, similarity) for site in found])
-        order = np.argsort([layer for site in found for layer in site.layers])
+        stacks = kernels(params, PLACE)
+        values = jnp.concatenate([by_layer(stack, similarity) for stack in stacks])
+        order = np.argsort([layer for stack in stacks for layer in stack.layers])
         layers = jax.lax.stop_gradient(values)[order]
         metrics = {"layer_mean": layers, "mean": jnp.mean(layers)}
         return TermValue(jnp.sum(values), jnp.ones((), jnp.float32), metrics)

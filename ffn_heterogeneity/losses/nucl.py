@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.losses.kernels import by_layer, kernels, layer_count, pattern
 from ffn_heterogeneity.losses.nucl_exact import distributions, exact_kernel, row_statistics
 from ffn_heterogeneity.losses.nucl_rows import VARIANTS, nucl_rows
-from ffn_heterogeneity.losses.sites import by_layer, layer_count, pattern, sites
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.stack import layer_leaves
 from ffn_heterogeneity.wording import check_choice
@@ -66,8 +66,8 @@ def nucl_term(
     """NUCL over chosen matrices of chosen layers (equation 6, Table 3): a term on parameters.
 
     total = SUM over layers, targets and rows of the variant; denominator 1. Rows are those of the
-    EFFECTIVE kernels (masks and adapters applied, one layer at a time); `neuron_scale` scales whole
-    rows and drops out.
+    EFFECTIVE kernels (masks and adapters applied, one layer at a time); factors of neurons
+    scale whole rows and drop out.
 
     Metrics, from the same reductions (under the term's name): "<variant>/<target>/layer_mean"
     [layers that hold the target, in order] and "<variant>/<target>/mean" over the rows acted on.
@@ -115,8 +115,8 @@ def nucl_term(
 
 def _target_value(params, target, rows_of, along, chosen):
     """(sum over the chosen layers' rows, metrics) of one target."""
-    found = sites(params, TARGETS[target])
-    if not found:
+    stacks = kernels(params, TARGETS[target])
+    if not stacks:
         raise ValueError(
             f"NUCL target {target!r}: no layer of the model holds {TARGETS[target]!r} (a plain FFN "
             "has no gate)"
@@ -126,16 +126,16 @@ def _target_value(params, target, rows_of, along, chosen):
     if wrong:
         raise ValueError(f"NUCL layers {wrong}: the model has layers 0 to {count - 1}")
     total, count_rows, means, order = jnp.zeros((), jnp.float32), 0, [], []
-    for site in found:
-        rows = by_layer(site, functools.partial(rows_of, axis=along))
-        keep = [chosen is None or layer in chosen for layer in site.layers]
+    for stack in stacks:
+        rows = by_layer(stack, functools.partial(rows_of, axis=along))
+        keep = [chosen is None or layer in chosen for layer in stack.layers]
         if all(keep):
             total = total + jnp.sum(rows)
         elif any(keep):
             # A mask and not a selection: selecting would copy stacked weights.
             total = total + jnp.sum(rows * np.asarray(keep, np.float32)[:, None])
         means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=-1))
-        order += site.layers
+        order += stack.layers
         count_rows += sum(keep) * rows.shape[-1]
     if not count_rows:
         raise ValueError(f"NUCL target {target!r}: none of the layers {sorted(chosen)} holds it")

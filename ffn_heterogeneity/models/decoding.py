@@ -24,7 +24,7 @@ from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.causal_lm import RunOptions, embed, finish, hold
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.rotary import rotary_tables
-from ffn_heterogeneity.models.stack import check_stack, run_stack, tree_segments
+from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +183,12 @@ def layers_apart(params: dict) -> dict:
     eight rows a token that is half of the time. The leaves are views, no weight is copied; what it
     costs is a program as long as the model has layers, so training does not do it.
     """
-    stack: dict = {}
-    for i, segment in enumerate(tree_segments(params["stack"])):
-        for repeat in range(segment.repeats):
-            for slot in range(segment.slots):
-                tree = params["stack"][f"segment_{i}"][f"slot_{slot}"]
-                # Through numpy: slicing a jax array would copy.
-                own = jax.tree.map(lambda leaf, j=repeat: np.asarray(leaf)[j : j + 1], tree)
-                stack[f"segment_{len(stack)}"] = {"slot_0": own}
+    # Through numpy: slicing a jax array would copy.
+    whole = {**params, "stack": jax.tree.map(np.asarray, params["stack"])}
+    stack = {
+        f"segment_{layer}": {"slot_0": jax.tree.map(lambda leaf: leaf[None], tree)}
+        for layer, tree in layer_leaves(whole)
+    }
     return jax.device_put({**params, "stack": stack})
 
 

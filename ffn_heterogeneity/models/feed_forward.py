@@ -8,6 +8,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 
+from ffn_heterogeneity.adapters import FFN_LEAVES, neuron_factor
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.linear import Linear, optional_leaf
 from ffn_heterogeneity.models.options import RunOptions
@@ -23,8 +24,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class FeedForward(nn.Module):
     """h = act(x G) * (x U) (gated) or act(x U) (plain);  y = (h * P) W.
 
-    P is the optional fixed vector `neuron_scale` [M] (MLP Fusion's cluster sizes), applied after
-    the activation. Row i of W = down/kernel holds the outgoing weights of inner neuron i.
+    P is the product of the block's own leaves, if it has any (`adapters.FFN_LEAVES`: MLP Fusion's
+    cluster sizes, gates), [M], applied after the activation. Row i of W = down/kernel holds the
+    outgoing weights of inner neuron i.
     """
 
     config: ModelConfig
@@ -42,6 +44,7 @@ class FeedForward(nn.Module):
             state_btm = act(linear(width, config.ffn_bias, name="gate")(x_btd)) * up_btm
         else:
             state_btm = act(up_btm)
-        scale = optional_leaf(self, "neuron_scale")
+        own = {name: optional_leaf(self, name) for name in FFN_LEAVES}
+        scale = neuron_factor({name: value for name, value in own.items() if value is not None})
         scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
         return linear(config.d_model, config.ffn_bias, name="down")(scaled_btm), state_btm

@@ -9,9 +9,8 @@ s + j * P + p.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from ffn_heterogeneity.models.block_cosine import BLOCK_COSINE
 from ffn_heterogeneity.models.blocked import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import WIDE_PRODUCT
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, subtree
 from ffn_heterogeneity.wording import check_choice
 
 MAX_PATTERN = 8
@@ -87,14 +86,41 @@ def tree_segments(stack: dict) -> tuple[Segment, ...]:
     """
     segments, start = [], 0
     for i in range(len(stack)):
-        slots = stack[f"segment_{i}"]
-        repeats = {path: leaf.shape[0] for path, leaf in flatten(slots).items()}
+        own = stack[f"segment_{i}"]
+        repeats = {path: leaf.shape[0] for path, leaf in flatten(own).items()}
         if len(set(repeats.values())) != 1:
             raise ValueError(f"segment_{i}: leaves differ in their leading axis: {repeats}")
-        segment = Segment(start, len(slots), next(iter(repeats.values())))
+        segment = Segment(start, len(own), next(iter(repeats.values())))
         segments.append(segment)
         start += segment.slots * segment.repeats
     return tuple(segments)
+
+
+class Slot(NamedTuple):
+    """The layers that share leaves: those of one slot of a segment, or a layer by itself.
+
+    Attributes:
+      path: "stack/segment_0/slot_1", or "layers/3".
+      layers: their indices; of stacked leaves, in the order of the first axis.
+    """
+
+    path: str
+    layers: tuple[int, ...]
+    tree: dict
+    stacked: bool
+
+
+def slots(params: dict) -> list[Slot]:
+    """All layers of a tree, stacked or not."""
+    if "layers" in params:
+        return [Slot(f"layers/{i}", (i,), tree, False) for i, tree in enumerate(params["layers"])]
+    found = []
+    for i, segment in enumerate(tree_segments(params["stack"])):
+        for slot in range(segment.slots):
+            layers = tuple(segment.layer(slot, repeat) for repeat in range(segment.repeats))
+            tree = params["stack"][f"segment_{i}"][f"slot_{slot}"]
+            found.append(Slot(f"stack/segment_{i}/slot_{slot}", layers, tree, True))
+    return found
 
 
 def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
@@ -102,29 +128,34 @@ def layer_names(params: dict) -> dict[str, tuple[str, ...]]:
 
     So that patterns can speak of layers, however they are stacked.
     """
-    segments, names = tree_segments(params["stack"]), {}
-    for path in flatten(params):
-        names[path] = (path,)
-        if match := re.fullmatch(r"stack/segment_(\d+)/slot_(\d+)/(.*)", path):
-            segment, slot = segments[int(match[1])], int(match[2])
-            layers = [segment.layer(slot, repeat) for repeat in range(segment.repeats)]
-            names[path] = tuple(f"layers/{layer}/{match[3]}" for layer in layers)
+    names = {path: (path,) for path in flatten(params)}
+    for slot in slots(params):
+        for path in flatten(slot.tree):
+            own = tuple(f"layers/{layer}/{path}" for layer in slot.layers)
+            names[f"{slot.path}/{path}"] = own
     return names
+
+
+def layer_leaves(params: dict, name: str = "") -> Iterator[tuple[int, Any]]:
+    """(layer index, subtree at `name`, e.g. "ffn/down"; "" is all) of any tree, in order.
+
+    Only that subtree is cut out of a stacked tree.
+    """
+    places = {}
+    for slot in slots(params):
+        places |= {layer: (slot, repeat) for repeat, layer in enumerate(slot.layers)}
+    for layer in sorted(places):
+        slot, repeat = places[layer]
+        tree = subtree(slot.tree, name)
+        yield layer, jax.tree.map(lambda leaf, j=repeat: leaf[j], tree) if slot.stacked else tree
 
 
 def unstack(params: dict) -> dict:
     """{"stack": ...} -> {"layers": [one tree per layer]}; exact inverse of `restack`."""
     if "layers" in params:
         return params
-    stack, layers = params["stack"], []
-    for i, segment in enumerate(tree_segments(stack)):
-        slots = stack[f"segment_{i}"]
-        for repeat in range(segment.repeats):
-            for slot in range(segment.slots):
-                tree = slots[f"slot_{slot}"]
-                layers.append(jax.tree.map(lambda leaf, j=repeat: leaf[j], tree))
     rest = {name: tree for name, tree in params.items() if name != "stack"}
-    return {**rest, "layers": layers}
+    return {**rest, "layers": [tree for _, tree in layer_leaves(params)]}
 
 
 def restack(config: ModelConfig, params: dict) -> dict:
@@ -146,7 +177,7 @@ def restack(config: ModelConfig, params: dict) -> dict:
     for i, segment in enumerate(segmentation(signatures)):
         stack[f"segment_{i}"] = {
             f"slot_{slot}": jax.tree.map(
-                _stack_leaves,
+                stack_leaves,
                 *(layers[segment.layer(slot, repeat)] for repeat in range(segment.repeats)),
             )
             for slot in range(segment.slots)
@@ -155,7 +186,7 @@ def restack(config: ModelConfig, params: dict) -> dict:
     return {**rest, "stack": stack}
 
 
-def _stack_leaves(*leaves):
+def stack_leaves(*leaves):
     if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return jnp.stack(leaves)
     # Files hold many kernels transposed: left to itself numpy keeps that order, to be copied again.
@@ -221,7 +252,7 @@ def run_stack(
     check_choice("remat", remat, REMAT_POLICIES)
     collected = []
     for i, segment in enumerate(check_stack(config, stack)):
-        slots = stack[f"segment_{i}"]
+        own = stack[f"segment_{i}"]
         # A wholly unrolled scan is no loop any more.
         looped = unroll is not True and segment.repeats > max(int(unroll), 1)
 
@@ -235,9 +266,7 @@ def run_stack(
                 seen.append(small)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
 
-        x, small = jax.lax.scan(
-            body, x, (slots, per_layer_slices(per_layer, segment)), unroll=unroll
-        )
+        x, small = jax.lax.scan(body, x, (own, per_layer_slices(per_layer, segment)), unroll=unroll)
         # [r, P, ...] -> [r * P, ...]: layer order.
         collected.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), small))
     return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *collected)
@@ -251,28 +280,3 @@ def _with_remat(run_layer: Callable, index: int, remat: str, looped: bool) -> Ca
         return call
     # Inside a loop XLA cannot merge the recomputation away; outside, it must be kept from it.
     return jax.checkpoint(call, policy=REMAT_POLICIES[remat], prevent_cse=not looped)
-
-
-def layer_leaves(params: dict, name: str) -> Iterator[tuple[int, Any]]:
-    """(layer index, subtree at `name`, e.g. "ffn/down") of any tree, in order.
-
-    Only that subtree is cut out of a stacked tree.
-    """
-
-    def find(layer: dict) -> Any:
-        for part in name.split("/"):
-            layer = layer[part]
-        return layer
-
-    if "layers" in params:
-        yield from enumerate(map(find, params["layers"]))
-        return
-    for i, segment in enumerate(tree_segments(params["stack"])):
-        slots = params["stack"][f"segment_{i}"]
-        found = [find(slots[f"slot_{slot}"]) for slot in range(segment.slots)]
-        for repeat in range(segment.repeats):
-            for slot, tree in enumerate(found):
-                yield (
-                    segment.layer(slot, repeat),
-                    jax.tree.map(lambda leaf, j=repeat: leaf[j], tree),
-                )

@@ -109,17 +109,17 @@ def _named(names: Iterable[str]) -> str:
 
 
 # Leaves that are data, not weights, never train, whatever the user's patterns say: removal masks,
-# quantisation codes, scales, neuron_scale (P of MLP Fusion: "not trained, not decayed").
-NEVER_TRAIN = (_named((*data_leaves(), "neuron_scale")), False)
+# quantisation codes, scales.
+NEVER_TRAIN = (_named(data_leaves()), False)
 DEFAULT_TRAINABLE_RULES = (DEFAULTS, NEVER_TRAIN, (r"", True))
 
-# No decay on vectors: biases, norms, magnitudes, neuron_scale, lambda (P-32), gates. The embedding
+# No decay on vectors: biases, norms, magnitudes, factors of neurons, lambda (P-32). The embedding
 # decays, as it does in the usual Hugging Face recipes (they spare biases and norms).
 DEFAULT_DECAY_RULES = (
     DEFAULTS,
     (_named(name for name, axes in leaf_axes().items() if len(axes) < 2), False),
     (r"norm/(scale|bias)$", False),
-    (r"(^|/)(neuron_scale|lambda|gates?_logits)$", False),
+    (r"(^|/)lambda$", False),
     (r"", True),
 )
 
@@ -130,6 +130,7 @@ DEFAULT_DECAY_RULES = (
 SIDES = {
     "q|k|v|gate|up": {"in": "fsdp", "half": "fsdp", "out": "tensor"},
     "out|down": {"in": "tensor", "half": "tensor", "out": "fsdp"},
+    "ffn": {"neurons": "tensor"},
 }
 DEFAULT_SHARDING_RULES = (
     DEFAULTS,
@@ -140,7 +141,6 @@ DEFAULT_SHARDING_RULES = (
     (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
     *((rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
       for name, axes in leaf_axes().items() for modules, sides in SIDES.items()),
-    (r"^stack/.*/neuron_scale$", PartitionSpec(None, "tensor")),
 )  # fmt: skip
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from ffn_heterogeneity.adapters import adapters_of, dora, lora, macdrop, nf4
+from ffn_heterogeneity.adapters import dora, lora, macdrop, nf4
 from ffn_heterogeneity.io.export import fold
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import settings_of
 
@@ -77,7 +78,7 @@ def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
             raise ValueError(f"{path} has LoRA's leaves already: fold the model first")
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         shape = jax.eval_shape(effective_kernel, leaves)
-        return lora.init(own, shape, settings.rank, settings.alpha)
+        return leaves | lora.init(own, shape, settings.rank, settings.alpha)
 
     return _inserted(model, settings.targets, put)
 
@@ -86,7 +87,11 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     """`insert_lora`, and beside each adapted kernel the lengths of its columns, which train."""
     adapted, report = insert_lora(model, settings, key=key)
     pattern = "|".join(f"^{re.escape(path)}$" for path in report["adapted"])
-    return _inserted(adapted, pattern, lambda _, leaves: dora.init(effective_kernel(leaves)))
+
+    def put(path: str, leaves: dict) -> dict:
+        return leaves | dora.init(effective_kernel(leaves))
+
+    return _inserted(adapted, pattern, put)
 
 
 def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
@@ -107,13 +112,13 @@ def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> 
     def put(path: str, leaves: dict) -> dict:
         if set(leaves) - {"kernel", "bias"}:
             raise ValueError(f"{path} has adapters: quantise before they are put in")
-        kernel = leaves.pop("kernel")
+        kernel = leaves["kernel"]
         try:
             made = nf4.quantise(kernel)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; leave it out of targets") from None
         sizes.append((sum(leaf.size * leaf.dtype.itemsize for leaf in made.values()), kernel.size))
-        return made
+        return {name: leaf for name, leaf in leaves.items() if name != "kernel"} | made
 
     model, report = _inserted(model, settings.targets, put)
     used, weights = map(sum, zip(*sizes, strict=True))
@@ -150,7 +155,8 @@ def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=Non
     def put(path: str, leaves: dict) -> dict:
         if macdrop.KEEP in leaves:
             raise ValueError(f"{path} has MacDrop's leaves already: fold the model first")
-        return macdrop.init(jax.eval_shape(effective_kernel, leaves).shape[0], np.sort(rows))
+        fan_in = jax.eval_shape(effective_kernel, leaves).shape[0]
+        return leaves | macdrop.init(fan_in, np.sort(rows))
 
     report = {"layer": layer + 1, "layer_index": layer, "indices": indices[:k].tolist()}
     model, _ = _inserted(model, rf"^layers/{layer}/ffn/(gate|up)$", put)
@@ -168,19 +174,17 @@ def assumed_layer(settings: Mapping[str, Any]) -> str:
 
 
 def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
-    """(the model with `put(path, leaves)` beside each kernel where the pattern is found, paths)."""
-    tree, layers, adapted = unstack(model.params), [], []
-    for i, layer in enumerate(tree["layers"]):
-        layer = jax.tree.map(lambda leaf: leaf, layer)  # its dicts are new
-        for path, leaves in _linears(layer, f"layers/{i}"):
-            if re.search(targets, path):
-                leaves |= put(path, leaves)
-                adapted.append(path)
-        layers.append(layer)
+    """(the model with the leaves `put(path, leaves)` of each kernel where the pattern is found,
+    paths)."""
+    new, adapted = {}, []
+    for place, leaves in linears(model.params):
+        if re.search(targets, place.path):
+            new[place] = put(place.path, leaves)
+            adapted.append(place.path)
     if not adapted:
         raise ValueError(f"targets={targets!r} is found in no kernel's path, such as "
                          "layers/0/ffn/down")  # fmt: skip
-    params = restack(model.config, {**tree, "layers": layers})
+    params = restack(model.config, write(model.params, new))
     return dataclasses.replace(model, params=params), {"adapted": adapted}
 
 
@@ -189,13 +193,3 @@ def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:
     settings_of(Nothing, settings)
     tree = fold(unstack(jax.tree.map(np.asarray, model.params)))
     return dataclasses.replace(model, params=restack(model.config, tree)), {}
-
-
-def _linears(node: Any, path: str) -> Iterator[tuple[str, dict]]:
-    """(path, leaves) of every module with a kernel; the dicts are the tree's own."""
-    if "kernel" in node or any(adapter.base for adapter in adapters_of(node)):
-        yield path, node
-        return
-    for name, child in node.items():
-        if isinstance(child, dict):
-            yield from _linears(child, f"{path}/{name}")

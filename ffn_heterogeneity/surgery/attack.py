@@ -13,11 +13,11 @@ import numpy as np
 
 from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
+from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.wording import check_choice, settings_of
 
 ATTACKS = ("zero", "retain")
@@ -61,9 +61,10 @@ def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tu
     k, width = settings.k, len(found.indices)
     if k > width:
         raise ValueError(f"k={k}: layer {found.layer} (from 0) has {width} neurons")
-    site, chosen = (found.layer, None), found.indices[:k]
-    blocks = {site: silenced(dict(ffn_sites(model.params))[site], chosen, settings.attack)}
-    params = restack(model.config, write_sites(model.params, blocks))
+    place, chosen = Place(found.layer, None, "ffn"), found.indices[:k]
+    block = dict(ffn_blocks(model.params))[place]
+    attacked = write(model.params, {place: silenced(block, chosen, settings.attack)})
+    params = restack(model.config, attacked)
     report = {
         "attack": settings.attack, "k": k, "layer": found.layer + 1, "layer_index": found.layer,
         "indices": chosen.tolist(), "magnitudes": found.magnitudes[:k].tolist(),
@@ -110,7 +111,8 @@ def massive_weights(
     if layer is not None and not 0 <= layer < config.n_layers:
         raise ValueError(f"layer={layer}: the model has layers 0 to {config.n_layers - 1}")
     probe = _every_state(max(layer.ffn_width for layer in config.layers))
-    states = np.asarray(_states(config, probe, params, np.array([[token]], np.int32)))
+    alone = [{"tokens": np.array([[token]], np.int32)}]
+    states = observe(config, params, alone, probe)[probe.name][:, 0]
     if not np.isfinite(states).all():
         bad = int(np.flatnonzero(~np.isfinite(states).all(1))[0])
         raise ValueError(f"|h| of layer {bad} (from 0) is not finite: check the checkpoint")
@@ -123,18 +125,13 @@ def massive_weights(
 
 @functools.cache
 def _every_state(width: int) -> Probe:
-    """|h| of the first token of the first row, float32 [width]."""
+    """|h| of each row's first token, float32 [B, width]."""
 
     def function(seen, batch, per_layer):
-        own = jnp.abs(seen.ffn_state[0, 0].astype(jnp.float32))
-        return jnp.pad(own, (0, width - len(own)))
+        own = jnp.abs(seen.ffn_state[:, 0].astype(jnp.float32))
+        return jnp.pad(own, ((0, 0), (0, width - own.shape[-1])))
 
     return Probe("ffn_state", function, kind="example")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _states(config, probe, params, tokens):
-    return forward(config, params, {"tokens": tokens}, probes=(probe,))["probes"][probe.name]
 
 
 def silenced(block: dict, chosen: Sequence[int], attack: str) -> dict:

@@ -77,7 +77,7 @@ def outgoing_of_survivors(
 ) -> tuple[np.ndarray, dict]:
     """The survivors' W [s, n] after compensation, in the dtype of W, and what it took.
 
-    Masks, adapters and `neuron_scale` of W are in it.
+    Masks, adapters and factors of W are in it.
 
     Returns:
       (W, {"lambda_norm": Frobenius norm, "lambda_max": largest |entry|, "residual":

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.adapters import FFN_LEAVES
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import calibration_rows, seen_states
-from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -71,8 +72,8 @@ def reduce_layer(
 ) -> tuple[dict, np.ndarray, dict | None]:
     """Chooses, compensates, removes.
 
-    Without compensation masks and `neuron_scale` stay leaves of their own; with it they are folded
-    into the survivors' outgoing weights, which are new ones.
+    Without compensation masks and factors of neurons stay leaves of their own; with it they are
+    folded into the survivors' outgoing weights, which are new ones.
 
     Args:
       ffn: the layer's FFN leaves; untouched.
@@ -96,7 +97,7 @@ def reduce_layer(
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
     smaller = take_neurons(ffn, kept)
-    smaller.pop("neuron_scale", None)
+    smaller = {name: leaf for name, leaf in smaller.items() if name not in FFN_LEAVES}
     bias = {name: leaf for name, leaf in ffn["down"].items() if name == "bias"}
     return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": layer} | report
 
@@ -117,12 +118,12 @@ def reduce_model(
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
-    sites, widths = dict(ffn_sites(params)), list(config.ffn_widths)
+    blocks, widths = dict(ffn_blocks(params)), list(config.ffn_widths)
     seen = seen or [None] * config.n_layers
     new, removed, reports = {}, {}, []
 
     def leaves(i: int) -> dict:
-        return sites[i, None] | ({"seen": seen[i]} if seen[i] else {})
+        return blocks[Place(i, None, "ffn")] | ({"seen": seen[i]} if seen[i] else {})
 
     cuts = plan.cuts(widths, leaves)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
@@ -132,16 +133,16 @@ def reduce_model(
             "names"
         )
     for layer, cut in cuts.items():
-        for site in [site for site in sites if site[0] == layer]:
-            new[site], gone, report = reduce_layer(
-                sites[site], plan, layer=layer, cut=cut, seen=seen[layer]
+        for place in [place for place in blocks if place.layer == layer]:
+            new[place], gone, report = reduce_layer(
+                blocks[place], plan, layer=layer, cut=cut, seen=seen[layer]
             )
             removed.setdefault(layer, []).append(gone)
             reports += [report] if report else []
         widths[layer] -= len(gone)
         # Of a layer with experts a list for each.
-        removed[layer] = gone if (layer, None) in new else np.stack(removed[layer])
-    return config.with_widths(widths), write_sites(params, new), removed, reports
+        removed[layer] = gone if Place(layer, None, "ffn") in new else np.stack(removed[layer])
+    return config.with_widths(widths), write(params, new), removed, reports
 
 
 def results_of(

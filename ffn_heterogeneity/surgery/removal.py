@@ -19,10 +19,10 @@ def neuron_axis(path: str, leaf: Any) -> int | None:
     Raises:
       ValueError: an unknown leaf, or one that removal would give another meaning.
     """
-    if path == "neuron_scale":
-        return -1
     module, _, name = path.rpartition("/")
     axes = leaf_axes().get(name)
+    if axes == ("neurons",) and not module:
+        return -1
     if module not in NEURONS or axes is None:
         raise ValueError(
             f"ffn/{path}: surgery does not know which axis runs over the neurons; give the leaf "

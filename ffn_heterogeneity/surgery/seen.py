@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.surgery.attack import massive_weights
 
 # Of calibration text, 2,048 tokens.
@@ -54,12 +53,9 @@ def seen_states(
     layers = [{"massive": i == found.layer} for i in range(config.n_layers)]
     sums = {"bos": found.states.astype(np.float64)}
     if rows is not None:
-        probe, params = _sums_of(max(config.ffn_widths)), jax.device_put(params)
-        total = None
-        for row in np.asarray(rows, np.int32):
-            part = jax.device_get(_run(config, probe, params, row[None]))
-            part = jax.tree.map(lambda x: np.asarray(x, np.float64), part)
-            total = part if total is None else jax.tree.map(np.add, total, part)
+        probe = _sums_of(max(config.ffn_widths))
+        one_by_one = ({"tokens": row[None]} for row in np.asarray(rows, np.int32))
+        total = observe(config, params, one_by_one, probe)[probe.name]
         tokens = len(rows) * (np.shape(rows)[1] - 1)
         sums |= {"mean": total["size"] / tokens, "norm": np.sqrt(total["square"])}
     for name, values in sums.items():
@@ -80,8 +76,3 @@ def _sums_of(width: int) -> Probe:
         return {"size": jnp.sum(jnp.abs(state), (0, 1)), "square": jnp.sum(state**2, (0, 1))}
 
     return Probe("ffn_sums", function)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(config, probe, params, tokens):
-    return forward(config, params, {"tokens": tokens}, probes=(probe,))["probes"][probe.name]

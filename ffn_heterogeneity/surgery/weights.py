@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ffn_heterogeneity.adapters import FFN_LEAVES, neuron_factor
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.losses.nucl_exact import exact_kernel
 from ffn_heterogeneity.models.linear import effective_kernel
@@ -26,7 +27,7 @@ class Outgoing:
 
     Attributes:
       kernel: [m, n], contiguous rows, masked and adapted, in its own dtype.
-      scale: `neuron_scale` in float64 [m], or None; row i of W is scale_i kernel_i.
+      scale: the block's `neuron_factor` in float64 [m], or None; row i of W is scale_i kernel_i.
     """
 
     kernel: np.ndarray
@@ -52,11 +53,14 @@ def outgoing(ffn: dict) -> Outgoing:
       ValueError: a weight is NaN or infinite.
     """
     kernel = finite_kernel(ffn["down"], "ffn/down/kernel")
-    scale = None
-    if "neuron_scale" in ffn:
-        scale = np.asarray(ffn["neuron_scale"]).astype(np.float64)
+    scale = neuron_factor(ffn)
+    if scale is not None:
+        scale = np.asarray(scale).astype(np.float64)
         if not np.isfinite(scale).all():
-            raise ValueError("ffn/neuron_scale holds NaN or infinity: check the checkpoint")
+            raise ValueError(
+                f"ffn/{' and '.join(name for name in FFN_LEAVES if name in ffn)} holds NaN or "
+                "infinity: check the checkpoint"
+            )
     return Outgoing(by_rows(kernel), scale)
 
 

@@ -6,6 +6,7 @@ The same for arrays and for shapes alone, so that a dry run plans the very step 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from ffn_heterogeneity.adapters import ADAPTERS, REFRESHES
+from ffn_heterogeneity.adapters import ADAPTERS, REFRESHES, is_linear, kernel_readers
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses import TERMS
@@ -21,9 +22,9 @@ from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term, st
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import choose_dtype
-from ffn_heterogeneity.models.stack import layer_names
+from ffn_heterogeneity.models.stack import layer_names, slots
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.paths import flatten, nodes, unflatten
 from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.train.language import language
 from ffn_heterogeneity.train.loop import Program
@@ -45,7 +46,7 @@ from ffn_heterogeneity.train.step import (
     make_train_step,
     values_of,
 )
-from ffn_heterogeneity.wording import check_choice, check_known, unknown
+from ffn_heterogeneity.wording import check_choice, check_known, some, unknown
 
 # remat="auto" is the first of these that fits (train/fit.py). With the products' outputs kept 3% of
 # the operations are done again; to keep everything takes three times the memory for those.
@@ -87,6 +88,7 @@ class Built(Evaluation):
     Attributes:
       trainable: `{path: trains}`, or one bool a layer, see `partition.trainable_mask`.
       unread: leaves that stay as they are because the objective does not read them.
+      whole: of `made_whole`.
       train_step: jitted, see `train/step.py`.
       state: shapes and dtypes of the training state.
       shardings: of (the state, accumulated batches, what every device holds whole).
@@ -94,6 +96,7 @@ class Built(Evaluation):
 
     trainable: dict[str, Any]
     unread: tuple[str, ...]
+    whole: list[str]
     optimizer: optax.GradientTransformationExtraArgs
     train_step: Any
     state: TrainState
@@ -164,6 +167,7 @@ def build(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Built
         **vars(seen),
         trainable=mask,
         unread=unread,
+        whole=made_whole(params, seen.terms),
         optimizer=optimizer,
         train_step=train_step,
         state=state,
@@ -229,6 +233,23 @@ def _frozen_where_unread(
         seen.model, [path for path in unread if path in own and not path.startswith(kept)]
     )
     return mask | dict.fromkeys(unread, False), tuple(path for path in unread if mask[path])
+
+
+def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
+    """Which kernels are made whole in the step though their factors have a product of their own,
+    and what reads them."""
+    readers: dict[tuple[str, ...], list[str]] = {}
+    for slot in slots(params):
+        for name, leaves in nodes(slot.tree, is_linear):
+            beside = kernel_readers(leaves)
+            if beside is None:
+                continue
+            paths = [f"{slot.path}/{name}/{leaf}" for leaf in leaves]
+            for term in terms:
+                if any(re.search(target, path) for target in term.targets for path in paths):
+                    beside.append(term.name)
+            readers.setdefault(tuple(beside), []).append(f"{slot.path}/{name}")
+    return [f"{some(paths)} whole for {', '.join(why)}" for why, paths in readers.items() if why]
 
 
 def _check_quantised(params: Any, train_only: Sequence[str]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import LLAMA, our_logits, random_params, structured
 
+from ffn_heterogeneity.adapters import data_leaves
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import fold, save_pretrained
 from ffn_heterogeneity.io.huggingface import read_pretrained
-from ffn_heterogeneity.io.structure import DATA
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
@@ -62,7 +62,7 @@ def test_folded_is_the_same_function(kept, tmp_path):
     save_pretrained(LLAMA, params, tmp_path / "folded")
     config, folded = read_pretrained(tmp_path / "folded")
     assert config == LLAMA and not (tmp_path / "folded" / "structure").exists()
-    assert not {path.split("/")[-1] for path in flatten(folded)} & {*DATA, "lora_a"}
+    assert not {path.split("/")[-1] for path in flatten(folded)} & {*data_leaves(), "lora_a"}
     with jax.enable_x64(True):
         found, wanted = (our_logits(LLAMA, tree, TOKENS, np.float64) for tree in (folded, params))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
@@ -74,7 +74,7 @@ def test_a_cast_spares_data(kept, tmp_path):
     halves = read_pretrained(tmp_path / "half"), read_pretrained(directory, dtype="bfloat16")
     for _, found in halves:
         for path, leaf in flatten(found).items():
-            data = path.split("/")[-1] in DATA
+            data = path.split("/")[-1] in data_leaves()
             assert leaf.dtype == (np.float32 if data else jax.numpy.bfloat16), path
             if data:
                 np.testing.assert_array_equal(leaf, flatten(params)[path])

@@ -11,12 +11,12 @@ from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.walk import Place, ffn_blocks, linears, write
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
-from ffn_heterogeneity.surgery.sites import ffn_sites, write_sites
 
 
 def with_experts(layer: int = 1, experts: int = 3) -> dict:
@@ -29,35 +29,50 @@ def with_experts(layer: int = 1, experts: int = 3) -> dict:
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_sites_of_a_plain_model(stacked):
+def test_the_blocks_of_a_plain_model(stacked):
     params = structured(LLAMA, random_params(LLAMA))
-    sites = dict(ffn_sites(params if stacked else unstack(params)))
-    assert list(sites) == [(i, None) for i in range(4)]
-    for (layer, _), block in sites.items():
+    blocks = dict(ffn_blocks(params if stacked else unstack(params)))
+    assert list(blocks) == [(i, None, "ffn") for i in range(4)]
+    for (layer, _, _), block in blocks.items():
         for path, leaf in flatten(unstack(params)["layers"][layer]["ffn"]).items():
             np.testing.assert_array_equal(leaf, flatten(block)[path])
-    same = restack(LLAMA, write_sites(params, sites))
+    same = restack(LLAMA, write(params, blocks))
     assert all(np.array_equal(x, flatten(same)[p]) for p, x in flatten(params).items())
 
 
-def test_sites_of_experts():
+def test_the_linears_of_experts():
+    """Kernels are matrices, whoever owns them; what is written back is what was there."""
     tree = with_experts()
-    sites = dict(ffn_sites(tree))
-    assert [site for site in sites if site[0] == 1] == [(1, 0), (1, 1), (1, 2)]
-    assert sites[1, 2]["up"]["kernel"].shape == (16, 24) and "router" not in sites[1, 2]
+    places = dict(linears(tree))
+    assert all(leaves["kernel"].ndim == 2 for leaves in places.values())
+    own = [place for place in places if place.layer == 1 and place.name.startswith("ffn")]
+    assert len(own) == 3 * 3 + 1 and Place(1, None, "ffn/router") in own
+    assert places[1, 2, "ffn/up"]["mask"].shape == (16, 24)
+    assert Place(2, None, "attention/out").path == "layers/2/attention/out"
+    same = flatten(write(tree, places))
+    assert all(np.array_equal(leaf, same[path]) for path, leaf in flatten(tree).items())
+
+
+def test_the_blocks_of_experts():
+    tree = with_experts()
+    blocks = dict(ffn_blocks(tree))
+    places = [Place(1, e, "ffn") for e in range(3)]
+    assert [place for place in blocks if place.layer == 1] == places
+    assert blocks[places[2]]["up"]["kernel"].shape == (16, 24)
+    assert "router" not in blocks[places[2]]
     kept = np.arange(0, 24, 2)
-    new = {(1, e): take_neurons(sites[1, e], kept) for e in range(3)}
+    new = {place: take_neurons(blocks[place], kept) for place in places}
     before = tree["layers"][1]["ffn"]
-    after = write_sites(tree, new)["layers"][1]["ffn"]
+    after = write(tree, new)["layers"][1]["ffn"]
     assert after["router"] is before["router"]
     np.testing.assert_array_equal(after["down"]["kernel"], before["down"]["kernel"][:, kept])
     np.testing.assert_array_equal(after["up"]["mask"], before["up"]["mask"][..., kept])
     np.testing.assert_array_equal(after["down"]["lora_a"], before["down"]["lora_a"][:, kept])
     np.testing.assert_array_equal(after["down"]["lora_b"], before["down"]["lora_b"])
     with pytest.raises(ValueError, match="layer 1: only some of its 3 experts"):
-        write_sites(tree, {(1, 0): new[1, 0]})
+        write(tree, {places[0]: new[places[0]]})
     with pytest.raises(ValueError, match="layer 1: experts of unlike shapes"):
-        write_sites(tree, new | {(1, 2): sites[1, 2]})
+        write(tree, new | {places[2]: blocks[places[2]]})
 
 
 def test_a_removal_works_expert_by_expert():
@@ -68,7 +83,7 @@ def test_a_removal_works_expert_by_expert():
     assert len({tuple(row) for row in removed[1]}) > 1, "not the same neurons of every expert"
     for expert in range(3):
         alone = unstack(random_params(LLAMA))
-        alone["layers"][1]["ffn"] = dict(ffn_sites(tree))[1, expert]
+        alone["layers"][1]["ffn"] = dict(ffn_blocks(tree))[1, expert, "ffn"]
         _, one, gone, _ = reduce_model(LLAMA, alone, Plan("magnitude", count=5))
         np.testing.assert_array_equal(gone[1], removed[1][expert])
         for path, leaf in flatten(one["layers"][1]["ffn"]).items():
