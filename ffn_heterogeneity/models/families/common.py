@@ -345,6 +345,20 @@ def layers_of(
     return tuple(LayerConfig(width, window=window, rope=rope) for width in widths)
 
 
+def published(
+    family: str,
+    shape: Sequence[int],
+    rope: RopeConfig = RopeConfig(),
+    window: int | None = None,
+    **fields: Any,
+) -> ModelConfig:
+    """A published model of layers, FFN width, d_model, heads and key-value heads."""
+    layers, width, d_model, heads, kv_heads = shape
+    sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": kv_heads}
+    sizes |= {"head_dim": d_model // heads, "layers": layers_of([width] * layers, rope, window)}
+    return ModelConfig(family=family, **(sizes | fields))
+
+
 def one_window(config: ModelConfig) -> int | None:
     """The window of a family whose layers share it; ConfigError where they do not."""
     windows = {layer.window for layer in config.layers}

@@ -47,18 +47,9 @@ def fields_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     return fields if name == "gelu" else fields | {"activation": common.activation_from_hf(name)}
 
 
-def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:
-    return ModelConfig(
-        family="gemma",
-        vocab_size=256_000,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=256,
-        layers=common.layers_of([width] * layers, RopeConfig()),
-        max_position=8192,
-        **preset_fields(d_model),
-    )
+def _preset(*shape: int) -> ModelConfig:
+    more = {"vocab_size": 256_000, "head_dim": 256, "max_position": 8192}
+    return common.published("gemma", shape, **more, **preset_fields(shape[2]))
 
 
 PRESETS = {

@@ -16,16 +16,14 @@ _DEFAULTS = gemma.DEFAULTS | {
 }
 
 
-def _preset(layers, width, d_model, n_heads, n_kv_heads, head_dim, query_scalar) -> ModelConfig:
-    kinds = [LayerConfig(width, window=4096), LayerConfig(width)] * (layers // 2)
-    return ModelConfig(
-        family="gemma2",
+def _preset(*shape: int, head_dim=256, query_scalar=256) -> ModelConfig:
+    layers, width, d_model, *_ = shape
+    return common.published(
+        "gemma2",
+        shape,
         vocab_size=256_000,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        layers=tuple(kinds),
+        layers=(LayerConfig(width, window=4096), LayerConfig(width)) * (layers // 2),
         post_norms=True,
         query_scale=query_scalar**-0.5,
         attention_softcap=50.0,
@@ -35,10 +33,11 @@ def _preset(layers, width, d_model, n_heads, n_kv_heads, head_dim, query_scalar)
     )
 
 
+_27B = _preset(46, 36864, 4608, 32, 16, head_dim=128, query_scalar=144)
 PRESETS = {
-    "gemma2_2b": (_preset(26, 9216, 2304, 8, 4, 256, 256), "google/gemma-2-2b"),
-    "gemma2_9b": (_preset(42, 14336, 3584, 16, 8, 256, 256), "google/gemma-2-9b"),
-    "gemma2_27b": (_preset(46, 36864, 4608, 32, 16, 128, 144), "google/gemma-2-27b"),
+    "gemma2_2b": (_preset(26, 9216, 2304, 8, 4), "google/gemma-2-2b"),
+    "gemma2_9b": (_preset(42, 14336, 3584, 16, 8), "google/gemma-2-9b"),
+    "gemma2_27b": (_27B, "google/gemma-2-27b"),
 }
 
 

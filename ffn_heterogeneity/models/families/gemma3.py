@@ -29,12 +29,10 @@ def _layers(widths, windows, local: RopeConfig, full: RopeConfig) -> tuple[Layer
 def _preset(layers, width, d_model) -> ModelConfig:
     windows = [None if (i + 1) % _EVERY == 0 else 512 for i in range(layers)]
     ropes = RopeConfig(_LOCAL_THETA), RopeConfig(_GLOBAL_THETA)
-    return ModelConfig(
-        family="gemma3",
+    return common.published(
+        "gemma3",
+        (layers, width, d_model, 4, 1),
         vocab_size=262_144,
-        d_model=d_model,
-        n_heads=4,
-        n_kv_heads=1,
         head_dim=256,
         layers=_layers([width] * layers, windows, *ropes),
         post_norms=True,

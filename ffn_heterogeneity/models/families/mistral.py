@@ -20,11 +20,9 @@ _DEFAULTS = {
 
 
 def _preset(vocab_size: int, theta: float, window: int | None) -> ModelConfig:
-    return ModelConfig(
-        family="mistral", vocab_size=vocab_size, d_model=4096, n_heads=32, n_kv_heads=8,
-        head_dim=128, layers=common.layers_of([14_336] * 32, RopeConfig(theta), window),
-        norm_eps=1e-5, tied=False, max_position=32_768, bos_id=1, eos_id=2,
-    )  # fmt: skip
+    shape, rope = (32, 14_336, 4096, 32, 8), RopeConfig(theta)
+    more = {"vocab_size": vocab_size, "tied": False, "max_position": 32_768}
+    return common.published("mistral", shape, rope, window, **more, bos_id=1, eos_id=2)
 
 
 PRESETS = {

@@ -20,23 +20,10 @@ _DEFAULTS = {
 _NORM = {"norm_kind": "layer_without_parameters", "norm_eps": 1e-5}
 
 
-def _preset(layers, width, d_model, n_heads, tied, max_position=2048, clip=None) -> ModelConfig:
-    return ModelConfig(
-        family="olmo",
-        vocab_size=50_304,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_dim=d_model // n_heads,
-        layers=common.layers_of([width] * layers, RopeConfig()),
-        qkv_clip=clip,
-        tied=tied,
-        max_position=max_position,
-        bos_id=None,
-        eos_id=50_279,
-        pad_id=1,
-        **_NORM,
-    )
+def _preset(layers, width, d_model, heads, tied, max_position=2048, clip=None) -> ModelConfig:
+    ids = {"bos_id": None, "eos_id": 50_279, "pad_id": 1}
+    more = {"vocab_size": 50_304, "qkv_clip": clip, "tied": tied, "max_position": max_position}
+    return common.published("olmo", (layers, width, d_model, heads, heads), **more, **ids, **_NORM)
 
 
 PRESETS = {

@@ -18,12 +18,10 @@ _DEFAULTS = {
 }
 
 
-def _preset(layers, width, d_model, n_heads, n_kv_heads) -> ModelConfig:
-    return ModelConfig(
-        family="phi3", vocab_size=32_064, d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads,
-        head_dim=d_model // n_heads, layers=common.layers_of([width] * layers, RopeConfig(), 2047),
-        norm_eps=1e-5, tied=False, max_position=4096, bos_id=1, eos_id=32_000, pad_id=32_000,
-    )  # fmt: skip
+def _preset(*shape: int) -> ModelConfig:
+    ids = {"bos_id": 1, "eos_id": 32_000, "pad_id": 32_000}
+    more = {"vocab_size": 32_064, "tied": False, "max_position": 4096}
+    return common.published("phi3", shape, RopeConfig(), 2047, **more, **ids)
 
 
 PRESETS = {

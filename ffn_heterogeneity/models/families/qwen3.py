@@ -19,31 +19,20 @@ _DEFAULTS = {
 }
 
 
-def _preset(layers, width, d_model, n_heads, n_kv_heads, tied) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=151_936,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=128,
-        layers=common.layers_of([width] * layers, RopeConfig(_THETA)),
-        norm_eps=1e-6,
-        qk_norm=True,
-        tied=tied,
-        max_position=40_960,
-        bos_id=151_643,
-        eos_id=151_645,
-    )
+def _preset(*shape: int, tied: bool = False) -> ModelConfig:
+    ids = {"bos_id": 151_643, "eos_id": 151_645}
+    more = {"vocab_size": 151_936, "head_dim": 128, "qk_norm": True, "tied": tied, **ids}
+    more |= {"norm_eps": 1e-6, "max_position": 40_960}
+    return common.published("qwen3", shape, RopeConfig(_THETA), **more)
 
 
 PRESETS = {
-    "qwen3_0_6b": (_preset(28, 3072, 1024, 16, 8, True), "Qwen/Qwen3-0.6B"),
-    "qwen3_1_7b": (_preset(28, 6144, 2048, 16, 8, True), "Qwen/Qwen3-1.7B"),
-    "qwen3_4b": (_preset(36, 9728, 2560, 32, 8, True), "Qwen/Qwen3-4B"),
-    "qwen3_8b": (_preset(36, 12288, 4096, 32, 8, False), "Qwen/Qwen3-8B"),
-    "qwen3_14b": (_preset(40, 17408, 5120, 40, 8, False), "Qwen/Qwen3-14B"),
-    "qwen3_32b": (_preset(64, 25600, 5120, 64, 8, False), "Qwen/Qwen3-32B"),
+    "qwen3_0_6b": (_preset(28, 3072, 1024, 16, 8, tied=True), "Qwen/Qwen3-0.6B"),
+    "qwen3_1_7b": (_preset(28, 6144, 2048, 16, 8, tied=True), "Qwen/Qwen3-1.7B"),
+    "qwen3_4b": (_preset(36, 9728, 2560, 32, 8, tied=True), "Qwen/Qwen3-4B"),
+    "qwen3_8b": (_preset(36, 12288, 4096, 32, 8), "Qwen/Qwen3-8B"),
+    "qwen3_14b": (_preset(40, 17408, 5120, 40, 8), "Qwen/Qwen3-14B"),
+    "qwen3_32b": (_preset(64, 25600, 5120, 64, 8), "Qwen/Qwen3-32B"),
 }
 
 
