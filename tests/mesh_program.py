@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
-from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
+from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.terms import TermContext

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.bench.timing import Interval, compare, ratio_interval
-from ffn_heterogeneity.losses.nll import chunked_nll
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.nucl_rows import VARIANTS

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
-from ffn_heterogeneity.losses.nll import chunked_nll
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack, slots, unstack

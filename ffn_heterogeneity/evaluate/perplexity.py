@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.evaluate.inputs import check_rows, padded_batches
-from ffn_heterogeneity.losses.nll import chunked_nll
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, head_kernel
 from ffn_heterogeneity.models.config import ModelConfig
 

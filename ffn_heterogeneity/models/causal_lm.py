@@ -203,7 +203,7 @@ def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Soft-capped logits [..., V], float32, of hidden states [..., D].
 
-    For evaluation: training uses losses/nll.py.
+    For evaluation: training uses losses/cross_entropy.py.
     """
     kernel, layout = head_kernel(config, params)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)

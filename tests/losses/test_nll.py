@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ffn_heterogeneity.losses import nll
-from ffn_heterogeneity.losses.nll import chunked_nll, nll_term
+from ffn_heterogeneity.losses import cross_entropy
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
+from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 
@@ -54,7 +55,7 @@ def relative(got, expected):
 @pytest.mark.parametrize(("layout", "softcap"), [("vd", 3.0), ("dv", None)])
 def test_equals_the_oracle(layout, softcap, chunk, monkeypatch):
     if chunk in (5, 23):  # in parts, too
-        monkeypatch.setattr(nll, "FEW_ROWS", 1)
+        monkeypatch.setattr(cross_entropy, "FEW_ROWS", 1)
     hidden, kernel, targets, mask = inputs(layout)
     scale = 0.37
 
@@ -248,10 +249,10 @@ def test_what_cannot_be_computed_is_named():
 
 
 def test_automatic_chunks_keep_to_the_budget(monkeypatch):
-    monkeypatch.setattr(nll, "CHUNK_BYTES_CPU", 4 * B * V * 10)
-    monkeypatch.setattr(nll, "CHUNK_BYTES", 4 * B * V * 10)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES_CPU", 4 * B * V * 10)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * B * V * 10)
     hidden, kernel, targets, mask = inputs()
-    static, _ = nll._prepare(hidden, kernel, targets, mask, "vd", None, None, True)
+    static, _ = cross_entropy._prepare(hidden, kernel, targets, mask, "vd", None, None, True)
     assert static.chunk == 8  # 23 = 7 + 8 + 8, not 3 + 10 + 10
 
 
@@ -260,11 +261,11 @@ def test_automatic_chunks_keep_to_the_budget(monkeypatch):
 def test_every_target_is_visited_once_and_little_else(share, chunk, few, monkeypatch):
     """Whole chunks, then eighths: no more rows than an eighth beyond the targets; where an eighth
     is few rows, than a chunk."""
-    monkeypatch.setattr(nll, "FEW_ROWS", few)
+    monkeypatch.setattr(cross_entropy, "FEW_ROWS", few)
     hidden, kernel, targets, _ = inputs()
     mask = jnp.asarray(np.random.default_rng(chunk).random((B, T)) < share)
-    static, mask = nll._prepare(hidden, kernel, targets, mask, "vd", None, chunk, True)
-    rows = nll._rows(mask, static)
+    static, mask = cross_entropy._prepare(hidden, kernel, targets, mask, "vd", None, chunk, True)
+    rows = cross_entropy._rows(mask, static)
     np.testing.assert_array_equal(rows.order[rows.place], np.arange(B * T))
     numbered = jnp.arange(B * T).reshape(B, T)
 
@@ -300,7 +301,7 @@ def temporary_bytes(batch, length, layout, chunk):
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_memory_at_gemma_size_compiled_only(shape, layout):
     # 16,384 tokens: whole float32 logits alone would be 15.6 GiB.
-    for budget in (nll.CHUNK_BYTES_CPU, nll.CHUNK_BYTES):
+    for budget in (cross_entropy.CHUNK_BYTES_CPU, cross_entropy.CHUNK_BYTES):
         chunk = budget // (4 * shape[0] * 256_000)
         gib = temporary_bytes(*shape, layout, chunk) / 2**30
         assert gib < 6.5, (budget, gib)

@@ -14,7 +14,7 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals
 from tiny_models import random_params, tiny_of
 
-from ffn_heterogeneity.losses.nll import chunked_nll
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.models import causal_lm, options
 from ffn_heterogeneity.models.attention import attention_mask, plain_attention
 from ffn_heterogeneity.models.linear import wide_product

@@ -109,7 +109,9 @@ def test_nucl_over_it_by_finite_differences():
             return term.function(jax.tree.map(lambda p, w: p + at * w, params, way)).total
 
         slope = jax.jit(jax.grad(total))(0.0)
-        assert float(total(step) - total(-step)) / (2 * step) == pytest.approx(float(slope), rel=1e-5)
+        assert float(total(step) - total(-step)) / (2 * step) == pytest.approx(
+            float(slope), rel=1e-5
+        )
         gradient = jax.jit(jax.grad(lambda p: term.function(p).total))(params)
     down = gradient["stack"]["segment_0"]["slot_0"]["ffn"]["down"]
     assert all(np.abs(down[name]).max() > 0 for name in THIN.leaves)

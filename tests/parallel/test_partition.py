@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ffn_heterogeneity.losses.nll import KERNEL_SPECS
+from ffn_heterogeneity.losses.cross_entropy import KERNEL_SPECS
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.parallel import partition

@@ -1,8 +1,8 @@
-"""What the families share: the `Family` record, name tables, and readers of config fields.
+"""What the families share: the `Family` record, and readers of config fields.
 
 A family is one module that ends in `FAMILY = Family(...)` and is listed in `families/__init__`.
 For a decoder whose checkpoint holds one tensor per leaf it needs presets, `from_hf`, `to_hf` and
-two name tables; `rules.py` makes rules of a table, and of fused tensors (GPT-NeoX's).
+two name tables (`names.py`); `rules.py` makes rules of a table, and of fused tensors (GPT-NeoX's).
 """
 
 from __future__ import annotations
@@ -14,61 +14,11 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families.rules import Rule, name_table, one_to_one
+from ffn_heterogeneity.models.families.names import GGUF_NAMES, HF_NAMES, HF_POST_NORM_NAMES
+from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 
 # A file's word is not enough to build more.
 MAX_LAYERS = 10_000
-
-_HF_TOP = {
-    "embed/embedding": "model.embed_tokens.weight",
-    "final_norm/scale": "model.norm.weight",
-    "head/kernel": "lm_head.weight",
-}
-_HF_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention/q": "self_attn.q_proj",
-    "attention/k": "self_attn.k_proj",
-    "attention/v": "self_attn.v_proj",
-    "attention/out": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn/gate": "mlp.gate_proj",
-    "ffn/up": "mlp.up_proj",
-    "ffn/down": "mlp.down_proj",
-}
-_HF_POST_NORMS = {
-    "attention/q_norm": "self_attn.q_norm",
-    "attention/k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffn_norm": "post_feedforward_layernorm",
-}
-_HF_QK_NORMS = {k: v for k, v in _HF_POST_NORMS.items() if k.startswith("attention/")}
-HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_QK_NORMS)
-HF_POST_NORM_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_POST_NORMS)
-GGUF_NAMES = name_table(
-    {
-        "embed/embedding": "token_embd.weight",
-        "final_norm/scale": "output_norm.weight",
-        "final_norm/bias": "output_norm.bias",
-        "head/kernel": "output.weight",
-    },
-    "blk.{i}.",
-    {
-        "attention_norm": "attn_norm",
-        "attention/q": "attn_q",
-        "attention/k": "attn_k",
-        "attention/v": "attn_v",
-        "attention/out": "attn_output",
-        "attention/q_norm": "attn_q_norm",
-        "attention/k_norm": "attn_k_norm",
-        "post_attention_norm": "post_attention_norm",
-        "ffn_norm": "ffn_norm",
-        "ffn/gate": "ffn_gate",
-        "ffn/up": "ffn_up",
-        "ffn/down": "ffn_down",
-        "post_ffn_norm": "post_ffw_norm",
-    },
-)
 
 
 def hf_rules(config: ModelConfig) -> list[Rule]:

@@ -1,0 +1,349 @@
+"""Next-token cross-entropy, chunked, with its own backward pass.
+
+    l = z, or cap tanh(z / cap) under a soft-cap,  z = h K        (float32)
+    NLL = logsumexp(l) - l_y
+    dNLL/dz = (softmax(l) - onehot(y)) (1 - (l / cap)^2)          (the last factor under a soft-cap)
+
+Logits exist for one chunk of rows at a time, and for targets only: where few positions are targets
+(answers of a few tokens after long prompts) the head costs as little as they do. When the sum is
+differentiated, the gradient is computed beside the value (three products, not four: no logits are
+computed twice) and only scaled by the upstream cotangent later; dK is accumulated in float32
+whatever the kernel's dtype.
+
+On a mesh every device takes its own rows: chunks of all rows or of V would gather every token's
+state or the whole embedding.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ffn_heterogeneity.models.causal_lm import platform_of
+from ffn_heterogeneity.models.linear import turned
+from ffn_heterogeneity.wording import check_choice
+
+# Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
+# before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
+CHUNK_BYTES = 2**30
+CHUNK_BYTES_CPU = 2**27
+# Of a chunk's part, below which it is not worth a loop of its own.
+FEW_ROWS = 16
+LAYOUTS = ("vd", "dv")
+# How a mesh cuts the kernel; as parallel.partition has it.
+KERNEL_SPECS = {"vd": PartitionSpec("tensor", "fsdp"), "dv": PartitionSpec("fsdp", "tensor")}
+
+
+class NLLSums(NamedTuple):
+    """Sums over target positions; `total` alone is differentiable.
+
+    Attributes:
+      total: sum of the NLL in nats, float32 (float64 for float64 inputs).
+      count: number of target positions, float32.
+      correct: number of them whose target has the largest logit, float32.
+    """
+
+    total: jax.Array
+    count: jax.Array
+    correct: jax.Array
+
+
+class _Static(NamedTuple):
+    layout: str
+    softcap: float | None
+    chunk: int
+    kernel_trainable: bool
+    mesh: Mesh | AbstractMesh | None
+
+
+def chunked_nll(
+    hidden_btd: jax.Array,
+    kernel: jax.Array,
+    targets_bt: jax.Array,
+    mask_bt: jax.Array | None = None,
+    *,
+    layout: str,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    kernel_trainable: bool = True,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> NLLSums:
+    """Sum of -log p(target) over the masked-in positions; [B, T, V] never exists.
+
+    Args:
+      hidden_btd: final hidden states in the compute dtype (float32 or bfloat16).
+      kernel: [V, D] for layout "vd" (tied embedding), [D, V] for "dv"; cast to the compute dtype,
+        its gradient comes back in its own dtype.
+      targets_bt: int32 token ids; ignored where the mask is off.
+      mask_bt: True where the target counts; None: everywhere.
+      softcap: logits become cap tanh(logits / cap).
+      chunk: positions of T per chunk; None: as many as keep its float32 logits within CHUNK_BYTES
+        (CHUNK_BYTES_CPU on a CPU), on every device of the mesh.
+      mesh: with axes data, fsdp, tensor: rows are cut over the first two, each device computes its
+        own rows' loss with the whole kernel (its share of the vocabulary over `tensor`). The kernel
+        is gathered once and its gradient reduced once, whatever the number of chunks.
+      kernel_trainable: False skips dK (it comes back as 0). A kernel that is not differentiated
+        (a frozen head) is noticed without it.
+
+    Raises:
+      ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
+    """
+    static, mask_bt = _prepare(
+        hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh
+    )
+    targets_bt = jnp.asarray(targets_bt)
+    # The count depends on the mask alone: whoever wants only that pays for nothing else.
+    count = jnp.sum(mask_bt, dtype=jnp.float32)
+    total, correct = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
+    return NLLSums(total, count, correct)
+
+
+def _chunk_bytes(mesh: Mesh | AbstractMesh | None = None) -> int:
+    devices = 1 if mesh is None else mesh.size
+    return devices * (CHUNK_BYTES_CPU if platform_of(mesh) == "cpu" else CHUNK_BYTES)
+
+
+def _prepare(
+    hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh=None
+):
+    check_choice("layout", layout, LAYOUTS)
+    if hidden_btd.ndim != 3 or kernel.ndim != 2:
+        raise ValueError(f"hidden {hidden_btd.shape} must be [B, T, D], kernel {kernel.shape} 2-D")
+    if kernel.shape[layout.index("d")] != hidden_btd.shape[2]:
+        raise ValueError(f"kernel {kernel.shape} in layout {layout!r}, hidden {hidden_btd.shape}")
+    if mask_bt is None:
+        mask_bt = jnp.ones(targets_bt.shape, bool)
+    for what, shape in (("targets", targets_bt.shape), ("mask", mask_bt.shape)):
+        if shape != hidden_btd.shape[:2]:
+            raise ValueError(f"{what} {shape} do not fit hidden {hidden_btd.shape}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
+    batch, time, _ = hidden_btd.shape
+    if chunk is None:
+        chunk = max(1, _chunk_bytes(mesh) // (4 * batch * kernel.shape[layout.index("v")]))
+        # Equal chunks: the fewest that fit, none of them mostly empty.
+        chunk = -(-time // -(-time // chunk))
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1")
+    if mesh is not None and mesh.size == 1:
+        mesh = None
+    static = _Static(layout, softcap, min(chunk, time), kernel_trainable, mesh)
+    return static, mask_bt.astype(bool)
+
+
+class _Rows(NamedTuple):
+    """The positions [B, T] as rows, those of targets first.
+
+    Attributes:
+      order: [B * T + C], the position in each place; 0 in places beyond the last.
+      place: [B * T], the place of each position: `order` undone.
+      number: of targets.
+      size: C, rows in a chunk.
+      stop: the first place that need not be visited.
+    """
+
+    order: jax.Array
+    place: jax.Array
+    number: jax.Array
+    size: int
+    stop: jax.Array | int
+
+    def cut(self, start, size, hidden_btd, targets_bt):
+        """(states [n, D], targets [n], whether they are any [n]) of the places from `start` on."""
+        at = lax.dynamic_slice_in_dim(self.order, start, size)
+        states = hidden_btd.reshape(-1, hidden_btd.shape[-1])[at]
+        return states, targets_bt.reshape(-1)[at], start + jnp.arange(size) < self.number
+
+    def fold(self, body, carry):
+        """`carry = body(start, size, carry)` over whole chunks, and eighths of one for the rest.
+
+        Where an eighth would be few rows, whole ones for it too: one program less to compile.
+        """
+        if self.size // 8 < FEW_ROWS:
+            chunks = -(-self.stop // self.size)
+            return lax.fori_loop(0, chunks, lambda i, c: body(i * self.size, self.size, c), carry)
+        whole, part = self.stop // self.size, self.size // 8
+        start = whole * self.size
+        carry = lax.fori_loop(0, whole, lambda i, c: body(i * self.size, self.size, c), carry)
+        parts = -((start - self.stop) // part)
+        return lax.fori_loop(0, parts, lambda i, c: body(start + i * part, part, c), carry)
+
+
+def _rows(mask_bt, static) -> _Rows:
+    targets_n = mask_bt.reshape(-1)
+    size = min(static.chunk * mask_bt.shape[0], targets_n.size)
+    order = jnp.pad(jnp.argsort(~targets_n, stable=True), (0, size))
+    number = jnp.sum(targets_n, dtype=jnp.int32)
+    others = number + jnp.cumsum(~targets_n, dtype=jnp.int32)
+    place = jnp.where(targets_n, jnp.cumsum(targets_n, dtype=jnp.int32), others) - 1
+    # Devices that share a vocabulary take the same steps.
+    shared = static.mesh is not None and static.mesh.shape["tensor"] > 1
+    return _Rows(order, place, number, size, targets_n.size if shared else number)
+
+
+def _logits(h_nd, kernel, static):
+    """[C, V] float32, soft-capped."""
+    wide = jnp.promote_types(h_nd.dtype, jnp.float32)
+    equation = f"nd,{static.layout}->nv"
+    logits_nv = jnp.einsum(equation, h_nd, kernel, preferred_element_type=wide)
+    if static.softcap is None:
+        return logits_nv
+    return static.softcap * jnp.tanh(logits_nv / static.softcap)
+
+
+def _log_z(logits_nv):
+    """(logsumexp, max) over the vocabulary."""
+    top_n = jnp.max(logits_nv, axis=-1)
+    z_n = jnp.sum(jnp.exp(logits_nv - top_n[:, None]), axis=-1)
+    return jnp.log(z_n) + top_n, top_n
+
+
+def _target_logit(logits_nv, y_n):
+    # A target outside the vocabulary reads as NaN, which stops a training run.
+    return jnp.take_along_axis(logits_nv, y_n[:, None], axis=-1, mode="fill")[:, 0]
+
+
+def _chunk_loss(h_nd, kernel, y_n, mask_n, static):
+    """(NLL sum, number correct, logits, logsumexp) of a chunk."""
+    logits_nv = _logits(h_nd, kernel, static)
+    log_z_n, top_n = _log_z(logits_nv)
+    target_n = _target_logit(logits_nv, jnp.where(mask_n, y_n, 0))
+    total = jnp.sum(jnp.where(mask_n, log_z_n - target_n, 0))
+    correct = jnp.sum(mask_n & (target_n >= top_n), dtype=jnp.float32)
+    return total, correct, logits_nv, log_z_n
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _nll(hidden_btd, kernel, targets_bt, mask_bt, static):
+    kernel = kernel.astype(hidden_btd.dtype)
+    return _over_mesh(_sums, static, False)(hidden_btd, kernel, targets_bt, mask_bt)
+
+
+def _sums(hidden_btd, kernel, targets_bt, mask_bt, static):
+    """(NLL sum, number correct)."""
+    rows = _rows(mask_bt, static)
+
+    def body(start, size, sums):
+        h_nd, y_n, mask_n = rows.cut(start, size, hidden_btd, targets_bt)
+        return tuple(map(jnp.add, sums, _chunk_loss(h_nd, kernel, y_n, mask_n, static)[:2]))
+
+    return rows.fold(body, _zero_sums(hidden_btd))
+
+
+def _zero_sums(hidden_btd):
+    wide = jnp.promote_types(hidden_btd.dtype, jnp.float32)
+    return jnp.zeros((), wide), jnp.zeros((), jnp.float32)
+
+
+def _nll_fwd(hidden_btd, kernel, targets_bt, mask_bt, static):
+    # With symbolic_zeros each argument comes with whether it is differentiated at all.
+    trainable = static.kernel_trainable and kernel.perturbed
+    hidden_btd, kernel, targets_bt, mask_bt = (
+        argument.value for argument in (hidden_btd, kernel, targets_bt, mask_bt)
+    )
+    function = _sums_and_gradients if trainable else _sums_and_d_hidden
+    total, correct, d_hidden_btd, d_kernel = _over_mesh(function, static, trainable)(
+        hidden_btd, kernel.astype(hidden_btd.dtype), targets_bt, mask_bt
+    )
+    # An empty array carries the kernel's dtype: residuals must be arrays.
+    return (total, correct), (d_hidden_btd, d_kernel, jnp.zeros((0,), kernel.dtype))
+
+
+def _sums_and_gradients(hidden_btd, cast, targets_bt, mask_bt, static, trainable=True):
+    """(NLL sum, number correct, its gradients by the hidden states and, float32, the kernel)."""
+    dtype = hidden_btd.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    rows = _rows(mask_bt, static)
+    # A CPU's bfloat16 units take no product whose left operand lies across (`wide_product`): the
+    # few columns of the states are turned for it, not the vocabulary's.
+    turn = trainable and dtype == jnp.bfloat16 and platform_of(static.mesh) == "cpu"
+    across = turn and static.layout == "vd"
+
+    def body(start, size, carry):
+        total, correct, d_rows, d_kernel = carry
+        h_nd, y_n, mask_n = rows.cut(start, size, hidden_btd, targets_bt)
+        more, right, logits_nv, log_z_n = _chunk_loss(h_nd, cast, y_n, mask_n, static)
+        d_nv = _d_logits(logits_nv, log_z_n, y_n, mask_n, static).astype(dtype)
+        d_h_nd = jnp.einsum(f"nv,{static.layout}->nd", d_nv, cast, preferred_element_type=wide)
+        d_rows = lax.dynamic_update_slice_in_dim(d_rows, d_h_nd.astype(dtype), start, 0)
+        if turn:
+            d_kernel += jnp.dot(turned(h_nd), d_nv, preferred_element_type=wide)
+        elif trainable:
+            equation = f"nv,nd->{static.layout}"
+            d_kernel += jnp.einsum(equation, d_nv, h_nd, preferred_element_type=wide)
+        return total + more, correct + right, d_rows, d_kernel
+
+    d_rows = jnp.zeros((rows.order.size, hidden_btd.shape[-1]), dtype)
+    d_kernel = jnp.zeros(cast.shape[:: -1 if across else 1] if trainable else (), wide)
+    start = (*_zero_sums(hidden_btd), d_rows, d_kernel)
+    total, correct, d_rows, d_kernel = rows.fold(body, start)
+    d_kernel = d_kernel.T if across else d_kernel
+    return total, correct, d_rows[rows.place].reshape(hidden_btd.shape), d_kernel
+
+
+_sums_and_d_hidden = functools.partial(_sums_and_gradients, trainable=False)
+
+
+def _over_mesh(function, static, trainable):
+    """`function` on every device's own rows; its sums and the kernel's gradient put together.
+
+    The vocabulary, over `tensor`, is left to the compiler.
+    """
+    function = functools.partial(function, static=static)
+    if static.mesh is None:
+        return function
+    along = ("data", "fsdp")
+    rows, whole = PartitionSpec(along), PartitionSpec()
+
+    def local(*arguments):
+        total, correct, *gradients = function(*arguments)
+        if trainable:
+            gradients[1] = gradients[1][None]
+        return total[None], correct[None], *gradients
+
+    out = (rows, rows)
+    if function.func is not _sums:
+        out += (rows, rows if trainable else whole)
+    mapped = jax.shard_map(
+        local, mesh=static.mesh, in_specs=(rows, whole, rows, rows), out_specs=out,
+        axis_names=set(along), check_vma=False,
+    )  # fmt: skip
+
+    def together(*arguments):
+        total, correct, *gradients = mapped(*arguments)
+        if trainable:
+            # The devices' parts, [parts, ...]: their sum is one reduction, straight to where the
+            # optimiser wants it. (XLA reduces nothing inside, where `tensor` is not ours.)
+            place = NamedSharding(static.mesh, KERNEL_SPECS[static.layout])
+            gradients[1] = lax.with_sharding_constraint(jnp.sum(gradients[1], 0), place)
+        return jnp.sum(total), jnp.sum(correct), *gradients
+
+    return together
+
+
+def _d_logits(logits_nv, log_z_n, y_n, mask_n, static):
+    """dNLL/dz of a chunk, float32; 0 where the mask is off."""
+    p_nv = jnp.exp(logits_nv - log_z_n[:, None])
+    hit_nv = lax.broadcasted_iota(y_n.dtype, p_nv.shape, 1) == y_n[:, None]
+    d_nv = jnp.where(hit_nv, p_nv - 1, p_nv)
+    if static.softcap is not None:
+        d_nv = d_nv * (1 - jnp.square(logits_nv / static.softcap))
+    return jnp.where(mask_n[:, None], d_nv, 0)
+
+
+def _nll_bwd(static, residuals, cotangents):
+    d_hidden_btd, d_kernel, like = residuals
+    scale = 0.0 if isinstance(cotangents[0], SymbolicZero) else cotangents[0]
+    d_hidden_btd = (d_hidden_btd * scale).astype(d_hidden_btd.dtype)
+    if d_kernel.ndim == 0:
+        return d_hidden_btd, None, None, None
+    return d_hidden_btd, (d_kernel * scale).astype(like.dtype), None, None
+
+
+_nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)

@@ -1,0 +1,56 @@
+"""Names of the tensors that most families store: Llama's, those with post-norms, llama.cpp's."""
+
+from __future__ import annotations
+
+from ffn_heterogeneity.models.families.rules import name_table
+
+_HF_TOP = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+_HF_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention/q": "self_attn.q_proj",
+    "attention/k": "self_attn.k_proj",
+    "attention/v": "self_attn.v_proj",
+    "attention/out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn/gate": "mlp.gate_proj",
+    "ffn/up": "mlp.up_proj",
+    "ffn/down": "mlp.down_proj",
+}
+_HF_POST_NORMS = {
+    "attention/q_norm": "self_attn.q_norm",
+    "attention/k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+_HF_QK_NORMS = {k: v for k, v in _HF_POST_NORMS.items() if k.startswith("attention/")}
+HF_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_QK_NORMS)
+HF_POST_NORM_NAMES = name_table(_HF_TOP, "model.layers.{i}.", _HF_LAYER | _HF_POST_NORMS)
+GGUF_NAMES = name_table(
+    {
+        "embed/embedding": "token_embd.weight",
+        "final_norm/scale": "output_norm.weight",
+        "final_norm/bias": "output_norm.bias",
+        "head/kernel": "output.weight",
+    },
+    "blk.{i}.",
+    {
+        "attention_norm": "attn_norm",
+        "attention/q": "attn_q",
+        "attention/k": "attn_k",
+        "attention/v": "attn_v",
+        "attention/out": "attn_output",
+        "attention/q_norm": "attn_q_norm",
+        "attention/k_norm": "attn_k_norm",
+        "post_attention_norm": "post_attention_norm",
+        "ffn_norm": "ffn_norm",
+        "ffn/gate": "ffn_gate",
+        "ffn/up": "ffn_up",
+        "ffn/down": "ffn_down",
+        "post_ffn_norm": "post_ffw_norm",
+    },
+)
