@@ -171,7 +171,9 @@ def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
             needed = tuple(adapter.leaves)
             raise ValueError(f"adapter {adapter.name!r} needs {needed}, found {present}")
         if present and adapter.base is None and adapter.kernel is None:
-            raise ValueError(f"adapter {adapter.name!r} needs kernel= or base=, which losses on "
-                             "weights, surgery and export read (adapters/__init__.py)")  # fmt: skip
+            raise ValueError(
+                f"adapter {adapter.name!r} needs kernel= or base=, which losses on "
+                "weights, surgery and export read (adapters/__init__.py)"
+            )
         found += [adapter] if present else []
     return found

@@ -33,12 +33,12 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.train.build import Built, build_evaluation, objective_of
+from ffn_heterogeneity.train.dry_run import dry_run, parameters_of
 from ffn_heterogeneity.train.evaluation import PREFIX, validation
 from ffn_heterogeneity.train.fit import check_state, compile_checked
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
 from ffn_heterogeneity.train.objectives import Data, Objective
-from ffn_heterogeneity.train.plan import dry_run, parameters_of
 from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import found_model, model_shape, starting_model

@@ -311,9 +311,13 @@ def _over_mesh(function, static, trainable):
     if function.func is not _sums:
         out += (rows, rows if trainable else whole)
     mapped = jax.shard_map(
-        local, mesh=static.mesh, in_specs=(rows, whole, rows, rows), out_specs=out,
-        axis_names=set(along), check_vma=False,
-    )  # fmt: skip
+        local,
+        mesh=static.mesh,
+        in_specs=(rows, whole, rows, rows),
+        out_specs=out,
+        axis_names=set(along),
+        check_vma=False,
+    )
 
     def together(*arguments):
         total, correct, *gradients = mapped(*arguments)

@@ -247,9 +247,13 @@ def attend(
     numbers = {"scale": config.scale, "softcap": config.attention_softcap}
     if options.attention == "cudnn":
         fused = functools.partial(
-            jax.nn.dot_product_attention, q_btnh, k_bskh, v_bskh,
-            scale=config.scale, implementation="cudnn",
-        )  # fmt: skip
+            jax.nn.dot_product_attention,
+            q_btnh,
+            k_bskh,
+            v_bskh,
+            scale=config.scale,
+            implementation="cudnn",
+        )
         if not mask.in_order or mask.segments is not None:
             return fused(mask=mask.visible[:, None])
         # Said in two words the mask lets the kernel skip what nobody sees.
@@ -257,10 +261,16 @@ def attend(
         return fused(is_causal=True, local_window_size=window)
     if options.attention == "splash":
         return splash.splash_attention(
-            q_btnh, k_bskh, v_bskh, mask.segments, window=mask.window, **numbers,
-            activations=options.activations, interpret=options.on != "tpu",
+            q_btnh,
+            k_bskh,
+            v_bskh,
+            mask.segments,
+            window=mask.window,
+            **numbers,
+            activations=options.activations,
+            interpret=options.on != "tpu",
             residuals=ATTENTION_RESIDUALS,
-        )  # fmt: skip
+        )
     if options.attention == "plain":
         return plain_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)[0]
     return blocked_attention(q_btnh, k_bskh, v_bskh, mask, **numbers)

@@ -104,8 +104,16 @@ class Block(nn.Module):
         ffn_output, ffn_state = FeedForward(config, self.layer, self.options, name="ffn")(ffn_input)
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
         seen = LayerIO(
-            x_btd, attention_input, attended, middle, output, ffn_input, ffn_state, ffn_output,
+            x_btd,
+            attention_input,
+            attended,
+            middle,
+            output,
+            ffn_input,
+            ffn_state,
+            ffn_output,
             weights if self.with_attention_weights else None,
-            weights if self.with_sinks else None, cache,
-        )  # fmt: skip
+            weights if self.with_sinks else None,
+            cache,
+        )
         return output, seen

@@ -124,9 +124,11 @@ def _block_fwd(k_bksh, v_bksh, softcap, _, by_row):
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, -1, keepdims=True)
     out = jnp.einsum(
-        "bkqs,bksh->bkqh", as_rows(weights.astype(v_bksh.dtype)), v_bksh,
+        "bkqs,bksh->bkqh",
+        as_rows(weights.astype(v_bksh.dtype)),
+        v_bksh,
         preferred_element_type=logits.dtype,
-    )  # fmt: skip
+    )
     out = (out.reshape(q_bkgqh.shape) / total).astype(q_bkgqh.dtype)
     return None, (out, largest, total)
 

@@ -129,9 +129,14 @@ def forward(
     # Laid out, and under vmap batched, as x is; what it holds means nothing on the way forward.
     link = jax.lax.stop_gradient(x) if with_cosine else None
     (x, link), seen = run_stack(
-        config, params["stack"], (x, link), run_layer,
-        per_layer=extra, remat=options.remat, unroll=options.unroll,
-    )  # fmt: skip
+        config,
+        params["stack"],
+        (x, link),
+        run_layer,
+        per_layer=extra,
+        remat=options.remat,
+        unroll=options.unroll,
+    )
     if with_cosine:
         x, seen = end_link(x, link, seen)
     return {"hidden": finish(config, params, x), "probes": seen}

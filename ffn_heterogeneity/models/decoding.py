@@ -166,13 +166,19 @@ def forward_cached(
         return (hold(x, options.activations), cache), {}
 
     repeats = [
-        repeat for segment in segments for repeat in range(segment.repeats)
+        repeat
+        for segment in segments
+        for repeat in range(segment.repeats)
         for _ in range(segment.slots)
-    ]  # fmt: skip
+    ]
     (x, cache), _ = run_stack(
-        config, params["stack"], (x, cache), run_layer,
-        per_layer=jnp.asarray(repeats, jnp.int32), unroll=options.unroll,
-    )  # fmt: skip
+        config,
+        params["stack"],
+        (x, cache),
+        run_layer,
+        per_layer=jnp.asarray(repeats, jnp.int32),
+        unroll=options.unroll,
+    )
     return finish(config, params, x), cache
 
 

@@ -69,11 +69,17 @@ def _local(q_bnth, k_bksh, v_bksh, segments_bt, *, softcap, window, interpret, r
     kernel = library.make_splash_mha_single_device(
         library.MultiHeadMask([seen] * heads),
         block_sizes=library.BlockSizes(
-            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
             block_kv_dq=block,
         ),
-        attn_logits_soft_cap=softcap, interpret=interpret, residual_checkpoint_name=residuals,
-    )  # fmt: skip
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+        residual_checkpoint_name=residuals,
+    )
     if segments_bt is None:
         return jax.vmap(kernel)(q_bnth, k_bksh, v_bksh)
     ids = library.SegmentIds(segments_bt, segments_bt)

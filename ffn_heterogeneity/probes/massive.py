@@ -23,10 +23,15 @@ from ffn_heterogeneity.probes.displacement import counted_tokens
 TOP = 32
 # The paper's states in the order in which a layer computes them, and where they are seen.
 STATES = {
-    "h_in": "block_input", "attention_norm": "attention_input", "attention": "attention_output",
-    "h_middle": "middle", "ffn_norm": "ffn_input", "intermediate": "ffn_state",
-    "ffn": "ffn_output", "h_out": "block_output",
-}  # fmt: skip
+    "h_in": "block_input",
+    "attention_norm": "attention_input",
+    "attention": "attention_output",
+    "h_middle": "middle",
+    "ffn_norm": "ffn_input",
+    "intermediate": "ffn_state",
+    "ffn": "ffn_output",
+    "h_out": "block_output",
+}
 
 
 def largest(x_btm: jax.Array) -> dict[str, jax.Array]:

@@ -182,8 +182,9 @@ def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> t
             new[place] = put(place.path, leaves)
             adapted.append(place.path)
     if not adapted:
-        raise ValueError(f"targets={targets!r} is found in no kernel's path, such as "
-                         "layers/0/ffn/down")  # fmt: skip
+        raise ValueError(
+            f"targets={targets!r} is found in no kernel's path, such as layers/0/ffn/down"
+        )
     params = restack(model.config, write(model.params, new))
     return dataclasses.replace(model, params=params), {"adapted": adapted}
 

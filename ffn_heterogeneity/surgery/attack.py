@@ -66,9 +66,13 @@ def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tu
     attacked = write(model.params, {place: silenced(block, chosen, settings.attack)})
     params = restack(model.config, attacked)
     report = {
-        "attack": settings.attack, "k": k, "layer": found.layer + 1, "layer_index": found.layer,
-        "indices": chosen.tolist(), "magnitudes": found.magnitudes[:k].tolist(),
-    }  # fmt: skip
+        "attack": settings.attack,
+        "k": k,
+        "layer": found.layer + 1,
+        "layer_index": found.layer,
+        "indices": chosen.tolist(),
+        "magnitudes": found.magnitudes[:k].tolist(),
+    }
     return dataclasses.replace(model, params=params), report
 
 
@@ -106,8 +110,10 @@ def massive_weights(
     """
     token = config.bos_id if token is None else token
     if token is None or not 0 <= token < config.vocab_size:
-        raise ValueError(f"token={token} of {config.vocab_size}: this {config.family} model needs "
-                         "one that stands first, such as its eos")  # fmt: skip
+        raise ValueError(
+            f"token={token} of {config.vocab_size}: this {config.family} model needs "
+            "one that stands first, such as its eos"
+        )
     if layer is not None and not 0 <= layer < config.n_layers:
         raise ValueError(f"layer={layer}: the model has layers 0 to {config.n_layers - 1}")
     probe = _every_state(max(layer.ffn_width for layer in config.layers))
@@ -147,8 +153,11 @@ def silenced(block: dict, chosen: Sequence[int], attack: str) -> dict:
         if name not in block:
             continue
         if adapters_of(block[name]):
-            raise ValueError(f"ffn/{name} carries adapters, which an attack would leave: fold them "
-                             "first (surgery fold)")  # fmt: skip
-        result[name] = jax.tree.map(lambda leaf: np.where(lost, np.zeros((), leaf.dtype), leaf),
-                                    block[name])  # fmt: skip
+            raise ValueError(
+                f"ffn/{name} carries adapters, which an attack would leave: fold them "
+                "first (surgery fold)"
+            )
+        result[name] = jax.tree.map(
+            lambda leaf: np.where(lost, np.zeros((), leaf.dtype), leaf), block[name]
+        )
     return result

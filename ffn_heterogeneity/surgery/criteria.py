@@ -139,8 +139,10 @@ def _of_states(ffn: dict, function: Callable[[dict], np.ndarray]) -> np.ndarray:
     try:
         values = function(ffn["seen"])
     except KeyError as error:
-        raise ValueError(f"this criterion looks at activations ({error}), and none were taken: see "
-                         "surgery/seen.py") from None  # fmt: skip
+        raise ValueError(
+            f"this criterion looks at activations ({error}), and none were taken: see "
+            "surgery/seen.py"
+        ) from None
     dead = _row_by_row(ffn, lambda rows: ~rows.any(axis=1))
     return _dead_first(-np.asarray(values, np.float64), dead)
 

@@ -30,8 +30,9 @@ def neuron_axis(path: str, leaf: Any) -> int | None:
         )
     if "picked" in axes or (name != "bias" and axes == ("out",) and NEURONS[module] == "in"):
         # Numbers of neurons, and lengths of columns over them, would mean others afterwards.
-        raise ValueError(f"ffn/{path} stands for neurons that would go: fold the model first "
-                         "(surgery fold)")  # fmt: skip
+        raise ValueError(
+            f"ffn/{path} stands for neurons that would go: fold the model first (surgery fold)"
+        )
     # A mask of fewer axes stands for its kernel's last ones.
     axes = axes[len(axes) - leaf.ndim :]
     return axes.index(NEURONS[module]) - leaf.ndim if NEURONS[module] in axes else None

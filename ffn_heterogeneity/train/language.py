@@ -59,9 +59,15 @@ def _data(config: TrainConfig, tokenizer: Any, rows: Sequence[int], vocab_size: 
         source = config.model or "the new model"
         raise ValueError(f"{source} has no tokenizer, so no text can be read: add its files")
     pipeline = make_pipeline(
-        config.data, tokenizer, config.batch_size, config.seq_len, config.seed,
-        accumulation=config.accumulation, rows=rows, vocab_size=vocab_size,
-    )  # fmt: skip
+        config.data,
+        tokenizer,
+        config.batch_size,
+        config.seq_len,
+        config.seed,
+        accumulation=config.accumulation,
+        rows=rows,
+        vocab_size=vocab_size,
+    )
     batches = pipeline.train_iterator()
 
     def says(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +107,10 @@ def _perplexities(
         or f"held-out part of {public_text(data['path'] or data['task'])}"
     )
     return compared(
-        *(float(np.exp(nll[at])) for at in (0, step)), text=text, window=config.seq_len,
-        windows=windows, tokens=tokens, dtype=results["compute_dtype"],
-    )  # fmt: skip
+        *(float(np.exp(nll[at])) for at in (0, step)),
+        text=text,
+        window=config.seq_len,
+        windows=windows,
+        tokens=tokens,
+        dtype=results["compute_dtype"],
+    )

@@ -60,9 +60,8 @@ class LoopConfig:
     wandb: str = ""
 
     def __post_init__(self):
-        for name, least in (
-            ("steps", 1), ("checkpoint_every", 0), ("keep", 1), ("accumulation", 1)
-        ):  # fmt: skip
+        least_of = {"steps": 1, "checkpoint_every": 0, "keep": 1, "accumulation": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 

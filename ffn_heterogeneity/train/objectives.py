@@ -95,8 +95,10 @@ class Objective:
         axes = {axis for names, _ in self.batch.values() for axis in names} - {"B"}
         for length in self.lengths:
             if set(length) != axes:
-                raise ValueError(f"objective {self.name!r}: length {dict(length)} names other axes "
-                                 f"than its batch has beside B, {sorted(axes)}")  # fmt: skip
+                raise ValueError(
+                    f"objective {self.name!r}: length {dict(length)} names other axes "
+                    f"than its batch has beside B, {sorted(axes)}"
+                )
         if not self.lengths or any(names[:1] != ("B",) for names, _ in self.batch.values()):
             raise ValueError(f"objective {self.name!r} needs a length, and B first in every leaf")
 
@@ -137,9 +139,14 @@ def make_forward(
     def forward(params, batch, *, probes=(), dropout=None, per_layer=None):
         probes = tuple(dict.fromkeys((*objective.probes, *probes)))
         outputs = causal_lm.forward(
-            model, params, batch, options=options, probes=probes, dropout=dropout,
+            model,
+            params,
+            batch,
+            options=options,
+            probes=probes,
+            dropout=dropout,
             per_layer=per_layer,
-        )  # fmt: skip
+        )
 
         def drop(x: jax.Array) -> jax.Array:
             if dropout is None or dropout[1] is None:

@@ -122,9 +122,14 @@ def make_train_step(
         loss = _StepLoss(*static, frozen, state.step, key, hyper)
         grads, metrics = loss.grad_and_metrics(train, batch, accumulation)
         new, opt_state, changed = update_leaves(
-            optimizer, trainable, train, state.opt_state, grads,
-            loss=metrics["loss"], learning_rate=hyper["learning_rate"],
-        )  # fmt: skip
+            optimizer,
+            trainable,
+            train,
+            state.opt_state,
+            grads,
+            loss=metrics["loss"],
+            learning_rate=hyper["learning_rate"],
+        )
         metrics |= counts(batch) | changed
         if "stop" in batch:  # the loop's own leaf
             metrics["stop"] = jnp.max(batch["stop"])
@@ -160,8 +165,9 @@ def update_leaves(
     finite.
     """
     split = {path: own for path, own in trainable.items() if isinstance(own, tuple)}
-    grads = grads | {path: jnp.where(by_layer(own, grads[path]), grads[path], 0)
-                     for path, own in split.items()}  # fmt: skip
+    grads = grads | {
+        path: jnp.where(by_layer(own, grads[path]), grads[path], 0) for path, own in split.items()
+    }
     gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
     finite, norm = jnp.isfinite(loss) & jnp.all(gradient_finite), optax.global_norm(grads)
 
@@ -169,8 +175,10 @@ def update_leaves(
         known = {"learning_rate": learning_rate, "grad_norm": norm}
         updates, opt_state = optimizer.update(grads, opt_state, train, **known)
         new = {path: leaf + updates[path] for path, leaf in train.items()}
-        new |= {path: jnp.where(by_layer(own, train[path]), new[path], train[path])
-                for path, own in split.items()}  # fmt: skip
+        new |= {
+            path: jnp.where(by_layer(own, train[path]), new[path], train[path])
+            for path, own in split.items()
+        }
         # Of what the parameters moved by: the updates themselves would have to exist for it.
         moved = {path: leaf - train[path] for path, leaf in new.items()}
         return new, opt_state, optax.global_norm(moved)

@@ -75,8 +75,10 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         family cannot express.
     """
     if values.get("quantization_config"):
-        raise ConfigError("quantised checkpoints (quantization_config) are not read: use the "
-                          "original weights or a GGUF file")  # fmt: skip
+        raise ConfigError(
+            "quantised checkpoints (quantization_config) are not read: use the "
+            "original weights or a GGUF file"
+        )
     values = from_deci(values) if values.get("model_type") == MODEL_TYPE else values
     kind, architectures = values.get("model_type"), values.get("architectures") or []
     for family in FAMILIES.values():

@@ -43,11 +43,15 @@ def to_deci(config: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     # Half a neuron below the width: readers round the factor to six decimals, and then up.
     factors = [round(1.5 * (width - 0.5) / config.d_model, 6) for width in config.ffn_widths]
     return {k: v for k, v in values.items() if k != "per_layer_config"} | {
-        "model_type": MODEL_TYPE, "architectures": ["DeciLMForCausalLM"],
-        "intermediate_size": None, "num_key_value_heads": None,
-        "block_configs": [{"attention": attention | plain, "ffn": {"ffn_mult": factor} | plain}
-                          for factor in factors],
-    }  # fmt: skip
+        "model_type": MODEL_TYPE,
+        "architectures": ["DeciLMForCausalLM"],
+        "intermediate_size": None,
+        "num_key_value_heads": None,
+        "block_configs": [
+            {"attention": attention | plain, "ffn": {"ffn_mult": factor} | plain}
+            for factor in factors
+        ],
+    }
 
 
 def from_deci(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,18 +63,26 @@ def from_deci(values: Mapping[str, Any]) -> dict[str, Any]:
     blocks, groups, widths = values["block_configs"], set(), []
     for i, block in enumerate(blocks):
         attention, ffn = block["attention"], block["ffn"]
-        found = [k for part in (attention, ffn) for k, v in part.items()
-                 if k not in _NUMBERS and v not in (None, False, "silu")]  # fmt: skip
+        found = [
+            k
+            for part in (attention, ffn)
+            for k, v in part.items()
+            if k not in _NUMBERS and v not in (None, False, "silu")
+        ]
         if found:
             raise ConfigError(f"block_configs of layer {i} sets {', '.join(found)}: not known here")
         groups.add(attention["n_heads_in_group"])
         inner = int(2 * (ffn.get("ffn_mult") or 0) * values["hidden_size"] / 3)
         widths.append(-(-inner // STEP) * STEP if inner else ffn["intermediate_size"])
     if len(blocks) != values["num_hidden_layers"] or len(groups) != 1 or not min(groups) > 0:
-        raise ConfigError(f"block_configs: as many as layers, of one n_heads_in_group, are read, "
-                          f"not {len(blocks)} of {groups}")  # fmt: skip
+        raise ConfigError(
+            f"block_configs: as many as layers, of one n_heads_in_group, are read, "
+            f"not {len(blocks)} of {groups}"
+        )
     return {
-        **values, "model_type": "llama", "intermediate_size": max(widths),
+        **values,
+        "model_type": "llama",
+        "intermediate_size": max(widths),
         "num_key_value_heads": values["num_attention_heads"] // min(groups),
         "per_layer_config": {str(i): {"intermediate_size": w} for i, w in enumerate(widths)},
-    }  # fmt: skip
+    }

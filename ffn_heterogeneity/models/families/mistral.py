@@ -56,6 +56,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 # llama.cpp has no architecture of its own for it: a file of it is read as a Llama.
 FAMILY = dataclasses.replace(
-    llama.FAMILY, name="mistral", architecture="MistralForCausalLM", presets=PRESETS,
-    from_hf=from_hf, to_hf=to_hf, gguf_architecture="llama", gguf_uneven="",
-)  # fmt: skip
+    llama.FAMILY,
+    name="mistral",
+    architecture="MistralForCausalLM",
+    presets=PRESETS,
+    from_hf=from_hf,
+    to_hf=to_hf,
+    gguf_architecture="llama",
+    gguf_uneven="",
+)

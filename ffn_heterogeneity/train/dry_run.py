@@ -126,11 +126,8 @@ def step_flops(config: TrainConfig, built: Built) -> dict[str, float]:
         for layer in range(model.n_layers)
     )
     recomputed = forward + attention if built.options.remat == "full" else 0.0
-    return {
-        "model": forward + backward + 3 * attention
-        + head * (3 if built.trainable[head_path] else 2),
-        "recomputed": recomputed,
-    }  # fmt: skip
+    head *= 3 if built.trainable[head_path] else 2
+    return {"model": forward + backward + 3 * attention + head, "recomputed": recomputed}
 
 
 def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
@@ -207,13 +204,14 @@ def describe(plan: dict, target: Target) -> str:
     """The plan as tables."""
     lines = [
         f"{plan['model']} on {target.name} ({plan['device_count']} devices, mesh "
-        + " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items()) + ")",
+        + " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+        + ")",
         f"{plan['parameters']:,} parameters, {plan['trainable_parameters']:,} of them train; "
         f"{plan['tokens_per_step']:,} tokens a step, in {plan['compute_dtype']}, "
         f"remat={plan['remat']}",
         *filter(None, [plan["assumed"]]),
         "",
-    ]  # fmt: skip
+    ]
     held = plan["bytes_per_device"]
     rows = [(kind, f"{size / GIB:.3f}") for kind, size in held.items()]
     rows.append(("together, of the state", f"{sum(held.values()) / GIB:.3f}"))
@@ -227,8 +225,9 @@ def describe(plan: dict, target: Target) -> str:
     lines += [markdown_table(("on one device", "GiB"), rows), "", plan["verdict"]]
     seconds = plan["seconds_per_step"]
     rows = [(name, f"{value * 1e3:,.2f}") for name, value in seconds.items()]
-    rows += [(f"hours of the run, {name}", f"{value:,.2f} h") for name, value in
-             plan["hours"].items()]  # fmt: skip
+    rows += [
+        (f"hours of the run, {name}", f"{value:,.2f} h") for name, value in plan["hours"].items()
+    ]
     lines += ["", markdown_table((f"a step ({plan['rates']} rates)", "ms"), rows)]
     if compiled and compiled["collectives"]:
         rows = [
