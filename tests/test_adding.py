@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from tiny_models import REPOSITORY, TEXT, save_tiny
 
@@ -21,7 +22,7 @@ def copy(tmp_path_factory):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
     diffs = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.S)
-    assert len(diffs) == 4, "a loss, a probe, a criterion, a table"
+    assert len(diffs) == 6, "a loss, a probe, a head, an objective, a criterion, a table"
     for diff in (part for each in diffs for part in re.split(r"(?m)^(?=--- )", each) if part):
         command = ["git", "apply", "--recount", "-"]
         done = subprocess.run(command, input=diff, cwd=root, text=True, capture_output=True)
@@ -53,6 +54,32 @@ def test_a_loss_and_a_probe(copy):
     assert trained["train/loss"] == pytest.approx(parts, rel=1e-5)
     lengths = next(row for row in rows if "validation/nll" in row)["validation/lengths/mean"]
     assert len(lengths) == 4 and min(lengths) > 0
+
+
+def test_an_objective_and_a_head(copy):
+    """Texts of the alphabet's two halves are told apart; the head is pruned with its model."""
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 64), ("held_out", 9)):
+        rows = []
+        for i in range(count):
+            letters = "abcdefghijklm" if i % 2 else "nopqrstuvwxyz"
+            rows.append({"text": "".join(rng.choice(list(letters), 12)), "label": i % 2})
+        lines = [json.dumps(row) for row in rows]
+        (copy / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    task = (
+        "--config.data.path=train.jsonl", "--config.data.validation_path=held_out.jsonl",
+        "--config.seq_len=16", "--config.batch_size=8",
+    )  # fmt: skip
+    run(
+        copy, "train", "--config=configs/topics.py:tiny", "--workdir=topics", *task,
+        "--config.steps=60", "--config.optimizer.learning_rate=1e-2",
+        "--config.optimizer.warmup_steps=0", "--config.tensorboard=false",
+    )  # fmt: skip
+    final = json.loads((copy / "topics" / "results.json").read_text())["final"]
+    assert final["validation/accuracy"] == 1.0 and final["validation/label_nll"] < 0.3
+    run(copy, "compress", "--config.model=topics/model", "--workdir=thin")
+    run(copy, "evaluate", "--config=configs/topics.py:thin/model", "--workdir=scored", *task)
+    assert json.loads((copy / "scored" / "results.json").read_text())["validation/accuracy"] > 0.5
 
 
 def test_a_criterion(copy):

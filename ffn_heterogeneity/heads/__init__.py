@@ -14,26 +14,9 @@ from typing import Any
 
 import jax
 
+from ffn_heterogeneity.heads.base import ROOT, Head
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.wording import unknown
-
-ROOT = "task_head"
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """One head.
-
-    Attributes:
-      leaves: key -> the leaves under `params["task_head"]` at first; runs under `jax.eval_shape`.
-      apply: (params, outputs, batch, drop) -> what losses and predictions read as
-        `outputs["predictions"]`. It is handed the whole tree; `drop(x)` is x under the run's
-        dropout in training, x itself elsewhere.
-    """
-
-    leaves: Callable[[jax.Array], dict]
-    apply: Callable[[dict, dict, Mapping[str, jax.Array], Callable], Any]
-
 
 # name -> (the model's config, the head's settings) -> Head
 HEADS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], Head]] = {}

@@ -8,13 +8,12 @@ from ffn_heterogeneity.losses.diversity import diversity_term
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.losses.terms import LossTerm, strict
+from ffn_heterogeneity.losses.terms import LossTerm
 
-_TERMS = {
+# Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.
+TERMS: dict[str, Callable[..., LossTerm]] = {
     "nll": nll_term,
     "nucl": nucl_term,
     "diversity": diversity_term,
     "jreg": jreg_term,
 }
-# Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.
-TERMS: dict[str, Callable[..., LossTerm]] = {name: strict(term) for name, term in _TERMS.items()}
