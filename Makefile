@@ -18,7 +18,7 @@ help:
 	@echo "make demo      a real model in, NUCL fine-tuning and entropy pruning out (runs/demo/report.md)"
 	@echo "make test      the tests, under 15 minutes on 2 cores"
 	@echo "make test-all  with the slow ones"
-	@echo "make lint      ruff"
+	@echo "make lint      ruff, basedpyright"
 
 # Another Python than the environment's: it is made anew.
 $(BASE): pyproject.toml setup.py $(CONSTRAINTS)
@@ -50,6 +50,7 @@ lint: $(BASE)
 	@$(PIP) -e .[all,lint]
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -131,9 +131,6 @@ def nowhere(path, text):
     return files and not any(text.encode() in open(file, "rb").read() for file in files)
 
 
-# ---- ratings
-
-
 def test_ratings(server, files, tmp_path):
     """Every turn is rated; FastChat's fields; the mean by turn and category; the key is nowhere."""
     server.behave = lambda n, data: chat(

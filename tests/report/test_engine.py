@@ -34,9 +34,6 @@ from ffn_heterogeneity.report.tables import Spread, interval
 PUBLISHED = "zeta_L of a published model"
 
 
-# ---- printed tables
-
-
 @pytest.mark.parametrize("paper", PAPERS)
 def test_a_printed_table_is_always_drawn(report, tmp_path, paper):
     (tmp_path / "sweep").mkdir()
@@ -168,9 +165,6 @@ def test_one_text_under_two_paths_is_one_text(report, tmp_path):
     assert {row["from"] for row in report("nucl", paths[:2])["removal"]} == {"here"}
     rows = report("nucl", paths, "both")["removal"]
     assert {row["from"] for row in rows} == {'here, text "wiki.txt"', 'here, text "other.txt"'}
-
-
-# ---- seeds and setups
 
 
 def test_differences_are_seed_by_seed(seeds, report):

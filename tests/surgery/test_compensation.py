@@ -54,9 +54,6 @@ def split(m: int, count: int, rng) -> tuple[np.ndarray, np.ndarray]:
     return np.setdiff1d(np.arange(m), gone), gone
 
 
-# ---- sum
-
-
 def test_sum_adds_up_the_merges_in_their_order():
     ffn = layer_of(np.random.default_rng(0), 30, 4, bias=True)
     smaller, gone, report = reduce_layer(
@@ -108,9 +105,6 @@ def test_duplicates_merge_without_loss(plain):
     np.testing.assert_allclose(forward(smaller, x, silu), forward(ffn, x, silu), atol=1e-12)
     bare, _, report = reduce_layer(ffn, Plan("similarity", count=8), layer=0, cut=8)
     assert report is None and np.abs(forward(bare, x, silu) - forward(ffn, x, silu)).max() > 0.1
-
-
-# ---- scaled
 
 
 def test_scaled_is_exact_for_multiples_of_the_linear_part():

@@ -298,9 +298,6 @@ def test_stages_hand_the_structure_on(files, tmp_path):
     assert len(still) == sum(p.endswith(("neuron_scale", "mask", "lora_scale")) for p in after)
 
 
-# ---- LoRA's arithmetic
-
-
 def with_lora(params):
     model, _ = insert_lora(_model(params), LORA, key=jax.random.key(1))
     return model.params
