@@ -69,7 +69,7 @@ def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     return one(jnp.asarray(kernel), jnp.asarray(leaves[ROWS]), jnp.asarray(leaves[KEEP]))
 
 
-def rate(settings: Mapping[str, Any], steps: int) -> Callable[[int], float]:
+def rate(settings: Mapping[str, Any] | Macdrop, steps: int) -> Callable[[int], float]:
     """p of the step that follows s finished ones, t = s + 1 of T = `steps` optimiser steps.
 
     step: p0 (1 - t / T); epoch_before: p0 (1 - (e - 1) / E); epoch_after: p0 (1 - e / E), e from 1

@@ -142,7 +142,7 @@ class Pretrained:
 
 def train(workdir: epath.Path, config: ConfigDict) -> dict:
     """One short fine-tuning run; its results and its metrics by step."""
-    from ffn_heterogeneity.train import run as training
+    from ffn_heterogeneity.launch import train as training
 
     alpha = config.losses.nucl.weight
     say(f"fine-tuning, alpha = {alpha:g}")

@@ -17,7 +17,7 @@ state or the whole embedding.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,8 @@ def chunked_nll(
     targets_bt = jnp.asarray(targets_bt)
     # The count depends on the mask alone: whoever wants only that pays for nothing else.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
-    total, correct = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
+    sums: Any = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
+    total, correct = sums
     return NLLSums(total, count, correct)
 
 

@@ -69,7 +69,7 @@ def attention_mask(
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
-    if q_segments_bt is not None:
+    if q_segments_bt is not None and kv_segments_bs is not None:
         mask &= q_segments_bt[:, :, None] == kv_segments_bs[:, None, :]
     return Mask(mask, causal=True, window=window)
 
@@ -323,8 +323,8 @@ class Attention(nn.Module):
         numbers = {"scale": config.scale, "softcap": config.attention_softcap}
         weights = None
         if cache is not None and not cache.fresh:
-            kept = cache.read(q_btnh.dtype)
-            y_btnh, weights = cached_attention(q_btnh, *kept, mask, **numbers)
+            keys, values = cache.read(q_btnh.dtype)
+            y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers)
         elif self.with_weights:
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
         else:

@@ -65,7 +65,12 @@ def _cosine_forward(a, b):
     return scalars[0], (a, b, scalars)
 
 
-cosine.defvjp(_cosine_forward, lambda kept, cotangent: _slopes(*kept, cotangent))
+def _cosine_backward(kept, cotangent):
+    a, b, scalars = kept
+    return _slopes(a, b, scalars, cotangent)
+
+
+cosine.defvjp(_cosine_forward, _cosine_backward)
 
 
 @jax.custom_vjp

@@ -47,15 +47,16 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
             stack[f"segment_{i}"][f"slot_{slot}"] = jax.vmap(init_one)(
                 layer_keys[jnp.asarray(indices)]
             )
+    table = (config.vocab_size, config.d_model)
     params = {
-        "embed": {"embedding": normal_init(embed_key, (config.vocab_size, config.d_model))},
+        "embed": {"embedding": normal_init(embed_key, table, jnp.float32)},
         "stack": stack,
     }
     final_norm = Norm(config).init(layers_key, x).get("params")
     if final_norm:  # a norm without parameters has no place in the tree
         params["final_norm"] = final_norm
     if not config.tied:
-        params["head"] = {"kernel": normal_init(head_key, (config.d_model, config.vocab_size))}
+        params["head"] = {"kernel": normal_init(head_key, table[::-1], jnp.float32)}
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -149,7 +150,7 @@ def embed(config: ModelConfig, params: dict, tokens_bt: jax.Array, options: RunO
     return hold(x * jnp.asarray(config.embedding_multiplier, x.dtype), options.activations)
 
 
-def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> jax.Array:
+def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> Any:
     """What the head sees: the residual stream after the last layer and the final norm."""
     return Norm(config).apply({"params": params.get("final_norm", {})}, x_btd)
 

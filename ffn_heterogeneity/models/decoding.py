@@ -13,6 +13,7 @@ column c lies at place c mod S.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,10 @@ class LayerCache:
 
         A slice of the carry: each token reads what it attends to and copies nothing else.
         """
-        leaves = (self.leaves["keys"], self.leaves["values"])
-        return tuple((x if x.ndim == 4 else x[self.repeat]).astype(dtype) for x in leaves)
+        keys, values = self.leaves["keys"], self.leaves["values"]
+        if keys.ndim > 4:
+            keys, values = keys[self.repeat], values[self.repeat]
+        return keys.astype(dtype), values.astype(dtype)
 
     def _written(self, name: str, new: jax.Array, axis: int) -> jax.Array:
         """The leaf with one layer's `new` in the places of its columns, on that layer's `axis`."""
@@ -67,7 +70,7 @@ class LayerCache:
             # The last ones only; column c of `new` goes to place c mod S.
             last = jax.lax.slice_in_dim(new, count - places, count, axis=axis)
             new = jnp.roll(last, count % places, axis=axis)
-        start = [0, 0, 0, 0]
+        start: list[Any] = [0, 0, 0, 0]
         start[axis] = self.column % places
         if leaf.ndim == 5:
             new, start = new[None], [self.repeat, *start]

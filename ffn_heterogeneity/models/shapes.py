@@ -66,7 +66,8 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     Parts: `embedding` (the table, counted once when tied), `head` (0 when tied), `attention`
     (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
     """
-    counts = dict.fromkeys(("total", "embedding", "head", "attention", "ffn", "norms"), 0)
+    names = ("total", "embedding", "head", "attention", "ffn", "norms")
+    counts: dict[str, int] = dict.fromkeys(names, 0)
     for path, shape in expected_shapes(config).items():
         size = math.prod(shape)
         parts = path.split("/")

@@ -52,7 +52,8 @@ def splash_attention(
         local = jax.shard_map(
             local, mesh=mesh, in_specs=(along, along, along, row), out_specs=along, check_vma=False
         )
-    out = local(*heads_first, segments_bt)
+    q_bnth, k_bksh, v_bksh = heads_first
+    out = local(q_bnth, k_bksh, v_bksh, segments_bt)
     return out.transpose(0, 2, 1, 3)
 
 

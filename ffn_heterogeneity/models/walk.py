@@ -81,7 +81,7 @@ def write(params: dict, new: Mapping[Place, Mapping[str, Any]]) -> dict:
         parts = [new.get(Place(layer, expert, name)) for expert in count]
         if None in parts:
             raise ValueError(f"layer {layer}: only some of its {len(parts)} experts are given")
-        leaves = parts[0]
+        leaves: Any = parts[0]
         if count != [None]:
             try:
                 leaves = jax.tree.map(stack_leaves, *parts)

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ffn_heterogeneity.models.block import LayerIO
 from ffn_heterogeneity.models.block_cosine import cosine
 from ffn_heterogeneity.probes.base import Probe
 
@@ -36,7 +35,7 @@ def counted_tokens(batch: dict, shape: tuple[int, ...]) -> dict[str, jax.Array]:
     return {"all": segments > 0, "last": (segments > 0) & (following != segments)}
 
 
-def _sums(final_norm: bool, seen: LayerIO, batch: dict, per_layer: Any) -> dict:
+def _sums(final_norm: bool, seen: Any, batch: dict, per_layer: Any) -> dict:
     if final_norm:
         after = jnp.where(seen.is_last, seen.final_norm(seen.block_output), seen.block_output)
         psi_bt = (1.0 - cosine(seen.block_input, after)) / 2.0

@@ -54,7 +54,7 @@ class Lora(Quantised):
 Nothing = dataclasses.make_dataclass("Nothing", (), frozen=True)
 
 
-def insert_lora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
+def insert_lora(model: Model, settings: Mapping[str, Any] | Lora, data=None, key=None) -> tuple:
     """LoRA beside every kernel in whose path `targets` is found.
 
     The function of the model is unchanged (B = 0). A kernel's draw depends on the key and its path
@@ -94,7 +94,7 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     return _inserted(adapted, pattern, put)
 
 
-def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
+def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, key=None) -> tuple:
     """NF4 in the place of every kernel in whose path `targets` is found.
 
     Args:
@@ -125,7 +125,9 @@ def quantise(model: Model, settings: Mapping[str, Any], data=None, key=None) -> 
     return model, report | {"bytes_a_weight": used / weights}
 
 
-def insert_macdrop(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
+def insert_macdrop(
+    model: Model, settings: Mapping[str, Any] | macdrop.Macdrop, data=None, key=None
+) -> tuple:
     """MacDrop's leaves beside gate and up of the massive layer; without training they do nothing.
 
     Of shapes alone (a dry run) the layer is `layer` or, unset, the first.

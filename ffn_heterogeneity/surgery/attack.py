@@ -38,7 +38,9 @@ class Attack:
             raise ValueError(f"k={self.k} must not be negative")
 
 
-def attack(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
+def attack(
+    model: Model, settings: Mapping[str, Any] | Attack, data=None, key=None
+) -> tuple[Model, dict]:
     """Top-k zeroing or retaining of the massive weights: those columns of G and U, or all others of
     their layer, set to 0.
 

@@ -61,7 +61,7 @@ class Problem:
     def squares(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Squared lengths of those neurons' vectors: (of "gate", of "up")."""
         found = np.empty((2, len(neurons)))
-        for part in blocks(len(neurons), self.vectors.shape[1], _PRODUCTS):
+        for part in blocks((len(neurons), self.vectors.shape[1]), _PRODUCTS):
             rows = self.vectors[neurons[part]].astype(np.float64) ** 2
             found[0, part] = rows[:, : self.gate].sum(axis=1)
             found[1, part] = rows[:, self.gate :].sum(axis=1)
@@ -94,7 +94,7 @@ def outgoing_of_survivors(
     rows, report = _METHODS[name](problem)
     kernel = np.empty((len(kept), problem.weights.kernel.shape[1]), problem.weights.kernel.dtype)
     with np.errstate(over="ignore"):  # refused below
-        for part in blocks(*kernel.shape, CACHED):
+        for part in blocks(kernel.shape, CACHED):
             kernel[part] = rows(part)
     if not all_finite(kernel):
         raise ValueError(
@@ -156,11 +156,11 @@ def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
     factor, squared = np.empty(len(problem.gone)), np.empty(len(problem.gone))
     gate = problem.gate
     gate_squares, up_squares = problem.squares(problem.kept)
-    for part in blocks(len(problem.gone), len(problem.kept), _PRODUCTS):
+    for part in blocks((len(problem.gone), len(problem.kept)), _PRODUCTS):
         gone = problem.vectors[problem.gone[part]].astype(np.float64)
         lengths = np.einsum("mp,mp->m", gone, gone)[:, None]
         distance, factors = np.empty((2, len(gone), len(problem.kept)))
-        for some in blocks(len(problem.kept), gone.shape[1], _PRODUCTS):
+        for some in blocks((len(problem.kept), gone.shape[1]), _PRODUCTS):
             rest = problem.vectors[problem.kept[some]].astype(np.float64)
             factors[:, some] = _factors(gone[:, gate:] @ rest[:, gate:].T, up_squares[some], gate)
             distance[:, some] = gate_squares[some] - 2 * (gone[:, :gate] @ rest[:, :gate].T)
@@ -182,7 +182,7 @@ def _measured_multiples(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(c, squared distance) of pairs: neurons that go and survivors, by their places."""
     c, squared = np.empty(len(row)), np.empty(len(row))
-    for some in blocks(len(row), problem.vectors.shape[1], _PRODUCTS):
+    for some in blocks((len(row), problem.vectors.shape[1]), _PRODUCTS):
         gone = problem.vectors[problem.gone[part][row[some]]].astype(np.float64)
         rest = problem.vectors[problem.kept[column[some]]].astype(np.float64)
         up = rest[:, problem.gate :]

@@ -89,7 +89,7 @@ def _incoming(
 def _columns(ffn: dict, name: str, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """`function` (columns of an incoming kernel as rows [b, p], float64) -> [b], of all neurons."""
     columns = by_rows(finite_kernel(ffn[name], f"ffn/{name}/kernel").T)
-    parts = blocks(*columns.shape, CACHED)
+    parts = blocks(columns.shape, CACHED)
     return np.concatenate([function(columns[x].astype(np.float64)) for x in parts])
 
 

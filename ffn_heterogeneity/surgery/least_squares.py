@@ -60,7 +60,7 @@ def solve_together(
         factors = system.factors(y)
         left = wanted - system.combine(factors)
         rows = outgoing_rows(some)
-        for columns in blocks(width, system.size, _BLOCK):
+        for columns in blocks((width, system.size), _BLOCK):
             gained[:, columns] += y @ rows[:, columns]
         largest = max(largest, float(np.abs(factors).max()))
         for name, values in (("lambda", factors), ("left", left), ("all", wanted)):
@@ -123,7 +123,7 @@ class _System:
         return product
 
     def _parts(self) -> Iterator[tuple[slice, np.ndarray]]:
-        for part in blocks(len(self.kept), self.vectors.shape[1], _BLOCK):
+        for part in blocks((len(self.kept), self.vectors.shape[1]), _BLOCK):
             yield part, self.rest(part)
 
     def _gram(self, added: float) -> np.ndarray:
@@ -134,7 +134,7 @@ class _System:
         if self.wide:
             parts = (rows.T for _, rows in self._parts())
         else:
-            columns = blocks(self.vectors.shape[1], self.size, _BLOCK)
+            columns = blocks((self.vectors.shape[1], self.size), _BLOCK)
             parts = (self.vectors[self.kept, some].astype(np.float64) for some in columns)
         for part in parts:
             gram = dsyrk(1.0, part, beta=1.0, c=gram, overwrite_c=True)
@@ -175,7 +175,8 @@ def _cholesky(gram: np.ndarray, tolerance: float) -> tuple[Solve, float, float] 
     start = np.random.default_rng(0).normal(size=len(gram))
 
     def largest(multiply: Solve) -> float:
-        operator = LinearOperator(gram.shape, multiply, dtype=np.float64)
+        # scipy's class makes an object of another signature.
+        operator = LinearOperator(gram.shape, multiply, dtype=np.float64)  # pyright: ignore[reportCallIssue]
         return float(eigsh(operator, 1, v0=start, tol=1e-4, return_eigenvectors=False)[0])
 
     high = largest(lambda x: dsymv(1.0, gram, x))

@@ -43,7 +43,7 @@ class Neighbours:
         m, p = points.shape
         self.points, self.alive = points, alive.copy()
         self.squares = np.empty(m)
-        for part in blocks(m, p, BLOCK):
+        for part in blocks((m, p), BLOCK):
             rows = points[part].astype(np.float64)
             self.squares[part] = np.einsum("mp,mp->m", rows, rows)
         limits = np.finfo(points.dtype)
@@ -156,7 +156,7 @@ class Neighbours:
 def squared_distances(points: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """|a - b|^2 [r] of pairs of rows of `points`, float64."""
     squared = np.empty(len(a))
-    for part in blocks(len(a), points.shape[1], BLOCK):
+    for part in blocks((len(a), points.shape[1]), BLOCK):
         difference = points[a[part]].astype(np.float64)
         difference -= points[b[part]]
         squared[part] = np.einsum("rp,rp->r", difference, difference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Plan:
         if self.count is None:
             removal_count(1, ratio=self.ratio)
 
-    def cuts(self, widths: Sequence[int], leaves: Callable[[int], dict]) -> dict[int, Cut]:
+    def cuts(self, widths: Sequence[int], leaves: Callable[[int], dict]) -> Mapping[int, Cut]:
         """{layer: how many of its neurons go, or which}, chosen layers only, ascending.
 
         Args:

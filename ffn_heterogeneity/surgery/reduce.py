@@ -103,7 +103,7 @@ def reduce_layer(
 
 
 def reduce_model(
-    config: ModelConfig, params: dict, plan: Plan, seen: Sequence[dict] | None = None
+    config: ModelConfig, params: dict, plan: Plan, seen: Sequence[Any] | None = None
 ) -> tuple[ModelConfig, dict, dict[int, np.ndarray], list[dict]]:
     """The smaller model; the tree that comes in is untouched.
 
@@ -119,15 +119,15 @@ def reduce_model(
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
     blocks, widths = dict(ffn_blocks(params)), list(config.ffn_widths)
-    seen = seen or [None] * config.n_layers
+    states: Sequence[Any] = [None] * config.n_layers if seen is None else seen
     new, removed, reports = {}, {}, []
 
     def leaves(i: int) -> dict:
-        return blocks[Place(i, None, "ffn")] | ({"seen": seen[i]} if seen[i] else {})
+        return blocks[Place(i, None, "ffn")] | ({"seen": states[i]} if states[i] else {})
 
     cuts = plan.cuts(widths, leaves)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
-    if massive and not any(seen[layer]["massive"] for layer in cuts):
+    if massive and not any((states[layer] or {})["massive"] for layer in cuts):
         raise ValueError(
             f"layers={plan.layers!r} leaves out the massive layer, whose neurons {massive[0]!r} "
             "names"
@@ -135,7 +135,7 @@ def reduce_model(
     for layer, cut in cuts.items():
         for place in [place for place in blocks if place.layer == layer]:
             new[place], gone, report = reduce_layer(
-                blocks[place], plan, layer=layer, cut=cut, seen=seen[layer]
+                blocks[place], plan, layer=layer, cut=cut, seen=states[layer]
             )
             removed.setdefault(layer, []).append(gone)
             reports += [report] if report else []

@@ -42,7 +42,7 @@ class Outgoing:
 
     def blocks(self, elements: int = CACHED) -> Iterator[tuple[slice, np.ndarray]]:
         """(slice, rows) over all neurons."""
-        for part in blocks(*self.kernel.shape, elements):
+        for part in blocks(self.kernel.shape, elements):
             yield part, self.rows(part)
 
 
@@ -124,8 +124,9 @@ def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
             target[tile] = source[tile]
 
 
-def blocks(rows: int, width: int, elements: int) -> list[slice]:
-    """Slices of `rows` rows of `width` elements, each of at most `elements`."""
+def blocks(shape: tuple[int, ...], elements: int) -> list[slice]:
+    """Slices of the rows of a matrix, each of at most so many elements."""
+    rows, width = shape
     step = max(1, elements // max(width, 1))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -133,7 +134,7 @@ def blocks(rows: int, width: int, elements: int) -> list[slice]:
 def power_of_two(kernel: np.ndarray) -> int:
     """The least e such that no entry is larger than 2^e; 0 where all are 0."""
     largest = 0.0
-    for part in blocks(*kernel.shape, CACHED):
+    for part in blocks(kernel.shape, CACHED):
         found = np.abs(kernel[part]).max()
         largest = max(largest, float(found))
     return int(np.frexp(largest)[1])
@@ -143,5 +144,5 @@ def _at_most_one(vectors: np.ndarray) -> None:
     exponent = power_of_two(vectors)
     if exponent == 0:
         return
-    for part in blocks(*vectors.shape, CACHED):
+    for part in blocks(vectors.shape, CACHED):
         np.ldexp(vectors[part], -exponent, out=vectors[part])

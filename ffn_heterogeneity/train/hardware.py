@@ -122,7 +122,7 @@ def _topology(text: str) -> list[Any]:
         raise ValueError(f"dry_run={text!r}: libtpu refuses it ({line[:200]})") from None
 
 
-def measure(device: jax.Device, dtype: Any) -> Chip:
+def measure(device: Any, dtype: Any) -> Chip:
     """The rates of a large product and of a large copy on this device, and its memory."""
     n = 1024 if device.platform == "cpu" else 8192
     x = jax.device_put(jnp.ones((n, n), dtype), device)
@@ -133,7 +133,7 @@ def measure(device: jax.Device, dtype: Any) -> Chip:
     return Chip(flops, memory_of([device]), bandwidth, 0.0, "measured")
 
 
-def memory_of(devices: Iterable[jax.Device]) -> float:
+def memory_of(devices: Iterable[Any]) -> float:
     """Bytes that a run may take on each of these devices; those of a CPU share the host's.
 
     Infinite where the device does not tell.

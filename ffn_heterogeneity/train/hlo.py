@@ -67,12 +67,12 @@ def collectives(text: str) -> list[Collective]:
 
 def summary(found: Iterable[Collective]) -> list[tuple[str, str, int, int]]:
     """(kind, "in a loop" or "once", how many, bytes they give on one device), a row a kind."""
-    rows: dict[tuple[str, str], list[int]] = {}
+    rows: dict[tuple[str, str], tuple[int, int]] = {}
     for each in found:
-        row = rows.setdefault((each.kind, "in a loop" if each.inside else "once"), [0, 0])
-        row[0] += 1
-        row[1] += each.bytes
-    return [(*key, *rows[key]) for key in sorted(rows)]
+        key = each.kind, "in a loop" if each.inside else "once"
+        count, size = rows.get(key, (0, 0))
+        rows[key] = count + 1, size + each.bytes
+    return [(kind, where, *counts) for (kind, where), counts in sorted(rows.items())]
 
 
 def _loop_computations(text: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -343,8 +344,8 @@ class TrainLoop:
                 )
             # At step 0 the best is the model as it was loaded: nothing to save.
             self._improved = improved and self.config.keep_best and self.step > 0
-            best = f"{metrics[name]:.5f} (best {self.best.row['value']:.5f})"
-            self._say(f"step {self.step}: {name} {best}")
+            best = self.best.row or {"value": math.nan}
+            self._say(f"step {self.step}: {name} {metrics[name]:.5f} (best {best['value']:.5f})")
         self.writer.write(self.step, metrics)
         self.throughput.restart()
 

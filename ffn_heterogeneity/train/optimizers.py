@@ -166,6 +166,7 @@ def per_layer(transform: optax.GradientTransformation) -> optax.GradientTransfor
 
     def update(grads, state, params=None):
         updates, states = {}, {}
+        params = params or {}
         for path, grad in grads.items():
             function = jax.vmap(transform.update) if _stacked(path) else transform.update
             updates[path], states[path] = function(grad, state.leaves[path], params[path])
@@ -233,7 +234,7 @@ def make_schedule(
             return learning_rate * (step + 1) / warmup_steps
         if name == "constant":
             return learning_rate
-        t = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        t = min(1.0, (step - warmup_steps) / ((total_steps or 0) - warmup_steps))
         shape = 1.0 - t if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * t))
         return learning_rate * (final_fraction + (1.0 - final_fraction) * shape)
 

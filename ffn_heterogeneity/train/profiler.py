@@ -38,12 +38,13 @@ class Profiler:
     """
 
     def __init__(self, window: tuple[int, int] | None, directory: epath.Path):
-        self.window, self.directory, self.running = window, directory, False
+        self.directory, self.running = directory, False
+        self._first, self._end = window or (0, 0)
         self._held: epath.Path | None = None
 
     def before(self, step: int) -> None:
         """Call before step `step` (from 1) is started."""
-        if self.window and not self.running and self.window[0] <= step < self.window[1]:
+        if not self.running and self._first <= step < self._end:
             if is_bucket(self.directory):
                 self._held = epath.Path(tempfile.mkdtemp(prefix="ffn_profile_"))
             jax.profiler.start_trace(str(self._held or self.directory))
@@ -51,10 +52,10 @@ class Profiler:
 
     def after(self, step: int, results: Any) -> str | None:
         """Call after it; waits for `results` at the window's end. A line to say, or None."""
-        if self.running and step + 1 >= self.window[1]:
+        if self.running and step + 1 >= self._end:
             jax.block_until_ready(results)
             self.close()
-            return f"trace of steps {self.window[0]} to {step}: {self.directory}"
+            return f"trace of steps {self._first} to {step}: {self.directory}"
         return None
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def model_shape(config: TrainConfig) -> ModelConfig:
     Raises:
       ValueError (ConfigError, CheckpointError are some): no such model, or a shape that is none.
     """
-    if not config.is_fresh:
+    if config.model or config.shape is None:
         return load_config(config.model, revision=config.revision)
     shape = config.shape
     for key in ("layers", "d_model", "n_heads"):

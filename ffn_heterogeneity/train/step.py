@@ -164,17 +164,18 @@ def update_leaves(
     Both come back as they were, and "update_norm" is NaN, where the loss or a gradient is not
     finite.
     """
-    split = {path: own for path, own in trainable.items() if isinstance(own, tuple)}
+    split: dict[str, Any] = {p: own for p, own in trainable.items() if isinstance(own, tuple)}
     grads = grads | {
         path: jnp.where(by_layer(own, grads[path]), grads[path], 0) for path, own in split.items()
     }
     gradient_finite = jnp.stack([jnp.isfinite(jnp.sum(grads[p] ** 2)) for p in sorted(grads)])
     finite, norm = jnp.isfinite(loss) & jnp.all(gradient_finite), optax.global_norm(grads)
 
-    def updated(train, opt_state):
+    def updated(train: dict, opt_state: Any):
         known = {"learning_rate": learning_rate, "grad_norm": norm}
-        updates, opt_state = optimizer.update(grads, opt_state, train, **known)
-        new = {path: leaf + updates[path] for path, leaf in train.items()}
+        moves: Any
+        moves, opt_state = optimizer.update(grads, opt_state, train, **known)
+        new = {path: leaf + moves[path] for path, leaf in train.items()}
         new |= {
             path: jnp.where(by_layer(own, train[path]), new[path], train[path])
             for path, own in split.items()
@@ -263,11 +264,12 @@ class _StepLoss:
         denominators, _ = jax.lax.scan(count, zeros, xs)
 
         def add(sums, x):
-            new = self._micro_grad(train, *x, denominators)
+            micro, index = x
+            new = self._micro_grad(train, micro, index, denominators)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new), None
 
-        first = jax.tree.map(lambda x: x[0], xs)
-        shapes = jax.eval_shape(lambda x: self._micro_grad(train, *x, denominators), first)
+        micro, index = jax.tree.map(lambda x: x[0], xs)
+        shapes = jax.eval_shape(self._micro_grad, train, micro, index, denominators)
         start = jax.tree.map(
             lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes
         )

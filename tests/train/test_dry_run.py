@@ -18,7 +18,7 @@ from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train import fit, hardware, hlo, plan
+from ffn_heterogeneity.train import dry_run, fit, hardware, hlo
 from ffn_heterogeneity.train.build import AUTO_REMAT, build
 from ffn_heterogeneity.train.settings import hyper_function, read
 
@@ -33,7 +33,7 @@ def make_config(model, **changes):
 
 
 def planned(tmp_path, model, **changes):
-    return plan.dry_run(read(make_config(model, **changes)), tmp_path)
+    return dry_run.dry_run(read(make_config(model, **changes)), tmp_path)
 
 
 def test_gemma2_2b_on_eight_h100s_is_the_papers_arithmetic(tmp_path, capsys):
@@ -90,7 +90,7 @@ def test_windows_frozen_leaves_and_remat_count():
     def flops(**changes):
         config = read(make_config("x", batch_size=2, seq_len=20, **changes))
         shapes = Model(model, causal_lm.abstract_params(model), None, "")
-        return plan.step_flops(config, build(config, shapes, mesh))
+        return dry_run.step_flops(config, build(config, shapes, mesh))
 
     tokens, ffn, attention = 40, 3 * 32 * 64, 32 * (2 * 32 + 2 * 16)
     seen = 2 * (sum(min(t + 1, 8) for t in range(20)) + sum(range(1, 21)))
@@ -124,7 +124,7 @@ def test_products_are_those_the_compiler_counts():
         hyper_function(config, built.objective.terms)(0), jax.ShapeDtypeStruct((), jnp.float32)
     )
     cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
-    ours = plan.step_flops(config, built)["model"]
+    ours = dry_run.step_flops(config, built)["model"]
     assert 1 <= cost["flops"] / ours < 1.1
 
 
@@ -144,7 +144,7 @@ def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
     for names in ("lora", "nf4,lora,macdrop"):
         config = config_of("macdrop_sft", f"gemma2_2b,{names}")
         config.dry_run = "h100:8"
-        found[names] = plan.dry_run(read(config), tmp_path)
+        found[names] = dry_run.dry_run(read(config), tmp_path)
         said = capsys.readouterr().out
         assert ("massive layer is taken to be the first" in said) == ("macdrop" in names)
     plain, quantised = found.values()

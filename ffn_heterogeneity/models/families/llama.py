@@ -60,7 +60,7 @@ def _rope_from_gguf(meta: Mapping[str, Any], head_dim: int) -> RopeConfig:
 
 def rope_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """[head_dim / 2]: what Llama 3.1's scaling divides each frequency by."""
-    factor, low, high, old = rope.llama3
+    factor, low, high, old = rope.llama3 or (1.0, 1.0, 4.0, 8192)
     wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((old / wavelength - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - smooth) / factor + smooth)

@@ -43,7 +43,7 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
         return [None] * count
     full = min(values["max_window_layers"], count)
     kinds = ["full_attention"] * full + ["sliding_attention"] * (count - full)
-    return common.windows_from_hf({"layer_types": kinds} | values, every=1)
+    return common.windows_from_hf({"layer_types": kinds, **values}, every=1)
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
