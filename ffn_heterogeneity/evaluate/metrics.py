@@ -26,11 +26,13 @@ from ffn_heterogeneity.data.tasks.superglue import CB_WORDS
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 # Left out when a referent is compared (T5's list).
 DETERMINERS = frozenset(
-    (
-        "a", "an", "each", "every", "few", "her", "his", "many", "much", "my", "our", "some",
-        "that", "the", "their", "these", "this", "those", "which", "whose", "your",
-    )
-)  # fmt: skip
+    [
+        *("a", "an", "the"),
+        *("that", "these", "this", "those"),
+        *("her", "his", "my", "our", "their", "whose", "your"),
+        *("each", "every", "few", "many", "much", "some", "which"),
+    ]
+)
 
 Scores = dict[str, float]
 # score -> [questions, fractions, 2]: what a question adds to the upper and lower side of each.
@@ -261,8 +263,12 @@ def _bare(phrase: str) -> str:
 
 def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Texts without the white space around them."""
-    for pair in zip(predictions, references, strict=True):
-        yield tuple(value.strip() if isinstance(value, str) else value for value in pair)
+    for prediction, reference in zip(predictions, references, strict=True):
+        yield _stripped(prediction), _stripped(reference)
+
+
+def _stripped(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -110,10 +110,9 @@ class Endpoint:
         except urllib.error.HTTPError as error:
             # Redacted before anything is cut: half a key would not be found any more.
             body = self._redacted(_body_of(error, deadline))
-            raise EndpointError(
-                f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}", body[:SHOWN],
-                again=error.code in TRY_AGAIN, wait=_seconds(error.headers.get("Retry-After")),
-            ) from None  # fmt: skip
+            why = f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}"
+            wait = _seconds(error.headers.get("Retry-After"))
+            raise EndpointError(why, body[:SHOWN], error.code in TRY_AGAIN, wait) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             late = isinstance(reason, TimeoutError)

@@ -19,19 +19,20 @@ from ffn_heterogeneity.data.tasks.superglue import CB_WORDS, COPA_WORDS, RTE_WOR
 LETTERS = "ABCDEFGH"
 # LongBench's longest answers, in tokens.
 QA_TOKENS = {
-    "2wikimqa": 32, "hotpotqa": 32, "multifieldqa_en": 64, "musique": 32, "narrativeqa": 128,
-    "qasper": 128, "triviaqa": 32,
-}  # fmt: skip
+    **dict.fromkeys(("2wikimqa", "hotpotqa", "musique", "qasper"), 32),
+    "multifieldqa_en": 64,
+    "narrativeqa": 128,
+    "triviaqa": 32,
+}
 Row = Mapping[str, Any]
 
 
 def index_of(row: Row, field: str, words: int | list[str] | tuple[str, ...], first: int = 0) -> int:
     """The answer's index: a number from `first` on (or its digits), or one of `words`."""
-    value, count = value_of(row, field, object, "an answer"), words
-    if not isinstance(words, int):
-        if value in words:
-            return list(words).index(value)
-        count = len(words)
+    value = value_of(row, field, object, "an answer")
+    count = words if isinstance(words, int) else len(words)
+    if not isinstance(words, int) and value in words:
+        return list(words).index(value)
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     if isinstance(value, int) and 0 <= value - first < count:
@@ -258,15 +259,16 @@ def wic(row: Row) -> Row:
 def _arc_of_text(instruction: str, answer: str) -> Row:
     """From "...: <question>\\n\\nAnswer1: <a> Answer2: <b>\\n\\nAnswer format: answer1/answer2"."""
     form = r".*?: (.*)\n\nAnswer1: (.*)\n\nAnswer format: (.*)"
-    found = re.fullmatch(form, instruction, re.DOTALL)
-    names = found[3].strip().split("/") if found else []
-    choices = re.split(r" Answer\d: ", found[2]) if found else []
-    if not choices or len(names) != len(choices) or answer not in names:
+    match, names, choices = re.fullmatch(form, instruction, re.DOTALL), [], []
+    if match:
+        names = match[3].strip().split("/")
+        choices = re.split(r" Answer\d: ", match[2])
+    if not match or len(names) != len(choices) or answer not in names:
         raise DataError(
             f"field 'instruction' is not a question with its answers, {answer!r:.40} among them: "
             f"{instruction!r:.60}"
         )
-    return {"question": found[1], "choices": choices, "label": names.index(answer)}
+    return {"question": match[1], "choices": choices, "label": names.index(answer)}
 
 
 def _answers(row: Row, field: str) -> list[str]:
@@ -292,7 +294,26 @@ def _answered(problem: Row) -> str:
 ROWS: dict[str, Callable[[Row], Row | None]] = {
     function.__name__: function
     for function in (
-        gsm8k, mbpp, mmlu, hellaswag, arc, piqa, siqa, winogrande, triviaqa, nq_open, boolq, race,
-        sciq, swag, lambada, cb, copa, rte, wic, longbench, minilongbench_qa,
+        gsm8k,
+        mbpp,
+        mmlu,
+        hellaswag,
+        arc,
+        piqa,
+        siqa,
+        winogrande,
+        triviaqa,
+        nq_open,
+        boolq,
+        race,
+        sciq,
+        swag,
+        lambada,
+        cb,
+        copa,
+        rte,
+        wic,
+        longbench,
+        minilongbench_qa,
     )
-}  # fmt: skip
+}

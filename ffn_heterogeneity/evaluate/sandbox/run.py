@@ -91,13 +91,11 @@ class Outcome:
 def views() -> list[tuple[str, str]]:
     """(real path, path inside) of what a program sees: Python's own files, system libraries."""
     prefix, config = sys.base_prefix, sysconfig.get_config_vars()
-    wanted = {
-        os.path.dirname(os.__file__), config.get("DESTSHARED"), config.get("LIBDIR"),
-        f"{prefix}/lib", f"{prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64",
-        "/etc/ld.so.cache", "/usr/share/zoneinfo",
-    }  # fmt: skip
+    wanted = [os.path.dirname(os.__file__), config.get("DESTSHARED"), config.get("LIBDIR")]
+    wanted += [f"{prefix}/lib", f"{prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    wanted += ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
     found: list[str] = []
-    for path in sorted(path for path in wanted if path and os.path.exists(path)):
+    for path in sorted({path for path in wanted if path and os.path.exists(path)}):
         if not any(path.startswith(f"{seen}/") for seen in found):
             found.append(path)
     return [(os.path.realpath(path), path) for path in found]
