@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ffn_heterogeneity.evaluate.inputs import check_vocabulary
 from ffn_heterogeneity.evaluate.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
@@ -130,12 +131,7 @@ class Generator:
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty: give at least a bos token")
         ids = np.asarray(prompt)
-        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"prompt {i}: token id {outside[0]} is outside the vocabulary of "
-                f"{self.config.vocab_size}"
-            )
+        check_vocabulary(ids, self.config.vocab_size, f"prompt {i}: ")
         room = self.config.max_position - sampling.max_new_tokens
         if len(ids) <= room:
             return ids
@@ -163,7 +159,9 @@ class Generator:
             "seed": np.uint32(first.seed & 0xFFFFFFFF),
             "rows": ids,
         }
-        hyper, tokens, pads = self._place(hyper, tokens, pads)
+        if self.mesh is not None and self.mesh.size > 1:
+            rows_over = partition.batch_sharding(self.mesh, accumulated=False)
+            tokens, pads = jax.device_put(tokens, rows_over), jax.device_put(pads, rows_over)
         watch = [AnswerSoFar(self.config, self.tokenizer, wanted[i]) for i in batch]
         state = _prefill(self.config, self.options, length, self.params, tokens, pads, hyper)
         for new in self._chunks(state, pads, hyper, first.max_new_tokens, watch):
@@ -186,12 +184,6 @@ class Generator:
             taken = int(taken)
             yield np.asarray(new)[:, :taken]
             produced += taken
-
-    def _place(self, hyper, tokens, pads):
-        if self.mesh is None or self.mesh.size == 1:
-            return hyper, tokens, pads
-        rows = partition.batch_sharding(self.mesh, accumulated=False)
-        return hyper, jax.device_put(tokens, rows), jax.device_put(pads, rows)
 
 
 def _width(batch: Sequence[int], rows) -> int:

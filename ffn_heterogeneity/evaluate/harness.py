@@ -143,14 +143,10 @@ class HarnessLM(TemplateLM):
         self, requests: Sequence[tuple], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         cut = [self._fit(context, continuation) for _, context, continuation in requests]
-        scores = score(
-            self.config,
-            self.generator.params,
-            cut,
-            options=self.generator.options,
-            batch_tokens=self.batch_tokens,
-            progress=None if disable_tqdm else "log-likelihoods",
-        )
+        params, options = self.generator.params, self.generator.options
+        size = self.batch_tokens
+        label = None if disable_tqdm else "log-likelihoods"
+        scores = score(self.config, params, cut, options=options, batch_tokens=size, progress=label)
         answers = [(one.logprob, one.greedy) for one in scores]
         for request, answer in zip(requests, answers, strict=True):
             if request[0] is not None:
@@ -256,10 +252,7 @@ class HarnessLM(TemplateLM):
                 f"generation with {sorted(wanted)} is not offered: until, do_sample, temperature, "
                 "top_p and max_gen_toks are"
             )
-        return Sampling(
-            max_new_tokens=next((n for n in tokens if n), MAX_NEW_TOKENS),
-            temperature=0.0 if sample is False else float(temperature),
-            top_p=float(top_p),
-            stop=stop,
-            eos=eos,
-        )
+        limit = next((n for n in tokens if n), MAX_NEW_TOKENS)
+        if sample is False:
+            temperature = 0.0
+        return Sampling(limit, float(temperature), float(top_p), stop=stop, eos=eos)

@@ -28,9 +28,10 @@ def options_of(config: ConfigDict) -> RunOptions:
     return RunOptions(compute_dtype=choose_dtype(config.compute_dtype))
 
 
-def settings_from(kind: type[Settings], config: ConfigDict) -> Settings:
-    """The dataclass `kind` of the config's values under the names of its fields."""
-    return kind(**{field.name: config[field.name] for field in dataclasses.fields(kind)})
+def settings_from(kind: type[Settings], source: Any, **given: Any) -> Settings:
+    """The dataclass `kind` of the values given, and of those of a config or other settings."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]
+    return kind(**{name: getattr(source, name) for name in names}, **given)
 
 
 def check_least(settings: Any, least: Mapping[str, int]) -> None:
@@ -68,8 +69,8 @@ def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
     """
     if config.token_ids:
         return read_token_ids(config.token_ids)
-    text, most = read_utf8(config.text), config.max_windows or None
-    tokenizer = tokenizer_of(model)
+    text, tokenizer = read_utf8(config.text), tokenizer_of(model)
+    most = config.max_windows or None
     return text_windows(text, tokenizer, config.window, max_windows=most, bos=config.bos)
 
 
@@ -153,9 +154,15 @@ def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
     ids = np.concatenate(rows)
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token ids are {ids.dtype}: integers are needed")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        bad = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    check_vocabulary(ids, vocab_size)
+
+
+def check_vocabulary(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "") -> None:
+    """Raises a ValueError with the first token id that the vocabulary has not, and where it is."""
+    ids = np.asarray(ids)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"{where}token id {outside[0]} is outside the vocabulary of {vocab_size}")
 
 
 def padded_batches(

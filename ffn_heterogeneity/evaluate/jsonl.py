@@ -13,9 +13,7 @@ from ffn_heterogeneity.io.files import atomic_path
 
 
 def write_rows(
-    path: epath.Path,
-    rows: Iterable[Mapping[str, Any]],
-    default: Callable[[Any], Any] | None = None,
+    path: epath.Path, rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None
 ) -> None:
     """All of a JSONL file, whole or not at all; halves of surrogate pairs become "?".
 

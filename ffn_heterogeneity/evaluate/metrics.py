@@ -189,8 +189,8 @@ def superglue(scores: Mapping[str, Mapping[str, float]]) -> Scores:
             f"SuperGLUE's score is over {', '.join(SUPERGLUE)}; missing: "
             f"{', '.join(missing) or 'none'}; not of them: {', '.join(other) or 'none'}"
         )
-    means = {name: _mean(values.values()) for name, values in tasks.items()}
-    return {**means, "superglue": _mean(means.values())}
+    means = {name: statistics.fmean(values.values()) for name, values in tasks.items()}
+    return {**means, "superglue": statistics.fmean(means.values())}
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:
@@ -251,9 +251,8 @@ def _share(values: Iterable[float]) -> np.ndarray:
 
 def _f1(pairs: Iterable[tuple[Hashable, Hashable]], labels: Sequence[Hashable]) -> np.ndarray:
     """The counts of each label's F1 over (prediction, reference) pairs."""
-    return np.array(
-        [[(2.0 * (p == x == r), (p == x) + (r == x)) for x in labels] for p, r in pairs]
-    )
+    sides = [[(2.0 * (p == x == r), (p == x) + (r == x)) for x in labels] for p, r in pairs]
+    return np.array(sides)
 
 
 def _bare(phrase: str) -> str:
@@ -269,8 +268,3 @@ def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Iterator[tu
 
 def _stripped(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values)

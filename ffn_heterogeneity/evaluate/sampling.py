@@ -114,15 +114,13 @@ def choose(logits_bv: jax.Array, hyper: dict, count: jax.Array | int) -> jax.Arr
 
     def draw(logits_bv):
         scaled_bv = logits_bv / jnp.maximum(hyper["temperature"], 1e-6)
-        scaled_bv = jax.lax.cond(
-            hyper["top_p"] < 1, lambda x: nucleus(x, hyper["top_p"]), lambda x: x, scaled_bv
-        )
+        top_p = hyper["top_p"]
+        scaled_bv = jax.lax.cond(top_p < 1, lambda x: nucleus(x, top_p), lambda x: x, scaled_bv)
         key = jax.random.key(hyper["seed"])
 
         def one(row, logits_v):
-            return jax.random.categorical(
-                jax.random.fold_in(jax.random.fold_in(key, row), count), logits_v
-            )
+            own = jax.random.fold_in(jax.random.fold_in(key, row), count)
+            return jax.random.categorical(own, logits_v)
 
         return jax.vmap(one)(hyper["rows"], scaled_bv).astype(jnp.int32)
 

@@ -12,7 +12,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.graders import check_graders
-from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, make_task_pack
+from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, check_pack, make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.inputs import check_least, options_of
 from ffn_heterogeneity.evaluate.jsonl import write_rows
@@ -71,14 +71,13 @@ def evaluate_tasks(
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     # All are loaded before the first is evaluated: a missing file is no surprise after hours.
-    names, examples, pack = list(map(str, config.tasks)), config.get("num_fewshot"), None
+    names = list(map(str, config.tasks))
+    examples, allowed = config.get("num_fewshot"), config.allow_code_execution
+    pack = None
     if config.data_root:
+        root, source = config.data_root, config.fewshot_from
         pack = make_task_pack(
-            config.data_root,
-            names,
-            num_fewshot=examples,
-            fewshot_from=config.fewshot_from,
-            allow_code=config.allow_code_execution,
+            root, names, num_fewshot=examples, fewshot_from=source, allow_code=allowed
         )
     manager, jobs = _load(names, pack)
     lm = HarnessLM(
@@ -95,7 +94,7 @@ def evaluate_tasks(
         # The tasks of a pack have theirs already.
         "num_fewshot": None if pack else examples,
         "fewshot_random_seed": config.fewshot_seed,
-        "confirm_run_unsafe_code": config.allow_code_execution,
+        "confirm_run_unsafe_code": allowed,
         "apply_chat_template": config.chat_template,
         "bootstrap_iters": 0,
         "log_samples": samples_dir is not None,
@@ -118,22 +117,15 @@ def check_tasks(config: ConfigDict) -> None:
     check_least(config, {"generation_batch_size": 1})
     if config.data_root:
         names = list(map(str, config.tasks))
-        for name in names:
-            tables().check(name)
-        if not epath.Path(config.data_root).is_dir():
-            raise ValueError(f"data_root={config.data_root!r}: no such directory")
-        _check_code(names, config.allow_code_execution)
+        examples, allowed = config.get("num_fewshot"), config.allow_code_execution
+        check_pack(config.data_root, names, examples, config.fewshot_from, allowed)
+        _check_sandbox(names)
 
 
-def _check_code(names: Sequence[str], allowed: bool) -> None:
+def _check_sandbox(names: Sequence[str]) -> None:
     codes = tables().running_code(names)
     if not codes:
         return
-    if not allowed:
-        raise ValueError(
-            f"{codes[0]} runs programs that the model wrote: allow it with "
-            "--config.allow_code_execution=true (they run in a sandbox), or leave it out"
-        )
     # Tried now: it would be missed only after everything has been generated.
     mechanism = sandbox.available()
     if mechanism.name == "none":

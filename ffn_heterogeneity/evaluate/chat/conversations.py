@@ -12,7 +12,6 @@ batches are cut from all questions: where a run was stopped changes nothing.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 import sys
@@ -31,12 +30,7 @@ from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
-from ffn_heterogeneity.evaluate.inputs import (
-    check_least,
-    options_of,
-    settings_from,
-    tokenizer_of,
-)
+from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.options import RunOptions
@@ -200,13 +194,10 @@ class Chat:
 
     def _sampling(self, first: Question, turn: int) -> Sampling:
         """Of a turn of all questions in the batch that begins with `first`."""
-        return Sampling(
-            self.settings.max_new_tokens,
-            temperature(self.settings, first),
-            self.settings.top_p,
-            seed=zlib.crc32(f"{self.settings.seed}/{first.id}/{turn}".encode()),
-            eos=self.eos,
-        )
+        settings = self.settings
+        seed = zlib.crc32(f"{settings.seed}/{first.id}/{turn}".encode())
+        value = temperature(settings, first)
+        return Sampling(settings.max_new_tokens, value, settings.top_p, seed, eos=self.eos)
 
 
 def temperature(settings: ChatSettings, question: Question) -> float:
@@ -221,14 +212,10 @@ def temperature(settings: ChatSettings, question: Question) -> float:
 
 def groups(settings: ChatSettings, questions: Sequence[Question]) -> list[list[Question]]:
     """Batches of questions with one temperature, in the file's order."""
-    by_temperature: dict[float, list[Question]] = {}
-    for question in questions:
-        by_temperature.setdefault(temperature(settings, question), []).append(question)
-    batches = []
-    for _, same in sorted(by_temperature.items()):
-        left = iter(same)
-        while batch := list(itertools.islice(left, settings.batch_size)):
-            batches.append(batch)
+    batches, size = [], settings.batch_size
+    for value in sorted({temperature(settings, question) for question in questions}):
+        same = [question for question in questions if temperature(settings, question) == value]
+        batches += [same[start : start + size] for start in range(0, len(same), size)]
     return batches
 
 
@@ -257,11 +244,10 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
     source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])
     read = _wizardlm_question if benchmark == "wizardlm_testset" else _question
     questions = list(read_each(source, read))
-    seen: set = set()
+    places: dict[int | str, int] = {}
     for i, question in enumerate(questions):
-        if question.id in seen:
+        if places.setdefault(question.id, i) < i:
             raise DataError(f"{source.where(i)}: the id {question.id!r} came before")
-        seen.add(question.id)
     return questions[: limit or None]
 
 

@@ -44,8 +44,12 @@ REFERENCE_CATEGORIES = frozenset(
     ["math", "reasoning", "coding", "translation", "summarization", "math_reasoning", "rag"]
 )
 REFERENCE_FILES = ("reference_gpt4.jsonl", "reference_answer/gpt-4.jsonl")
-# Pairs are judged twice, with their places changed.
-GAMES = {"g1": (0, 1), "g2": (1, 0)}
+# Pairs are judged twice, with their places changed: {what a game's fields begin with: the order}.
+GAMES = {"g1_": (0, 1), "g2_": (1, 0)}
+WINNERS = {
+    "g1_": {"A": "model_1", "B": "model_2", "C": "tie"},
+    "g2_": {"A": "model_2", "B": "model_1", "C": "tie"},
+}
 FORMS = {"single": "single", "pairwise": "pair"}
 
 
@@ -168,16 +172,7 @@ def make_endpoint(settings: JudgeSettings) -> Endpoint:
             f"the environment variable {settings.key_env}, which key_env names, is not set; "
             "--config.key_env= (empty) is for an endpoint that wants no key"
         )
-    return Endpoint(
-        url=settings.url,
-        model=settings.judge_model,
-        key=key,
-        temperature=settings.temperature,
-        max_tokens=settings.max_tokens,
-        timeout=settings.timeout,
-        retries=settings.retries,
-        backoff=settings.backoff,
-    )
+    return settings_from(Endpoint, settings, model=settings.judge_model, key=key)
 
 
 def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
@@ -212,22 +207,40 @@ class Judge:
     """`judge(job) -> row`: FastChat's, or with "error" where there is no judgment."""
 
     def __init__(self, settings: JudgeSettings, models: Sequence[str]):
-        self.endpoint, self.models = make_endpoint(settings), models
+        self.endpoint = make_endpoint(settings)
         self.single, self.name = settings.mode == "single", settings.judge_model
+        keys = ("model",) if self.single else ("model_1", "model_2")
+        self._names = dict(zip(keys, models, strict=True))
         self.file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
 
     def __call__(self, job: Job) -> dict[str, Any]:
-        return self._single(job) if self.single else self._pair(job)
+        row: dict[str, Any] = {"question_id": job.question.id, **self._names}
+        read = judge_prompts.rating if self.single else judge_prompts.verdict
+        errors, name = [], ""
+        for game, (name, prompt) in self._prompts(job).items():
+            answer, judgment, error = self._ask(prompt, read)
+            asked = {f"{game}user_prompt": prompt, f"{game}judgment": judgment}
+            if self.single:
+                row |= {"judge": [self.name, name], **asked, "score": answer}
+            else:
+                row |= {f"{game}winner": WINNERS[game].get(answer, "error"), **asked}
+            errors.append(error)
+        row |= {"judge": [self.name, name], "turn": job.turn, "tstamp": time.time()}
+        if any(errors):
+            row["error"] = "; ".join(dict.fromkeys(filter(None, errors)))
+        return row
 
     def is_of(self, row: Mapping[str, Any], job: Job) -> bool:
         """Whether a row judges just this: the same models, and the same answers in its prompts."""
-        if self.single:
-            asked = {"model": self.models[0], "user_prompt": self._single_prompt(job)[1]}
-        else:
-            asked = {"model_1": self.models[0], "model_2": self.models[1]}
-            for game, order in GAMES.items():
-                asked[f"{game}_user_prompt"] = self._pair_prompt(job, order)[1]
+        prompts = self._prompts(job).items()
+        asked = self._names | {f"{game}user_prompt": prompt for game, (_, prompt) in prompts}
         return all(row.get(key) == value for key, value in asked.items())
+
+    def _prompts(self, job: Job) -> dict[str, tuple[str, str]]:
+        """{what the fields begin with: (the prompt's name, the prompt)}."""
+        if self.single:
+            return {"": self._single_prompt(job)}
+        return {game: self._pair_prompt(job, order) for game, order in GAMES.items()}
 
     def _single_prompt(self, job: Job) -> tuple[str, str]:
         return judge_prompts.single(job.question.turns, job.answers[0], job.reference)
@@ -235,35 +248,6 @@ class Judge:
     def _pair_prompt(self, job: Job, order: tuple[int, int]) -> tuple[str, str]:
         first, second = (job.answers[i] for i in order)
         return judge_prompts.pair(job.question.turns, first, second, job.reference)
-
-    def _single(self, job: Job) -> dict[str, Any]:
-        name, prompt = self._single_prompt(job)
-        score, judgment, error = self._ask(prompt, judge_prompts.rating)
-        row = {
-            "question_id": job.question.id,
-            "model": self.models[0],
-            "judge": [self.name, name],
-            "user_prompt": prompt,
-            "judgment": judgment,
-            "score": score,
-            "turn": job.turn,
-        }
-        return _stamped(row, [error])
-
-    def _pair(self, job: Job) -> dict[str, Any]:
-        row: dict[str, Any] = {"question_id": job.question.id}
-        row |= {"model_1": self.models[0], "model_2": self.models[1]}
-        errors, name = [], ""
-        for game, order in GAMES.items():
-            name, prompt = self._pair_prompt(job, order)
-            letter, judgment, error = self._ask(prompt, judge_prompts.verdict)
-            winners = {"A": f"model_{order[0] + 1}", "B": f"model_{order[1] + 1}", "C": "tie"}
-            row[f"{game}_winner"] = winners.get(letter, "error")
-            row[f"{game}_user_prompt"] = prompt
-            row[f"{game}_judgment"] = judgment
-            errors.append(error)
-        row |= {"judge": [self.name, name], "turn": job.turn}
-        return _stamped(row, errors)
 
     def _ask(self, prompt: str, read: Callable[[str], Any]) -> tuple[Any, str, str]:
         """(what was read, the judge's text, why there is nothing to read)."""
@@ -350,13 +334,6 @@ def _references(benchmark: str, data_root: str) -> dict[Any, list[str]]:
     except ValueError:
         return {}
     return read_answers(file)[1]
-
-
-def _stamped(row: dict[str, Any], errors: Sequence[str]) -> dict[str, Any]:
-    row["tstamp"] = time.time()
-    if any(errors):
-        row["error"] = "; ".join(dict.fromkeys(error for error in errors if error))
-    return row
 
 
 def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:

@@ -19,10 +19,9 @@ from ffn_heterogeneity.data.tasks.superglue import CB_WORDS, COPA_WORDS, RTE_WOR
 LETTERS = "ABCDEFGH"
 # LongBench's longest answers, in tokens.
 QA_TOKENS = {
-    **dict.fromkeys(("2wikimqa", "hotpotqa", "musique", "qasper"), 32),
+    **dict.fromkeys(("2wikimqa", "hotpotqa", "musique", "triviaqa"), 32),
     "multifieldqa_en": 64,
-    "narrativeqa": 128,
-    "triviaqa": 32,
+    **dict.fromkeys(("narrativeqa", "qasper"), 128),
 }
 Row = Mapping[str, Any]
 
@@ -43,7 +42,7 @@ def index_of(row: Row, field: str, words: int | list[str] | tuple[str, ...], fir
 
 
 def gsm8k(row: Row) -> Row:
-    return {key: text_of(row, key) for key in ("question", "answer")}
+    return _texts(row, "question", "answer")
 
 
 def mbpp(row: Row) -> Row:
@@ -67,8 +66,7 @@ def mmlu(row: Row) -> Row:
     else:
         choices = [text_of(row, letter) for letter in "ABCD"]
     label = index_of(row, "answer", tuple("ABCD"))
-    names = {key: text_of(row, key) for key in ("subject", "question")}
-    return {**names, "choices": choices, "label": label}
+    return {**_texts(row, "subject", "question"), "choices": choices, "label": label}
 
 
 def hellaswag(row: Row) -> Row:
@@ -108,7 +106,7 @@ def piqa(row: Row) -> Row:
 
 def siqa(row: Row) -> Row:
     """The label counts from 1."""
-    texts = {key: text_of(row, key) for key in ("context", "question")}
+    texts = _texts(row, "context", "question")
     choices = [text_of(row, f"answer{letter}") for letter in "ABC"]
     return {**texts, "choices": choices, "label": index_of(row, "label", 3, first=1)}
 
@@ -166,10 +164,9 @@ def minilongbench_qa(row: Row) -> Row | None:
 
 
 def boolq(row: Row) -> Row:
-    texts = {key: text_of(row, key) for key in ("passage", "question")}
     # The original files, older than SuperGLUE, call it "answer".
     field = "answer" if "answer" in row and "label" not in row else "label"
-    return {**texts, "label": index_of(row, field, 2)}
+    return {**_texts(row, "passage", "question"), "label": index_of(row, field, 2)}
 
 
 def race(row: Row) -> Row | None:
@@ -201,7 +198,7 @@ def race(row: Row) -> Row | None:
 
 def sciq(row: Row) -> Row:
     keys = ("distractor1", "distractor2", "distractor3", "correct_answer")
-    texts = {key: text_of(row, key) for key in ("support", "question")}
+    texts = _texts(row, "support", "question")
     return {**texts, "choices": [text_of(row, key) for key in keys], "label": 3}
 
 
@@ -223,7 +220,7 @@ def lambada(row: Row) -> Row:
 
 
 def cb(row: Row) -> Row:
-    texts = {key: text_of(row, key) for key in ("premise", "hypothesis")}
+    texts = _texts(row, "premise", "hypothesis")
     return {**texts, "label": index_of(row, "label", CB_WORDS)}
 
 
@@ -242,7 +239,7 @@ def copa(row: Row) -> Row:
 
 
 def rte(row: Row) -> Row:
-    texts = {key: text_of(row, key) for key in ("premise", "hypothesis")}
+    texts = _texts(row, "premise", "hypothesis")
     return {**texts, "label": index_of(row, "label", RTE_WORDS)}
 
 
@@ -259,7 +256,8 @@ def wic(row: Row) -> Row:
 def _arc_of_text(instruction: str, answer: str) -> Row:
     """From "...: <question>\\n\\nAnswer1: <a> Answer2: <b>\\n\\nAnswer format: answer1/answer2"."""
     form = r".*?: (.*)\n\nAnswer1: (.*)\n\nAnswer format: (.*)"
-    match, names, choices = re.fullmatch(form, instruction, re.DOTALL), [], []
+    match = re.fullmatch(form, instruction, re.DOTALL)
+    names, choices = [], []
     if match:
         names = match[3].strip().split("/")
         choices = re.split(r" Answer\d: ", match[2])
@@ -269,6 +267,10 @@ def _arc_of_text(instruction: str, answer: str) -> Row:
             f"{instruction!r:.60}"
         )
     return {"question": match[1], "choices": choices, "label": names.index(answer)}
+
+
+def _texts(row: Row, *fields: str) -> dict[str, str]:
+    return {field: text_of(row, field) for field in fields}
 
 
 def _answers(row: Row, field: str) -> list[str]:
@@ -291,29 +293,11 @@ def _answered(problem: Row) -> str:
     return f"Question: {question}\nAnswer: {answer}\n"
 
 
+# A text of several is the answer; a label; or what the model writes.
+CHOICES = (mmlu, hellaswag, arc, piqa, siqa, winogrande, race, sciq, swag, copa)
+LABELS = (boolq, cb, rte, wic)
+WRITTEN = (gsm8k, mbpp, triviaqa, nq_open, lambada, longbench, minilongbench_qa)
+# What task files may name.
 ROWS: dict[str, Callable[[Row], Row | None]] = {
-    function.__name__: function
-    for function in (
-        gsm8k,
-        mbpp,
-        mmlu,
-        hellaswag,
-        arc,
-        piqa,
-        siqa,
-        winogrande,
-        triviaqa,
-        nq_open,
-        boolq,
-        race,
-        sciq,
-        swag,
-        lambada,
-        cb,
-        copa,
-        rte,
-        wic,
-        longbench,
-        minilongbench_qa,
-    )
+    function.__name__: function for function in (*CHOICES, *LABELS, *WRITTEN)
 }

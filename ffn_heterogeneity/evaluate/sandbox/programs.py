@@ -49,11 +49,7 @@ class Mechanism(NamedTuple):
 
 
 def run_code(
-    program: str,
-    *,
-    allow: bool,
-    limits: Limits = Limits(),
-    mechanism: str | None = None,
+    program: str, *, allow: bool, limits: Limits = Limits(), mechanism: str | None = None
 ) -> Outcome:
     """Runs a Python program in a sandbox.
 
