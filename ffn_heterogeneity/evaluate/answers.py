@@ -57,7 +57,8 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
       ValueError (DataError): as `check_answers`, or a model without a tokenizer.
     """
     tokenizer = tokenizer_of(model, "answers are text, add its files")
-    encoder, options, size = Encoder(tokenizer, config.bos), options_of(config), config.batch_size
+    encoder = Encoder(tokenizer, config.bos)
+    options, size = options_of(config), config.batch_size
     generator = Generator(model.config, model.params, tokenizer, options=options, batch_size=size)
     rows, values, draws = {}, {}, {}
     for task, asked in read_questions(config).items():

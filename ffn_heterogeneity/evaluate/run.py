@@ -63,7 +63,8 @@ def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def score(config: ConfigDict, model: Model) -> dict:
     """Perplexity of `config.text` or of `config.token_ids`, of a model in memory."""
-    rows, options = input_rows(config, model), options_of(config)
+    rows = input_rows(config, model)
+    options = options_of(config)
     results = perplexity(
         model.config, model.params, rows, batch_size=config.batch_size, options=options
     )
@@ -72,20 +73,20 @@ def score(config: ConfigDict, model: Model) -> dict:
 
 
 def _of_a_model(
-    measure: Callable[[ConfigDict, Model, epath.Path], dict], told: Callable[[dict], str]
+    measure: Callable[[ConfigDict, Model, epath.Path], dict], summary: Callable[[dict], str]
 ) -> Callable[[ConfigDict, epath.Path], dict]:
-    """(config, workdir) -> what `measure` finds in `config.model`; `told` says it on stderr."""
+    """(config, workdir) -> what `measure` finds in `config.model`; its summary goes to stderr."""
 
     def evaluate(config: ConfigDict, workdir: epath.Path) -> dict:
         model = load_model(config.model, revision=config.revision)
         results = measure(config, model, workdir)
-        print(told(results), file=sys.stderr)
+        print(summary(results), file=sys.stderr)
         return results
 
     return evaluate
 
 
-def _perplexity_told(results: Mapping[str, Any]) -> str:
+def _perplexity_line(results: Mapping[str, Any]) -> str:
     return (
         f"perplexity {results['perplexity']:.4f} (nll {results['nll']:.5f} nats, "
         f"{results['tokens']:,} tokens in {results['windows']} windows)"
@@ -97,7 +98,7 @@ def _tasks(config: ConfigDict, model: Model, workdir: epath.Path) -> dict:
     return {"tasks": evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")}
 
 
-def _tasks_told(results: Mapping[str, Any]) -> str:
+def _tasks_table(results: Mapping[str, Any]) -> str:
     """One line a task and metric, with its interval."""
     lines = []
     for name, row in results["tasks"].items():
@@ -110,7 +111,7 @@ def _tasks_told(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _chat_told(results: Mapping[str, Any]) -> str:
+def _chat_line(results: Mapping[str, Any]) -> str:
     return (
         f"{results['answered']} answers of {results['turns']} turns: cut by the "
         f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
@@ -122,11 +123,11 @@ def _chat_told(results: Mapping[str, Any]) -> str:
 EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
     "perplexity": (
         check_inputs,
-        _of_a_model(lambda config, model, workdir: score(config, model), _perplexity_told),
+        _of_a_model(lambda config, model, workdir: score(config, model), _perplexity_line),
     ),
-    "tasks": (check_tasks, _of_a_model(_tasks, _tasks_told)),
-    "answers": (check_answers, _of_a_model(evaluate_answers, _tasks_told)),
-    "chat": (check_chat, _of_a_model(answer_questions, _chat_told)),
+    "tasks": (check_tasks, _of_a_model(_tasks, _tasks_table)),
+    "answers": (check_answers, _of_a_model(evaluate_answers, _tasks_table)),
+    "chat": (check_chat, _of_a_model(answer_questions, _chat_line)),
     "judge": (judge.check, judge.run),
     "connectivity": (lambda config: None, connectivity),
     "displacement": (check_inputs, displacement),

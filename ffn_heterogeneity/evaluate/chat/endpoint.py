@@ -48,7 +48,7 @@ class Endpoint:
 
     url: str
     model: str
-    key: str = dataclasses.field(default="", repr=False)
+    key: str = dataclasses.field(default="", repr=False)  # no log shows it
     temperature: float | None = 0.0
     max_tokens: int = 0
     timeout: float = 120.0
@@ -56,11 +56,10 @@ class Endpoint:
     backoff: float = 2.0
 
     def __post_init__(self):
-        parts = urllib.parse.urlsplit(self.url)
+        url = self.url
+        parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"url={self.url!r} is no address: write http://<host>:<port> or https://.."
-            )
+            raise ValueError(f"url={url!r} is no address: write http://<host>:<port> or https://..")
         if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("the key holds characters that no key has (is it the right variable?)")
         path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")

@@ -293,7 +293,7 @@ def _answered(problem: Row) -> str:
     return f"Question: {question}\nAnswer: {answer}\n"
 
 
-# A text of several is the answer; a label; or what the model writes.
+# Questions whose answer is one of several texts, a label, or what the model writes.
 CHOICES = (mmlu, hellaswag, arc, piqa, siqa, winogrande, race, sciq, swag, copa)
 LABELS = (boolq, cb, rte, wic)
 WRITTEN = (gsm8k, mbpp, triviaqa, nq_open, lambada, longbench, minilongbench_qa)
