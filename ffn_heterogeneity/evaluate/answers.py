@@ -26,9 +26,9 @@ from ffn_heterogeneity.data.mixtures import TaskQuestion, member_file, questions
 from ffn_heterogeneity.data.packing import BOS_POLICIES, Encoder
 from ffn_heterogeneity.data.sources import open_source
 from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
-from ffn_heterogeneity.evaluate.chat.answers import read_rows, write_rows
 from ffn_heterogeneity.evaluate.generate import Generation, Generator, Sampling
-from ffn_heterogeneity.evaluate.inputs import options_of
+from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
+from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.evaluate.metrics import (
     METRICS,
     SUPERGLUE,
@@ -56,18 +56,14 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     Raises:
       ValueError (DataError): as `check_answers`, or a model without a tokenizer.
     """
-    if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: answers are text, add its files")
-    encoder = Encoder(model.tokenizer, config.bos)
-    generator = Generator(
-        model.config, model.params, model.tokenizer,
-        options=options_of(config),
-        batch_size=config.batch_size,
-    )  # fmt: skip
+    tokenizer = tokenizer_of(model, "answers are text, add its files")
+    encoder = Encoder(tokenizer, config.bos)
+    options, size = options_of(config), config.batch_size
+    generator = Generator(model.config, model.params, tokenizer, options=options, batch_size=size)
     rows, values, draws = {}, {}, {}
     for task, asked in read_questions(config).items():
         name, path = task.name, workdir / "answers" / f"{task.name}.jsonl"
-        answers = _answered(config, encoder, generator, asked, path)
+        answers = _answered(asked, path, encoder, generator, config.max_new_tokens, size)
         predictions = [row["prediction"] for row in answers]
         references = [question.reference for question in asked]
         counts: Counts = {}
@@ -100,9 +96,7 @@ def check_answers(config: ConfigDict) -> None:
     if not config.tasks or isinstance(config.tasks, str):
         raise ValueError(f"tasks={config.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
     check_choice("bos", config.bos, BOS_POLICIES)
-    for key, least in {"limit": 0, "seed": 0, "batch_size": 1, "bootstrap": 1}.items():
-        if config[key] < least:
-            raise ValueError(f"{key}={config[key]} must be at least {least}")
+    check_least(config, {"limit": 0, "seed": 0, "batch_size": 1, "bootstrap": 1})
     Sampling(config.max_new_tokens)
     read_questions(config)
 
@@ -115,20 +109,33 @@ def read_questions(config: ConfigDict) -> dict[Task, list[TaskQuestion]]:
     Raises:
       DataError: as `check_answers`.
     """
-    mixed = {member.task: member for task in tasks().values() for member in task.members}
-    asked = {}
-    for name in config.tasks:
+    return {
+        task: _first(_questions_of(task, config.data_root, config.split), config.limit)
+        for task in _scored(config.tasks)
+    }
+
+
+def _scored(names: Sequence[str]) -> list[Task]:
+    """The tasks of some names, in order; a ValueError where one has no metrics."""
+    scored = []
+    for name in names:
         members = [member.task for member in get_task(name).members if not member.option]
         for task in map(get_task, members or [name]):
             if not task.metrics:
-                scored = ", ".join(name for name, one in tasks().items() if one.metrics)
-                raise ValueError(f"task {name!r} has no metric here; those that have: {scored}")
-            path, member = task.hub, mixed.get(task.name, MixedTask(task.name, 1, (task.name,)))
-            if config.data_root:
-                path = member_file(config.data_root, member, config.split)
-            source = open_source(path, split=config.split)
-            asked[task] = _first(questions(task, source), config.limit)
-    return asked
+                known = ", ".join(name for name, one in tasks().items() if one.metrics)
+                raise ValueError(f"task {name!r} has no metric here; those that have: {known}")
+            scored.append(task)
+    return scored
+
+
+def _questions_of(task: Task, data_root: str, split: str) -> list[TaskQuestion]:
+    """All prompts of a task, of its file under `data_root` or of the hub."""
+    path = task.hub
+    if data_root:
+        members = {member.task: member for mixed in tasks().values() for member in mixed.members}
+        member = members.get(task.name, MixedTask(task.name, 1, (task.name,)))
+        path = member_file(data_root, member, split)
+    return questions(task, open_source(path, split=split))
 
 
 def _first(asked: Sequence[TaskQuestion], limit: int) -> list[TaskQuestion]:
@@ -141,11 +148,12 @@ def _first(asked: Sequence[TaskQuestion], limit: int) -> list[TaskQuestion]:
 
 
 def _answered(
-    config: ConfigDict,
-    encoder: Encoder,
-    generator: Generator,
     asked: Sequence[TaskQuestion],
     path: epath.Path,
+    encoder: Encoder,
+    generator: Generator,
+    max_new_tokens: int,
+    batch_size: int,
 ) -> list[dict[str, Any]]:
     """The rows of the file of answers, in the questions' order, all of them written."""
     from tqdm import tqdm
@@ -153,11 +161,11 @@ def _answered(
     rows = {row["id"]: row for row in read_rows(path)}
     # A target of training is encoded apart from its prompt.
     prompts = [ids[:before] for ids, before in (encoder.ids(Example(q.prompt, "")) for q in asked)]
-    room = generator.config.max_position - config.max_new_tokens
+    room = generator.config.max_position - max_new_tokens
     eos = () if encoder.eos_id is None else (encoder.eos_id,)
-    sampling = Sampling(config.max_new_tokens, stop=("\n",), eos=eos)
+    sampling = Sampling(max_new_tokens, stop=("\n",), eos=eos)
     order = sorted(range(len(asked)), key=lambda i: -len(prompts[i]))
-    size = PIECE * config.batch_size
+    size = PIECE * batch_size
     with tqdm(total=len(asked), initial=len(rows), desc=path.stem, file=sys.stderr) as bar:
         for piece in (order[start : start + size] for start in range(0, len(order), size)):
             if rows.keys() >= set(piece):

@@ -47,6 +47,6 @@ def layer_sums(model: Model, folder: epath.Path) -> list[dict[str, Any]]:
         }
         for name in STATISTICS
     }
-    path, bounds = folder / "connectivity.png", _uniform(model.config.d_model)
-    curves_figure(panels, path, xlabel="layer", bounds=bounds)
+    bounds = _uniform(model.config.d_model)
+    curves_figure(panels, folder / "connectivity.png", xlabel="layer", bounds=bounds)
     return layers

@@ -9,6 +9,7 @@ from typing import Any
 from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+from ffn_heterogeneity.evaluate.inputs import tokenizer_of
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
@@ -57,15 +58,13 @@ class HarnessLM(TemplateLM):
         stop: Sequence[str] = (),
     ):
         super().__init__()
-        if model.tokenizer is None:
-            raise ValueError(f"{model.source} has no tokenizer: tasks are text, add its files")
-        self.tokenizer, self.config = model.tokenizer, model.config
+        self.tokenizer = tokenizer_of(model, "tasks are text, add its files")
+        self.config = model.config
         self.max_length = max_length or model.config.max_position
         self.add_bos, self.batch_tokens, self.stop = add_bos, batch_tokens, stop
         self.generator = Generator(
-            model.config, model.params, model.tokenizer,
-            options=options, batch_size=batch_size,
-        )  # fmt: skip
+            model.config, model.params, model.tokenizer, options=options, batch_size=batch_size
+        )
 
     @property
     def eot_token_id(self) -> int | None:
@@ -105,9 +104,11 @@ class HarnessLM(TemplateLM):
     ) -> str:
         """The conversation as the tokenizer's template writes it."""
         return render_template(
-            self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt,
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-        )  # fmt: skip
+        )
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log p of a continuation after its context, whether greedy decoding writes it) of each.
@@ -142,14 +143,14 @@ class HarnessLM(TemplateLM):
         self, requests: Sequence[tuple], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         cut = [self._fit(context, continuation) for _, context, continuation in requests]
-        found = score(
-            self.config, self.generator.params, cut, options=self.generator.options,
-            batch_tokens=self.batch_tokens, progress=None if disable_tqdm else "log-likelihoods",
-        )  # fmt: skip
-        answers = [(one.logprob, one.greedy) for one in found]
-        for (strings, *_), answer in zip(requests, answers, strict=True):
-            if strings is not None:
-                self.cache_hook.add_partial("loglikelihood", strings, answer)
+        params, options = self.generator.params, self.generator.options
+        size = self.batch_tokens
+        label = None if disable_tqdm else "log-likelihoods"
+        scores = score(self.config, params, cut, options=options, batch_tokens=size, progress=label)
+        answers = [(one.logprob, one.greedy) for one in scores]
+        for request, answer in zip(requests, answers, strict=True):
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
@@ -167,10 +168,10 @@ class HarnessLM(TemplateLM):
         windows, owners = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(
-                token_list=ids, prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length, context_len=1,
-            ):  # fmt: skip
+            rolling = get_rolling_token_windows(
+                ids, self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for window in rolling:
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(i)
         totals = [0.0] * len(requests)
@@ -251,10 +252,7 @@ class HarnessLM(TemplateLM):
                 f"generation with {sorted(wanted)} is not offered: until, do_sample, temperature, "
                 "top_p and max_gen_toks are"
             )
-        return Sampling(
-            max_new_tokens=next((n for n in tokens if n), MAX_NEW_TOKENS),
-            temperature=0.0 if sample is False else float(temperature),
-            top_p=float(top_p),
-            stop=stop,
-            eos=eos,
-        )
+        limit = next((n for n in tokens if n), MAX_NEW_TOKENS)
+        if sample is False:
+            temperature = 0.0
+        return Sampling(limit, float(temperature), float(top_p), stop=stop, eos=eos)

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.packing import Encoder, encode
-from ffn_heterogeneity.data.sources import DataError, named_place, read_jsonl, read_utf8
+from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl, read_utf8
 from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
 
+Settings = TypeVar("Settings")
+
 
 def options_of(config: ConfigDict) -> RunOptions:
     """How an evaluation computes."""
     return RunOptions(compute_dtype=choose_dtype(config.compute_dtype))
+
+
+def settings_from(kind: type[Settings], source: Any, **given: Any) -> Settings:
+    """The dataclass `kind` of the values given, and of those of a config or other settings."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]
+    return kind(**{name: getattr(source, name) for name in names}, **given)
+
+
+def check_least(settings: Any, least: Mapping[str, int]) -> None:
+    """Raises a ValueError where one of the settings named is below its least value."""
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value < bound:
+            raise ValueError(f"{name}={value} must be at least {bound}")
 
 
 def check_inputs(config: ConfigDict) -> None:
@@ -34,14 +52,13 @@ def check_inputs(config: ConfigDict) -> None:
     if sum(bool(config[key]) for key in keys) != 1:
         given = " and ".join(f"--config.{key}=<file>" for key in keys)
         raise ValueError(f"give exactly one of {given}")
-    if config.batch_size < 1:
-        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+    check_least(config, {"batch_size": 1})
     if config.token_ids:
         read_token_ids(config.token_ids)
     elif config.text:
         read_utf8(config.text)
     else:
-        _texts(config)
+        _texts(config.jsonl, config.text_field, config.max_documents)
 
 
 def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
@@ -52,10 +69,9 @@ def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
     """
     if config.token_ids:
         return read_token_ids(config.token_ids)
-    return text_windows(
-        read_utf8(config.text), tokenizer_of(model), config.window,
-        max_windows=config.max_windows or None, bos=config.bos,
-    )  # fmt: skip
+    text, tokenizer = read_utf8(config.text), tokenizer_of(model)
+    most = config.max_windows or None
+    return text_windows(text, tokenizer, config.window, max_windows=most, bos=config.bos)
 
 
 def input_documents(config: ConfigDict, model: Model) -> tuple[list[np.ndarray], int]:
@@ -67,31 +83,39 @@ def input_documents(config: ConfigDict, model: Model) -> tuple[list[np.ndarray],
     Raises:
       ValueError: as `check_inputs`; the model has no tokenizer, or that no bos.
     """
-    tokenizer, window = tokenizer_of(model), config.window
-    if config.bos not in WINDOW_BOS or window < 1:
-        raise ValueError(f"bos={config.bos!r}, window={window}: one of {WINDOW_BOS}, at least 1")
-    bos = [] if config.bos == "none" else [tokenizer.bos_token_id]
-    if None in bos:
+    texts = _texts(config.jsonl, config.text_field, config.max_documents)
+    return _cut_documents(tokenizer_of(model), texts, config.bos, config.window)
+
+
+def _cut_documents(
+    tokenizer: Any, texts: Sequence[str], bos: str, window: int
+) -> tuple[list[np.ndarray], int]:
+    """As `input_documents`, of texts."""
+    if bos not in WINDOW_BOS or window < 1:
+        raise ValueError(f"bos={bos!r}, window={window}: one of {WINDOW_BOS}, at least 1")
+    first = [] if bos == "none" else [tokenizer.bos_token_id]
+    if None in first:
         raise ValueError('this tokenizer has no bos token: use --config.bos="none"')
-    documents = [encode(tokenizer, text) for text in _texts(config)]
+    documents = [encode(tokenizer, text) for text in texts]
     cut = sum(len(ids) > window for ids in documents)
     if cut:
         print(f"{cut} of {len(documents)} documents cut to window={window}", file=sys.stderr)
-    return [np.asarray(bos + ids[:window], np.int32) for ids in documents], cut
+    return [np.asarray(first + ids[:window], np.int32) for ids in documents], cut
 
 
-def _texts(config: ConfigDict) -> list[str]:
-    """The first `config.max_documents` texts of `config.jsonl` (0: all of them)."""
-    source = read_jsonl([config.jsonl])
-    if config.max_documents < 0:
-        raise ValueError(f"max_documents={config.max_documents} must be positive, or 0 for all")
-    texts = []
-    for row in range(min(config.max_documents or len(source), len(source))):
-        with named_place(source, row):
-            texts.append(text_of(source[row], config.text_field))
-            if not texts[-1].strip():
-                raise DataError(f"no text in field {config.text_field!r}")
-    return texts
+def _texts(path: str, field: str, most: int) -> list[str]:
+    """The first `most` texts of a JSONL file (0: all of them)."""
+    source = read_jsonl([path])
+    if most < 0:
+        raise ValueError(f"max_documents={most} must be positive, or 0 for all")
+
+    def read(row: Mapping[str, Any]) -> str:
+        text = text_of(row, field)
+        if not text.strip():
+            raise DataError(f"no text in field {field!r}")
+        return text
+
+    return list(itertools.islice(read_each(source, read), most or None))
 
 
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
@@ -107,13 +131,12 @@ def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[
     return [prompt_ids([Message("user", text)], encoder) for text in texts]
 
 
-def tokenizer_of(model: Model) -> Any:
-    """The model's; ValueError where it has none."""
+def tokenizer_of(
+    model: Model, why: str = "no text can be read, add its files, or give --config.token_ids"
+) -> Any:
+    """The model's; a ValueError that says `why` one is needed where it has none."""
     if model.tokenizer is None:
-        raise ValueError(
-            f"{model.source} has no tokenizer, so no text can be read: add its files, or give "
-            "--config.token_ids"
-        )
+        raise ValueError(f"{model.source} has no tokenizer: {why}")
     return model.tokenizer
 
 
@@ -131,9 +154,15 @@ def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
     ids = np.concatenate(rows)
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token ids are {ids.dtype}: integers are needed")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        bad = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    check_vocabulary(ids, vocab_size)
+
+
+def check_vocabulary(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "") -> None:
+    """Raises a ValueError with the first token id that the vocabulary has not, and where it is."""
+    ids = np.asarray(ids)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"{where}token id {outside[0]} is outside the vocabulary of {vocab_size}")
 
 
 def padded_batches(

@@ -26,11 +26,13 @@ from ffn_heterogeneity.data.tasks.superglue import CB_WORDS
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 # Left out when a referent is compared (T5's list).
 DETERMINERS = frozenset(
-    (
-        "a", "an", "each", "every", "few", "her", "his", "many", "much", "my", "our", "some",
-        "that", "the", "their", "these", "this", "those", "which", "whose", "your",
-    )
-)  # fmt: skip
+    [
+        *("a", "an", "the"),
+        *("that", "these", "this", "those"),
+        *("her", "his", "my", "our", "their", "whose", "your"),
+        *("each", "every", "few", "many", "much", "some", "which"),
+    ]
+)
 
 Scores = dict[str, float]
 # score -> [questions, fractions, 2]: what a question adds to the upper and lower side of each.
@@ -187,8 +189,8 @@ def superglue(scores: Mapping[str, Mapping[str, float]]) -> Scores:
             f"SuperGLUE's score is over {', '.join(SUPERGLUE)}; missing: "
             f"{', '.join(missing) or 'none'}; not of them: {', '.join(other) or 'none'}"
         )
-    means = {name: _mean(values.values()) for name, values in tasks.items()}
-    return {**means, "superglue": _mean(means.values())}
+    means = {name: statistics.fmean(values.values()) for name, values in tasks.items()}
+    return {**means, "superglue": statistics.fmean(means.values())}
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:
@@ -249,9 +251,8 @@ def _share(values: Iterable[float]) -> np.ndarray:
 
 def _f1(pairs: Iterable[tuple[Hashable, Hashable]], labels: Sequence[Hashable]) -> np.ndarray:
     """The counts of each label's F1 over (prediction, reference) pairs."""
-    return np.array(
-        [[(2.0 * (p == x == r), (p == x) + (r == x)) for x in labels] for p, r in pairs]
-    )
+    sides = [[(2.0 * (p == x == r), (p == x) + (r == x)) for x in labels] for p, r in pairs]
+    return np.array(sides)
 
 
 def _bare(phrase: str) -> str:
@@ -261,10 +262,9 @@ def _bare(phrase: str) -> str:
 
 def _pairs(predictions: Sequence[Any], references: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Texts without the white space around them."""
-    for pair in zip(predictions, references, strict=True):
-        yield tuple(value.strip() if isinstance(value, str) else value for value in pair)
+    for prediction, reference in zip(predictions, references, strict=True):
+        yield _stripped(prediction), _stripped(reference)
 
 
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values)
+def _stripped(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.answers import check_answers, evaluate_answers
 from ffn_heterogeneity.evaluate.chat import judge
-from ffn_heterogeneity.evaluate.chat.answers import answer_questions, check_chat
+from ffn_heterogeneity.evaluate.chat.conversations import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
@@ -35,7 +36,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     if "compute_dtype" in config:
         results["compute_dtype"] = str(options_of(config).compute_dtype)
         print(f"computing in {results['compute_dtype']}", file=sys.stderr)
-    results |= EVALUATIONS[_chosen(config)[1]][1](config, workdir)
+    _, measure = EVALUATIONS[_chosen(config)[1]]
+    results |= measure(config, workdir)
     write_json(workdir / "results.json", results)
     for path in (workdir / "results.json", *sorted(workdir.glob("*.png"))):
         print(path, file=sys.stderr)
@@ -49,10 +51,11 @@ def check_config(config: ConfigDict) -> None:
     if "model" in config and not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
     check_choice("compute_dtype", config.get("compute_dtype", "auto"), COMPUTE_DTYPES)
-    EVALUATIONS[name][0](config)
+    check, _ = EVALUATIONS[name]
+    check(config)
 
 
-def _chosen(config: ConfigDict) -> tuple[str, str]:
+def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
     """(the config's key that says what is measured, its value)."""
     key = "analysis" if "analysis" in config else "evaluation"
     return key, config.get(key, "perplexity")
@@ -61,36 +64,44 @@ def _chosen(config: ConfigDict) -> tuple[str, str]:
 def score(config: ConfigDict, model: Model) -> dict:
     """Perplexity of `config.text` or of `config.token_ids`, of a model in memory."""
     rows = input_rows(config, model)
+    options = options_of(config)
     results = perplexity(
-        model.config, model.params, rows, batch_size=config.batch_size,
-        options=options_of(config),
-    )  # fmt: skip
+        model.config, model.params, rows, batch_size=config.batch_size, options=options
+    )
     bos = "in token_ids" if config.token_ids else config.bos
     return results | {"bos": bos, "model": config.model}
 
 
-def _perplexity(config: ConfigDict, workdir: epath.Path) -> dict:
-    results = score(config, load_model(config.model, revision=config.revision))
-    print(
+def _of_a_model(
+    measure: Callable[[ConfigDict, Model, epath.Path], dict], summary: Callable[[dict], str]
+) -> Callable[[ConfigDict, epath.Path], dict]:
+    """(config, workdir) -> what `measure` finds in `config.model`; its summary goes to stderr."""
+
+    def evaluate(config: ConfigDict, workdir: epath.Path) -> dict:
+        model = load_model(config.model, revision=config.revision)
+        results = measure(config, model, workdir)
+        print(summary(results), file=sys.stderr)
+        return results
+
+    return evaluate
+
+
+def _perplexity_line(results: Mapping[str, Any]) -> str:
+    return (
         f"perplexity {results['perplexity']:.4f} (nll {results['nll']:.5f} nats, "
-        f"{results['tokens']:,} tokens in {results['windows']} windows)",
-        file=sys.stderr,
+        f"{results['tokens']:,} tokens in {results['windows']} windows)"
     )
-    return results
 
 
-def _tasks(config: ConfigDict, workdir: epath.Path) -> dict:
-    model = load_model(config.model, revision=config.revision)
+def _tasks(config: ConfigDict, model: Model, workdir: epath.Path) -> dict:
     samples = workdir / "samples" if config.save_samples else None
-    tasks = evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")
-    print(task_table(tasks), file=sys.stderr)
-    return {"tasks": tasks}
+    return {"tasks": evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")}
 
 
-def task_table(tasks: dict[str, dict]) -> str:
+def _tasks_table(results: Mapping[str, Any]) -> str:
     """One line a task and metric, with its interval."""
     lines = []
-    for name, row in tasks.items():
+    for name, row in results["tasks"].items():
         for metric in (key for key in row if f"{key}_low" in row):
             low, high = row[f"{metric}_low"], row[f"{metric}_high"]
             lines.append(
@@ -100,31 +111,23 @@ def task_table(tasks: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def _chat(config: ConfigDict, workdir: epath.Path) -> dict:
-    model = load_model(config.model, revision=config.revision)
-    results = answer_questions(config, model, workdir)
-    print(
+def _chat_line(results: Mapping[str, Any]) -> str:
+    return (
         f"{results['answered']} answers of {results['turns']} turns: cut by the "
         f"limit of tokens {results['turns_length']}, without room {results['turns_no_room']}, "
-        f"empty {results['turns_empty']}",
-        file=sys.stderr,
+        f"empty {results['turns_empty']}"
     )
-    return results
-
-
-def _answers(config: ConfigDict, workdir: epath.Path) -> dict:
-    model = load_model(config.model, revision=config.revision)
-    results = evaluate_answers(config, model, workdir)
-    print(task_table(results["tasks"]), file=sys.stderr)
-    return results
 
 
 # name -> (what refuses its config before anything is loaded, what measures)
 EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
-    "perplexity": (check_inputs, _perplexity),
-    "tasks": (check_tasks, _tasks),
-    "answers": (check_answers, _answers),
-    "chat": (check_chat, _chat),
+    "perplexity": (
+        check_inputs,
+        _of_a_model(lambda config, model, workdir: score(config, model), _perplexity_line),
+    ),
+    "tasks": (check_tasks, _of_a_model(_tasks, _tasks_table)),
+    "answers": (check_answers, _of_a_model(evaluate_answers, _tasks_table)),
+    "chat": (check_chat, _of_a_model(answer_questions, _chat_line)),
     "judge": (judge.check, judge.run),
     "connectivity": (lambda config: None, connectivity),
     "displacement": (check_inputs, displacement),

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.evaluate.generate import bucket
+from ffn_heterogeneity.evaluate.inputs import check_vocabulary
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits
 from ffn_heterogeneity.models.config import ModelConfig
 
@@ -99,12 +100,8 @@ def plan_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], row_token
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
 
 
 def score(
@@ -164,13 +161,7 @@ def _check(config: ModelConfig, requests) -> int:
             raise ValueError(
                 f"request {i} has {size} tokens, the model {config.max_position} positions"
             )
-        low = min(*context, *continuation)
-        high = max(*context, *continuation)
-        if low < 0 or high >= config.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(
-                f"request {i}: token id {bad} is outside the vocabulary of {config.vocab_size}"
-            )
+        check_vocabulary([*context, *continuation], config.vocab_size, f"request {i}: ")
         longest = max(longest, size)
     return longest
 
@@ -182,9 +173,8 @@ def _score_rows(config, options, params, rows, sizes) -> list[tuple]:
       sizes: rows of the batch, their width, and how many pairs are asked, all with padding.
     """
     size, width, count = sizes
-    batch = {
-        name: np.zeros((size, width), np.int32) for name in ("tokens", "positions", "subtree_ends")
-    }
+    names = ("tokens", "positions", "subtree_ends")
+    batch = {name: np.zeros((size, width), np.int32) for name in names}
     # Padding sees itself, so that no softmax is over nothing.
     batch["subtree_ends"][:] = np.arange(1, width + 1)
     asked = []
@@ -196,20 +186,15 @@ def _score_rows(config, options, params, rows, sizes) -> list[tuple]:
         asked += [(b * width + place, token) for place, token in row.asked]
     pairs = np.zeros((count, 2), np.int32)
     pairs[: len(asked)] = asked
-    logprobs, greedy = jax.device_get(_asked_scores(config, options, params, batch, pairs))
-    if np.isnan(logprobs[: len(asked)]).any():
+    scores = jax.device_get(_asked_scores(config, options, params, batch, pairs))
+    logprobs, greedy = (values[: len(asked)] for values in scores)
+    if np.isnan(logprobs).any():
         raise ValueError(
             "the log-probabilities are NaN: the weights or the computation overflow; try "
             "compute_dtype=float32, or check the checkpoint"
         )
-    splits = np.cumsum([len(row.asked) for row in rows])
-    return list(
-        zip(
-            np.split(logprobs[: len(asked)], splits[:-1]),
-            np.split(greedy[: len(asked)], splits[:-1]),
-            strict=True,
-        )
-    )
+    splits = np.cumsum([len(row.asked) for row in rows])[:-1]
+    return list(zip(np.split(logprobs, splits), np.split(greedy, splits), strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

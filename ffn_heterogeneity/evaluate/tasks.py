@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +12,13 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.graders import check_graders
-from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
+from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, check_pack, make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
-from ffn_heterogeneity.evaluate.inputs import options_of
+from ffn_heterogeneity.evaluate.inputs import check_least, options_of
+from ffn_heterogeneity.evaluate.jsonl import write_rows
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
-from ffn_heterogeneity.io.files import atomic_path, once
+from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.wording import check_choice
 
@@ -36,6 +36,11 @@ class NamedTasks(NamedTuple):
 
     roots: dict[str, Any]
     leaves: dict[str, dict[str, Any]]
+
+    @property
+    def tasks(self) -> dict[str, Any]:
+        """{name: task} of all leaves."""
+        return {name: task for tasks in self.leaves.values() for name, task in tasks.items()}
 
 
 def evaluate_tasks(
@@ -66,7 +71,15 @@ def evaluate_tasks(
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     # All are loaded before the first is evaluated: a missing file is no surprise after hours.
-    manager, jobs = _load(config, [str(name) for name in config.tasks])
+    names = list(map(str, config.tasks))
+    examples, allowed = config.get("num_fewshot"), config.allow_code_execution
+    pack = None
+    if config.data_root:
+        root, source = config.data_root, config.fewshot_from
+        pack = make_task_pack(
+            root, names, num_fewshot=examples, fewshot_from=source, allow_code=allowed
+        )
+    manager, jobs = _load(names, pack)
     lm = HarnessLM(
         model,
         options=options_of(config),
@@ -76,12 +89,23 @@ def evaluate_tasks(
         add_bos={"auto": None, "always": True, "never": False}[config.add_bos],
         stop=config.stop,
     )
-    found: dict[str, dict[str, Any]] = {}
+    arguments = {
+        "task_manager": manager,
+        # The tasks of a pack have theirs already.
+        "num_fewshot": None if pack else examples,
+        "fewshot_random_seed": config.fewshot_seed,
+        "confirm_run_unsafe_code": allowed,
+        "apply_chat_template": config.chat_template,
+        "bootstrap_iters": 0,
+        "log_samples": samples_dir is not None,
+    }
+    rows: dict[str, dict[str, Any]] = {}
     for name in list(jobs):
         # Its requests and answers go with it.
-        evaluate = functools.partial(_evaluate, config, lm, manager, jobs.pop(name), samples_dir)
-        found |= once(done_dir, name, evaluate)
-    return found
+        job = jobs.pop(name)
+        evaluate = functools.partial(_evaluate, lm, job, config.limit, arguments, samples_dir)
+        rows |= once(done_dir, name, evaluate)
+    return rows
 
 
 def check_tasks(config: ConfigDict) -> None:
@@ -89,29 +113,19 @@ def check_tasks(config: ConfigDict) -> None:
     if not config.tasks or isinstance(config.tasks, str):
         raise ValueError(f"tasks={config.tasks!r}: give names, e.g. --config.tasks=\"('piqa',)\"")
     check_choice("add_bos", config.add_bos, ("auto", "always", "never"))
-    for key in ("limit", "max_length"):
-        if config[key] < 0:
-            raise ValueError(f"{key}={config[key]} must be positive, or 0 for none")
-    for key in ("batch_tokens", "generation_batch_size"):
-        if config[key] < 1:
-            raise ValueError(f"{key}={config[key]} must be at least 1")
+    check_least(config, {"limit": 0, "max_length": 0, "batch_tokens": 1})
+    check_least(config, {"generation_batch_size": 1})
     if config.data_root:
-        for name in config.tasks:
-            tables().check(str(name))
-        if not epath.Path(config.data_root).is_dir():
-            raise ValueError(f"data_root={config.data_root!r}: no such directory")
-        _check_code(config)
+        names = list(map(str, config.tasks))
+        examples, allowed = config.get("num_fewshot"), config.allow_code_execution
+        check_pack(config.data_root, names, examples, config.fewshot_from, allowed)
+        _check_sandbox(names)
 
 
-def _check_code(config: ConfigDict) -> None:
-    codes = tables().running_code(map(str, config.tasks))
+def _check_sandbox(names: Sequence[str]) -> None:
+    codes = tables().running_code(names)
     if not codes:
         return
-    if not config.allow_code_execution:
-        raise ValueError(
-            f"{codes[0]} runs programs that the model wrote: allow it with "
-            "--config.allow_code_execution=true (they run in a sandbox), or leave it out"
-        )
     # Tried now: it would be missed only after everything has been generated.
     mechanism = sandbox.available()
     if mechanism.name == "none":
@@ -121,23 +135,16 @@ def _check_code(config: ConfigDict) -> None:
         )
 
 
-def _load(config: ConfigDict, names: list[str]) -> tuple[Any, dict[str, NamedTasks]]:
-    """The harness's task manager, and what each name stands for."""
-    specs: list[Any] = names
-    if config.data_root:
-        pack = make_task_pack(
-            config.data_root, names, num_fewshot=config.get("num_fewshot"),
-            fewshot_from=config.fewshot_from, allow_code=config.allow_code_execution,
-        )  # fmt: skip
-        manager, specs = pack.task_manager, pack.tasks
-    else:
-        from lm_eval.tasks import TaskManager
+def _load(names: list[str], pack: TaskPack | None) -> tuple[Any, dict[str, NamedTasks]]:
+    """The harness's task manager, and what each name stands for: of a pack, else of its own."""
+    from lm_eval.tasks import TaskManager
 
-        manager = TaskManager()
+    manager = pack.task_manager if pack else TaskManager()
+    specs = pack.tasks if pack else names
     jobs = {name: _job(manager.load([spec])) for name, spec in zip(names, specs, strict=True)}
-    if not config.data_root:
-        for leaves in (leaves for job in jobs.values() for leaves in job.leaves.values()):
-            for name, task in leaves.items():
+    if pack is None:
+        for job in jobs.values():
+            for name, task in job.tasks.items():
                 check_graders(name, task)
     return manager, jobs
 
@@ -146,45 +153,30 @@ def _job(loaded: Mapping[str, Any]) -> NamedTasks:
     tasks, groups = loaded["tasks"], loaded.get("groups", {})
     inner = {child for group in groups.values() for child in group.child_names}
     roots = {name: one for name, one in {**groups, **tasks}.items() if name not in inner}
-    leaves = {
-        name: {task.task_name: task for task in one.get_all_tasks()}
-        if name in groups
-        else {name: one}
-        for name, one in roots.items()
-    }
+    leaves = {name: {name: task} for name, task in roots.items()}
+    for name in roots.keys() & groups.keys():
+        leaves[name] = {task.task_name: task for task in roots[name].get_all_tasks()}
     return NamedTasks(roots, leaves)
 
 
 def _evaluate(
-    config: ConfigDict, lm: Any, manager: Any, job: NamedTasks, samples_dir: epath.Path | None
+    lm: Any, job: NamedTasks, limit: int, arguments: dict, samples_dir: epath.Path | None
 ) -> dict[str, dict[str, Any]]:
     """The rows of one name; its samples are written."""
     import lm_eval
 
-    tasks, limits = list(job.roots.values()), {}
-    if config.limit:
+    arguments = arguments | {"tasks": list(job.roots.values())}
+    if limit:
         counts: dict[str, int] = {}
         for leaves in job.leaves.values():
-            sizes = {name: len(task.eval_docs) for name, task in leaves.items()}
-            counts |= limited(sizes, config.limit)
-        every = {name: task for leaves in job.leaves.values() for name, task in leaves.items()}
-        tasks = [every[name] for name in counts]
-        limits = {"samples": {name: list(range(n)) for name, n in counts.items()}}
-    found = lm_eval.simple_evaluate(
-        lm, tasks=tasks, task_manager=manager, **limits,
-        # The tasks of a pack have theirs already.
-        num_fewshot=None if config.data_root else config.get("num_fewshot"),
-        confirm_run_unsafe_code=config.allow_code_execution,
-        bootstrap_iters=0, log_samples=samples_dir is not None,
-        fewshot_random_seed=config.fewshot_seed, apply_chat_template=config.chat_template,
-    )  # fmt: skip
+            counts |= limited({name: len(task.eval_docs) for name, task in leaves.items()}, limit)
+        arguments["tasks"] = [job.tasks[name] for name in counts]
+        arguments["samples"] = {name: list(range(n)) for name, n in counts.items()}
+    evaluated: Any = lm_eval.simple_evaluate(lm, **arguments)
     if samples_dir is not None:
-        for task, rows in found["samples"].items():
-            lines = (json.dumps(row, default=str, ensure_ascii=False) for row in rows)
-            text = "".join(f"{line}\n" for line in lines)
-            with atomic_path(samples_dir / f"{task}.jsonl") as path:
-                path.write_bytes(text.encode("utf-8", "replace"))
-    return _summary(found, job)
+        for task, rows in evaluated["samples"].items():
+            write_rows(samples_dir / f"{task}.jsonl", rows, default=str)
+    return _summary(evaluated, job)
 
 
 def limited(sizes: Mapping[str, int], limit: int) -> dict[str, int]:

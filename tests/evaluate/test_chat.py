@@ -11,7 +11,7 @@ from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, run_script, save_tiny
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.evaluate.chat import answers as chat
+from ffn_heterogeneity.evaluate.chat import conversations as chat
 from ffn_heterogeneity.evaluate.chat.endpoint import _text_of
 from ffn_heterogeneity.evaluate.generate import Generation
 from ffn_heterogeneity.io.load import Model

@@ -17,8 +17,8 @@ from ffn_heterogeneity.evaluate.generate import (
     _decode,
     _prefill,
     bucket,
-    nucleus,
 )
+from ffn_heterogeneity.evaluate.sampling import nucleus
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.decoding import layers_apart

@@ -8,7 +8,7 @@ import json
 import pytest
 from tiny_models import config_of
 
-from ffn_heterogeneity.evaluate.chat import answers as chat
+from ffn_heterogeneity.evaluate.chat import conversations as chat
 from ffn_heterogeneity.evaluate.chat import judge
 
 ADDED = ("translation", "summarization", "qa", "math_reasoning", "rag")

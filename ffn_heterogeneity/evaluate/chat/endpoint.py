@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import http.client
 import json
 import threading
@@ -26,6 +28,7 @@ class EndpointError(Exception):
         self.body, self.again, self.wait = body, again, wait
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Endpoint:
     """A model at `<url>/v1/chat/completions`.
 
@@ -43,31 +46,29 @@ class Endpoint:
       ValueError: the address or the key cannot be one.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        model: str,
-        key: str = "",
-        temperature: float | None = 0.0,
-        max_tokens: int = 0,
-        timeout: float = 120.0,
-        retries: int = 5,
-        backoff: float = 2.0,
-    ):
+    url: str
+    model: str
+    key: str = dataclasses.field(default="", repr=False)  # no log shows it
+    temperature: float | None = 0.0
+    max_tokens: int = 0
+    timeout: float = 120.0
+    retries: int = 5
+    backoff: float = 2.0
+
+    def __post_init__(self):
+        url = self.url
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url={url!r} is no address: write http://<host>:<port> or https://..")
-        if not (key.isascii() and key.isprintable()):
+        if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("the key holds characters that no key has (is it the right variable?)")
         path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
         self.url = parts._replace(path=f"{path}/v1/chat/completions", fragment="").geturl()
-        self._key, self._timeout, self._retries, self._backoff = key, timeout, retries, backoff
-        self._body: dict[str, Any] = {"model": model}
-        if temperature is not None:
-            self._body["temperature"] = temperature
-        if max_tokens:
-            self._body["max_tokens"] = max_tokens
+        self._body: dict[str, Any] = {"model": self.model}
+        if self.temperature is not None:
+            self._body["temperature"] = self.temperature
+        if self.max_tokens:
+            self._body["max_tokens"] = self.max_tokens
         self._stopped = threading.Event()
         # A redirect would take the key to another host.
         self._opener = urllib.request.build_opener(_NoRedirects)
@@ -80,17 +81,17 @@ class Endpoint:
         """
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         data = json.dumps(self._body | {"messages": messages}).encode()
-        for number in range(self._retries + 1):
+        for number in range(self.retries + 1):
             if self._stopped.is_set():
                 raise EndpointError("not asked: the run was ended")
             try:
                 return self._redacted(_text_of(self._call(data)))
             except EndpointError as error:
                 why, body = self._redacted(str(error)), self._redacted(error.body)
-                if not error.again or number == self._retries:
+                if not error.again or number == self.retries:
                     tries = f" ({number + 1} tries)" if number else ""
                     raise EndpointError(why + tries, body) from None
-                wait = error.wait or self._backoff * 2**number
+                wait = error.wait or self.backoff * 2**number
             self._stopped.wait(min(wait, LONGEST_WAIT))
         raise AssertionError("unreachable")
 
@@ -100,28 +101,29 @@ class Endpoint:
 
     def _call(self, data: bytes) -> str:
         headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(self.url, data, headers, method="POST")
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         try:
-            with self._opener.open(request, timeout=self._timeout) as response:
+            with self._opener.open(request, timeout=self.timeout) as response:
                 return self._redacted(_read(response, deadline))
         except urllib.error.HTTPError as error:
             # Redacted before anything is cut: half a key would not be found any more.
-            body = self._redacted(_body_of(error, deadline))
-            raise EndpointError(
-                f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}", body[:SHOWN],
-                again=error.code in TRY_AGAIN, wait=_seconds(error.headers.get("Retry-After")),
-            ) from None  # fmt: skip
+            body = ""
+            with contextlib.suppress(OSError, http.client.HTTPException, EndpointError):
+                body = self._redacted(_read(error, deadline))
+            why = f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}"
+            wait = _seconds(error.headers.get("Retry-After"))
+            raise EndpointError(why, body[:SHOWN], error.code in TRY_AGAIN, wait) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             late = isinstance(reason, TimeoutError)
-            why = f"no answer within {self._timeout:g} s" if late else f"no connection: {reason!r}"
+            why = f"no answer within {self.timeout:g} s" if late else f"no connection: {reason!r}"
             raise EndpointError(why, again=True) from None
 
     def _redacted(self, text: str) -> str:
-        return text.replace(self._key, "<key>") if self._key else text
+        return text.replace(self.key, "<key>") if self.key else text
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -155,13 +157,6 @@ def _read(response: Any, deadline: float) -> str:
     if missing := getattr(response, "length", None):
         raise http.client.IncompleteRead(b"", missing)
     return b"".join(parts).decode("utf-8", "replace")
-
-
-def _body_of(error: urllib.error.HTTPError, deadline: float) -> str:
-    try:
-        return _read(error, deadline)
-    except (OSError, http.client.HTTPException, EndpointError):
-        return ""
 
 
 def _seconds(value: str | None) -> float:

@@ -12,6 +12,7 @@ same command asks again. The key is read from the environment and taken out of a
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 import sys
@@ -24,28 +25,54 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.chat import judge_prompts
-from ffn_heterogeneity.evaluate.chat.answers import (
+from ffn_heterogeneity.evaluate.chat.conversations import (
     Question,
     benchmark_file,
     read_answers,
     read_questions,
-    read_rows,
-    write_rows,
 )
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
+from ffn_heterogeneity.evaluate.inputs import check_least, settings_from
+from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.wording import check_choice
 
 MODES = ("single", "pairwise")
 # Categories whose answers are right or wrong: MT-bench's authors show the judge a reference. And
 # those that Spec-Bench adds; its qa has no references.
-REFERENCE_CATEGORIES = (
-    "math", "reasoning", "coding", "translation", "summarization", "math_reasoning", "rag",
-)  # fmt: skip
+REFERENCE_CATEGORIES = frozenset(
+    ["math", "reasoning", "coding", "translation", "summarization", "math_reasoning", "rag"]
+)
 REFERENCE_FILES = ("reference_gpt4.jsonl", "reference_answer/gpt-4.jsonl")
-# Pairs are judged twice, with their places changed.
-GAMES = {"g1": (0, 1), "g2": (1, 0)}
+# Pairs are judged twice, with their places changed: {what a game's fields begin with: the order}.
+GAMES = {"g1_": (0, 1), "g2_": (1, 0)}
+WINNERS = {
+    "g1_": {"A": "model_1", "B": "model_2", "C": "tie"},
+    "g2_": {"A": "model_2", "B": "model_1", "C": "tie"},
+}
 FORMS = {"single": "single", "pairwise": "pair"}
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeSettings:
+    """What is judged, by whom, and how it is asked: the keys of configs/judge.py."""
+
+    mode: str
+    benchmark: str
+    data_root: str
+    limit: int
+    answers: str
+    baseline: str
+    url: str
+    judge_model: str
+    key_env: str
+    temperature: float | None
+    max_tokens: int
+    timeout: float
+    retries: int
+    backoff: float
+    workers: int
+    give_up_after: int
 
 
 class Job(NamedTuple):
@@ -68,41 +95,46 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
       ValueError (DataError): a setting or a file is unusable; never because of a judge's answer.
     """
     check(config)
-    jobs, models, unanswered = read_jobs(config)
-    judge = Judge(config, models)
-    form = FORMS[config.mode]
-    path = workdir / "model_judgment" / f"{judge.file_name}_{form}.jsonl"
+    settings = settings_from(JudgeSettings, config)
+    jobs, models, unanswered = read_jobs(settings)
+    judge = Judge(settings, models)
+    path = workdir / "model_judgment" / f"{judge.file_name}_{FORMS[settings.mode]}.jsonl"
     old = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
     # A judgment of other answers is none of these.
     rows = {job.key: old[job.key] for job in jobs if judge.is_of(old.get(job.key, {}), job)}
     failures, tried = read_rows(workdir / "failed.jsonl"), {}
 
     def keep(job: Job, row: dict[str, Any]) -> bool:
-        failed = "error" in row
-        if failed:
+        if "error" in row:
             tried[job.key] = row["error"]
             failures.append(row)
             write_rows(workdir / "failed.jsonl", failures)
-        else:
-            rows[job.key] = row
-            write_rows(path, [rows[one.key] for one in jobs if one.key in rows])
-        return not failed
+            return False
+        rows[job.key] = row
+        write_rows(path, [rows[one.key] for one in jobs if one.key in rows])
+        return True
 
     todo = [job for job in jobs if job.key not in rows]
-    _judge_all(judge, todo, keep, config)
-    wanted = [rows[job.key] for job in jobs if job.key in rows]
+    _judge_all(judge, todo, keep, settings)
+    judged = [rows[job.key] for job in jobs if job.key in rows]
     errors = [
         {"question_id": job.question.id, "turn": job.turn, "error": tried.get(job.key, "not asked")}
         for job in jobs
         if job.key not in rows
     ]
-    summary = single_summary if config.mode == "single" else pairwise_summary
-    categories = {job.question.id: job.question.category for job in jobs}
+    summary = single_summary if settings.mode == "single" else pairwise_summary
     results = {
-        "benchmark": config.benchmark, "mode": config.mode, "judge": config.judge_model,
-        "models": models, "judgments": str(path), "judged": len(wanted), "failed": len(errors),
-        "unanswered": unanswered, "errors": errors, **summary(wanted, categories),
-    }  # fmt: skip
+        "benchmark": settings.benchmark,
+        "mode": settings.mode,
+        "judge": settings.judge_model,
+        "models": models,
+        "judgments": str(path),
+        "judged": len(judged),
+        "failed": len(errors),
+        "unanswered": unanswered,
+        "errors": errors,
+        **summary(judged, {job.question.id: job.question.category for job in jobs}),
+    }
     _report(results, workdir)
     return results
 
@@ -124,40 +156,35 @@ def check(config: ConfigDict) -> None:
         )
     if not config.judge_model:
         raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
-    for key, least in (("workers", 1), ("retries", 0), ("give_up_after", 0), ("max_tokens", 0)):
-        if config[key] < least:
-            raise ValueError(f"{key}={config[key]} must be at least {least}")
-    for key in ("timeout", "backoff"):
-        if not 0 < config[key] < math.inf:
-            raise ValueError(f"{key}={config[key]} must be a positive number of seconds")
-    make_endpoint(config)
+    check_least(config, {"workers": 1, "retries": 0, "give_up_after": 0, "max_tokens": 0})
+    settings = settings_from(JudgeSettings, config)
+    for name, seconds in {"timeout": settings.timeout, "backoff": settings.backoff}.items():
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{name}={seconds} must be a positive number of seconds")
+    make_endpoint(settings)
 
 
-def make_endpoint(config: ConfigDict) -> Endpoint:
+def make_endpoint(settings: JudgeSettings) -> Endpoint:
     """The endpoint with its key out of the environment; errors as `check`."""
-    key = ""
-    if config.key_env:
-        key = os.environ.get(config.key_env, "").strip()
-        if not key:
-            raise ValueError(
-                f"the environment variable {config.key_env}, which key_env names, is not set; "
-                "--config.key_env= (empty) is for an endpoint that wants no key"
-            )
-    return Endpoint(
-        url=config.url, model=config.judge_model, key=key,
-        temperature=config.get("temperature"), max_tokens=config.max_tokens,
-        timeout=config.timeout, retries=config.retries, backoff=config.backoff,
-    )  # fmt: skip
+    key = os.environ.get(settings.key_env, "").strip() if settings.key_env else ""
+    if settings.key_env and not key:
+        raise ValueError(
+            f"the environment variable {settings.key_env}, which key_env names, is not set; "
+            "--config.key_env= (empty) is for an endpoint that wants no key"
+        )
+    return settings_from(Endpoint, settings, model=settings.judge_model, key=key)
 
 
-def read_jobs(config: ConfigDict) -> tuple[list[Job], list[str], int]:
+def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
     """What is to be judged, the models' names, and how many questions lack an answer."""
-    questions = read_questions(config.benchmark, config.data_root, config.limit)
-    files = [config.answers, config.baseline][: 1 + (config.mode == "pairwise")]
+    questions = read_questions(settings.benchmark, settings.data_root, settings.limit)
+    files = [settings.answers]
+    if settings.mode == "pairwise":
+        files.append(settings.baseline)
     names, answers = zip(*map(read_answers, files), strict=True)
     if len(set(names)) < len(names):
         raise ValueError(f"answers and baseline are both of {names[0]!r}: rename one (model_id)")
-    references = _references(config)
+    references = _references(settings.benchmark, settings.data_root)
     jobs, unanswered = [], 0
     for question in questions:
         if any(len(one.get(question.id, ())) < len(question.turns) for one in answers):
@@ -170,61 +197,57 @@ def read_jobs(config: ConfigDict) -> tuple[list[Job], list[str], int]:
             texts = tuple(tuple(one[question.id][:turn]) for one in answers)
             jobs.append(Job(question, turn, texts, tuple(reference[:turn])))
     if not jobs:
-        raise ValueError(f"{config.answers} answers none of the questions of {config.benchmark}")
+        raise ValueError(
+            f"{settings.answers} answers none of the questions of {settings.benchmark}"
+        )
     return jobs, list(names), unanswered
 
 
 class Judge:
     """`judge(job) -> row`: FastChat's, or with "error" where there is no judgment."""
 
-    def __init__(self, config: ConfigDict, models: Sequence[str]):
-        self.endpoint, self.models = make_endpoint(config), models
-        self.single, self.name = config.mode == "single", config.judge_model
+    def __init__(self, settings: JudgeSettings, models: Sequence[str]):
+        self.endpoint = make_endpoint(settings)
+        self.single, self.name = settings.mode == "single", settings.judge_model
+        keys = ("model",) if self.single else ("model_1", "model_2")
+        self._names = dict(zip(keys, models, strict=True))
         self.file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
 
     def __call__(self, job: Job) -> dict[str, Any]:
-        return self._single(job) if self.single else self._pair(job)
+        row: dict[str, Any] = {"question_id": job.question.id, **self._names}
+        read = judge_prompts.rating if self.single else judge_prompts.verdict
+        errors, name = [], ""
+        for game, (name, prompt) in self._prompts(job).items():
+            answer, judgment, error = self._ask(prompt, read)
+            asked = {f"{game}user_prompt": prompt, f"{game}judgment": judgment}
+            if self.single:
+                row |= {"judge": [self.name, name], **asked, "score": answer}
+            else:
+                row |= {f"{game}winner": WINNERS[game].get(answer, "error"), **asked}
+            errors.append(error)
+        row |= {"judge": [self.name, name], "turn": job.turn, "tstamp": time.time()}
+        if any(errors):
+            row["error"] = "; ".join(dict.fromkeys(filter(None, errors)))
+        return row
 
     def is_of(self, row: Mapping[str, Any], job: Job) -> bool:
         """Whether a row judges just this: the same models, and the same answers in its prompts."""
-        if self.single:
-            asked = {"model": self.models[0], "user_prompt": self._single_prompt(job)[1]}
-        else:
-            asked = {"model_1": self.models[0], "model_2": self.models[1]}
-            for game, order in GAMES.items():
-                asked[f"{game}_user_prompt"] = self._pair_prompt(job, order)[1]
+        prompts = self._prompts(job).items()
+        asked = self._names | {f"{game}user_prompt": prompt for game, (_, prompt) in prompts}
         return all(row.get(key) == value for key, value in asked.items())
+
+    def _prompts(self, job: Job) -> dict[str, tuple[str, str]]:
+        """{what the fields begin with: (the prompt's name, the prompt)}."""
+        if self.single:
+            return {"": self._single_prompt(job)}
+        return {game: self._pair_prompt(job, order) for game, order in GAMES.items()}
 
     def _single_prompt(self, job: Job) -> tuple[str, str]:
         return judge_prompts.single(job.question.turns, job.answers[0], job.reference)
 
     def _pair_prompt(self, job: Job, order: tuple[int, int]) -> tuple[str, str]:
-        pair = [job.answers[i] for i in order]
-        return judge_prompts.pair(job.question.turns, *pair, job.reference)
-
-    def _single(self, job: Job) -> dict[str, Any]:
-        name, prompt = self._single_prompt(job)
-        score, judgment, error = self._ask(prompt, judge_prompts.rating)
-        row = {
-            "question_id": job.question.id, "model": self.models[0], "judge": [self.name, name],
-            "user_prompt": prompt, "judgment": judgment, "score": score, "turn": job.turn,
-        }  # fmt: skip
-        return _stamped(row, [error])
-
-    def _pair(self, job: Job) -> dict[str, Any]:
-        games, errors, name = {}, [], ""
-        for game, order in GAMES.items():
-            name, prompt = self._pair_prompt(job, order)
-            letter, judgment, error = self._ask(prompt, judge_prompts.verdict)
-            winners = {"A": f"model_{order[0] + 1}", "B": f"model_{order[1] + 1}", "C": "tie"}
-            games[f"{game}_winner"] = winners.get(letter, "error")
-            games[f"{game}_user_prompt"], games[f"{game}_judgment"] = prompt, judgment
-            errors.append(error)
-        row = {
-            "question_id": job.question.id, "model_1": self.models[0], "model_2": self.models[1],
-            **games, "judge": [self.name, name], "turn": job.turn,
-        }  # fmt: skip
-        return _stamped(row, errors)
+        first, second = (job.answers[i] for i in order)
+        return judge_prompts.pair(job.question.turns, first, second, job.reference)
 
     def _ask(self, prompt: str, read: Callable[[str], Any]) -> tuple[Any, str, str]:
         """(what was read, the judge's text, why there is nothing to read)."""
@@ -245,19 +268,21 @@ def single_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, An
         return {"score": None}
     half = 1.96 * scores.std(ddof=1) / scores.size**0.5 if scores.size > 1 else math.inf
     mean = float(scores.mean())
-
-    def means(label: Callable[[Mapping], Any]) -> dict[str, float]:
-        labels = [label(row) for row in rows]
-        return {
-            str(one): float(scores[[other == one for other in labels]].mean())
-            for one in dict.fromkeys(labels)
-        }
-
     return {
-        "score": mean, "score_low": mean - half, "score_high": mean + half,
-        "by_turn": means(lambda row: row["turn"]),
-        "by_category": means(lambda row: categories[row["question_id"]]),
-    }  # fmt: skip
+        "score": mean,
+        "score_low": mean - half,
+        "score_high": mean + half,
+        "by_turn": _means(scores, [row["turn"] for row in rows]),
+        "by_category": _means(scores, [categories[row["question_id"]] for row in rows]),
+    }
+
+
+def _means(scores: np.ndarray, labels: Sequence[Any]) -> dict[str, float]:
+    """The mean of the scores under each label, in the labels' order."""
+    by_label: dict[str, list[float]] = {}
+    for score, label in zip(scores, labels, strict=True):
+        by_label.setdefault(str(label), []).append(score)
+    return {label: float(np.mean(values)) for label, values in by_label.items()}
 
 
 def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, Any]:
@@ -267,55 +292,48 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
     """
     pairs = [(row["g1_winner"], row["g2_winner"]) for row in rows]
     wins, losses = pairs.count(("model_1",) * 2), pairs.count(("model_2",) * 2)
-    found: dict[str, Any] = {
-        "wins": wins, "losses": losses, "ties": len(pairs) - wins - losses,
-        "inconsistent": sum(one != other for one, other in pairs), "win_rate": None,
-    }  # fmt: skip
-    if pairs:
-        points = wins + found["ties"] / 2
-        low, high = wilson_interval(points, len(pairs))
-        found |= {"win_rate": points / len(pairs), "win_rate_low": low, "win_rate_high": high}
-    return found
+    ties = len(pairs) - wins - losses
+    counts = {"wins": wins, "losses": losses, "ties": ties}
+    counts["inconsistent"] = sum(first != second for first, second in pairs)
+    if not pairs:
+        return counts | {"win_rate": None}
+    points = wins + ties / 2
+    low, high = wilson_interval(points, len(pairs))
+    rates = {"win_rate": points / len(pairs), "win_rate_low": low, "win_rate_high": high}
+    return counts | rates
 
 
 def _judge_all(
-    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: ConfigDict
+    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], settings: JudgeSettings
 ) -> None:
     """Asks for all jobs, some at once; `keep` takes every row as it comes."""
     from tqdm import tqdm
 
-    pool = concurrent.futures.ThreadPoolExecutor(config.workers)
+    pool = concurrent.futures.ThreadPoolExecutor(settings.workers)
     asked = {pool.submit(judge, job): job for job in jobs}
-    in_a_row, kept = 0, set()
+    in_a_row, seen = 0, set()
     try:
         done = concurrent.futures.as_completed(asked)
         for future in tqdm(done, total=len(jobs), desc="judge", file=sys.stderr):
-            kept.add(future)
+            seen.add(future)
             in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
-            if config.give_up_after and in_a_row >= config.give_up_after:
+            if settings.give_up_after and in_a_row >= settings.give_up_after:
                 print(f"{in_a_row} failures in a row: the rest is not asked", file=sys.stderr)
                 break
     finally:
         judge.endpoint.stop()
         pool.shutdown(wait=in_a_row > 0, cancel_futures=True)
     for future, job in asked.items():  # calls that were under way
-        if future not in kept and not future.cancelled():
+        if future not in seen and not future.cancelled():
             keep(job, future.result())
 
 
-def _references(config: ConfigDict) -> dict[Any, list[str]]:
+def _references(benchmark: str, data_root: str) -> dict[Any, list[str]]:
     try:
-        file = benchmark_file(config.benchmark, config.data_root, REFERENCE_FILES)
+        file = benchmark_file(benchmark, data_root, REFERENCE_FILES)
     except ValueError:
         return {}
     return read_answers(file)[1]
-
-
-def _stamped(row: dict[str, Any], errors: Sequence[str]) -> dict[str, Any]:
-    row["tstamp"] = time.time()
-    if any(errors):
-        row["error"] = "; ".join(dict.fromkeys(error for error in errors if error))
-    return row
 
 
 def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:

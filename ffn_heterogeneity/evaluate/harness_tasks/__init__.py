@@ -36,7 +36,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 
-__all__ = ["TaskPack", "make_task_pack"]
+__all__ = ["TaskPack", "check_pack", "make_task_pack"]
 
 
 class TaskPack(NamedTuple):
@@ -73,7 +73,7 @@ def make_task_pack(
       ImportError: the harness is not installed (the extra `eval`).
     """
     names = list(dict.fromkeys([names] if isinstance(names, str) else names))
-    _check(data_root, names, num_fewshot, fewshot_from, allow_code)
+    check_pack(data_root, names, num_fewshot, fewshot_from, allow_code)
     reader = Reader(str(data_root), fewshot_from)
     built = [_build(reader, name, num_fewshot) for name in names]
     from lm_eval.tasks import TaskManager
@@ -118,13 +118,14 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
     return LocalTask(settings, rows, leave_out=local.get("split") == "validation")
 
 
-def _check(
+def check_pack(
     data_root: str,
     names: Sequence[str],
     num_fewshot: int | None,
     fewshot_from: str,
     allow_code: bool,
 ) -> None:
+    """Refuses what `make_task_pack` cannot make, before a row is read; arguments as there."""
     for name in names:
         tables().check(name)
     if not names:
@@ -142,6 +143,6 @@ def _check(
     codes = tables().running_code(names)
     if codes and not allow_code:
         raise DataError(
-            f"{codes[0]} runs programs written by the model; set allow_code=True to allow it, or "
-            "leave the task out"
+            f"{codes[0]} runs programs written by the model; set allow_code=True "
+            "(--config.allow_code_execution=true) to allow it, in a sandbox, or leave the task out"
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.data.sources import DataError, ListSource, read_each, read_jsonl
+from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
 
 FEWSHOT_FROM = ("auto", "train", "evaluation")
@@ -18,20 +18,19 @@ Rows = list[dict[str, Any]]
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
 class Reader:
-    """Reads files under `root`, each once.
+    """Reads files, each once.
 
-    Attributes:
+    Args:
       root: directory with a folder for every task.
       fewshot_from: "auto", "train" or "evaluation".
     """
 
-    root: str
-    fewshot_from: str = "auto"
-    _sources: dict[str, ListSource] = dataclasses.field(default_factory=dict)
-    _read: dict[tuple[str, str], Rows] = dataclasses.field(default_factory=dict)
-    _warned: set[str] = dataclasses.field(default_factory=set)
+    def __init__(self, root: str, fewshot_from: str = "auto"):
+        self.root, self.fewshot_from = root, fewshot_from
+        self._source = functools.cache(lambda path: read_jsonl([path]))
+        self._all_rows = functools.cache(self._read)
+        self._warned: set[str] = set()
 
     def evaluation(self, local: Mapping[str, Any]) -> tuple[Rows, str]:
         """The questions, and the file they are in."""
@@ -75,17 +74,12 @@ class Reader:
             return f"{source.where(0)}: {error}"
         return ""
 
-    def _source(self, path: str) -> ListSource:
-        if path not in self._sources:
-            self._sources[path] = read_jsonl([path])
-        return self._sources[path]
+    def _read(self, path: str, form: str) -> Rows:
+        """The rows of a file that are part of the task, in one of the forms of rows.py."""
+        return [dict(row) for row in read_each(self._source(path), ROWS[form]) if row is not None]
 
     def _rows(self, path: str, local: Mapping[str, Any]) -> Rows:
-        key = (path, local["rows"])
-        if key not in self._read:
-            rows = read_each(self._source(path), ROWS[local["rows"]])
-            self._read[key] = [dict(row) for row in rows if row is not None]
-        rows, only = self._read[key], local.get("only")
+        rows, only = self._all_rows(path, local["rows"]), local.get("only")
         if only:
             rows = [row for row in rows if row[only["field"]] == only["value"]]
         if not rows:
@@ -97,12 +91,10 @@ class Reader:
         folder = local["folder"]
         if folder not in self._warned:
             self._warned.add(folder)
-            _log.warning(
-                "%s: few-shot examples come from the evaluation file, without the question being "
-                "asked (%s)",
-                folder,
-                why,
+            what = (
+                "few-shot examples come from the evaluation file, without the question being asked"
             )
+            _log.warning("%s: %s (%s)", folder, what, why)
 
 
 def _put_first(rows: Rows, path: str, field: str, values: list[Any]) -> Rows:

@@ -19,19 +19,19 @@ from ffn_heterogeneity.data.tasks.superglue import CB_WORDS, COPA_WORDS, RTE_WOR
 LETTERS = "ABCDEFGH"
 # LongBench's longest answers, in tokens.
 QA_TOKENS = {
-    "2wikimqa": 32, "hotpotqa": 32, "multifieldqa_en": 64, "musique": 32, "narrativeqa": 128,
-    "qasper": 128, "triviaqa": 32,
-}  # fmt: skip
+    **dict.fromkeys(("2wikimqa", "hotpotqa", "musique", "triviaqa"), 32),
+    "multifieldqa_en": 64,
+    **dict.fromkeys(("narrativeqa", "qasper"), 128),
+}
 Row = Mapping[str, Any]
 
 
 def index_of(row: Row, field: str, words: int | list[str] | tuple[str, ...], first: int = 0) -> int:
     """The answer's index: a number from `first` on (or its digits), or one of `words`."""
-    value, count = value_of(row, field, object, "an answer"), words
-    if not isinstance(words, int):
-        if value in words:
-            return list(words).index(value)
-        count = len(words)
+    value = value_of(row, field, object, "an answer")
+    count = words if isinstance(words, int) else len(words)
+    if not isinstance(words, int) and value in words:
+        return list(words).index(value)
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     if isinstance(value, int) and 0 <= value - first < count:
@@ -42,7 +42,7 @@ def index_of(row: Row, field: str, words: int | list[str] | tuple[str, ...], fir
 
 
 def gsm8k(row: Row) -> Row:
-    return {key: text_of(row, key) for key in ("question", "answer")}
+    return _texts(row, "question", "answer")
 
 
 def mbpp(row: Row) -> Row:
@@ -66,8 +66,7 @@ def mmlu(row: Row) -> Row:
     else:
         choices = [text_of(row, letter) for letter in "ABCD"]
     label = index_of(row, "answer", tuple("ABCD"))
-    names = {key: text_of(row, key) for key in ("subject", "question")}
-    return {**names, "choices": choices, "label": label}
+    return {**_texts(row, "subject", "question"), "choices": choices, "label": label}
 
 
 def hellaswag(row: Row) -> Row:
@@ -107,7 +106,7 @@ def piqa(row: Row) -> Row:
 
 def siqa(row: Row) -> Row:
     """The label counts from 1."""
-    texts = {key: text_of(row, key) for key in ("context", "question")}
+    texts = _texts(row, "context", "question")
     choices = [text_of(row, f"answer{letter}") for letter in "ABC"]
     return {**texts, "choices": choices, "label": index_of(row, "label", 3, first=1)}
 
@@ -165,10 +164,9 @@ def minilongbench_qa(row: Row) -> Row | None:
 
 
 def boolq(row: Row) -> Row:
-    texts = {key: text_of(row, key) for key in ("passage", "question")}
     # The original files, older than SuperGLUE, call it "answer".
     field = "answer" if "answer" in row and "label" not in row else "label"
-    return {**texts, "label": index_of(row, field, 2)}
+    return {**_texts(row, "passage", "question"), "label": index_of(row, field, 2)}
 
 
 def race(row: Row) -> Row | None:
@@ -200,7 +198,7 @@ def race(row: Row) -> Row | None:
 
 def sciq(row: Row) -> Row:
     keys = ("distractor1", "distractor2", "distractor3", "correct_answer")
-    texts = {key: text_of(row, key) for key in ("support", "question")}
+    texts = _texts(row, "support", "question")
     return {**texts, "choices": [text_of(row, key) for key in keys], "label": 3}
 
 
@@ -222,7 +220,7 @@ def lambada(row: Row) -> Row:
 
 
 def cb(row: Row) -> Row:
-    texts = {key: text_of(row, key) for key in ("premise", "hypothesis")}
+    texts = _texts(row, "premise", "hypothesis")
     return {**texts, "label": index_of(row, "label", CB_WORDS)}
 
 
@@ -241,7 +239,7 @@ def copa(row: Row) -> Row:
 
 
 def rte(row: Row) -> Row:
-    texts = {key: text_of(row, key) for key in ("premise", "hypothesis")}
+    texts = _texts(row, "premise", "hypothesis")
     return {**texts, "label": index_of(row, "label", RTE_WORDS)}
 
 
@@ -258,15 +256,21 @@ def wic(row: Row) -> Row:
 def _arc_of_text(instruction: str, answer: str) -> Row:
     """From "...: <question>\\n\\nAnswer1: <a> Answer2: <b>\\n\\nAnswer format: answer1/answer2"."""
     form = r".*?: (.*)\n\nAnswer1: (.*)\n\nAnswer format: (.*)"
-    found = re.fullmatch(form, instruction, re.DOTALL)
-    names = found[3].strip().split("/") if found else []
-    choices = re.split(r" Answer\d: ", found[2]) if found else []
-    if not choices or len(names) != len(choices) or answer not in names:
+    match = re.fullmatch(form, instruction, re.DOTALL)
+    names, choices = [], []
+    if match:
+        names = match[3].strip().split("/")
+        choices = re.split(r" Answer\d: ", match[2])
+    if not match or len(names) != len(choices) or answer not in names:
         raise DataError(
             f"field 'instruction' is not a question with its answers, {answer!r:.40} among them: "
             f"{instruction!r:.60}"
         )
-    return {"question": found[1], "choices": choices, "label": names.index(answer)}
+    return {"question": match[1], "choices": choices, "label": names.index(answer)}
+
+
+def _texts(row: Row, *fields: str) -> dict[str, str]:
+    return {field: text_of(row, field) for field in fields}
 
 
 def _answers(row: Row, field: str) -> list[str]:
@@ -289,10 +293,11 @@ def _answered(problem: Row) -> str:
     return f"Question: {question}\nAnswer: {answer}\n"
 
 
+# Questions whose answer is one of several texts, a label, or what the model writes.
+CHOICES = (mmlu, hellaswag, arc, piqa, siqa, winogrande, race, sciq, swag, copa)
+LABELS = (boolq, cb, rte, wic)
+WRITTEN = (gsm8k, mbpp, triviaqa, nq_open, lambada, longbench, minilongbench_qa)
+# What task files may name.
 ROWS: dict[str, Callable[[Row], Row | None]] = {
-    function.__name__: function
-    for function in (
-        gsm8k, mbpp, mmlu, hellaswag, arc, piqa, siqa, winogrande, triviaqa, nq_open, boolq, race,
-        sciq, swag, lambada, cb, copa, rte, wic, longbench, minilongbench_qa,
-    )
-}  # fmt: skip
+    function.__name__: function for function in (*CHOICES, *LABELS, *WRITTEN)
+}

@@ -81,9 +81,8 @@ def _add_subjects(found: Tables, settings: dict[str, Any]) -> None:
         found.groups[f"{name}_{group}"] = Group({**shared, **alias}, members)
         for subject in subjects:
             task = copy.deepcopy(settings["subject_task"])
-            task["description"] = task["description"].replace(
-                "<subject>", subject.replace("_", " ")
-            )
+            words = subject.replace("_", " ")
+            task["description"] = task["description"].replace("<subject>", words)
             task["local"]["only"] = {"field": "subject", "value": subject}
             task |= {"task": f"{name}_{subject}", "task_alias": subject}
             found.tasks[task["task"]] = task

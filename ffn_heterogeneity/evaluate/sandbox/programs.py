@@ -27,10 +27,7 @@ from ffn_heterogeneity.evaluate.sandbox.run import (
     run_once,
 )
 
-__all__ = [
-    "Limits", "Mechanism", "Outcome", "SandboxError",
-    "available", "failure", "run_code",
-]  # fmt: skip
+__all__ = ["Limits", "Mechanism", "Outcome", "SandboxError", "available", "failure", "run_code"]
 
 WAY_OUT = (
     "install bubblewrap (bwrap), or allow user namespaces (sysctl user.max_user_namespaces; "
@@ -52,11 +49,7 @@ class Mechanism(NamedTuple):
 
 
 def run_code(
-    program: str,
-    *,
-    allow: bool,
-    limits: Limits = Limits(),
-    mechanism: str | None = None,
+    program: str, *, allow: bool, limits: Limits = Limits(), mechanism: str | None = None
 ) -> Outcome:
     """Runs a Python program in a sandbox.
 

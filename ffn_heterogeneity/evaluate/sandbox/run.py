@@ -62,11 +62,10 @@ class Limits:
     output_bytes: int = 1 << 20
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            whole = field.name == "wall_seconds" or isinstance(value, int)
+        for name, value in vars(self).items():
+            whole = name == "wall_seconds" or isinstance(value, int)
             if not (whole and 0 < value < float("inf")):
-                raise ValueError(f"Limits: {field.name}={value!r} must be a positive number")
+                raise ValueError(f"Limits: {name}={value!r} must be a positive number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +90,11 @@ class Outcome:
 def views() -> list[tuple[str, str]]:
     """(real path, path inside) of what a program sees: Python's own files, system libraries."""
     prefix, config = sys.base_prefix, sysconfig.get_config_vars()
-    wanted = {
-        os.path.dirname(os.__file__), config.get("DESTSHARED"), config.get("LIBDIR"),
-        f"{prefix}/lib", f"{prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64",
-        "/etc/ld.so.cache", "/usr/share/zoneinfo",
-    }  # fmt: skip
+    wanted = [os.path.dirname(os.__file__), config.get("DESTSHARED"), config.get("LIBDIR")]
+    wanted += [f"{prefix}/lib", f"{prefix}/lib64", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    wanted += ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
     found: list[str] = []
-    for path in sorted(path for path in wanted if path and os.path.exists(path)):
+    for path in sorted({path for path in wanted if path and os.path.exists(path)}):
         if not any(path.startswith(f"{seen}/") for seen in found):
             found.append(path)
     return [(os.path.realpath(path), path) for path in found]
@@ -180,13 +177,10 @@ class _Supervisor:
     def __init__(self, process: subprocess.Popen, reader: int, limits: Limits):
         self.process, self.reader, self.limits = process, reader, limits
         self.selector = selectors.DefaultSelector()
-        self.tails = {"status": b"", "stdout": b"", "stderr": b""}
-        for name, fd in (
-            ("status", reader),
-            ("stdout", process.stdout.fileno()),
-            ("stderr", process.stderr.fileno()),
-        ):
-            self.selector.register(fd, selectors.EVENT_READ, name)
+        pipes = {"status": reader, "stdout": process.stdout, "stderr": process.stderr}
+        self.tails = dict.fromkeys(pipes, b"")
+        for name, pipe in pipes.items():
+            self.selector.register(pipe, selectors.EVENT_READ, name)
         self.printed, self.seconds = 0, 0.0
         self.started: float | None = None
 
@@ -238,9 +232,8 @@ class _Supervisor:
     def outcome(self, cut: str | None, token: str) -> Outcome:
         """Raises: SandboxError: the program never started."""
         status, code = self.tails["status"], self.process.returncode
-        stdout, stderr = (
-            self.tails[name].decode(errors="replace") for name in ("stdout", "stderr")
-        )
+        stdout = self.tails["stdout"].decode(errors="replace")
+        stderr = self.tails["stderr"].decode(errors="replace")
         if self.started is None:
             why = status[1:].decode(errors="replace") or stderr.strip() or f"exit status {code}"
             if cut:

@@ -107,7 +107,7 @@ def map_ids(pid: int, inside: int) -> int:
             with open(f"/proc/{pid}/{name}", "w") as file:
                 file.write(text)
     except OSError as error:
-        return error.errno
+        return error.errno or 1
     return 0
 
 

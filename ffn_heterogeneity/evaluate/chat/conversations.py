@@ -11,14 +11,14 @@ batches are cut from all questions: where a run was stopped changes nothing.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import json
 import re
 import sys
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -30,18 +30,20 @@ from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
-from ffn_heterogeneity.evaluate.inputs import options_of
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
+from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.wording import check_choice
 
 BENCHMARKS = ("mt_bench", "spec_bench", "vicuna_bench", "wizardlm_testset")
 QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
 # MT-bench's authors', by category; any other category has the last one.
 TEMPERATURES = {
-    "writing": 0.7, "roleplay": 0.7, "extraction": 0.0, "math": 0.0, "coding": 0.0,
-    "reasoning": 0.0, "stem": 0.1, "humanities": 0.1,
-}  # fmt: skip
+    **dict.fromkeys(("extraction", "math", "coding", "reasoning"), 0.0),
+    **dict.fromkeys(("stem", "humanities"), 0.1),
+    **dict.fromkeys(("writing", "roleplay"), 0.7),
+}
 OTHER_TEMPERATURE = 0.7
 # WizardLM's authors set a temperature but do not turn sampling on, so theirs are greedy.
 WIZARDLM_TEMPERATURE = 0.0
@@ -56,6 +58,21 @@ class Question(NamedTuple):
     category: str
     turns: tuple[str, ...]
     reference: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings:
+    """How questions are answered: keys of configs/chat.py, which explains them."""
+
+    benchmark: str
+    system: str
+    chat_template: str
+    bos: str
+    temperature: float | None
+    top_p: float
+    seed: int
+    max_new_tokens: int
+    batch_size: int
 
 
 class Turn(NamedTuple):
@@ -77,21 +94,21 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     """
     from tqdm import tqdm
 
-    if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: chats are text, add its files")
+    tokenizer_of(model, "chats are text, add its files")
     questions = read_questions(config.benchmark, config.data_root, config.limit)
-    name = model_id(config)
+    settings = settings_from(ChatSettings, config)
+    name = model_id(config.model_id, config.model)
     path = workdir / "model_answer" / f"{name}.jsonl"
     # Written before the answers: one without its turns is asked again.
     ended = {row["id"]: row["turns"] for row in read_rows(workdir / "turns.jsonl")}
     rows = [row for row in read_rows(path) if question_id(row) in ended]
-    found = {question_id(row) for row in rows}
-    chat = Chat(config, model)
+    answered = {question_id(row) for row in rows}
+    chat = Chat(settings, model, options_of(config))
     with tqdm(
-        total=len(questions), initial=len(found), desc=config.benchmark, file=sys.stderr
+        total=len(questions), initial=len(answered), desc=settings.benchmark, file=sys.stderr
     ) as bar:
-        for group in groups(config, questions):
-            missing = [question for question in group if question.id not in found]
+        for group in groups(settings, questions):
+            missing = [question for question in group if question.id not in answered]
             if not missing:
                 continue
             # The whole batch, so that the draws do not depend on where a run was stopped.
@@ -99,13 +116,13 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
                 if question in missing:
                     ended[question.id] = turns
                     texts = [turn.text for turn in turns]
-                    rows.append(answer_row(config.benchmark, question, name, texts))
-            kept = [{"id": key, "turns": turns} for key, turns in ended.items()]
-            write_rows(workdir / "turns.jsonl", kept)
+                    rows.append(answer_row(settings.benchmark, question, name, texts))
+            turn_rows = [{"id": key, "turns": turns} for key, turns in ended.items()]
+            write_rows(workdir / "turns.jsonl", turn_rows)
             write_rows(path, rows)
             bar.update(len(missing))
     return {
-        "benchmark": config.benchmark,
+        "benchmark": settings.benchmark,
         "model_id": name,
         "answers": str(path),
         "answered": len(rows),
@@ -132,87 +149,84 @@ def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
 class Chat:
     """A model that answers a batch of questions, their turns one after another."""
 
-    def __init__(self, config: ConfigDict, model: Model):
-        self.config, self.positions = config, model.config.max_position
-        self.encoder = Encoder(model.tokenizer, config.bos, chat_template=config.chat_template)
-        own = config.chat_template == "auto" and getattr(model.tokenizer, "chat_template", None)
-        self.template = "tokenizer" if own else config.chat_template.replace("auto", "tulu")
+    def __init__(self, settings: ChatSettings, model: Model, options: RunOptions = RunOptions()):
+        self.settings, self.positions = settings, model.config.max_position
+        template = settings.chat_template
+        self.encoder = Encoder(model.tokenizer, settings.bos, chat_template=template)
+        own = template == "auto" and getattr(model.tokenizer, "chat_template", None)
+        self.template = "tokenizer" if own else template.replace("auto", "tulu")
         # The template's end of a turn, and the tokenizer's eos, which the config may not name.
         ends = (end_of_turn(self.encoder), model.tokenizer.eos_token_id)
         self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
+        size = settings.batch_size
         self.generator = Generator(
-            model.config, model.params, model.tokenizer,
-            options=options_of(config),
-            batch_size=config.batch_size,
-        )  # fmt: skip
+            model.config, model.params, model.tokenizer, options=options, batch_size=size
+        )
 
     def __call__(self, group: Sequence[Question]) -> list[list[Turn]]:
         """The answers to every question's turns."""
-        start = [Message("system", self.config.system)] if self.config.system else []
+        start = [Message("system", self.settings.system)] if self.settings.system else []
         talks = [list(start) for _ in group]
-        found: list[list[Turn]] = [[] for _ in group]
-        for turn in range(max(len(question.turns) for question in group)):
-            asked = [i for i, question in enumerate(group) if turn < len(question.turns)]
+        turns: list[list[Turn]] = [[] for _ in group]
+        for number in range(max(len(question.turns) for question in group)):
+            asked = [i for i, question in enumerate(group) if number < len(question.turns)]
             for i in asked:
-                talks[i].append(Message("user", group[i].turns[turn].strip()))
-            answers = self._answers([talks[i] for i in asked], self._sampling(group[0], turn))
+                talks[i].append(Message("user", group[i].turns[number].strip()))
+            answers = self._answers([talks[i] for i in asked], self._sampling(group[0], number))
             for i, answer in zip(asked, answers, strict=True):
                 talks[i].append(Message("assistant", answer.text))
-                found[i].append(answer)
-        return found
+                turns[i].append(answer)
+        return turns
 
-    def _answers(self, talks: Sequence[Sequence[Message]], sampling: dict) -> list[Turn]:
+    def _answers(self, talks: Sequence[Sequence[Message]], sampling: Sampling) -> list[Turn]:
         prompts = [prompt_ids(talk, self.encoder) for talk in talks]
-        room = [min(self.config.max_new_tokens, self.positions - len(ids)) for ids in prompts]
+        room = [min(sampling.max_new_tokens, self.positions - len(ids)) for ids in prompts]
         asked = [i for i, tokens in enumerate(room) if tokens > 0]
         generated = self.generator(
             [prompts[i] for i in asked],
-            [Sampling(max_new_tokens=room[i], **sampling) for i in asked],
+            [dataclasses.replace(sampling, max_new_tokens=room[i]) for i in asked],
             progress=None,
         )
-        found = [Turn("", "no room")] * len(talks)
-        for i, one in zip(asked, generated, strict=True):
-            found[i] = Turn(one.text.strip(), one.finish)
-        return found
+        turns = [Turn("", "no room")] * len(talks)
+        for i, answer in zip(asked, generated, strict=True):
+            turns[i] = Turn(answer.text.strip(), answer.finish)
+        return turns
 
-    def _sampling(self, first: Question, turn: int) -> dict[str, Any]:
-        seed = zlib.crc32(f"{self.config.seed}/{first.id}/{turn}".encode())
-        return {
-            "temperature": temperature(self.config, first),
-            "top_p": self.config.top_p,
-            "seed": seed,
-            "eos": self.eos,
-        }
+    def _sampling(self, first: Question, turn: int) -> Sampling:
+        """Of a turn of all questions in the batch that begins with `first`."""
+        settings = self.settings
+        seed = zlib.crc32(f"{settings.seed}/{first.id}/{turn}".encode())
+        value = temperature(settings, first)
+        return Sampling(settings.max_new_tokens, value, settings.top_p, seed, eos=self.eos)
 
 
-def temperature(config: ConfigDict, question: Question) -> float:
+def temperature(settings: ChatSettings, question: Question) -> float:
     """The config's, else the benchmark's for the question's category."""
-    if config.get("temperature") is not None:
-        return config.temperature
-    if config.benchmark == "wizardlm_testset":
+    if settings.temperature is not None:
+        return settings.temperature
+    if settings.benchmark == "wizardlm_testset":
         return WIZARDLM_TEMPERATURE
-    other = SPEC_BENCH_TEMPERATURE if config.benchmark == "spec_bench" else OTHER_TEMPERATURE
+    other = SPEC_BENCH_TEMPERATURE if settings.benchmark == "spec_bench" else OTHER_TEMPERATURE
     return TEMPERATURES.get(question.category, other)
 
 
-def groups(config: ConfigDict, questions: Sequence[Question]) -> list[list[Question]]:
+def groups(settings: ChatSettings, questions: Sequence[Question]) -> list[list[Question]]:
     """Batches of questions with one temperature, in the file's order."""
-    found = []
-    for value in sorted({temperature(config, question) for question in questions}):
-        same = iter([q for q in questions if temperature(config, q) == value])
-        while batch := list(itertools.islice(same, config.batch_size)):
-            found.append(batch)
-    return found
+    batches, size = [], settings.batch_size
+    for value in sorted({temperature(settings, question) for question in questions}):
+        same = [question for question in questions if temperature(settings, question) == value]
+        batches += [same[start : start + size] for start in range(0, len(same), size)]
+    return batches
 
 
 def check_chat(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded; errors as `answer_questions`."""
     read_questions(config.benchmark, config.data_root, config.limit)
-    if model_id(config) in ("id", "instruction"):
-        raise ValueError(f"model_id={model_id(config)!r} is a field of WizardLM's answers")
+    name = model_id(config.model_id, config.model)
+    if name in ("id", "instruction"):
+        raise ValueError(f"model_id={name!r} is a field of WizardLM's answers")
     check_choice("chat_template", config.chat_template, CHAT_TEMPLATES)
-    if config.batch_size < 1:
-        raise ValueError(f"batch_size={config.batch_size} must be at least 1")
+    check_least(config, {"batch_size": 1})
     # Its checks of numbers are those of generation.
     Sampling(config.max_new_tokens, config.get("temperature") or 0.0, config.top_p)
 
@@ -230,11 +244,10 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
     source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])
     read = _wizardlm_question if benchmark == "wizardlm_testset" else _question
     questions = list(read_each(source, read))
-    seen: set = set()
+    places: dict[int | str, int] = {}
     for i, question in enumerate(questions):
-        if question.id in seen:
+        if places.setdefault(question.id, i) < i:
             raise DataError(f"{source.where(i)}: the id {question.id!r} came before")
-        seen.add(question.id)
     return questions[: limit or None]
 
 
@@ -282,28 +295,14 @@ def answer_row(
     }
 
 
-def model_id(config: ConfigDict) -> str:
-    """The config's, else the last part of the model's name, fit for a file name."""
-    name = config.model_id or PurePath(config.model).name.removesuffix(".gguf")
+def model_id(given: str, model: str) -> str:
+    """The name given, else the last part of the model's, fit for a file name."""
+    name = given or PurePath(model).name.removesuffix(".gguf")
     return re.sub(r"[^\w.-]+", "_", name) or "model"
 
 
 def question_id(row: Mapping[str, Any]) -> Any:
     return row["question_id"] if "question_id" in row else row.get("id")
-
-
-def write_rows(path: epath.Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """All of a JSONL file, whole or not at all; halves of surrogate pairs become "?"."""
-    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(text.encode("utf-8", "replace"))
-
-
-def read_rows(path: epath.Path) -> list[dict[str, Any]]:
-    """What `write_rows` wrote; nothing where there is no such file, or nothing in it."""
-    if not path.exists() or not path.read_text().strip():
-        return []
-    return list(read_each(read_jsonl([str(path)]), dict))
 
 
 def _question(row: Mapping[str, Any]) -> Question:

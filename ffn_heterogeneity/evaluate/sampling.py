@@ -1,0 +1,144 @@
+"""How the next token is chosen, and when a text ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens, and when to stop.
+
+    Attributes:
+      max_new_tokens: at most so many.
+      temperature: 0: the likeliest token (greedy); else logits are divided by it and drawn from.
+      top_p: draw among the likeliest tokens only, as few as reach this probability together.
+      seed: of the draws. Row i's draws depend on (seed, i, number of the token) alone, not on the
+        batch it is in.
+      stop: strings that end a text (they may hold special tokens); the first of them and all
+        after it are cut off.
+      eos: token ids that end a text, besides the model's own.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    eos: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} is outside (0, 1]")
+        if any(not text for text in self.stop):
+            raise ValueError("an empty stop string would stop before the first token")
+
+
+class Generation(NamedTuple):
+    """What came out for one prompt.
+
+    Attributes:
+      text: without the stop string and special tokens; "" without a tokenizer.
+      tokens: all that were generated, eos and those of the stop string included.
+      finish: "stop", "eos" or "length".
+    """
+
+    text: str
+    tokens: list[int]
+    finish: str
+
+
+class AnswerSoFar:
+    """One row's tokens so far, and why it ended."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Any, sampling: Sampling):
+        own = config.eos_id if isinstance(config.eos_id, tuple) else (config.eos_id,)
+        self.eos = {e for e in (*own, *sampling.eos) if e is not None}
+        # Those that may end the row inside a chunk without a look at its text.
+        self.shared_eos = {e for e in own if e is not None}
+        self.tokenizer, self.sampling = tokenizer, sampling
+        self.special = tokenizer.all_special_tokens if sampling.stop else []
+        # These are never in the text as it is shown.
+        self.hidden = [stop for stop in sampling.stop if any(name in stop for name in self.special)]
+        self.tokens: list[int] = []
+        self.text, self.finish = "", ""
+
+    def take(self, new: np.ndarray) -> None:
+        if self.finish:
+            return
+        for token in new.tolist():
+            self.tokens.append(token)
+            if token in self.eos:
+                self.finish = "eos"
+            elif len(self.tokens) == self.sampling.max_new_tokens:
+                self.finish = "length"
+            if self.finish:
+                break
+        if self.tokenizer is None:
+            return
+        self.text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        found = [self.text.partition(stop)[0] for stop in self.sampling.stop if stop in self.text]
+        if self.hidden:
+            whole = self.tokenizer.decode(self.tokens, skip_special_tokens=False)
+            found += [self._shown(whole.partition(s)[0]) for s in self.hidden if s in whole]
+        if found:
+            self.text, self.finish = min(found, key=len), "stop"
+
+    def _shown(self, text: str) -> str:
+        for name in self.special:
+            text = text.replace(name, "")
+        return text
+
+    def result(self) -> Generation:
+        return Generation(self.text, self.tokens, self.finish)
+
+
+def choose(logits_bv: jax.Array, hyper: dict, count: jax.Array | int) -> jax.Array:
+    """The next token of each row, int32 [B].
+
+    Args:
+      hyper: "temperature", "top_p" and "seed" of all rows, and "rows": the number of each.
+      count: tokens that the rows have already.
+    """
+
+    def draw(logits_bv):
+        scaled_bv = logits_bv / jnp.maximum(hyper["temperature"], 1e-6)
+        top_p = hyper["top_p"]
+        scaled_bv = jax.lax.cond(top_p < 1, lambda x: nucleus(x, top_p), lambda x: x, scaled_bv)
+        key = jax.random.key(hyper["seed"])
+
+        def one(row, logits_v):
+            own = jax.random.fold_in(jax.random.fold_in(key, row), count)
+            return jax.random.categorical(own, logits_v)
+
+        return jax.vmap(one)(hyper["rows"], scaled_bv).astype(jnp.int32)
+
+    def greedy(logits_bv):
+        return jnp.argmax(logits_bv, axis=-1).astype(jnp.int32)
+
+    return jax.lax.cond(hyper["temperature"] > 0, draw, greedy, logits_bv)
+
+
+def nucleus(logits_bv: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits with -inf outside the nucleus: the likeliest tokens, as few as reach `top_p`.
+
+    The likeliest token always stays; tokens as likely as the last of the nucleus stay too.
+    """
+    ordered_bv = jnp.sort(logits_bv, axis=-1, descending=True)
+    before_bv = jnp.cumsum(jax.nn.softmax(ordered_bv, axis=-1), axis=-1)
+    before_bv = jnp.pad(before_bv, ((0, 0), (1, 0)))[:, :-1]
+    # The least logit whose predecessors do not reach top_p (1 is reached by rounding alone).
+    inside_bv = (before_bv < top_p) | (top_p >= 1)
+    least_b = jnp.min(jnp.where(inside_bv, ordered_bv, jnp.inf), axis=-1)
+    return jnp.where(logits_bv >= least_b[:, None], logits_bv, -jnp.inf)
