@@ -69,10 +69,14 @@ def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
     @functools.partial(jax.jit, donate_argnums=0)
     def update(w, gradient, alpha):
         if loss is not None:
-            gradient = gradient + jax.grad(lambda w: alpha * loss(w))(w)
+            gradient = gradient + jax.grad(functools.partial(_weighted, loss, alpha))(w)
         return w - 1e-3 * gradient
 
     return update
+
+
+def _weighted(loss: Callable[[jax.Array], jax.Array], weight: jax.Array, w: jax.Array) -> jax.Array:
+    return weight * loss(w)
 
 
 def _listing(variant: str, w: jax.Array) -> jax.Array:

@@ -47,9 +47,9 @@ class Torch:
         """As `bench.model.Ours.call`."""
         import torch
 
-        rows = torch.tensor(rows.astype(np.int64))
+        tokens = torch.tensor(rows.astype(np.int64))
         if name.startswith("generate"):
-            return lambda: self._generate(self.models[dtype], rows)
+            return lambda: self._generate(self.models[dtype], tokens)
         function = {
             "forward": self._forward, "train step": self._step, "perplexity": self._perplexity
         }[name]  # fmt: skip
@@ -60,7 +60,7 @@ class Torch:
                 torch.set_grad_enabled(training),
                 torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
             ):
-                return function(rows)
+                return function(tokens)
 
         return call
 

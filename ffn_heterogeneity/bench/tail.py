@@ -34,8 +34,9 @@ def benchmark_tail(config: ConfigDict) -> dict:
     rate = jnp.float32(1e-4)
 
     def tail(state, grads):
+        params, opt_state = state
         new, opt_state, metrics = update_leaves(
-            optimizer, trainable, *state, grads, loss=jnp.zeros(()), learning_rate=rate
+            optimizer, trainable, params, opt_state, grads, loss=jnp.zeros(()), learning_rate=rate
         )
         return (new, opt_state), metrics
 

@@ -57,11 +57,10 @@ def save_gguf(
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists: choose another name, or pass overwrite=True")
     family = family_by_name(config.family)
-    leaves, shapes = (
-        flatten(fold(unstack(jax.tree.map(np.asarray, params)))),
-        expected_shapes(config),
-    )
-    if wrong := [p for p in {*leaves, *shapes} if np.shape(leaves.get(p)) != shapes.get(p, ())]:
+    leaves = flatten(fold(unstack(jax.tree.map(np.asarray, params))))
+    given = {path: np.shape(leaf) for path, leaf in leaves.items()}
+    shapes = expected_shapes(config)
+    if wrong := [p for p in {*given, *shapes} if given.get(p) != shapes.get(p)]:
         raise CheckpointError(f"a {config.family} file has no place for, or lacks, {wrong[:5]}")
     architecture = family.gguf_architecture or family.name
     if not config.uniform_width:

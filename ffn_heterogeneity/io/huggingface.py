@@ -166,7 +166,7 @@ def download(
     """
     import huggingface_hub
 
-    patterns = only or (_HUB_PATTERNS if weights else "config.json")
+    patterns = list(only or (_HUB_PATTERNS if weights else ["config.json"]))
     at = f" at revision {revision!r}" if revision else ""
     try:
         local = huggingface_hub.snapshot_download(

@@ -72,7 +72,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
         kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
         kept = kept[:resume_rows]
         if lost := resume_rows and resume_rows - len(kept):
-            steps = spans(missing_steps(kept, range(1, resume_step + 1))) or "evaluations alone"
+            steps = (
+                spans(missing_steps(kept, range(1, (resume_step or 0) + 1))) or "evaluations alone"
+            )
             print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}")
         lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
@@ -220,7 +222,7 @@ def _tensorboard(directory: epath.Path, resume_step: int | None):
 
 def _wandb(project: str, directory: epath.Path, new: bool):
     """A run of Weights & Biases, in `<directory>/wandb`; its id stays over resumes."""
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]  (extra `wandb`)
 
     path, config = directory / "wandb" / "id", directory / "config.json"
     if new or not path.exists():

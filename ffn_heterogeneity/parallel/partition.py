@@ -51,7 +51,7 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
     paths = list(paths)
     compiled, strict = [], True
     for rule in rules:
-        if rule is DEFAULTS:
+        if isinstance(rule, _Defaults):
             strict = False
             continue
         pattern, value = rule
@@ -198,7 +198,7 @@ def make_mesh(
     )
 
 
-def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, int, int]:
+def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]:
     """The sizes on `count` devices, with -1 filled in; errors as `make_mesh`."""
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
