@@ -179,8 +179,12 @@ def _tensors(
 def _add(writer: Any, key: str, value: Any) -> None:
     from gguf import GGUFValueType
 
-    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
-             str: GGUFValueType.STRING}  # fmt: skip
+    kinds = {
+        bool: GGUFValueType.BOOL,
+        int: GGUFValueType.UINT32,
+        float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }
     if isinstance(value, list):
         item = {int: GGUFValueType.INT32}.get(type(value[0]), kinds[type(value[0])])
         writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=item)

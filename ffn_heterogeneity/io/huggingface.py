@@ -89,9 +89,13 @@ def read_pretrained(
     config = read_config(directory)
     family, section = family_by_name(config.family), structure_section(directory)
     params = assemble(
-        config, family.rules(config), stored_tensors(directory), redundant=family.redundant,
-        dtype=None if section else dtype, check_finite=check_finite,
-    )  # fmt: skip
+        config,
+        family.rules(config),
+        stored_tensors(directory),
+        redundant=family.redundant,
+        dtype=None if section else dtype,
+        check_finite=check_finite,
+    )
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params

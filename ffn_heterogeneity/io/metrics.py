@@ -230,12 +230,15 @@ def _wandb(project: str, directory: epath.Path, new: bool):
         path.write_text(uuid.uuid4().hex)
     try:
         run = wandb.init(
-            project=project, id=path.read_text(), resume="allow", reinit="create_new",
+            project=project,
+            id=path.read_text(),
+            resume="allow",
+            reinit="create_new",
             name=f"{directory.parent.name}/{directory.name}",
             dir=None if is_bucket(directory) else os.fspath(directory),
             config=read_json(config) if config.exists() else None,
             settings=wandb.Settings(console="off"),
-        )  # fmt: skip
+        )
     except wandb.errors.Error as error:
         raise ValueError(
             f"wandb={project!r}: {first_line(error)}; run `wandb login`, or set WANDB_MODE=offline"

@@ -41,10 +41,13 @@ def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     names = {name for adapter in ADAPTERS for name in adapter.leaves}
     touched = {path.rpartition("/")[0] for path in leaves if path.split("/")[-1] in names}
     touched |= {f"{path.rpartition('/')[0]}/down" for path in leaves if path.endswith(f"/{SCALE}")}
-    chosen = (*(names | {"kernel"}),)
-    return {path: leaf for path, leaf in leaves.items()
-            if path.endswith(f"/{SCALE}")
-            or path.rpartition("/")[0] in touched and path.split("/")[-1] in chosen}  # fmt: skip
+    chosen = names | {"kernel"}
+
+    def is_structural(path: str) -> bool:
+        module, _, name = path.rpartition("/")
+        return path.endswith(f"/{SCALE}") or (module in touched and name in chosen)
+
+    return {path: leaf for path, leaf in leaves.items() if is_structural(path)}
 
 
 def write_structure(
@@ -107,9 +110,11 @@ def put_back(config: ModelConfig, leaves: Mapping[str, Any], kept: Mapping[str, 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     """The leaves in `dtype` (None: as they are), but for those that are data."""
-    keep = (lambda path: True) if dtype is None else (lambda path: path.split("/")[-1] in DATA)
-    return {path: leaf if keep(path) else leaf.astype(np.dtype(dtype), copy=False)
-            for path, leaf in leaves.items()}  # fmt: skip
+    if dtype is None:
+        return dict(leaves)
+    weights = {path: leaf for path, leaf in leaves.items() if path.split("/")[-1] not in DATA}
+    new = {path: leaf.astype(np.dtype(dtype), copy=False) for path, leaf in weights.items()}
+    return {**leaves, **new}
 
 
 def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
@@ -130,11 +135,16 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
         if leaf.dtype in FLOATS and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
     for module in {path.rpartition("/")[0] for path in kept}:
-        leaves = {p.split("/")[-1]: leaf for p, leaf in kept.items()
-                  if p.rpartition("/")[0] == module}  # fmt: skip
+        leaves = {
+            p.split("/")[-1]: leaf for p, leaf in kept.items() if p.rpartition("/")[0] == module
+        }
         try:
-            ranks = {leaves[name].shape[axes.index("rank")] for adapter in adapters_of(leaves)
-                     for name, axes in adapter.leaves.items() if "rank" in axes}  # fmt: skip
+            ranks = {
+                leaves[name].shape[axes.index("rank")]
+                for adapter in adapters_of(leaves)
+                for name, axes in adapter.leaves.items()
+                if "rank" in axes
+            }
         except ValueError as error:
             raise CheckpointError(f"{folder}: {module}: {error}") from None
         if len(ranks) > 1:
@@ -161,8 +171,11 @@ def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool
 
 def _kernels(kept: Iterable[str]) -> list[str]:
     """Of the folded weights, those that the structure stands for."""
-    modules = {path.rpartition("/")[0] for path in kept
-               if not path.startswith(f"{HEAD}/") and not path.endswith(f"/{SCALE}")}  # fmt: skip
+    modules = {
+        path.rpartition("/")[0]
+        for path in kept
+        if not path.startswith(f"{HEAD}/") and not path.endswith(f"/{SCALE}")
+    }
     return sorted(f"{module}/kernel" for module in modules)
 
 

@@ -63,8 +63,8 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
             write_json(target / "removed_neurons.json", published(results))
     if score and before:
         after = score(config, load_model(str(target)))
-        protocol = {key: after[key] for key in ("windows", "tokens", "bos")}
-        protocol["text"] = config.text or config.token_ids
+        protocol = {"text": config.text or config.token_ids}
+        protocol |= {key: after[key] for key in ("windows", "tokens", "bos")}
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
         results |= compared(before["perplexity"], after["perplexity"], **protocol)
     told = describe(surgery.name, results)

@@ -138,10 +138,13 @@ DEFAULT_SHARDING_RULES = (
     (r"^(head|task_head)/", PartitionSpec()),
     (r"^final_norm/", PartitionSpec()),
     (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
-    *((rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
-      for name, axes in leaf_axes().items() for modules, sides in SIDES.items()),
+    *(
+        (rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
+        for name, axes in leaf_axes().items()
+        for modules, sides in SIDES.items()
+    ),
     (r"^stack/.*/neuron_scale$", PartitionSpec(None, "tensor")),
-)  # fmt: skip
+)
 
 
 def trainable_mask(
@@ -231,7 +234,7 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
                 f"leaf {path!r} of shape {leaves[path].shape} cannot take the spec {spec}: "
                 "it names more axes than the leaf has"
             )
-        axes = [axis if isinstance(axis, tuple) else (axis,) if axis else () for axis in spec]
+        axes = [_mesh_axes(entry) for entry in spec]
         names = {name for axis in axes for name in axis}
         if names - set(mesh.axis_names):
             raise RuleError(f"spec {spec} of {path!r} names axes that are not in {mesh.axis_names}")
@@ -246,6 +249,13 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
     return jax.tree_util.tree_map_with_path(
         lambda path, _: NamedSharding(mesh, specs[path_str(path)]), tree
     )
+
+
+def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of the mesh over which a spec cuts one axis of a leaf."""
+    if isinstance(entry, tuple):
+        return entry
+    return () if entry is None else (entry,)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
