@@ -55,9 +55,9 @@ def trained(config: ConfigDict):
 
 BOTH = {"attack": ("zero", "retain")}
 NONE = point("none", {"attack": "zero", "k": 0})
+ALL = point("attack=retain,k=0", {"attack": "retain", "k": 0})
 SWEEPS = {
-    "k": chain(NONE, point("attack=retain,k=0", {"attack": "retain", "k": 0}),
-               product(BOTH, {"k": KS})),
+    "k": chain(NONE, ALL, product(BOTH, {"k": KS})),
     "trained": trained,
     "table": chain(NONE, product(BOTH, {"k": (5,)})),
-}  # fmt: skip
+}

@@ -18,9 +18,19 @@ from typing import Any
 __version__ = "0.1.0"
 _FACE = ("load_model", "save_model", "generate", "perplexity", "push", "run")
 _ROOMS = (
-    "adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes",
-    "report", "surgery", "train",
-)  # fmt: skip
+    "adapters",
+    "bench",
+    "data",
+    "evaluate",
+    "io",
+    "losses",
+    "models",
+    "parallel",
+    "probes",
+    "report",
+    "surgery",
+    "train",
+)
 __all__ = ["__version__", *_FACE, *_ROOMS]
 
 

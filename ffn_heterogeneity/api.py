@@ -38,10 +38,8 @@ def save_model(
     if os.fspath(directory).endswith(".gguf"):
         options = {"tokenizer": model.tokenizer, **options}
         return epath.Path(save_gguf(model.config, model.params, directory, **options))
-    return save_pretrained(
-        model.config, model.params, directory, tokenizer=model.tokenizer, structure=structure,
-        **options,
-    )  # fmt: skip
+    options = {"tokenizer": model.tokenizer, "structure": structure, **options}
+    return save_pretrained(model.config, model.params, directory, **options)
 
 
 def generate(
@@ -71,9 +69,14 @@ def generate(
 
 
 def perplexity(
-    model: Model, text: str, *, window: int = 512, max_windows: int | None = None,
-    bos: str | None = None, batch_size: int = 4,
-) -> float:  # fmt: skip
+    model: Model,
+    text: str,
+    *,
+    window: int = 512,
+    max_windows: int | None = None,
+    bos: str | None = None,
+    batch_size: int = 4,
+) -> float:
     """exp of the mean NLL of a text, cut into windows that do not overlap.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -45,11 +45,11 @@ def check_known(given: Iterable[str], names: Collection[str], kind="setting", er
             raise error(unknown(kind, name, names))
 
 
-def settings_of(kind: type[Kind], given: Mapping[str, Any] | Kind | None) -> Kind:
+def settings_of(kind: type[Kind], given: Any) -> Kind:
     """The frozen dataclass `kind` of the settings given, with its defaults for those left out.
 
     Args:
-      given: an instance is itself.
+      given: a mapping, None for the defaults, or an instance, which is itself.
 
     Raises:
       ValueError: a setting that `kind` has not, or of another type; and as `kind` itself.

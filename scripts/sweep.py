@@ -33,9 +33,15 @@ SUBMITIT = flags.DEFINE_string(
 def main(config, workdir) -> None:
     _, spec = cli.config_first(sys.argv, CONFIG)
     sweep_run.run(
-        config, workdir, spec=spec, sweep=SWEEP.value, only=ONLY.value,
-        launcher=LAUNCHER.value, commands=PRINT.value, submitit=SUBMITIT.value,
-    )  # fmt: skip
+        config,
+        workdir,
+        spec=spec,
+        sweep=SWEEP.value,
+        only=ONLY.value,
+        launcher=LAUNCHER.value,
+        commands=PRINT.value,
+        submitit=SUBMITIT.value,
+    )
 
 
 if __name__ == "__main__":

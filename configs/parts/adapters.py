@@ -43,8 +43,12 @@ def macdrop() -> ConfigDict:
 
 
 # Surgery before a training -> its settings, and what trains with it alone.
-PARTS = {"lora": (lora, r"/lora_[ab]$"), "dora": (lora, r"/(lora_[ab]|dora_m)$"),
-         "nf4": (nf4, ""), "macdrop": (macdrop, "")}  # fmt: skip
+PARTS = {
+    "lora": (lora, r"/lora_[ab]$"),
+    "dora": (lora, r"/(lora_[ab]|dora_m)$"),
+    "nf4": (nf4, ""),
+    "macdrop": (macdrop, ""),
+}
 
 
 def add(config: ConfigDict, names: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ def benchmark_nucl(
         holder["w"] = compiled[name](holder["w"], gradient, alpha)
         return holder["w"]
 
-    calls = {name: functools.partial(turn, name) for name in compiled}
+    calls: dict[str, Callable] = {name: functools.partial(turn, name) for name in compiled}
 
     def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
         base, floor, found = seconds["update alone"], seconds["row sum"], {}
@@ -56,11 +56,9 @@ def benchmark_nucl(
             found[f"{variant}: closed form / row sum"] = ratio_interval(closed - base, floor)
         return found
 
-    return compare(
-        f"donated SGD update of W {list(shape)} float32; ratios of what is added to it",
-        compiled | {"row sum": row_sum}, calls | {"row sum": lambda: row_sum(holder["w"])},
-        rounds, ratios,
-    )  # fmt: skip
+    compiled["row sum"], calls["row sum"] = row_sum, lambda: row_sum(holder["w"])
+    title = f"donated SGD update of W {list(shape)} float32; ratios of what is added to it"
+    return compare(title, compiled, calls, rounds, ratios)
 
 
 def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
@@ -69,10 +67,14 @@ def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
     @functools.partial(jax.jit, donate_argnums=0)
     def update(w, gradient, alpha):
         if loss is not None:
-            gradient = gradient + jax.grad(lambda w: alpha * loss(w))(w)
+            gradient = gradient + jax.grad(functools.partial(_weighted, loss, alpha))(w)
         return w - 1e-3 * gradient
 
     return update
+
+
+def _weighted(loss: Callable[[jax.Array], jax.Array], weight: jax.Array, w: jax.Array) -> jax.Array:
+    return weight * loss(w)
 
 
 def _listing(variant: str, w: jax.Array) -> jax.Array:
@@ -115,9 +117,11 @@ def benchmark_nll(shape: Sequence[int] = (4, 512, 576, 49_152), rounds: int = 5)
     pairs = [("plain", "chunked"), ("chunked", "three products")]
     pairs += [(f"1 target in {share}", "chunked") for share in (10, 100)]
     title = f"value and gradient of the NLL, [B, T, D, V] = {list(shape)} float32"
-    return compare(title, compiled, calls, rounds, lambda seconds: {
-        f"{a} / {b}": ratio_interval(seconds[a], seconds[b]) for a, b in pairs
-    })  # fmt: skip
+
+    def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+        return {f"{a} / {b}": ratio_interval(seconds[a], seconds[b]) for a, b in pairs}
+
+    return compare(title, compiled, calls, rounds, ratios)
 
 
 def plain_nll(hidden_btd: jax.Array, kernel_vd: jax.Array, targets_bt: jax.Array) -> jax.Array:

@@ -39,16 +39,43 @@ from ffn_heterogeneity.wording import check_choice
 STEP = "train step"
 TERMS = {f"{STEP} + NUCL": nucl_term, f"{STEP} + JREG": jreg_term}
 # Steps of adapters alone, rank 16 on all linear layers; MacDrop at five massive neurons.
-ADAPTED = {f"{STEP} of LoRA": ("lora",), f"{STEP} of LoRA + MacDrop": ("lora", "macdrop"),
-           f"{STEP} of DoRA": ("dora",)}  # fmt: skip
+ADAPTED = {
+    f"{STEP} of LoRA": ("lora",),
+    f"{STEP} of LoRA + MacDrop": ("lora", "macdrop"),
+    f"{STEP} of DoRA": ("dora",),
+}
 LORA = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/"}
-SETTINGS = {"lora": LORA, "dora": LORA,
-            "macdrop": {"k": 5, "scope": "massive", "layer": 0, "token": 0}}  # fmt: skip
+MACDROP = {"k": 5, "scope": "massive", "layer": 0, "token": 0}
+SETTINGS = {"lora": LORA, "dora": LORA, "macdrop": MACDROP}
 CALLS = ("forward", STEP, *TERMS, *ADAPTED, "perplexity", "generate 1", "generate 8", "generate 32")
 DTYPES = ("float32", "bfloat16")
 LEARNING_RATE = 1e-6
 PROMPT, NEW = 64, 32  # tokens a row of generation
 PEER = "torch: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What is timed: the keys of `configs/benchmark.py` that the benchmark "model" reads."""
+
+    model: str
+    calls: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    batch: int
+    seq_len: int
+    windows: int
+    window: int
+    remat: str
+    unroll: int
+    peer: str
+    repetitions: int
+
+    def __post_init__(self):
+        check_choice("peer", self.peer, ("", "transformers"))
+        for name in self.calls:
+            check_choice("calls", name, CALLS)
+        for name in self.dtypes:
+            check_choice("dtypes", name, DTYPES)
 
 
 def benchmark_model(
@@ -67,36 +94,33 @@ def benchmark_model(
     Raises:
       ValueError: an unknown peer, model, call or dtype.
     """
-    check_choice("peer", config.peer, ("", "transformers"))
-    for key, known in (("calls", CALLS), ("dtypes", DTYPES)):
-        for name in config[key]:
-            check_choice(key, name, known)
-    model = model or preset(config.model)[0]
-    ours, about, calls = Ours(model, config), machine(), {}
-    if config.peer:
-        peer = Torch(model, ours.params, batch=config.batch, new=NEW, learning_rate=LEARNING_RATE)
+    timed = Timed(**{field.name: config[field.name] for field in dataclasses.fields(Timed)})
+    model = model or preset(timed.model)[0]
+    ours, peer, about, calls = Ours(model, timed), None, machine(), {}
+    if timed.peer:
+        peer = Torch(model, ours.params, batch=timed.batch, new=NEW, learning_rate=LEARNING_RATE)
         about |= peer.about()
-    for call in config.calls:
-        for dtype in config.dtypes:
+    for call in timed.calls:
+        for dtype in timed.dtypes:
             arguments = call, dtype, ours.rows(call)
             calls[f"{call}, {dtype}"] = ours.call(*arguments)
-            if config.peer and call not in (*TERMS, *ADAPTED):
+            if peer and call not in (*TERMS, *ADAPTED):
                 calls[f"{PEER}{call}, {dtype}"] = peer.call(*arguments)
-    print(f"{len(calls)} calls in {config.repetitions} rounds; kept in {workdir / 'rounds'}")
-    seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
-    return {"machine": about, "seconds": seconds, "tables": tables(seconds, config)}
+    print(f"{len(calls)} calls in {timed.repetitions} rounds; kept in {workdir / 'rounds'}")
+    seconds = timing.take_turns(calls, timed.repetitions, workdir / "rounds")
+    return {"machine": about, "seconds": seconds, "tables": tables(seconds, timed)}
 
 
 class Ours:
     """The calls of this package on a model of random weights."""
 
-    def __init__(self, model: ModelConfig, config: ConfigDict):
+    def __init__(self, model: ModelConfig, timed: Timed):
         self.model, self.params = model, causal_lm.init(model, jax.random.key(0))
-        self.options = RunOptions(remat=config.remat, unroll=config.unroll)
-        rng, self.batch = np.random.default_rng(0), config.batch
+        self.options = RunOptions(remat=timed.remat, unroll=timed.unroll)
+        rng, self.batch = np.random.default_rng(0), timed.batch
         draw = functools.partial(rng.integers, 0, model.vocab_size, dtype=np.int32)
-        self.tokens = draw((config.batch, config.seq_len + 1))
-        self.windows = draw((config.windows, config.window))
+        self.tokens = draw((timed.batch, timed.seq_len + 1))
+        self.windows = draw((timed.windows, timed.window))
         self.states: dict[str, Any] = {}
 
     def rows(self, call: str) -> np.ndarray:
@@ -153,29 +177,30 @@ def _logits(model, options, params, tokens):
     return causal_lm.logits(model, params, hidden)
 
 
-def tables(seconds: dict[str, np.ndarray], config: ConfigDict) -> list[dict]:
+def tables(seconds: dict[str, np.ndarray], timed: Timed) -> list[dict]:
     """Medians beside the peer's, and ratios inside ours: terms added, bfloat16 for float32."""
     rows, ratios = [], {}
     # On a machine without such units bfloat16 is emulated, by torch as by XLA.
     emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
-    for call in config.calls:
-        for dtype in config.dtypes:
+    for call in timed.calls:
+        for dtype in timed.dtypes:
             name, plain = f"{call}, {dtype}", f"{STEP}, {dtype}"
             ours, peer = seconds[name], seconds.get(PEER + name)
             cells = f"{np.median(ours):.3f}", "-", "-"
             if peer is not None:
                 cells = cells[0], f"{np.median(peer):.3f}", said(paired_interval(peer, ours))
-            rows.append((name + emulated * (dtype == "bfloat16"), *cells))
+            label = name + emulated if dtype == "bfloat16" else name
+            rows.append((label, *cells))
             if call in ADAPTED:
                 plain = f"{next(iter(ADAPTED))}, {dtype}"
             if call in (*TERMS, *ADAPTED) and plain in seconds and plain != name:
                 ratios[f"{name} / {plain}"] = paired_interval(ours, seconds[plain])
-        if set(DTYPES) <= set(config.dtypes):
+        if set(DTYPES) <= set(timed.dtypes):
             full, half = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)
             ratios[f"{call}, float32 / bfloat16"] = paired_interval(full, half)
-    size = f"{config.batch} x {config.seq_len} tokens"
-    title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
-    title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"
+    size = f"{timed.batch} x {timed.seq_len} tokens"
+    title = f"{timed.model}, {size}, perplexity of {timed.windows} windows of {timed.window}; "
+    title += f"{timed.repetitions} rounds, medians in seconds, ratios of each round's own"
     columns = ("call", "ours", "peer", "peer / ours (95% interval)")
     made = [timing.table(title, columns, rows)]
     return [*made, timing.table_of_ratios(ratios)] if ratios else made

@@ -38,21 +38,21 @@ class Torch:
 
         blas = next(s for s in torch.__config__.show().split(", ") if "BLAS_INFO" in s)
         return {
-            "torch": torch.__version__, "torch threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "torch threads": torch.get_num_threads(),
             "torch BLAS": blas.split("=")[-1],
             "torch attention": self.model.config._attn_implementation,
-        }  # fmt: skip
+        }
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
         """As `bench.model.Ours.call`."""
         import torch
 
-        rows = torch.tensor(rows.astype(np.int64))
+        tokens = torch.tensor(rows.astype(np.int64))
         if name.startswith("generate"):
-            return lambda: self._generate(self.models[dtype], rows)
-        function = {
-            "forward": self._forward, "train step": self._step, "perplexity": self._perplexity
-        }[name]  # fmt: skip
+            return lambda: self._generate(self.models[dtype], tokens)
+        functions = {"forward": self._forward, "train step": self._step}
+        function = functions.get(name, self._perplexity)
         training, half = name == "train step", dtype == "bfloat16"
 
         def call():
@@ -60,7 +60,7 @@ class Torch:
                 torch.set_grad_enabled(training),
                 torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
             ):
-                return function(rows)
+                return function(tokens)
 
         return call
 
@@ -84,7 +84,6 @@ class Torch:
         return np.exp(np.mean(losses))
 
     def _generate(self, model, rows):
-        return model.generate(
-            rows, attention_mask=rows >= 0, do_sample=False, pad_token_id=0,
-            max_new_tokens=self.new, min_new_tokens=self.new,
-        )  # fmt: skip
+        length = {"max_new_tokens": self.new, "min_new_tokens": self.new}
+        greedy = {"do_sample": False, "pad_token_id": 0}
+        return model.generate(rows, attention_mask=rows >= 0, **length, **greedy)

@@ -79,9 +79,11 @@ def _round(source: Path, target: Path) -> dict[str, float]:
         inside, peak = _watched(source, target)
         process = time.perf_counter() - start
     return {
-        "copy_seconds": copy, "streaming_seconds": inside, "process_seconds": process,
+        "copy_seconds": copy,
+        "streaming_seconds": inside,
+        "process_seconds": process,
         "peak_anonymous_mb": peak,
-    }  # fmt: skip
+    }
 
 
 def write_random(config: ModelConfig, directory: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import compare, paired_interval
+from ffn_heterogeneity.bench.timing import Interval, compare, paired_interval
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.paths import flatten
@@ -34,8 +36,9 @@ def benchmark_tail(config: ConfigDict) -> dict:
     rate = jnp.float32(1e-4)
 
     def tail(state, grads):
+        params, opt_state = state
         new, opt_state, metrics = update_leaves(
-            optimizer, trainable, *state, grads, loss=jnp.zeros(()), learning_rate=rate
+            optimizer, trainable, params, opt_state, grads, loss=jnp.zeros(()), learning_rate=rate
         )
         return (new, opt_state), metrics
 
@@ -55,6 +58,9 @@ def benchmark_tail(config: ConfigDict) -> dict:
 
         programs[name], calls[name] = program, call
     title = f"{config.model} after its gradients, AdamW with clipping"
-    return compare(title, programs, calls, config.repetitions, lambda seconds: {
-        "step's tail / optax alone": paired_interval(seconds["step's tail"], seconds["optax alone"])
-    })  # fmt: skip
+    return compare(title, programs, calls, config.repetitions, _ratio)
+
+
+def _ratio(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+    ratio = paired_interval(seconds["step's tail"], seconds["optax alone"])
+    return {"step's tail / optax alone": ratio}

@@ -26,6 +26,7 @@ from ffn_heterogeneity.data.sources import (
     read_each,
 )
 from ffn_heterogeneity.data.tasks import Fields, MixedTask, Task, get_task
+from ffn_heterogeneity.data.tasks.base import Expand
 
 SUFFIXES = (".jsonl", ".parquet")
 # Official files call it "val".
@@ -41,17 +42,15 @@ class ExpandedSource(ListSource):
     that no passage is in both parts.
     """
 
-    def __init__(self, source: Source, task: Task, training: bool = True):
+    def __init__(self, source: Source, name: str, expand: Expand, training: bool = True):
         records, places, groups = [], [], []
-        for row, found in enumerate(
-            read_each(source, lambda record: task.expand(record, training))
-        ):
-            records += found
-            places += [source.where(row)] * len(found)
-            groups += [row] * len(found)
+        for row, made in enumerate(read_each(source, lambda record: expand(record, training))):
+            records += made
+            places += [source.where(row)] * len(made)
+            groups += [row] * len(made)
         if not records:
             raise DataError(
-                f"{source.name}: none of its {len(source)} rows is an example of {task.name}"
+                f"{source.name}: none of its {len(source)} rows is an example of {name}"
             )
         super().__init__(source.name, records, places)
         self.groups = np.asarray(groups)
@@ -93,8 +92,8 @@ class MixedSource(Source):
 
     def shares(self, rows: Sequence[int]) -> list[np.ndarray]:
         """Those of `rows` that each member owns."""
-        rows = np.asarray(rows)
-        return [rows[(rows >= part.start) & (rows < part.stop)] for part in self.parts]
+        numbers = np.asarray(rows)
+        return [numbers[(numbers >= part.start) & (numbers < part.stop)] for part in self.parts]
 
     def _part(self, index: int) -> Part:
         return self.parts[int(np.searchsorted(self._starts, index, side="right")) - 1]
@@ -158,7 +157,7 @@ def open_task(
     if not path:
         raise DataError(f"task {task.name!r} needs a path: a file or a hub name")
     source = open_source(path, split=split, **opened)
-    return ExpandedSource(source, task) if task.expand else source
+    return ExpandedSource(source, task.name, task.expand) if task.expand else source
 
 
 def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | None) -> Any:
@@ -199,7 +198,7 @@ def questions(task: Task, source: Source) -> list[TaskQuestion]:
         names = ", ".join(member.task for member in task.members)
         raise DataError(f"{task.name} is a mixture: evaluate its tasks one by one: {names}")
     if task.expand:
-        source = ExpandedSource(source, task, training=False)
+        source = ExpandedSource(source, task.name, task.expand, training=False)
     found = []
     for row in range(len(source)):
         with named_place(source, row):

@@ -105,15 +105,17 @@ class Encoder:
 
     def ids(self, example: Example) -> tuple[list[int], int]:
         """The ids of a whole example, and how many of them come before the response."""
-        bos = self.bos_id is not None and (example.starts or self.bos == "segment")
-        eos = self.eos_id is not None and example.ends
-        target = example.target + (self.append if example.ends else "")
-        before = ([self.bos_id] if bos else []) + encode(self.tokenizer, example.prompt)
+        before = encode(self.tokenizer, example.prompt)
+        if self.bos_id is not None and (example.starts or self.bos == "segment"):
+            before = [self.bos_id, *before]
+        target = example.target + self.append if example.ends else example.target
         continues = bool(example.prompt) or not example.starts
         response = self.continuation(target) if continues else None
         if response is None:
             response = encode(self.tokenizer, target)
-        return before + response + ([self.eos_id] if eos else []), len(before)
+        if self.eos_id is not None and example.ends:
+            response = [*response, self.eos_id]
+        return before + response, len(before)
 
     def continuation(self, text: str) -> list[int] | None:
         """Ids of a text that follows another one: encoded after a newline, which is cut off.
@@ -251,8 +253,8 @@ def shift(ids: Sequence[int], scored: np.ndarray) -> dict[str, np.ndarray]:
 
     `loss_mask[i]` is true where `targets[i] = ids[i + 1]` is in the loss: `scored[i + 1]`.
     """
-    ids = np.asarray(ids, np.int32)
-    return {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": scored[1:]}
+    stream = np.asarray(ids, np.int32)
+    return {"tokens": stream[:-1], "targets": stream[1:], "loss_mask": scored[1:]}
 
 
 def last_scored(scored: Sequence[bool]) -> int:
@@ -269,9 +271,8 @@ def split_pieces(
     for start in range(0, len(element["tokens"]), seq_len):
         piece = {key: value[start : start + seq_len] for key, value in element.items()}
         if encoder.bos == "segment":
-            piece["tokens"] = np.concatenate(
-                [[encoder.bos_id], piece["tokens"][1:]], dtype=np.int32
-            )
+            piece["tokens"] = piece["tokens"].copy()
+            piece["tokens"][0] = encoder.bos_id
         pieces.append(piece)
     return pieces
 

@@ -137,9 +137,13 @@ class Pipeline(Feed):
         _check(config)
         self.task: Task = get_task(config.task)
         self._encoder = Encoder(
-            self.tokenizer, config.bos, config.eos, config.chat_template,
-            config.append, config.loss_on_prompt,
-        )  # fmt: skip
+            self.tokenizer,
+            config.bos,
+            config.eos,
+            config.chat_template,
+            config.append,
+            config.loss_on_prompt,
+        )
         self._fields = Fields(config.prompt_field, config.response_field, config.text_field)
         self.train, self.held_out = self._open()
 

@@ -38,8 +38,9 @@ def render_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **opt
     request |= tokenizer.special_tokens_map | options
     reply = _renderer(os.getpid()).ask(json.dumps([SECONDS, request]))
     if "refused" in reply:
-        raise DataError(f"the chat template of {name} refuses the conversation "
-                        f"({reply['refused']}); {TULU}")  # fmt: skip
+        raise DataError(
+            f"the chat template of {name} refuses the conversation ({reply['refused']}); {TULU}"
+        )
     if "runaway" in reply:
         raise ValueError(f"the chat template of {name} is stopped: it {reply['runaway']}; {TULU}")
     return reply["text"]
@@ -80,6 +81,10 @@ class _Renderer:
 def _start() -> subprocess.Popen:
     # In a session of its own: it outlives Ctrl-C while a run saves its state.
     return subprocess.Popen(
-        [sys.executable, "-P", CHILD, str(BYTES)], text=True, start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-P", CHILD, str(BYTES)],
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )

@@ -123,10 +123,8 @@ class TokenPipeline(Feed):
         check_tokenizer(corpus, self.tokenizer)
         stored = corpus.manifest["policy"]["eos_id"]
         if stored != self._encoder.eos_id:
-            _log.warning(
-                "%s: documents end with eos %s, as they were prepared; this run's eos is %s",
-                path, stored, self._encoder.eos_id,
-            )  # fmt: skip
+            text = "%s: documents end with eos %s, as they were prepared; this run's eos is %s"
+            _log.warning(text, path, stored, self._encoder.eos_id)
         return corpus
 
     def _make(self, parts: Sequence[ShardPart]) -> TokenRows:

@@ -102,8 +102,12 @@ class WeightedIterator:
 
     def get_state(self) -> dict[str, Any]:
         members = [iterator.get_state() for iterator in self._iterators]
-        return {"version": STATE_VERSION, "mixture": self._identity(), "counts": [*self.counts],
-                "members": members}  # fmt: skip
+        return {
+            "version": STATE_VERSION,
+            "mixture": self._identity(),
+            "counts": [*self.counts],
+            "members": members,
+        }
 
     def _identity(self) -> dict[str, float]:
         return dict(zip(self._names, self._weights, strict=True))

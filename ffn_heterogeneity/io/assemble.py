@@ -79,7 +79,7 @@ def assemble(
             leaves[path] = leaf if dtype is None else leaf.astype(np.dtype(dtype), copy=False)
     tree = restack(config, unflatten(leaves))
     # Stacking copied most leaves; the others must not keep views of a mapped file.
-    return jax.tree.map(lambda leaf: np.require(leaf, requirements="CEOW"), tree)
+    return jax.tree.map(lambda leaf: np.require(leaf, requirements=["C", "E", "O", "W"]), tree)
 
 
 def checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: bool) -> np.ndarray:

@@ -42,14 +42,12 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
         for key, value in flat.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
-    text = [
-        "---", *head, "---", f"# {name or 'model'}, {method.split(':')[0]}", "",
-        f"- base: `{name}`", f"- method: {method}", *_widths(facts),
-        f"- licence: {licence or 'not known here'} (the base model's)",
-        *_measured(facts), f"- {loads_in(directory)}", "",
-        "| number (results.json) | value |", "|:--|--:|", *rows, "",
-    ]  # fmt: skip
-    (epath.Path(directory) / CARD).write_text("\n".join(text))
+    title = ["---", *head, "---", f"# {name or 'model'}, {method.split(':')[0]}", ""]
+    about = [f"- base: `{name}`", f"- method: {method}", *_widths(facts)]
+    about += [f"- licence: {licence or 'not known here'} (the base model's)", *_measured(facts)]
+    about += [f"- {loads_in(directory)}", ""]
+    table = ["| number (results.json) | value |", "|:--|--:|", *rows, ""]
+    (epath.Path(directory) / CARD).write_text("\n".join([*title, *about, *table]))
 
 
 def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
@@ -88,8 +86,10 @@ def _measured(facts: Mapping[str, Any]) -> list[str]:
     if "protocol" not in facts:
         return ["- perplexity: not measured by this run"]
     how = ", ".join(f"{key} {public_text(value)}" for key, value in facts["protocol"].items())
-    return [f"- perplexity: {facts['perplexity_before']} before, {facts['perplexity_after']} after",
-            f"- measured on: {how}"]  # fmt: skip
+    return [
+        f"- perplexity: {facts['perplexity_before']} before, {facts['perplexity_after']} after",
+        f"- measured on: {how}",
+    ]
 
 
 def licence_of(base: str) -> str:

@@ -143,7 +143,8 @@ class Checkpoints:
 
     def _give_up(self, step: int | None, error: Exception) -> NoReturn:
         """Clears away what a failed save left, which also gives its room back."""
-        self._bests.pop(step, None)
+        if step is not None:
+            self._bests.pop(step, None)
         if jax.process_count() == 1:  # with more, they would wait for each other here
             _join(set(threading.enumerate()) - self._threads)
             for path in self.directory.glob(f"{step}{atomicity.TMP_DIR_SUFFIX}*"):

@@ -106,7 +106,7 @@ def save_pretrained(
     shapes = expected_shapes(config)
     leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
     kept = cast(kept | flatten(heads), dtype)  # a head has no folded form
-    rules = family_by_name(config.family).rules(config)
+    rules, facts = family_by_name(config.family).rules(config), dict(extra or {})
     with local_directory(directory) as temporary:
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
             for rule in rules:
@@ -114,10 +114,10 @@ def save_pretrained(
                 for name, array in zip(rule.names, saved, strict=True):
                     pieces.write(name, array)
         if kept:
-            extra = (extra or {}) | {KEY: write_structure(temporary, kept, leaves)}
+            facts[KEY] = write_structure(temporary, kept, leaves)
         if head:
-            extra |= {ROOT: {"name": head.name, "settings": head.settings}}
-        write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, form, extra)
+            facts[ROOT] = {"name": head.name, "settings": head.settings}
+        write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, form, facts)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
     return directory

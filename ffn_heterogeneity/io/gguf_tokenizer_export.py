@@ -61,10 +61,8 @@ def _refused(why: str) -> CheckpointError:
 def _merges(pairs: list[tuple[str, str]], state: dict) -> dict[str, Any]:
     """Byte-level BPE; llama.cpp knows the splitting by name."""
     there = _plain(state["pre_tokenizer"])
-    names = [
-        name for name in _PRE_TOKENIZERS
-        if _plain(json.loads(_pre_tokenizer(name).__getstate__())) == there
-    ]  # fmt: skip
+    steps = {name: json.loads(_pre_tokenizer(name).__getstate__()) for name in _PRE_TOKENIZERS}
+    names = [name for name, node in steps.items() if _plain(node) == there]
     if not names:
         raise _refused(f"its pre-tokenizer is none of {', '.join(_PRE_TOKENIZERS)}")
     merges = [" ".join(pair) for pair in pairs]

@@ -90,9 +90,13 @@ def read_pretrained(
     config = read_config(directory)
     family, section = family_by_name(config.family), structure_section(directory)
     params = assemble(
-        config, family.rules(config), stored_tensors(directory), redundant=family.redundant,
-        dtype=None if section else dtype, check_finite=check_finite,
-    )  # fmt: skip
+        config,
+        family.rules(config),
+        stored_tensors(directory),
+        redundant=family.redundant,
+        dtype=None if section else dtype,
+        check_finite=check_finite,
+    )
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params
@@ -167,7 +171,7 @@ def download(
     """
     import huggingface_hub
 
-    patterns = only or (_HUB_PATTERNS if weights else "config.json")
+    patterns = list(only or (_HUB_PATTERNS if weights else ["config.json"]))
     at = f" at revision {revision!r}" if revision else ""
     try:
         local = huggingface_hub.snapshot_download(

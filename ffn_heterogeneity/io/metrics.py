@@ -72,7 +72,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
         kept = [] if resume_step is None else read_metrics(self.path, last_step=resume_step)
         kept = kept[:resume_rows]
         if lost := resume_rows and resume_rows - len(kept):
-            steps = spans(missing_steps(kept, range(1, resume_step + 1))) or "evaluations alone"
+            steps = (
+                spans(missing_steps(kept, range(1, (resume_step or 0) + 1))) or "evaluations alone"
+            )
             print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}")
         lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
@@ -220,7 +222,7 @@ def _tensorboard(directory: epath.Path, resume_step: int | None):
 
 def _wandb(project: str, directory: epath.Path, new: bool):
     """A run of Weights & Biases, in `<directory>/wandb`; its id stays over resumes."""
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]  (extra `wandb`)
 
     path, config = directory / "wandb" / "id", directory / "config.json"
     if new or not path.exists():
@@ -228,12 +230,15 @@ def _wandb(project: str, directory: epath.Path, new: bool):
         path.write_text(uuid.uuid4().hex)
     try:
         run = wandb.init(
-            project=project, id=path.read_text(), resume="allow", reinit="create_new",
+            project=project,
+            id=path.read_text(),
+            resume="allow",
+            reinit="create_new",
             name=f"{directory.parent.name}/{directory.name}",
             dir=None if is_bucket(directory) else os.fspath(directory),
             config=read_json(config) if config.exists() else None,
             settings=wandb.Settings(console="off"),
-        )  # fmt: skip
+        )
     except wandb.errors.Error as error:
         raise ValueError(
             f"wandb={project!r}: {first_line(error)}; run `wandb login`, or set WANDB_MODE=offline"

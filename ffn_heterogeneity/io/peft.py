@@ -32,8 +32,16 @@ from ffn_heterogeneity.paths import flatten, unflatten
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that would make another function of the same tensors: refused unless they are off.
-OFF = ("fan_in_fan_out", "modules_to_save", "layer_replication", "lora_bias", "use_qalora",
-       "alora_invocation_tokens", "target_parameters", "trainable_token_indices")  # fmt: skip
+OFF = (
+    "fan_in_fan_out",
+    "modules_to_save",
+    "layer_replication",
+    "lora_bias",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "target_parameters",
+    "trainable_token_indices",
+)
 # Initialisations that take something away from the base's own weights; save_pretrained's
 # path_initial_model_for_weight_conversion makes plain LoRA of them.
 OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -92,8 +100,10 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
             raise CheckpointError(f"{directory}: {module}: {error}") from None
     if tensors or not added:
         name = next(iter(tensors), "nothing")
-        raise CheckpointError(f"{directory / WEIGHTS}: the base model, a {config.family}, has no "
-                              f"place for {name!r}: are these adapters for another?")  # fmt: skip
+        raise CheckpointError(
+            f"{directory / WEIGHTS}: the base model, a {config.family}, has no "
+            f"place for {name!r}: are these adapters for another?"
+        )
     _check(directory, leaves, added)
     return restack(config, unflatten(leaves | added))
 
@@ -142,8 +152,9 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
 
     stated, alpha = own("r", "rank_pattern"), own("lora_alpha", "alpha_pattern")
     if stated != rank or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"r={stated!r} must be A's rank, {rank}, and at least 1; "
-                         f"lora_alpha={alpha!r} a number")  # fmt: skip
+        raise ValueError(
+            f"r={stated!r} must be A's rank, {rank}, and at least 1; lora_alpha={alpha!r} a number"
+        )
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -152,12 +163,15 @@ def _check(directory: Path, leaves: Mapping[str, Any], added: Mapping[str, np.nd
         module, _, name = path.rpartition("/")
         fan_in, fan_out = leaves[f"{module}/kernel"].shape
         rank = added[f"{module}/lora_a"].shape[-1]
-        due = {"lora_a": (fan_in, rank), "lora_b": (rank, fan_out), "lora_scale": (1,),
-               "dora_m": (fan_out,)}[name]  # fmt: skip
-        if leaf.shape != due or not all_finite(leaf):
-            what = f"has shape {leaf.shape}, {due} is due: are these adapters for another model?"
-            raise CheckpointError(f"{directory / WEIGHTS}: {path} " + (
-                what if leaf.shape != due else "contains NaN or infinity"))  # fmt: skip
+        due = {"lora_a": (fan_in, rank), "lora_b": (rank, fan_out), "dora_m": (fan_out,)}
+        shape = due.get(name, (1,))  # lora_scale
+        if leaf.shape != shape:
+            raise CheckpointError(
+                f"{directory / WEIGHTS}: {path} has shape {leaf.shape}, {shape} is due: are these "
+                "adapters for another model?"
+            )
+        if not all_finite(leaf):
+            raise CheckpointError(f"{directory / WEIGHTS}: {path} contains NaN or infinity")
 
 
 def save_adapters(
@@ -179,35 +193,44 @@ def save_adapters(
     names = {path.split("/")[-1] for path in leaves}
     if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep"}:
         raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
+
+    def stored(modules: list[str], name: str) -> list[np.ndarray]:
+        return [np.asarray(leaves[f"{module}/{name}"], np.float32) for module in modules]
+
     for rule, module in _modules(config):
         modules = [path.rpartition("/")[0] for path in rule.paths]
         own = [m for m in modules if f"{m}/lora_a" in leaves]
         if not own:
             continue
-        of = [{k: np.asarray(leaves[f"{m}/{k}"], np.float32) for k in ("lora_a", "lora_b")}
-              for m in own]  # fmt: skip
-        if len(own) < len(modules) or any(not np.array_equal(x["lora_a"], of[0]["lora_a"])
-                                          for x in of):  # fmt: skip
-            raise CheckpointError(f"torch's {module} holds {modules}, whose A differ: export "
-                                  "folded weights")  # fmt: skip
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = of[0]["lora_a"].T
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = rule.save([x["lora_b"] for x in of])[0]
+        a, *others = stored(own, "lora_a")
+        if len(own) < len(modules) or not all(np.array_equal(a, other) for other in others):
+            raise CheckpointError(
+                f"torch's {module} holds {modules}, whose A differ: export folded weights"
+            )
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a.T
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = rule.save(stored(own, "lora_b"))[0]
         if f"{own[0]}/dora_m" in leaves:
-            lengths = [np.asarray(leaves[f"{m}/dora_m"], np.float32) for m in own]
-            tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = rule.save(lengths)[0]
-        ranks[module] = of[0]["lora_a"].shape[-1]
+            tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = rule.save(stored(own, "dora_m"))[0]
+        ranks[module] = a.shape[-1]
         alphas[module] = float(leaves[f"{own[0]}/lora_scale"][0]) * ranks[module]
     if not tensors:
         raise CheckpointError("the model has no LoRA beside its kernels")
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
-        "r": rank, "lora_alpha": alpha, "target_modules": sorted(ranks), "bias": "none",
-        "use_dora": any(name.endswith(MAGNITUDE) for name in tensors), "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(ranks),
+        "bias": "none",
+        "use_dora": any(name.endswith(MAGNITUDE) for name in tensors),
+        "lora_dropout": 0.0,
         "rank_pattern": {re.escape(k): r for k, r in ranks.items() if r != rank},
         "alpha_pattern": {re.escape(k): a for k, a in alphas.items() if a != alpha},
-        "inference_mode": True, "fan_in_fan_out": False,
-    }  # fmt: skip
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+    }
     with atomic_path(directory, directory=True) as folder:
         write_json(folder / CONFIG, settings)
         arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}

@@ -122,8 +122,19 @@ def _write_all(file: int, data: np.ndarray, offset: int) -> None:
 
 # As the library ranks them.
 NARROW_TO_WIDE = (
-    "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "F16", "BF16", "I32", "F32", "F64", "I64"
-)  # fmt: skip
+    "BOOL",
+    "U8",
+    "I8",
+    "F8_E5M2",
+    "F8_E4M3",
+    "I16",
+    "F16",
+    "BF16",
+    "I32",
+    "F32",
+    "F64",
+    "I64",
+)
 _RANKS = {
     dtype: rank
     for rank, name in enumerate(NARROW_TO_WIDE)

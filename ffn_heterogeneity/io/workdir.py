@@ -23,8 +23,17 @@ from ffn_heterogeneity.wording import shell_line
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")
 # A run may go on elsewhere, or watched, or its sweep with more points: these keys (or groups) say
 # on what it computes, not what.
-WHERE_NOT_WHAT = ("mesh", "profile", "dry_run", "processes", "engine", "push", "wandb",
-                  "models", "calibrations")  # fmt: skip
+WHERE_NOT_WHAT = (
+    "mesh",
+    "profile",
+    "dry_run",
+    "processes",
+    "engine",
+    "push",
+    "wandb",
+    "models",
+    "calibrations",
+)
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
 OUTPUTS = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "results.json", "model", "tokens")
 # Outputs of a training run that are there before its first step.
@@ -33,8 +42,15 @@ UNSTARTED = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "tensorboard"
 CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
 # Last parts of config keys that name what a run reads.
 INPUTS = (
-    "model", "tokenizer", "text", "jsonl", "token_ids", "path", "validation_path", "data_root",
-)  # fmt: skip
+    "model",
+    "tokenizer",
+    "text",
+    "jsonl",
+    "token_ids",
+    "path",
+    "validation_path",
+    "data_root",
+)
 _ABSENT = "<absent>"
 
 

@@ -30,9 +30,13 @@ from ffn_heterogeneity.wording import unknown
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
 # What the core does without, and the extra that brings it.
 EXTRAS = {
-    "grain": "train", "tensorboardX": "train", "datasets": "data", "pyarrow": "data",
-    "matplotlib": "plots", "wandb": "wandb",
-}  # fmt: skip
+    "grain": "train",
+    "tensorboardX": "train",
+    "datasets": "data",
+    "pyarrow": "data",
+    "matplotlib": "plots",
+    "wandb": "wandb",
+}
 HELP_FLAGS = ("-h", "-help", "--help", "--helpshort", "-?")
 
 
@@ -75,10 +79,8 @@ def launch(
         if set(HELP_FLAGS) & set(argv):
             _help(config, spec)
         check_keys(argv, config)
-        holder = config_flags.DEFINE_config_file(
-            "config", spec, "Config file; its argument, where it has one, after a colon.",
-            sys_argv=argv,
-        )  # fmt: skip
+        about = "Config file; its argument, where it has one, after a colon."
+        holder = config_flags.DEFINE_config_file("config", spec, about, sys_argv=argv)
         return argv, holder
 
     with _one_line():
@@ -321,17 +323,20 @@ def _comments(text: str, direct: dict[str, str], inherited: dict[str, str]) -> N
             function = match[1] if (match := re.match(r"def (\w+)", code)) else ""
         key = re.match(r'\s+(?:"(\w+)": |([\w.]+) = )', code)
         if function and key and (comment or above):
-            owner = "" if key[2] or function.startswith("get_") else f"{function}."
-            name = f"{owner}{key[1] or key[2]}"
+            in_dictionary = key[1] and not function.startswith("get_")
+            name = f"{function}.{key[1]}" if in_dictionary else key[1] or key[2]
+            tier = direct if comment or commented else inherited
             for end in (name, name.split(".")[-1]):
-                tier = direct if comment or commented else inherited
                 tier.setdefault(end, comment.strip() or " ".join(above))
         alone = not code.strip()
-        if code.rstrip().endswith("{"):
+        # What stands above holds until the next comment, empty line or dictionary.
+        if code.rstrip().endswith("{") or (alone and not commented):
             above = []
-        if alone:  # what stands above holds until the next comment or empty line
-            above = ([*above, comment] if commented else [comment]) if comment else []
         commented = alone and bool(comment)
+        if commented:
+            above = [*above, comment]
+        elif alone:
+            above = []
 
 
 def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source: str) -> None:

@@ -39,23 +39,23 @@ class Command:
     )
 
 
-def _in_memory(config: ConfigDict, workdir: epath.Path, shared: Shared) -> dict:
-    return in_memory.run(config, workdir, shared.load)
-
-
-def _surgery(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
-    return in_memory.surgery(config, workdir)
-
-
-def _evaluate(config: ConfigDict, workdir: epath.Path, _: Shared) -> dict:
-    return evaluate.run(config, workdir)
-
-
 COMMANDS = {
     "train": Command(
         settings.read, training.run, "train.py", together=True, examine=training.examine
     ),
-    "surgery": Command(in_memory.check_surgery, _surgery, "compress.py"),
-    "evaluate": Command(evaluate.check, _evaluate, "evaluate.py", makes_model=False),
-    "in_memory": Command(in_memory.check_config, _in_memory),
+    "surgery": Command(
+        in_memory.check_surgery,
+        lambda config, workdir, _: in_memory.surgery(config, workdir),
+        "compress.py",
+    ),
+    "evaluate": Command(
+        evaluate.check,
+        lambda config, workdir, _: evaluate.run(config, workdir),
+        "evaluate.py",
+        makes_model=False,
+    ),
+    "in_memory": Command(
+        in_memory.check_config,
+        lambda config, workdir, shared: in_memory.run(config, workdir, shared.load),
+    ),
 }

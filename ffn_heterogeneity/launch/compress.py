@@ -38,7 +38,9 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     surgery = surgery_of(config)
     target, dtype = workdir / "model", None if config.dtype == "as_read" else config.dtype
     model = None if config.get("streaming") else load_model(config.model, revision=config.revision)
-    before = score and score(config, model or load_model(config.model, revision=config.revision))
+    before = None
+    if score:
+        before = score(config, model or load_model(config.model, revision=config.revision))
     if model is None:
         source = model_directory(config.model, revision=config.revision)
         plan = surgery.read(config)
@@ -48,30 +50,35 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         changed, results = surgery(model, surgery.read(config), key=key)
         check_leaves(changed.config, changed.params, beside=ROOT)
         save_pretrained(
-            changed.config, changed.params, target, tokenizer=model.tokenizer,
-            export=config.export, dtype=dtype, overwrite=True,
+            changed.config,
+            changed.params,
+            target,
+            tokenizer=model.tokenizer,
+            export=config.export,
+            dtype=dtype,
+            overwrite=True,
             structure="fold" if config.export == "padded" else "keep",
-        )  # fmt: skip
+        )
         if "removed" in results:
             write_json(target / "removed_neurons.json", published(results))
-    if score:
+    if score and before:
         after = score(config, load_model(str(target)))
-        results |= compared(
-            before["perplexity"], after["perplexity"], text=config.text or config.token_ids,
-            **{key: after[key] for key in ("windows", "tokens", "bos")},
-            dtype=str(choose_dtype(config.compute_dtype)),
-        )  # fmt: skip
-    write_card(target, config.model, describe(surgery.name, config, results), results)
+        protocol = {"text": config.text or config.token_ids}
+        protocol |= {key: after[key] for key in ("windows", "tokens", "bos")}
+        protocol["dtype"] = str(choose_dtype(config.compute_dtype))
+        results |= compared(before["perplexity"], after["perplexity"], **protocol)
+    told = describe(surgery.name, results)
+    write_card(target, config.model, told, results)
     results |= of_model(target)
     write_json(workdir / "results.json", results)
-    print(f"{describe(surgery.name, config, results)}; {target}", file=sys.stderr)
+    print(f"{told}; {target}", file=sys.stderr)
     print(loads_in(target), file=sys.stderr)
     if config.get("push"):
         print(push(target, config.push), file=sys.stderr)
     return results
 
 
-def describe(name: str, config: ConfigDict, results: dict) -> str:
+def describe(name: str, results: dict) -> str:
     """One line of what was done."""
     if "k" in results:
         indices = ", ".join(map(str, results["indices"][:3])) + (", .." if results["k"] > 3 else "")
@@ -79,7 +86,7 @@ def describe(name: str, config: ConfigDict, results: dict) -> str:
     if "removed" not in results:
         return name
     return (
-        f"removed {sum(map(len, results['removed'])):,} neurons by {config.criterion}: "
+        f"removed {sum(map(len, results['removed'])):,} neurons by {results['criterion']}: "
         f"{results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
         f"({results['parameters_removed_percent']:.1f}% gone)"
     )
@@ -101,8 +108,12 @@ def check_config(config: ConfigDict) -> None:
     settings = surgery_of(config).read(config)
     if config.get("push"):
         check_repository(config.push)
-    if config.get("streaming") and settings.looks:
-        raise ValueError("streaming=True never has the whole model, which this criterion or "
-                         "protection looks at: leave it out")  # fmt: skip
-    if config.get("streaming") and str(config.model).endswith(".gguf"):
+    if not config.get("streaming"):
+        return
+    if settings.looks:
+        raise ValueError(
+            "streaming=True never has the whole model, which this criterion or protection looks "
+            "at: leave it out"
+        )
+    if str(config.model).endswith(".gguf"):
         model_directory(config.model)  # says what to do

@@ -61,8 +61,8 @@ def run(workdir: epath.Path, models: str, steps: int, alpha: float, fresh: bool 
     Raises:
       WorkdirError: the directory holds something else, or a demo of other settings.
     """
-    settings = {"demo": True, "steps": steps, "alpha": alpha, "window": WINDOW, "windows": WINDOWS,
-                "ratio": RATIO}  # fmt: skip
+    settings = {"demo": True, "steps": steps, "alpha": alpha}
+    settings |= {"window": WINDOW, "windows": WINDOWS, "ratio": RATIO}
     claimed = workdir / "config.json"
     if fresh and claimed.exists() and "demo" in read_json(claimed):
         workdir.rmtree()
@@ -78,8 +78,8 @@ def pieces(workdir: epath.Path, models: str, settings: dict) -> dict:
     for name, text in (("train", train_text), ("heldout", heldout_text)):
         with atomic_path(workdir / f"{name}.txt") as temporary:
             temporary.write_text(text)
-    say(f"SmolLM2-135M-Instruct from {path}; text: {len(train_text):,} + {len(heldout_text):,} "
-        "characters of the Python language reference")  # fmt: skip
+    sizes = f"{len(train_text):,} + {len(heldout_text):,}"
+    say(f"SmolLM2-135M-Instruct from {path}; {sizes} characters of the Python language reference")
     spec = f"configs/nucl_finetune.py:{path},text"
     model, folder = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
     results = {
@@ -90,9 +90,7 @@ def pieces(workdir: epath.Path, models: str, settings: dict) -> dict:
             for label, removal in REMOVALS.items()
         },
         "training": {
-            f"alpha = {alpha:g}": train(
-                workdir, demo_config(cli.load_config(spec), workdir, alpha, settings["steps"])
-            )
+            f"alpha = {alpha:g}": train(workdir, spec, alpha, settings["steps"])
             for alpha in (0.0, settings["alpha"])
         },
     }
@@ -140,14 +138,13 @@ class Pretrained:
         return perplexity(config, restack(config, params), self.rows(), progress=label)
 
 
-def train(workdir: epath.Path, config: ConfigDict) -> dict:
+def train(workdir: epath.Path, spec: str, alpha: float, steps: int) -> dict:
     """One short fine-tuning run; its results and its metrics by step."""
     from ffn_heterogeneity.launch import train as training
 
-    alpha = config.losses.nucl.weight
     say(f"fine-tuning, alpha = {alpha:g}")
     folder = workdir / f"train-alpha-{alpha:g}"
-    results = training.run(config, folder)
+    results = training.run(demo_config(cli.load_config(spec), workdir, alpha, steps), folder)
     return {"results": results, "metrics": read_metrics(folder / "metrics.jsonl")}
 
 
@@ -171,16 +168,14 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
     before, removal = results["before"], results["removal"]
     perplexities = {"none removed": before["perplexity"]}
     perplexities |= {label: float(found["perplexity"]) for label, found in removal.items()}
-    bar_figure(
-        perplexities, f"perplexity after removing {RATIO:.0%} of the FFN neurons (log scale)",
-        workdir / "removal.png",
-    )  # fmt: skip
+    title = f"perplexity after removing {RATIO:.0%} of the FFN neurons (log scale)"
+    bar_figure(perplexities, title, workdir / "removal.png")
     runs = results["training"]
-    curves_figure(
-        {title: {label: curve(run["metrics"], name) for label, run in runs.items()}
-         for name, title in PANELS.items()},
-        workdir / "training.png",
-    )  # fmt: skip
+    panels = {
+        title: {label: curve(run["metrics"], name) for label, run in runs.items()}
+        for name, title in PANELS.items()
+    }
+    curves_figure(panels, workdir / "training.png")
     removal_table = markdown_table(
         (f"{RATIO:.0%} of every layer's neurons removed by", "perplexity", "x unpruned"),
         [
@@ -192,11 +187,9 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
         ("fine-tuning", "steps", "NLL before", "NLL after", "entropy before", "entropy after"),
         [training_row(label, run["results"]) for label, run in runs.items()],
     )
-    text = REPORT.format(
-        removal=removal_table, training=training_table, tokens=before["tokens"],
-        seconds=results["seconds"], **results["settings"],
-    )  # fmt: skip
+    numbers = results["settings"] | {"tokens": before["tokens"], "seconds": results["seconds"]}
     with atomic_path(workdir / "report.md") as temporary:
+        text = REPORT.format(removal=removal_table, training=training_table, **numbers)
         temporary.write_text(text)
     print(f"\n{training_table}\n\n{removal_table}\n")
     say(f"report: {workdir}/report.md ({results['seconds']:.0f} s)")

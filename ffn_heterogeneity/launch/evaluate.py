@@ -16,7 +16,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError: a setting or a file is unusable; the message names it.
     """
-    if not _trains(config):
+    if "losses" not in config:
         return evaluation.run(config, workdir)
     from ffn_heterogeneity.launch.train import validate  # evaluations start without the trainer
 
@@ -25,12 +25,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
 
 def check(config: ConfigDict) -> Any:
     """Refuses what is cheap to refuse, before a model is loaded; errors as `run`."""
-    if not _trains(config):
+    if "losses" not in config:
         return evaluation.check_config(config)
     from ffn_heterogeneity.train.settings import read
 
     return read(config)
-
-
-def _trains(config: ConfigDict) -> bool:
-    return "losses" in config

@@ -47,7 +47,9 @@ def run(
     """
     workdir = epath.Path(workdir)
     if config.get("dry_run"):
-        return _plan(config, workdir)
+        if "stages" not in config:
+            return training.run(config, workdir)
+        return _plan(make_stages(config), config.model, config.dry_run, workdir)
     seeds, shared = tuple(config.get("seeds", ())), shared or Shared(keep_model=False)
     if not seeds:
         return _single(config, workdir, shared, kind)
@@ -97,15 +99,13 @@ def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) 
     return {"stages": results}
 
 
-def _plan(config: ConfigDict, workdir: epath.Path) -> dict:
+def _plan(stages: list[Stage], model: str, devices: str, workdir: epath.Path) -> dict:
     """Of every stage that trains, on the model as it comes (surgery makes it smaller)."""
-    if "stages" not in config:
-        return training.run(config, workdir)
     plans = {}
-    for stage in make_stages(config):
+    for stage in stages:
         if stage.kind == "train":
             planned = stage.config.copy_and_resolve_references()
-            planned.model, planned.dry_run = config.model, config.dry_run
+            planned.model, planned.dry_run = model, devices
             plans[stage.name] = training.run(planned, workdir / stage.name)
     return plans
 
@@ -120,11 +120,10 @@ def make_stages(config: ConfigDict) -> list[Stage]:
       ValueError: a name without a group, a group without `kind` or `base`, a setting that the base
         does not have (the nearest is named), of another type or that its script would refuse.
     """
-    return [_make_stage(config, name) for name in config.stages]
+    return [_make_stage(name, config.get(name), config.model) for name in tuple(config.stages)]
 
 
-def _make_stage(config: ConfigDict, name: str) -> Stage:
-    group = config.get(name)
+def _make_stage(name: str, group: Any, model: str) -> Stage:
     if not isinstance(group, ConfigDict) or not all(key in group for key in OWN_KEYS):
         raise ValueError(f"stage {name!r}: the config needs a group {name!r} with kind and base")
     kinds = tuple(kind for kind, command in COMMANDS.items() if command.script)
@@ -134,7 +133,7 @@ def _make_stage(config: ConfigDict, name: str) -> Stage:
     settings = flatten_config(group.to_dict())
     own = {key: value for key, value in settings.items() if key not in OWN_KEYS}
     cli.set_keys(base, own, f"stage {name!r}", group.base)
-    base.model = config.model
+    base.model = model
     try:
         COMMANDS[group.kind].check(base)
     except ValueError as error:
@@ -148,9 +147,10 @@ def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
     config.seeds = ()
     if "seed" in config:
         config.seed = seed
-    for name in config.get("stages", ()):
-        if name in config and "seed" in config[name]:
-            config[name].seed = seed
+    for name in tuple(config.get("stages", ())):
+        group = config.get(name)
+        if isinstance(group, ConfigDict) and "seed" in group:
+            group.seed = seed
     return config
 
 

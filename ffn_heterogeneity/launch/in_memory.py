@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from etils import epath
@@ -20,6 +20,7 @@ from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.launch import compress
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery.adapt import fold_all
@@ -54,21 +55,27 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     start = time.time()
     model = load(config.model, revision=config.revision)
     changed, results = operate(config, folded(model))
-    told = compress.describe(compress.surgery_of(config).name, config, results)
+    told = compress.describe(compress.surgery_of(config).name, results)
     removed = results.pop("removed", None)
     if config.save_model:
         save_pretrained(
-            changed.config, changed.params, workdir / "model", tokenizer=changed.tokenizer,
-            export=config.export, dtype=None if config.dtype == "as_read" else config.dtype,
-            extra=removed and {"removed_neurons": removed}, overwrite=True,
-        )  # fmt: skip
+            changed.config,
+            changed.params,
+            workdir / "model",
+            tokenizer=changed.tokenizer,
+            export=config.export,
+            dtype=None if config.dtype == "as_read" else config.dtype,
+            extra={"removed_neurons": removed} if removed else None,
+            overwrite=True,
+        )
     equal = filled_up(changed)
     results |= evaluation.score(config, equal)
     if config.tasks:
         samples = workdir / "samples" if config.save_samples else None
         results["tasks"] = evaluate_tasks(config, equal, samples, done_dir=workdir / "tasks")
     if config.prompts:
-        results["answers"] = answers(config, equal)
+        options = options_of(config)
+        results["answers"] = answers(equal, config.prompts, options, config.max_new_tokens)
     results["seconds"] = time.time() - start
     write_json(workdir / "results.json", results)
     said = f"{told}: perplexity {results['perplexity']:,.4f}; {workdir}/results.json"
@@ -129,13 +136,14 @@ def folded(model: Model) -> Model:
     return fold_all(model)[0] if names & (set(leaf_axes()) - set(KERNEL_LEAVES)) else model
 
 
-def answers(config: ConfigDict, model: Model) -> dict[str, str]:
+def answers(
+    model: Model, prompts: Sequence[str], options: RunOptions, limit: int
+) -> dict[str, str]:
     """{prompt: what the model says to it, greedily}; without a chat template its continuation."""
     chat = bool(getattr(tokenizer_of(model), "chat_template", None))
-    generator = Generator(model.config, model.params, model.tokenizer, options=options_of(config))
-    rows = prompt_rows(model, config.prompts, chat)
-    found = generator(rows, Sampling(config.max_new_tokens), progress=None)
-    return {text: one.text for text, one in zip(config.prompts, found, strict=True)}
+    generator = Generator(model.config, model.params, model.tokenizer, options=options)
+    made = generator(prompt_rows(model, prompts, chat), Sampling(limit), progress=None)
+    return {text: one.text for text, one in zip(prompts, made, strict=True)}
 
 
 def filled_up(model: Model) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import shutil
@@ -48,7 +49,14 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     engine = _engine(config.engine)
     settings = settings_of(config)
     chunks = corpora.plan_chunks(corpora.find_inputs(config.input), settings.layout)
-    tokenizer, name = find_tokenizer(config, workdir, chunks, settings)
+    if is_bucket(workdir):
+        raise DataError(f"{workdir}: shards are memory-mapped; write them to a local disk")
+    name = config.tokenizer or str(workdir / "tokenizer")
+    if config.tokenizer:
+        tokenizer = load_tokenizer(name, revision=config.revision)
+    else:
+        training = Training(**config.train_tokenizer.to_dict())
+        tokenizer = trained_tokenizer(training, Path(workdir), chunks, settings, config.dry_run)
     if config.model:
         size = load_config(config.model, revision=config.revision).vocab_size
         shards.check_vocabulary(tokenizer, size, config.model)
@@ -56,10 +64,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         release_workdir(workdir)  # nothing is in it: the run itself may have other settings
         return estimate(chunks, tokenizer, settings)
     start = time.monotonic()
-    manifest = engine(
-        config.input, tokenizer, Path(workdir) / "tokens",
-        name=name, settings=settings, processes=config.processes,
-    )  # fmt: skip
+    made_by = {"name": name, "settings": settings, "processes": config.processes}
+    manifest = engine(config.input, tokenizer, Path(workdir) / "tokens", **made_by)
     results = {
         "tokens": manifest["tokens"],
         "documents": manifest["documents"],
@@ -88,15 +94,15 @@ def check_config(config: ConfigDict) -> None:
       ValueError: names the key, its value and what it may be.
     """
     check_choice("engine", config.engine, ENGINES)
-    if config.processes < 1:
-        raise ValueError(f"processes={config.processes}: 1 or more")
-    if config.shard_mb <= 0:
+    values: dict[str, Any] = config.to_dict()
+    for key in ("processes", "passage_chars"):
+        if values[key] < 1:
+            raise ValueError(f"{key}={values[key]}: 1 or more")
+    if values["shard_mb"] <= 0:
         raise ValueError(f"shard_mb={config.shard_mb}: more than 0")
     for key in ("max_documents", "max_tokens"):
-        if config[key] < 0 or (config[key] and config.engine != "local"):
-            raise ValueError(f"{key}={config[key]}: 0 or more, and engine=local where it is more")
-    if config.passage_chars < 1:
-        raise ValueError(f"passage_chars={config.passage_chars}: 1 or more")
+        if values[key] < 0 or (values[key] and config.engine != "local"):
+            raise ValueError(f"{key}={values[key]}: 0 or more, and engine=local where it is more")
     if bool(config.tokenizer) == bool(config.train_tokenizer.vocab_size):
         raise ValueError(
             f"tokenizer={config.tokenizer!r} and "
@@ -110,7 +116,7 @@ def settings_of(config: ConfigDict) -> Settings:
     layout = corpora.Layout(
         text_field=config.text_field,
         separator=config.separator,
-        chunk_bytes=max(int(config.shard_mb * 1e6), 1),
+        chunk_bytes=max(int(float(config.shard_mb) * 1e6), 1),
         split=config.split,
         revision=config.data_revision,
         stream=config.stream,
@@ -120,19 +126,28 @@ def settings_of(config: ConfigDict) -> Settings:
     return Settings(layout, eos=config.eos, passage_chars=config.passage_chars)
 
 
-def find_tokenizer(
-    config: ConfigDict, workdir: epath.Path, chunks: list[corpora.Chunk], settings: Settings
-) -> tuple[Any, str]:
-    """(the tokenizer, its name): loaded; or trained, once, and written to `<workdir>/tokenizer`.
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Of a tokenizer, from the config's group `train_tokenizer`; `max_mb`: of the input."""
+
+    vocab_size: int
+    min_frequency: int
+    max_mb: float
+
+
+def trained_tokenizer(
+    training: Training,
+    workdir: Path,
+    chunks: list[corpora.Chunk],
+    settings: Settings,
+    dry_run: bool,
+) -> Any:
+    """The tokenizer, trained once and written to `<workdir>/tokenizer` (not in a dry run).
 
     Raises:
       DataError: the one there was trained on other texts, and shards were made with it.
     """
-    if is_bucket(workdir):
-        raise DataError(f"{workdir}: shards are memory-mapped; write them to a local disk")
-    if config.tokenizer:
-        return load_tokenizer(config.tokenizer, revision=config.revision), config.tokenizer
-    directory, training = Path(workdir) / "tokenizer", config.train_tokenizer
+    directory = workdir / "tokenizer"
     sample = functools.partial(sample_texts, chunks, settings.layout, int(training.max_mb * 1e6))
     facts = {"vocab_size": training.vocab_size, "min_frequency": training.min_frequency}
     if (directory / "tokenizer.json").is_file():
@@ -140,8 +155,8 @@ def find_tokenizer(
         collections.deque(texts, maxlen=0)  # read for their digest alone
         changed = differs(directory, facts | {"texts_sha256": texts.digest()})
         if not changed:
-            return load_tokenizer(directory), str(directory)
-        if (Path(workdir) / "tokens").exists():
+            return load_tokenizer(directory)
+        if (workdir / "tokens").exists():
             raise DataError(
                 f"{directory} was trained on something else ({', '.join(changed)} changed), and "
                 f"{workdir}/tokens made with it: use another --workdir, or remove both directories"
@@ -149,12 +164,12 @@ def find_tokenizer(
     print(f"training a tokenizer of {training.vocab_size:,} ...", file=sys.stderr)
     texts = Hashed(sample())
     tokenizer = train_tokenizer(texts, training.vocab_size, training.min_frequency)
-    if config.dry_run:
-        return tokenizer, str(directory)
+    if dry_run:
+        return tokenizer
     shutil.rmtree(directory, ignore_errors=True)  # of texts that have changed since
     save_tokenizer(tokenizer, directory, facts | {"texts_sha256": texts.digest()})
     print(f"tokenizer: {directory}", file=sys.stderr)
-    return load_tokenizer(directory), str(directory)
+    return load_tokenizer(directory)
 
 
 def estimate(chunks: list[corpora.Chunk], tokenizer: Any, settings: Settings) -> dict[str, Any]:

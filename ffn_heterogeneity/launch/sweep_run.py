@@ -97,7 +97,7 @@ def run(
     if launcher == "local":
         failed = run_here(kind, todo, shared)
     else:
-        jobs = {task.point.name: (kind, task.config, task.directory, sys.argv) for task in todo}
+        jobs = {task.point.name: (kind, task, sys.argv) for task in todo}
         failed = slurm.run_jobs(run_alone, jobs, root / "submitit", submitit)
     return conclude(tasks, todo, failed, shared)
 
@@ -232,7 +232,7 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
             name, start = task.point.name, time.monotonic()
             say(f"[{number}/{len(todo)}] {name}")
             try:
-                run_one(kind, task.config, task.directory, shared)
+                run_one(kind, task, shared)
             except Exception as error:  # one point must not lose the others
                 line = cli.one_line(error)
                 if line not in failed.values() and not isinstance(error, cli.USER_ERRORS):
@@ -249,19 +249,17 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
     return failed
 
 
-def run_one(kind: str, config: ConfigDict, directory: epath.Path, shared: Shared) -> None:
+def run_one(kind: str, task: PointRun, shared: Shared) -> None:
     """Claims the directory and runs."""
-    with working_in(directory, config.to_dict()):
-        experiment.run(config, directory, shared, kind)
+    with working_in(task.directory, task.config.to_dict()):
+        experiment.run(task.config, task.directory, shared, kind)
 
 
-def run_alone(
-    kind: str, config: ConfigDict, directory: epath.Path, command_line: Sequence[str]
-) -> str | None:
+def run_alone(kind: str, task: PointRun, command_line: Sequence[str]) -> str | None:
     """`run_one` in a process of its own (`slurm`); the line of its error, if it failed."""
     sys.argv = list(command_line)  # what the run names as the command that goes on
     try:
-        run_one(kind, config, directory, Shared(keep_model=False))
+        run_one(kind, task, Shared(keep_model=False))
     except Exception as error:
         traceback.print_exception(error)  # into the job's log
         return cli.one_line(error)
@@ -293,12 +291,12 @@ def conclude(
 def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> str:
     """How much there is to do, before the first run says how long one takes."""
     text = f"{len(todo)} runs to do, {sum(task.finished for task in tasks)} finished before"
-    steps = [task.config.get("steps", 0) * max(1, len(task.config.seeds)) for task in todo
-             if kind == "train" and "batch_size" in task.config]  # fmt: skip
-    if sum(steps):
-        one = todo[0].config
-        tokens = sum(steps) * one.batch_size * one.seq_len
-        text += f"; {sum(steps):,} steps of {one.batch_size} x {one.seq_len}, {tokens:,} tokens"
+    configs = [task.config.to_dict() for task in todo if kind == "train"]
+    trained = [config for config in configs if "batch_size" in config]  # not a run of stages
+    steps = sum(config["steps"] * max(1, len(config["seeds"])) for config in trained)
+    if steps:
+        rows, length = trained[0]["batch_size"], trained[0]["seq_len"]
+        text += f"; {steps:,} steps of {rows} x {length}, {steps * rows * length:,} tokens"
     return f"{text}; the first run will tell the time" if todo else text
 
 

@@ -159,10 +159,8 @@ def make_loop(
     shared: Shared,
 ) -> tuple[TrainLoop, Built, float | None]:
     """(everything but the running, the step that fits in memory, the seconds to compile it)."""
-    state = create_state(
-        model.params, built.optimizer, built.trainable,
-        seed=config.seed, shardings=built.shardings[0],
-    )  # fmt: skip
+    options = {"seed": config.seed, "shardings": built.shardings[0]}
+    state = create_state(model.params, built.optimizer, built.trainable, **options)
     seconds = None
     if not (workdir / "checkpoints" / str(config.loop.steps)).exists():
         built, seconds = compile_checked(config, built, state, rows, shared.build)

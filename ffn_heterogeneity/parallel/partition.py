@@ -51,7 +51,7 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
     paths = list(paths)
     compiled, strict = [], True
     for rule in rules:
-        if rule is DEFAULTS:
+        if isinstance(rule, _Defaults):
             strict = False
             continue
         pattern, value = rule
@@ -139,9 +139,12 @@ DEFAULT_SHARDING_RULES = (
     (r"^(head|task_head)/", PartitionSpec()),
     (r"^final_norm/", PartitionSpec()),
     (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
-    *((rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
-      for name, axes in leaf_axes().items() for modules, sides in SIDES.items()),
-)  # fmt: skip
+    *(
+        (rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
+        for name, axes in leaf_axes().items()
+        for modules, sides in SIDES.items()
+    ),
+)
 
 
 def trainable_mask(
@@ -198,7 +201,7 @@ def make_mesh(
     )
 
 
-def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, int, int]:
+def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]:
     """The sizes on `count` devices, with -1 filled in; errors as `make_mesh`."""
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -231,7 +234,7 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
                 f"leaf {path!r} of shape {leaves[path].shape} cannot take the spec {spec}: "
                 "it names more axes than the leaf has"
             )
-        axes = [axis if isinstance(axis, tuple) else (axis,) if axis else () for axis in spec]
+        axes = [_mesh_axes(entry) for entry in spec]
         names = {name for axis in axes for name in axis}
         if names - set(mesh.axis_names):
             raise RuleError(f"spec {spec} of {path!r} names axes that are not in {mesh.axis_names}")
@@ -246,6 +249,13 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
     return jax.tree_util.tree_map_with_path(
         lambda path, _: NamedSharding(mesh, specs[path_str(path)]), tree
     )
+
+
+def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of the mesh over which a spec cuts one axis of a leaf."""
+    if isinstance(entry, tuple):
+        return entry
+    return () if entry is None else (entry,)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -22,9 +22,10 @@ def local_rows(sharding: NamedSharding, batch_size: int, accumulation: int) -> l
       ValueError: micro-batches that the mesh cannot cut into equal parts.
     """
     rows = rows_of_micro_batch(sharding.mesh, batch_size, accumulation)
-    indices = sharding.addressable_devices_indices_map((accumulation, rows))
-    mine = sorted({row for index in indices.values() for row in range(rows)[index[1]]})
-    return [micro * rows + row for micro in range(accumulation) for row in mine]
+    indices = sharding.devices_indices_map((accumulation, rows))
+    columns = [indices[device][1] for device in sharding.addressable_devices]
+    own = sorted({row for column in columns for row in range(rows)[column]})
+    return [micro * rows + row for micro in range(accumulation) for row in own]
 
 
 def rows_of_micro_batch(mesh: Mesh | AbstractMesh, batch_size: int, accumulation: int) -> int:

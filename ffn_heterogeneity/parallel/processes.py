@@ -57,12 +57,10 @@ def initialize(how: str) -> None:
         parts = how.split(",")
         if len(parts) != 3 or ":" not in parts[0] or not (parts[1] + parts[2]).isdigit():
             raise ValueError(f"distributed={how!r}: write one of {WAYS}")
-        count, index = int(parts[1]), int(parts[2])
+        address, count, index = parts[0], int(parts[1]), int(parts[2])
         if not 0 <= index < count:
             raise ValueError(f"distributed={how!r}: process {index} is not one of {count}")
-        arguments = {
-            "coordinator_address": parts[0], "num_processes": count, "process_id": index,
-        }  # fmt: skip
+        arguments = {"coordinator_address": address, "num_processes": count, "process_id": index}
     try:
         jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:

@@ -16,14 +16,14 @@ DRAWS = 10_000
 
 def bootstrap(values: Sequence[float]) -> Any:
     """The mean, with its 95% percentiles over resamples of the values."""
-    values = np.asarray(values, float)
-    n = len(values)
+    sample = np.asarray(values, float)
+    n = len(sample)
     if n < 2:
-        return float(values[0]) if n else None
+        return float(sample[0]) if n else None
     drawn = np.random.default_rng(0).integers(n, size=(DRAWS, n))
-    low, high = np.nanpercentile(values[drawn].mean(1), [2.5, 97.5])
+    low, high = np.nanpercentile(sample[drawn].mean(1), [2.5, 97.5])
     # Means over seeds that are equal may differ by 5e-17.
-    return Spread(round(float(values.mean()), 12) + 0.0, float(low), float(high), n, "bootstrap")
+    return Spread(round(float(sample.mean()), 12) + 0.0, float(low), float(high), n, "bootstrap")
 
 
 def difference(own: dict[Any, float], other: dict[Any, float]) -> Any:
@@ -44,8 +44,8 @@ def share(own: dict[Any, float], base: dict[Any, float], goal: dict[Any, float])
     if not seeds:
         return None
     each = [[side.get(seed, side.get(None)) for seed in seeds] for side in sides]
-    own, base, goal = (np.asarray(values, float) for values in each)
-    return fieller(base - own, base - goal)
+    at, start, end = (np.asarray(values, float) for values in each)
+    return fieller(start - at, start - end)
 
 
 def fieller(above: np.ndarray, below: np.ndarray) -> Any:

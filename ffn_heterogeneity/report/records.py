@@ -79,7 +79,7 @@ def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Rec
     # Of two runs of the same settings and seed the finished one is taken, and that with tasks.
     for run in sorted(unfolded(list(every)), key=lambda run: (not run.finished, not _tasks(run))):
         config = _without_idle_losses({**run.config, **_facts(run)}, kind)
-        values = next(iter(run.seeds.values())).values | config if run.seeds else config
+        values = {**next(iter(run.seeds.values())).values, **config} if run.seeds else config
         if matches(values, kind.where) and (run.finished or (begun and run.curves)):
             key = {k: json.dumps(v) for k, v in config.items() if _among(k, kind.same)}
             members = groups.setdefault(tuple(sorted(key.items())), (config, {}))[1]

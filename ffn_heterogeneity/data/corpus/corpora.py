@@ -20,11 +20,12 @@ import functools
 import glob
 import gzip
 import hashlib
+import io
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ffn_heterogeneity.data.sources import (
     TEXT_SUFFIXES,
@@ -335,7 +336,7 @@ def _read(path: str, start: int, size: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(path: str, changed: int) -> IO[bytes]:
+def _opened(path: str, changed: int) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 

@@ -66,10 +66,12 @@ class Tokeniser:
     def _batch(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        if not callable(self.tokenizer):
-            return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        tokenizer: Any = self.tokenizer
+        if not callable(tokenizer):
+            return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         options = {"return_attention_mask": False, "verbose": False}
-        return self.tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
+        encoded: Any = tokenizer(texts, add_special_tokens=False, **options)
+        return encoded["input_ids"]
 
     def _long(self, text: str, report: Report) -> list[int]:
         found = []

@@ -69,12 +69,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 
     tokenizer.train_from_iterator(counted(), trainer)
     if not seen:
         raise DataError("no text to train the tokenizer on: all documents are empty")
-    if tokenizer.get_vocab_size() < vocab_size:
-        _log.warning(
-            "the texts gave %d tokens of the %d asked for: there are no more pairs that occur "
-            "%d times",
-            tokenizer.get_vocab_size(), vocab_size, min_frequency,
-        )  # fmt: skip
+    size = tokenizer.get_vocab_size()
+    if size < vocab_size:
+        why = f"there are no more pairs that occur {min_frequency} times"
+        _log.warning("the texts gave %d tokens of the %d asked for: %s", size, vocab_size, why)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A",
         pair=f"{BOS} $A {BOS}:1 $B:1",

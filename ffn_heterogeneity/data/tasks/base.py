@@ -42,6 +42,9 @@ class MixedTask(NamedTuple):
     option: str = ""
 
 
+Expand = Callable[[Mapping[str, Any], bool], Sequence[Mapping[str, Any]]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A named kind of data.
@@ -68,7 +71,7 @@ class Task:
     hub: str = ""
     split: str = "train"
     metrics: tuple[str, ...] = ()
-    expand: Callable[[Mapping[str, Any], bool], Sequence[Mapping[str, Any]]] | None = None
+    expand: Expand | None = None
     reference: Callable[[Mapping[str, Any]], Any] | None = None
     members: tuple[MixedTask, ...] = ()
     encode: Callable[[Any, Any], tuple[Sequence[int], Sequence[bool]]] | None = None

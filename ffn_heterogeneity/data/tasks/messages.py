@@ -95,9 +95,8 @@ def encode_conversation(
         done = stop
     if _after(encoder, ids, place, text[done:]) != len(ids):
         raise _straddles(text[done:])
-    if needs_bos(ids, encoder):
-        return [encoder.bos_id, *ids], [False, *scored]
-    return ids, scored
+    whole = with_bos(ids, encoder)
+    return whole, [False] * (len(whole) - len(ids)) + scored
 
 
 def assistant_spans(
@@ -127,8 +126,7 @@ def assistant_spans(
 
 def prompt_ids(messages: Sequence[Message], encoder: Encoder) -> list[int]:
     """The ids of a conversation and of the header that invites the assistant to go on."""
-    ids = encode(encoder.tokenizer, render(messages, encoder, answer=True))
-    return [encoder.bos_id, *ids] if needs_bos(ids, encoder) else ids
+    return with_bos(encode(encoder.tokenizer, render(messages, encoder, answer=True)), encoder)
 
 
 def end_of_turn(encoder: Encoder) -> int | None:
@@ -142,9 +140,11 @@ def end_of_turn(encoder: Encoder) -> int | None:
     return last[0] if last[0] == last[1] else None
 
 
-def needs_bos(ids: Sequence[int], encoder: Encoder) -> bool:
-    """Whether the policy asks for a bos that the template did not write itself."""
-    return encoder.bos_id is not None and list(ids[:1]) != [encoder.bos_id]
+def with_bos(ids: list[int], encoder: Encoder) -> list[int]:
+    """The ids, after a bos where the policy asks for one that the template did not write itself."""
+    if encoder.bos_id is None or ids[:1] == [encoder.bos_id]:
+        return ids
+    return [encoder.bos_id, *ids]
 
 
 def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) -> str:

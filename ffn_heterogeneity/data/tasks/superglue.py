@@ -33,23 +33,20 @@ CB_WORDS = ("entailment", "contradiction", "neutral")
 RTE_WORDS = ("entailment", "not_entailment")
 COPA_WORDS = ("choice1", "choice2")
 
-# Examples of each training set: the weights of the mixture "proportional", without a cap. ReCoRD
-# counts once per gold answer, MultiRC per answer, WSC only the pairs that do refer.
-SIZES = {
-    "boolq": 9_427,
-    "cb": 250,
-    "copa": 400,
-    "multirc": 27_243,
-    "record": 138_854,
-    "rte": 2_490,
-    "wic": 5_428,
-    "wsc": 259,
-    "dpr": 1_322,
+# Name -> examples of the training set, which are the weights of the mixture "proportional", without
+# a cap; and the official folder. ReCoRD counts once per gold answer, MultiRC per answer, WSC only
+# the pairs that do refer.
+SETS = {
+    "boolq": (9_427, "BoolQ"),
+    "cb": (250, "CB"),
+    "copa": (400, "COPA"),
+    "multirc": (27_243, "MultiRC"),
+    "record": (138_854, "ReCoRD"),
+    "rte": (2_490, "RTE"),
+    "wic": (5_428, "WiC"),
+    "wsc": (259, "WSC"),
+    "dpr": (1_322, "DPR"),
 }
-OFFICIAL_FOLDERS = {
-    "boolq": "BoolQ", "cb": "CB", "copa": "COPA", "multirc": "MultiRC", "record": "ReCoRD",
-    "rte": "RTE", "wic": "WiC", "wsc": "WSC", "dpr": "DPR",
-}  # fmt: skip
 
 
 def _form(name: str, target: str, fields: Fields, **texts: str) -> Example:
@@ -251,9 +248,9 @@ _MEMBERS = tuple(
     MixedTask(
         f"superglue_{name}",
         size,
-        (f"superglue_{name}", OFFICIAL_FOLDERS[name], name),
+        (f"superglue_{name}", folder, name),
         "with_dpr" if name == "dpr" else "",
     )
-    for name, size in SIZES.items()
+    for name, (size, folder) in SETS.items()
 )
 TASKS = (*_ONE_EACH, Task("superglue", mixed, members=_MEMBERS))
