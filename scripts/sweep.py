@@ -32,16 +32,9 @@ SUBMITIT = flags.DEFINE_string(
 
 def main(config, workdir) -> None:
     _, spec = cli.config_first(sys.argv, CONFIG)
-    sweep_run.run(
-        config,
-        workdir,
-        spec=spec,
-        sweep=SWEEP.value,
-        only=ONLY.value,
-        launcher=LAUNCHER.value,
-        commands=PRINT.value,
-        submitit=SUBMITIT.value,
-    )
+    points = {"spec": spec, "sweep": SWEEP.value, "only": ONLY.value, "commands": PRINT.value}
+    jobs = {"launcher": LAUNCHER.value, "submitit": SUBMITIT.value}
+    sweep_run.run(config, workdir, **points, **jobs)
 
 
 if __name__ == "__main__":

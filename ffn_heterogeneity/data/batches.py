@@ -29,7 +29,7 @@ class Feed:
     """What pipelines of batches have in common.
 
     Attributes:
-      config: a `pipeline.DataConfig`.
+      config: a `settings.DataConfig`.
       seed: of the order of the records, unless the config has its own.
       rows: the rows of every global batch [batch_size, T] that this process feeds.
       vocab_size: of the model; None: any id will do.

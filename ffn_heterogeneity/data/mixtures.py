@@ -233,14 +233,7 @@ def member_file(root: str | Sequence[str], member: MixedTask, split: str) -> str
 
 def report_sizes(source: MixedSource) -> None:
     """Says which members repeat or are cut short, as the weights are fixed."""
-    other = [
-        f"{part.task} {len(part.source)} of {part.weight}"
-        for part in source.parts
-        if len(part.source) != part.weight
-    ]
+    other = [part for part in source.parts if len(part.source) != part.weight]
     if other:
-        _log.warning(
-            "%s: examples found, of the number that is the weight: %s",
-            source.name,
-            ", ".join(other),
-        )
+        sizes = ", ".join(f"{part.task} {len(part.source)} of {part.weight}" for part in other)
+        _log.warning("%s: examples found, of the number that is the weight: %s", source.name, sizes)

@@ -96,7 +96,8 @@ class Encoder:
             raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
         self.bos = bos
         self.bos_id = None if bos == "none" else int(tokenizer.bos_token_id)
-        self.eos_id = int(tokenizer.eos_token_id) if eos and _has_eos(tokenizer) else None
+        last = getattr(tokenizer, "eos_token_id", None) if eos else None
+        self.eos_id = None if last is None else int(last)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.append, self.loss_on_prompt = append, loss_on_prompt
         self._newline = encode(tokenizer, "\n")
@@ -317,7 +318,3 @@ def _finish_row(row: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         "segment_ids": row["tokens_segment_ids"],
         "positions": row["tokens_positions"],
     }
-
-
-def _has_eos(tokenizer: Any) -> bool:
-    return getattr(tokenizer, "eos_token_id", None) is not None

@@ -21,10 +21,10 @@ from typing import Any
 
 from etils import epath
 
+from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
 from ffn_heterogeneity.wording import first_line
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
-PASSAGE_CHARS = 16_384
 
 
 class DataError(ValueError):
@@ -255,15 +255,6 @@ def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListS
     return ListSource(_name(paths), records, places, running_text=True)
 
 
-def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of the passages of at most `size` characters that a text is cut into."""
-    start = 0
-    while start < len(text):
-        end = _passage_end(text, start, size)
-        yield start, end
-        start = end
-
-
 def read_jsonl(paths: Sequence[str]) -> ListSource:
     """One JSON object per line; blank lines are passed over (line numbers count them)."""
     records, places = [], []
@@ -352,19 +343,6 @@ def kind_of(name: str) -> str:
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name):
         return "hub"
     raise DataError(f"{name}: no such file, and not the form of a hub name (owner/name[:config])")
-
-
-def _passage_end(text: str, start: int, size: int) -> int:
-    """Where the passage from `start` ends: at the last good break in its second half."""
-    end = start + size
-    if end >= len(text):
-        return len(text)
-    for separator in ("\n\n", "\n", " "):
-        found = text.rfind(separator, start + size // 2, end)
-        if found >= 0:
-            # A space goes with the word after it, as tokenizers have it; line ends stay behind.
-            return max(found + (0 if separator == " " else len(separator)), start + 1)
-    return end
 
 
 @contextlib.contextmanager

@@ -174,9 +174,9 @@ class Checkpoints:
         """
         step = self.latest_step() if step is None else step
         if step is None or step not in self.steps():
+            nothing = "no checkpoint" if step is None else f"no checkpoint {step}"
             raise CheckpointError(
-                f"{self.directory} holds no checkpoint{'' if step is None else f' {step}'}; "
-                f"there are {self.steps() or 'none'}"
+                f"{self.directory} holds {nothing}; there are {self.steps() or 'none'}"
             )
         self.verify(step)
         name = self.directory / str(step)

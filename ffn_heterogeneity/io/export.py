@@ -189,7 +189,7 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
         return config, export
     if export == "padded" and not config.uniform_width:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
-    expressible = _expressible(config)
+    expressible = config_from_hf(config_to_hf(config)) == config
     if export == "deci" and expressible:
         to_deci(config, config_to_hf(config))
     if export in ("padded", "deci") and not expressible:
@@ -197,7 +197,9 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
             f"the {config.family} config.json cannot express this model even with equal widths: "
             "use export='native'"
         )
-    return config, "deci" if export == "deci" else "plain" if expressible else "native"
+    if export == "deci":
+        return config, export
+    return config, "plain" if expressible else "native"
 
 
 def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -205,10 +207,6 @@ def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if leaf.shape == shape:
         return leaf
     return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, shape, strict=True)])
-
-
-def _expressible(config: ModelConfig) -> bool:
-    return config_from_hf(config_to_hf(config)) == config
 
 
 def loads_in(output: str | os.PathLike) -> str:

@@ -35,15 +35,8 @@ def read_gguf(
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
     config, family, tensors = _read_header(file)
-    params = assemble(
-        config,
-        family.gguf_rules(config),
-        tensors,
-        transform=family.gguf_transform,
-        dtype=dtype,
-        check_finite=check_finite,
-    )
-    return config, params
+    options = {"transform": family.gguf_transform, "dtype": dtype, "check_finite": check_finite}
+    return config, assemble(config, family.gguf_rules(config), tensors, **options)
 
 
 def read_gguf_config(path: str | os.PathLike) -> ModelConfig:

@@ -141,11 +141,8 @@ def check_expressible(config: ModelConfig, family: Family, tensors: dict[str, np
         back = family.from_gguf({key: v for key, v in meta.items() if v is not None})
     except (ConfigError, KeyError) as error:
         raise CheckpointError(f"GGUF cannot express this {config.family} model: {error}") from None
-    differ = [
-        name
-        for name in vars(config)
-        if name != "eos_id" and getattr(back, name) != getattr(config, name)
-    ]
+    names = [name for name in vars(config) if name != "eos_id"]
+    differ = [name for name in names if getattr(back, name) != getattr(config, name)]
     if differ:
         raise CheckpointError(
             f"GGUF cannot express this {config.family} model: {', '.join(differ)} would be read "
@@ -201,10 +198,9 @@ def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> No
     kinds = {}
     for name, tensor in tensors.items():
         kind = GGMLQuantizationType[type.upper()] if tensor.ndim > 1 else GGMLQuantizationType.F32
-        block, size = GGML_QUANT_SIZES[kind]
-        if tensor.shape[-1] % block:
+        if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
             kind = GGMLQuantizationType.F16
-            block, size = GGML_QUANT_SIZES[kind]
+        block, size = GGML_QUANT_SIZES[kind]
         kinds[name] = kind
         bytes_ = tensor.size // block * size
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), bytes_, raw_dtype=kind)

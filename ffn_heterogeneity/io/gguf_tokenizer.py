@@ -82,10 +82,11 @@ def _check(path: str, tokens: Sequence[str], get: Callable) -> None:
                 f"{path}: tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens"
             )
     for name in ("bos", "eos", "unknown", "padding"):
-        if not 0 <= (get(f"{name}_token_id") or 0) < len(tokens):
+        number = get(f"{name}_token_id")
+        if not 0 <= (number or 0) < len(tokens):
             raise CheckpointError(
-                f"{path}: tokenizer.ggml.{name}_token_id={get(f'{name}_token_id')} is outside the "
-                f"{len(tokens)} tokens"
+                f"{path}: tokenizer.ggml.{name}_token_id={number} is outside the {len(tokens)} "
+                "tokens"
             )
 
 
@@ -124,20 +125,14 @@ def _sentencepiece(
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     # llama.cpp writes spaces in user-defined pieces as they are typed; the vocabulary has U+2581.
-    tokens = [
-        t.replace(" ", _SPACE) if kind == _USER_DEFINED else t
-        for t, kind in zip(tokens, types, strict=True)
-    ]
+    tokens = list(tokens)
+    for i, kind in enumerate(types):
+        if kind == _USER_DEFINED:
+            tokens[i] = tokens[i].replace(" ", _SPACE)
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=merges_by_score(tokens, types, scores),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges = merges_by_score(tokens, types, scores)
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     spaces = normalizers.Replace(" ", _SPACE)
     decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if space_prefix:

@@ -43,7 +43,7 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
         types[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
     if tokenizer.unk_token_id is not None and sentencepiece:
         types[tokenizer.unk_token_id] = _UNKNOWN
-    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    pairs = [_pair(merge) for merge in model["merges"]]
     kind = _scores(tokens, pairs, state) if sentencepiece else _merges(pairs, state)
     fields = {"tokens": tokens, "token_type": types, **kind, **_special(tokenizer)}
     fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
@@ -52,13 +52,18 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
+def _pair(merge: str | list[str]) -> tuple[str, ...]:
+    """Older files join the two by a space."""
+    return tuple(merge.split(" ") if isinstance(merge, str) else merge)
+
+
 def _refused(why: str) -> CheckpointError:
     return CheckpointError(
         f"the tokenizer has no form in GGUF ({why}): write the model without it (tokenizer=None)"
     )
 
 
-def _merges(pairs: list[tuple[str, str]], state: dict) -> dict[str, Any]:
+def _merges(pairs: list[tuple[str, ...]], state: dict) -> dict[str, Any]:
     """Byte-level BPE; llama.cpp knows the splitting by name."""
     there = _plain(state["pre_tokenizer"])
     steps = {name: json.loads(_pre_tokenizer(name).__getstate__()) for name in _PRE_TOKENIZERS}
@@ -77,7 +82,7 @@ def _plain(node: Any) -> list[dict]:
     ]
 
 
-def _scores(tokens: list[str], pairs: list[tuple[str, str]], state: dict) -> dict[str, Any]:
+def _scores(tokens: list[str], pairs: list[tuple[str, ...]], state: dict) -> dict[str, Any]:
     """SentencePiece BPE: what is merged first scores highest, as its own training has it."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):

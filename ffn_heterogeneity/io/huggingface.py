@@ -89,14 +89,9 @@ def read_pretrained(
     """
     config = read_config(directory)
     family, section = family_by_name(config.family), structure_section(directory)
-    params = assemble(
-        config,
-        family.rules(config),
-        stored_tensors(directory),
-        redundant=family.redundant,
-        dtype=None if section else dtype,
-        check_finite=check_finite,
-    )
+    options = {"redundant": family.redundant, "check_finite": check_finite}
+    options["dtype"] = None if section else dtype
+    params = assemble(config, family.rules(config), stored_tensors(directory), **options)
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params

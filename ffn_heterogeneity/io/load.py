@@ -101,7 +101,8 @@ def load_model(
         return Model(config, params, gguf_tokenizer.read_tokenizer(file), source)
     if peft.is_adapter(path):
         base = load_model(peft.base_of(path), **options)
-        return peft.with_adapters(base, path)
+        params = peft.read_adapters(path, base.config, base.params)
+        return dataclasses.replace(base, params=params, source=f"{path} on {base.source}")
     config, params = huggingface.read_pretrained(path, **options)
     return Model(config, params, huggingface.read_tokenizer(path), source)
 

@@ -7,7 +7,6 @@ kernels (Phi-3's qkv_proj), A is copied to each and B is cut as the kernel is.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -89,7 +88,7 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
     added: dict[str, np.ndarray] = {}
     for rule, module in _modules(config):
         names = [f"{PREFIX}{module}.{end}" for end in ("lora_A.weight", "lora_B.weight", MAGNITUDE)]
-        a, b, m = (np.array(tensors.pop(n)) if n in tensors else None for n in names)
+        a, b, m = (tensors.pop(name, None) for name in names)
         if a is None and b is None and m is None:
             continue
         if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
@@ -240,9 +239,3 @@ def save_adapters(
                 pieces.write(name, array)
         (folder / SINGLE).rename(folder / WEIGHTS)
     return Path(directory)
-
-
-def with_adapters(model: Any, directory: Path) -> Any:
-    """The base model, read before, with what the directory adds."""
-    params = read_adapters(directory, model.config, model.params)
-    return dataclasses.replace(model, params=params, source=f"{directory} on {model.source}")

@@ -18,6 +18,7 @@ import numpy as np
 
 from ffn_heterogeneity.io.safetensors import DTYPE_NAMES, plan_shards, write_index
 
+_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
 # Bytes looked at, changed and written at a time: they stay in a core's cache.
 PIECE = 1 << 20
 
@@ -118,26 +119,3 @@ def _write_all(file: int, data: np.ndarray, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
-
-
-# As the library ranks them.
-NARROW_TO_WIDE = (
-    "BOOL",
-    "U8",
-    "I8",
-    "F8_E5M2",
-    "F8_E4M3",
-    "I16",
-    "F16",
-    "BF16",
-    "I32",
-    "F32",
-    "F64",
-    "I64",
-)
-_RANKS = {
-    dtype: rank
-    for rank, name in enumerate(NARROW_TO_WIDE)
-    for dtype, known in DTYPE_NAMES.items()
-    if known == name
-}

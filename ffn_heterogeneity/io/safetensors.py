@@ -22,19 +22,20 @@ from ffn_heterogeneity.wording import some
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+# From narrow to wide, as the library ranks them.
 _DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I16": np.int16,
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
-    "I64": np.int64,
     "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F32": np.float32,
+    "F64": np.float64,
+    "I64": np.int64,
 }
 DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 

@@ -49,16 +49,9 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, surgery.read(config), key=key)
         check_leaves(changed.config, changed.params, beside=ROOT)
-        save_pretrained(
-            changed.config,
-            changed.params,
-            target,
-            tokenizer=model.tokenizer,
-            export=config.export,
-            dtype=dtype,
-            overwrite=True,
-            structure="fold" if config.export == "padded" else "keep",
-        )
+        form = {"export": config.export, "dtype": dtype, "tokenizer": model.tokenizer}
+        form["structure"] = "fold" if config.export == "padded" else "keep"
+        save_pretrained(changed.config, changed.params, target, overwrite=True, **form)
         if "removed" in results:
             write_json(target / "removed_neurons.json", published(results))
     if score and before:

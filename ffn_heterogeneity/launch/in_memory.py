@@ -58,16 +58,10 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     told = compress.describe(compress.surgery_of(config).name, results)
     removed = results.pop("removed", None)
     if config.save_model:
-        save_pretrained(
-            changed.config,
-            changed.params,
-            workdir / "model",
-            tokenizer=changed.tokenizer,
-            export=config.export,
-            dtype=None if config.dtype == "as_read" else config.dtype,
-            extra={"removed_neurons": removed} if removed else None,
-            overwrite=True,
-        )
+        form = {"export": config.export, "tokenizer": changed.tokenizer, "overwrite": True}
+        form["dtype"] = None if config.dtype == "as_read" else config.dtype
+        form["extra"] = {"removed_neurons": removed} if removed else None
+        save_pretrained(changed.config, changed.params, workdir / "model", **form)
     equal = filled_up(changed)
     results |= evaluation.score(config, equal)
     if config.tasks:

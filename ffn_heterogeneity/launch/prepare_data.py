@@ -46,7 +46,9 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
       ValueError (DataError, CheckpointError are some): what is wrong, in one line.
     """
     check_config(config)
-    engine = _engine(config.engine)
+    engine = prepare
+    if config.engine == "datatrove":  # an extra
+        from ffn_heterogeneity.data.corpus.prepare_datatrove import prepare as engine
     settings = settings_of(config)
     chunks = corpora.plan_chunks(corpora.find_inputs(config.input), settings.layout)
     if is_bucket(workdir):
@@ -67,11 +69,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     made_by = {"name": name, "settings": settings, "processes": config.processes}
     manifest = engine(config.input, tokenizer, Path(workdir) / "tokens", **made_by)
     results = {
-        "tokens": manifest["tokens"],
-        "documents": manifest["documents"],
-        "empty_documents": manifest["empty_documents"],
+        **{key: manifest[key] for key in ("tokens", "documents", "empty_documents", "dtype")},
         "shards": len(manifest["shards"]),
-        "dtype": manifest["dtype"],
         "vocab_size": manifest["tokenizer"]["vocab_size"],
         "tokenizer": manifest["tokenizer"]["name"],
         "input_bytes": sum(one.get("bytes", 0) for one in manifest["inputs"]),
@@ -193,11 +192,3 @@ def estimate(chunks: list[corpora.Chunk], tokenizer: Any, settings: Settings) ->
     for key, value in found.items():
         print(f"{key}: {value:,.0f}" if not isinstance(value, str) else f"{key}: {value}")
     return found
-
-
-def _engine(name: str) -> Any:
-    if name == "local":
-        return prepare
-    from ffn_heterogeneity.data.corpus import prepare_datatrove
-
-    return prepare_datatrove.prepare

@@ -202,17 +202,10 @@ def final_params(config: TrainConfig, workdir: epath.Path, result: LoopResult) -
 
 def export(config: TrainConfig, model: Model, params: dict, directory: epath.Path) -> None:
     """Writes the trained model; its structure is kept where that form can keep it."""
-    form = config.export["form"]
-    save_pretrained(
-        model.config,
-        params,
-        directory,
-        tokenizer=model.tokenizer,
-        export=form,
-        dtype=config.export["dtype"],
-        overwrite=True,
-        structure="fold" if form == "padded" else "keep",
-    )
+    form, dtype = config.export["form"], config.export["dtype"]
+    options = {"export": form, "dtype": dtype, "tokenizer": model.tokenizer, "overwrite": True}
+    options["structure"] = "fold" if form == "padded" else "keep"
+    save_pretrained(model.config, params, directory, **options)
 
 
 def summary(workdir: epath.Path, result: LoopResult) -> dict:

@@ -95,8 +95,11 @@ def match_layers(rules: Rules, names: Mapping[str, Sequence[str]]) -> dict[str, 
     """
     keys = {path: [f"{path}\n{name}" for name in own] for path, own in names.items()}
     matched = match_rules(rules, [key for own in keys.values() for key in own])
-    values = {path: tuple(matched[key] for key in own) for path, own in keys.items()}
-    return {path: own[0] if len(set(own)) == 1 else own for path, own in values.items()}
+    values = {}
+    for path, own in keys.items():
+        layers = tuple(matched[key] for key in own)
+        values[path] = layers[0] if len(set(layers)) == 1 else layers
+    return values
 
 
 def _shown(path: str) -> str:
@@ -224,8 +227,7 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
         mesh has not.
     """
     leaves = flatten(tree)
-    # A model beside the model is cut as it is.
-    inner = {path: path.partition("/")[2] if is_auxiliary(path) else path for path in leaves}
+    inner = {path: _in_its_model(path) for path in leaves}
     by_inner = match_rules(rules, inner.values())
     specs = {path: by_inner[inner[path]] for path in leaves}
     for path, spec in specs.items():
@@ -249,6 +251,11 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> A
     return jax.tree_util.tree_map_with_path(
         lambda path, _: NamedSharding(mesh, specs[path_str(path)]), tree
     )
+
+
+def _in_its_model(path: str) -> str:
+    """A model beside the model is cut as it would be alone."""
+    return path.partition("/")[2] if is_auxiliary(path) else path
 
 
 def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -211,7 +211,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     if not path.is_file():
-        unfinished = " (unfinished: run the same command again)" if _unfinished(directory) else ""
+        begun = (directory / "progress").is_dir()
+        unfinished = " (unfinished: run the same command again)" if begun else ""
         raise DataError(
             f"{directory}: no {MANIFEST}{unfinished}; scripts/prepare_data.py makes token shards"
         )
@@ -277,10 +278,6 @@ def _damaged(path: Path, what: str) -> DataError:
         f"{path}: {what}; run scripts/prepare_data.py with the same settings again, which makes "
         "damaged shards anew, or copy the directory again"
     )
-
-
-def _unfinished(directory: Path) -> bool:
-    return (directory / "progress").is_dir()
 
 
 def _path(directory: Path, name: str, suffix: int) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ffn_heterogeneity.data.corpus import corpora, shards
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.sources import PASSAGE_CHARS, DataError, passages
+from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
+from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Example
 from ffn_heterogeneity.io.files import write_json
 
@@ -57,11 +58,13 @@ class Tokeniser:
         short = [text for text in texts if len(text) <= limit]
         found = self._batch(short)
         report(sum(map(len, short)), sum(map(len, found)))
-        ids = iter(found)
-        return [
-            next(ids) + self.end if len(text) <= limit else self._long(text, report)
-            for text in texts
-        ]
+        encoded, ids = [], iter(found)
+        for text in texts:
+            if len(text) <= limit:
+                encoded.append(next(ids) + self.end)
+            else:
+                encoded.append(self._long(text, report))
+        return encoded
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         if not texts:

@@ -47,6 +47,7 @@ SETS = {
     "wsc": (259, "WSC"),
     "dpr": (1_322, "DPR"),
 }
+OPTIONS = {"dpr": "with_dpr"}  # the data setting that leaves it out
 
 
 def _form(name: str, target: str, fields: Fields, **texts: str) -> Example:
@@ -249,7 +250,7 @@ _MEMBERS = tuple(
         f"superglue_{name}",
         size,
         (f"superglue_{name}", folder, name),
-        "with_dpr" if name == "dpr" else "",
+        OPTIONS.get(name, ""),
     )
     for name, (size, folder) in SETS.items()
 )

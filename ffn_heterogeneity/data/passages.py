@@ -1,0 +1,29 @@
+"""Long texts cut into passages at blank lines, lines or spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+PASSAGE_CHARS = 16_384
+
+
+def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of the passages of at most `size` characters that a text is cut into."""
+    start = 0
+    while start < len(text):
+        end = _passage_end(text, start, size)
+        yield start, end
+        start = end
+
+
+def _passage_end(text: str, start: int, size: int) -> int:
+    """Where the passage from `start` ends: at the last good break in its second half."""
+    end = start + size
+    if end >= len(text):
+        return len(text)
+    for separator in ("\n\n", "\n", " "):
+        found = text.rfind(separator, start + size // 2, end)
+        if found >= 0:
+            # A space goes with the word after it, as tokenizers have it; line ends stay behind.
+            return max(found + (0 if separator == " " else len(separator)), start + 1)
+    return end
