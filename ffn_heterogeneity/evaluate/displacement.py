@@ -111,8 +111,8 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError: as `load_model` and `displacements`.
     """
-    checkpoints = checkpoints_in(config.model)
-    if not checkpoints and not config.revisions:
+    checkpoints, revisions = checkpoints_in(config.model), tuple(config["revisions"])
+    if not checkpoints and not revisions:
         model = load_model(config.model, revision=config.revision)
         result = _of_model(config, model)
         _say(config.model, result)
@@ -124,7 +124,7 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
         _draw(lines, workdir)
         return result
     series = [(name, {"spec": spec}) for name, spec in checkpoints] or [
-        (revision, {"spec": config.model, "revision": revision}) for revision in config.revisions
+        (revision, {"spec": config.model, "revision": revision}) for revision in revisions
     ]
     rows = []
     for name, source in series:
@@ -157,7 +157,7 @@ def _of_model(config: ConfigDict, model: Model) -> dict:
     psi = displacements(
         model.config, model.params, documents, batch_size=config.batch_size, options=options
     )
-    result = describe(psi) | {"tokens": sum(map(len, documents)), **counts}
+    result: dict[str, Any] = describe(psi) | {"tokens": sum(map(len, documents)), **counts}
     result["last"]["tokens"] = len(documents)
     return result
 

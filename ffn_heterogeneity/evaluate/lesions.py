@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
+from ffn_heterogeneity.evaluate.inputs import check_inputs, check_least, input_rows, options_of
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
@@ -75,8 +75,7 @@ def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
 
 def check_lesions(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded."""
-    if config.others < 0:
-        raise ValueError(f"others={config.others} must not be negative")
+    check_least(config, {"others": 0})
     check_inputs(config)
 
 
