@@ -129,15 +129,7 @@ def _largest_head() -> int:
     return 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
 
 
-def plain_attention(
-    q_btnh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    mask: Mask,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def plain_attention(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> tuple:
     """softmax(cap(scale q k^T)) v in float32 accumulation; the reference every kernel must equal.
 
     Query head n reads key head n // (N / K).
@@ -149,15 +141,7 @@ def plain_attention(
     return cached_attention(q_btnh, k_bkhs, v_bksh, mask, scale=scale, softcap=softcap)
 
 
-def cached_attention(
-    q_btnh: jax.Array,
-    k_bkhs: jax.Array,
-    v_bksh: jax.Array,
-    mask: Mask,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def cached_attention(q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softcap=None) -> tuple:
     """`plain_attention` on keys and values as a cache holds them (models/decoding.py).
 
     The queries of one key head are the rows of one matrix product and stand first in it: XLA:CPU
@@ -176,13 +160,7 @@ def cached_attention(
 
 
 def blocked_attention(
-    q_btnh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    mask: Mask,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None
 ) -> jax.Array:
     """`plain_attention` over blocks of queries that skip the keys no query of the block can see.
 
@@ -221,15 +199,7 @@ def blocked_attention(
     return by_query_head(out_bkgth)
 
 
-def sink_weights(
-    q_btnh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    mask: Mask,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> jax.Array:
+def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> jax.Array:
     """How much of its attention each query gives to the row's first key, float32 [B, T, N].
 
     Of the blocked form's own statistics: never T^2 numbers.

@@ -81,39 +81,25 @@ def create_state(
     for path, leaf in train.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"leaf {path!r} of dtype {leaf.dtype} cannot train: freeze it")
-    if shardings is not None:
-        return _create_placed(train, frozen, optimizer, seed, master_dtype, shardings)
-    # Copies, because the step donates the state and must not delete the caller's arrays.
-    train = {path: jnp.array(leaf, dtype=master_dtype, copy=True) for path, leaf in train.items()}
-    frozen = {path: jnp.array(leaf, copy=True) for path, leaf in frozen.items()}
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=merge_params(train, frozen),
-        opt_state=optimizer.init(train),
-        key=_key_data(seed),
-    )
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = dict.fromkeys(flatten(params), here) if shardings is None else flatten(shardings.params)
 
-
-def _key_data(seed: int) -> jax.Array:
-    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
-
-
-def _create_placed(train, frozen, optimizer, seed, master_dtype, shardings) -> TrainState:
-    where = flatten(shardings.params)
-
-    def place(leaf, sharding, dtype=None):
-        # A copy of each part, as above: on CPU an array may borrow numpy's memory.
+    def place(leaf: Any, sharding: Any, dtype: Any = None) -> jax.Array:
+        # A copy of each part, because the step donates the state and must not delete the caller's
+        # arrays; on CPU an array may borrow numpy's memory.
         return jax.make_array_from_callback(
             np.shape(leaf), sharding, lambda index: np.array(leaf[index], dtype=dtype)
         )
 
+    key = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
     train = {path: place(leaf, where[path], master_dtype) for path, leaf in train.items()}
     frozen = {path: place(leaf, where[path]) for path, leaf in frozen.items()}
+    moments = None if shardings is None else shardings.opt_state
     return TrainState(
-        step=place(np.zeros((), np.int32), shardings.step),
+        step=place(np.zeros((), np.int32), here if shardings is None else shardings.step),
         params=merge_params(train, frozen),
-        opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(train),
-        key=place(np.asarray(_key_data(seed)), shardings.key),
+        opt_state=jax.jit(optimizer.init, out_shardings=moments)(train),
+        key=place(np.asarray(key), here if shardings is None else shardings.key),
     )
 
 

@@ -295,13 +295,7 @@ def layers_of(
     return tuple(LayerConfig(width, window=window, rope=rope) for width in widths)
 
 
-def published(
-    family: str,
-    shape: Sequence[int],
-    rope: RopeConfig = RopeConfig(),
-    window: int | None = None,
-    **fields: Any,
-) -> ModelConfig:
+def published(family, shape, rope=RopeConfig(), window=None, **fields: Any) -> ModelConfig:
     """A published model of layers, FFN width, d_model, heads and key-value heads."""
     layers, width, d_model, heads, kv_heads = shape
     sizes = {"d_model": d_model, "n_heads": heads, "n_kv_heads": kv_heads}
