@@ -68,6 +68,10 @@ def initialize(how: str) -> None:
             f"distributed={how!r}: the processes could not be joined ({first_line(error)}); "
             "start every process, each with its own index, and check the address"
         ) from error
+    # XLA:CPU loses the order of collectives in and beside a loop where a program comes from the
+    # cache: one process then sums what another gathers, and both wait for ever (jaxlib 0.10.2).
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def devices_seen(how: str) -> str:
