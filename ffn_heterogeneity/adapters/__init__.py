@@ -112,7 +112,8 @@ FFN_LEAVES: dict[str, FfnLeaf] = {"neuron_scale": FfnLeaf(lambda leaf: leaf)}
 
 def neuron_factor(ffn: Mapping[str, Any]) -> jax.Array | None:
     """[..., m], all factors of a block's leaves together; None: it has none."""
-    factors = [leaf.factor(ffn[name]) for name, leaf in FFN_LEAVES.items() if name in ffn]
+    own = ((ffn.get(name), leaf.factor) for name, leaf in FFN_LEAVES.items())
+    factors = [factor(leaf) for leaf, factor in own if leaf is not None]
     return math.prod(factors[1:], start=factors[0]) if factors else None
 
 

@@ -67,13 +67,10 @@ def displacements(
     )
     seen = observe(config, params, batches, *READINGS.values(), options=options)
 
-    def average(sums: dict) -> np.ndarray:
-        return sums["sum"] / sums["count"]
-
-    psi = {
-        positions: {name: average(seen[probe.name][positions]) for name, probe in READINGS.items()}
-        for positions in POSITIONS
-    }
+    psi: dict[str, dict] = {positions: {} for positions in POSITIONS}
+    for name, probe in READINGS.items():
+        for positions, sums in seen[probe.name].items():
+            psi[positions][name] = sums["sum"] / sums["count"]
     for name, values in psi["all"].items():
         if not np.isfinite(values).all():
             layer = int(np.flatnonzero(~np.isfinite(values))[0])

@@ -121,11 +121,8 @@ def _say(name: str, result: dict) -> None:
         f"{name}, token {result['token']} alone\n{markdown_table(columns, rows)}", file=sys.stderr
     )
     print(f"massive layer {result['layer']} (from 1), neurons {top}", file=sys.stderr)
-    rows = [
-        (place, *(f"{row['token']} {row['top'][0]:.3g}" for row in tokens))
-        for place, tokens in result["bos"].items()
-    ]
-    for place, *cells in rows:
+    for place, tokens in result["bos"].items():
+        cells = [f"{row['token']} {row['top'][0]:.3g}" for row in tokens]
         print(f"bos {place}: {', '.join(cells)}", file=sys.stderr)
 
 

@@ -85,10 +85,10 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
         say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
     for kernels in built.whole:
         say(f"a step makes the kernels of {kernels}")
-    data, rows = open_data(config, built.objective, model.tokenizer, mesh)
+    data = open_data(config, built.objective, model.tokenizer, mesh)
     facts = facts_of(config, built, model)
     with contextlib.closing(data.batches):
-        loop, built, seconds = make_loop(config, built, model, data, rows, workdir, shared)
+        loop, built, seconds = make_loop(config, built, model, data, workdir, shared)
         # The device holds the weights now; the host's copy is not needed any more.
         model = dataclasses.replace(model, params={})
         result = loop.run()
@@ -124,12 +124,10 @@ def examine(config: ConfigDict) -> None:
     check_state(settings, mesh)
 
 
-def open_data(
-    config: TrainConfig, objective: Objective, tokenizer: Any, mesh: Mesh
-) -> tuple[Data, int]:
-    """(the run's data, the rows of a batch that this process reads: those of its devices)."""
+def open_data(config: TrainConfig, objective: Objective, tokenizer: Any, mesh: Mesh) -> Data:
+    """The run's data, of which this process reads the rows of its devices."""
     rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
-    return objective.data(tokenizer, rows), len(rows)
+    return objective.data(tokenizer, rows)
 
 
 def facts_of(config: TrainConfig, built: Built, model: Model) -> dict[str, Any]:
@@ -154,7 +152,6 @@ def make_loop(
     built: Built,
     model: Model,
     data: Data,
-    rows: int,
     workdir: epath.Path,
     shared: Shared,
 ) -> tuple[TrainLoop, Built, float | None]:
@@ -163,7 +160,7 @@ def make_loop(
     state = create_state(model.params, built.optimizer, built.trainable, **options)
     seconds = None
     if not (workdir / "checkpoints" / str(config.loop.steps)).exists():
-        built, seconds = compile_checked(config, built, state, rows, shared.build)
+        built, seconds = compile_checked(config, built, state, shared.build)
     mode, _, metric = (config.best_metric or built.objective.best).rpartition(":")
     loop = dataclasses.replace(config.loop, best_metric=metric, best_mode=mode or "min")
     program, hooks = built.program(config), validation_hooks(config, built, data)
@@ -238,7 +235,7 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
     settings = read(config)
     mesh, model = partition.make_mesh(**settings.mesh), found_model(settings)
     built = build_evaluation(settings, model.config, model.params, mesh)
-    data, _ = open_data(settings, built.objective, model.tokenizer, mesh)
+    data = open_data(settings, built.objective, model.tokenizer, mesh)
     with contextlib.closing(data.batches):
         if not data.held_out:
             raise ValueError("no validation data: nothing can be evaluated")

@@ -44,7 +44,6 @@ class FeedForward(nn.Module):
             state_btm = act(linear(width, config.ffn_bias, name="gate")(x_btd)) * up_btm
         else:
             state_btm = act(up_btm)
-        own = {name: optional_leaf(self, name) for name in FFN_LEAVES}
-        scale = neuron_factor({name: value for name, value in own.items() if value is not None})
+        scale = neuron_factor({name: optional_leaf(self, name) for name in FFN_LEAVES})
         scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
         return linear(config.d_model, config.ffn_bias, name="down")(scaled_btm), state_btm

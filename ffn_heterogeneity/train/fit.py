@@ -22,7 +22,7 @@ from ffn_heterogeneity.io.structure import put_back
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
+from ffn_heterogeneity.parallel.placement import cut, local_rows, place_batch, place_scalars
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import AUTO_REMAT, Built, build
@@ -76,7 +76,6 @@ def compile_step(
     config: TrainConfig,
     built: Built,
     state: TrainState | None = None,
-    rows: int = 0,
     length: Mapping[str, int] | None = None,
 ) -> tuple[jax.stages.Compiled | None, dict[str, float]]:
     """(the real step, compiled for the mesh's devices; bytes on one of them while it runs).
@@ -85,10 +84,12 @@ def compile_step(
 
     Args:
       state: as the run has it: then this is the very program that the loop's first call finds.
-      rows: of a batch that this process feeds, with `state`.
       length: of the objective's; None: the longest.
     """
-    shapes = built.objective.shapes(rows or config.batch_size, length or built.objective.longest)
+    rows = config.batch_size
+    if state is not None:  # those that this process feeds
+        rows = len(local_rows(built.shardings[1], rows, config.accumulation))
+    shapes = built.objective.shapes(rows, length or built.objective.longest)
     batch = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     batch, platforms = cut(batch, config.accumulation), None
     hyper = {k: np.float32(x) for k, x in hyper_function(config, built.objective.terms)(0).items()}
@@ -174,7 +175,7 @@ def check_state(config: TrainConfig, mesh: Mesh) -> str:
 
 
 def compile_checked(
-    config: TrainConfig, built: Built, state: TrainState, rows: int, make: Callable[..., Built]
+    config: TrainConfig, built: Built, state: TrainState, make: Callable[..., Built]
 ) -> tuple[Built, float]:
     """`fit` for a run, before it evaluates or trains: (the step, the seconds that it took to
     compile); the longest rows decide, the programs of the others are compiled behind.
@@ -185,7 +186,7 @@ def compile_checked(
     say("compiling the train step ...")
     start = time.perf_counter()
     have = memory_of(built.mesh.local_devices)
-    built, _, memory = fit(config, built, have, make, state=state, rows=rows)
+    built, _, memory = fit(config, built, have, make, state=state)
     need = memory["together"]
     if need > have:
         way_out = what_would_fit(config, built, have)
@@ -195,7 +196,7 @@ def compile_checked(
         )
     for length in built.objective.lengths:
         if length != built.objective.longest:
-            compile_step(config, built, state, rows, length)
+            compile_step(config, built, state, length)
     seconds, remat = time.perf_counter() - start, built.options.remat
     say(f"compiled in {seconds:.1f} s; a step (remat={remat}) needs {_gib(need, have)}")
     return built, seconds

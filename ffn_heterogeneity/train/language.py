@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,6 @@ _ROWS = ("B", "T")
 
 def language(config: TrainConfig, model: ModelConfig) -> Objective:
     """Rows of `config.seq_len` tokens of `config.data`; the mean NLL of the held-out ones."""
-
-    def data(tokenizer: Any, rows: Sequence[int]) -> Data:
-        return _data(config, tokenizer, rows, model.vocab_size)
-
     return Objective(
         name="language_model",
         batch={
@@ -35,7 +32,7 @@ def language(config: TrainConfig, model: ModelConfig) -> Objective:
             "loss_mask": (_ROWS, np.bool_),
         },
         lengths=({"T": config.seq_len},),
-        data=data,
+        data=functools.partial(_data, config, model.vocab_size),
         terms={"nll": {"weight": 1.0}},
         counts=counts,
     )
@@ -49,7 +46,7 @@ def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data(config: TrainConfig, tokenizer: Any, rows: Sequence[int], vocab_size: int) -> Data:
+def _data(config: TrainConfig, vocab_size: int, tokenizer: Any, rows: Sequence[int]) -> Data:
     """Training batches and the held-out part of `config.data`.
 
     Raises:

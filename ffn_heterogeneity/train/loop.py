@@ -155,11 +155,13 @@ class TrainLoop:
           RuntimeError: the step was compiled a second time.
         """
         self._resume()
-        done = False
+        done, progress = False, contextlib.nullcontext()
+        if self._speaks:
+            progress = Progress(self.config.steps, self.step)
         with (
             self._metrics_writer() as self.writer,
             catch_signals(self.stopping.on_signal),
-            self._make_progress() as self.progress,
+            progress as self.progress,
         ):
             try:
                 self._loop()
@@ -191,11 +193,6 @@ class TrainLoop:
             wandb=self.config.wandb,
         )
 
-    def _make_progress(self) -> contextlib.AbstractContextManager:
-        if self._speaks:
-            return Progress(self.config.steps, self.step)
-        return contextlib.nullcontext()
-
     def _loop(self) -> None:
         last = self.config.steps
         while True:
@@ -223,7 +220,7 @@ class TrainLoop:
                 "lower steps, or let the data repeat"
             ) from None
         hyper, shapes = self.program.hyper(self.step), tuple(x.shape for x in batch.values())
-        placed = self._place_batch(batch), self._place_hyper(hyper)
+        placed = self._place(batch, hyper)
         self._profiler.before(self.step + 1)
         if shapes not in self._shapes:
             self._shapes.add(shapes)
@@ -256,12 +253,11 @@ class TrainLoop:
         self.throughput.restart()
         return metrics
 
-    def _place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        stop = self.stopping.wanted is not None
-        return place_batch(cut(batch, self.config.accumulation, stop), self.program.shardings[1])
-
-    def _place_hyper(self, hyper: Mapping[str, float]) -> dict[str, jax.Array]:
-        return place_scalars(hyper, self.program.shardings[2])
+    def _place(self, batch: dict[str, np.ndarray], hyper: Mapping[str, float]) -> tuple:
+        """Both on the devices; with the batch goes whether this process wants to stop."""
+        _, rows, whole = self.program.shardings
+        parts = cut(batch, self.config.accumulation, self.stopping.wanted is not None)
+        return place_batch(parts, rows), place_scalars(hyper, whole)
 
     def _drain(self) -> None:
         previous, self._pending = self._pending, None

@@ -116,18 +116,12 @@ class TrainConfig:
             raise ValueError(f"profile={shown!r}: the run has steps 1 to {self.loop.steps}")
         if self.export["weights"] == "best" and not self.loop.keep_best:
             raise ValueError("export.weights='best' needs checkpoint.keep_best=True")
-        if any(not 0 <= rate < 1 for rate in self._adapter_rates):
-            rate = next(rate for rate in self._adapter_rates if not 0 <= rate < 1)
-            raise ValueError(f"an adapter's dropout={rate} is outside [0, 1)")
-
-    @property
-    def _adapter_rates(self) -> list[float]:
-        return [settings.get("dropout", 0.0) for settings in self.prepare.values()]
 
     @property
     def adapter_dropout(self) -> float:
         """Of the prepared adapters' groups, the one that has it."""
-        return max(self._adapter_rates, default=0.0)
+        rates = [settings.get("dropout", 0.0) for settings in self.prepare.values()]
+        return max(rates, default=0.0)
 
     def losses_with(self, brought: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """The groups of losses, with those that an objective brings and the config does not name.

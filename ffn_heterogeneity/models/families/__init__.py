@@ -26,6 +26,7 @@ from ffn_heterogeneity.models.families.deci import to_deci as to_deci
 from ffn_heterogeneity.models.families.rules import Rule as Rule
 from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
+from ffn_heterogeneity.wording import check_choice
 
 _MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
@@ -40,8 +41,7 @@ def family_by_name(name: str) -> Family:
     Raises:
       ConfigError: unknown; the message lists the known ones.
     """
-    if name not in FAMILIES:
-        raise ConfigError(f"family {name!r} is not known: {', '.join(FAMILIES)}")
+    check_choice("family", name, FAMILIES, ConfigError)
     return FAMILIES[name]
 
 
@@ -51,8 +51,7 @@ def preset(name: str) -> tuple[ModelConfig, str]:
     Raises:
       ConfigError: unknown; the message lists the known ones.
     """
-    if name not in PRESETS:
-        raise ConfigError(f"preset {name!r} is not known: {', '.join(PRESETS)}")
+    check_choice("preset", name, PRESETS, ConfigError)
     return PRESETS[name]
 
 
