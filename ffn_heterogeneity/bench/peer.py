@@ -21,7 +21,7 @@ class Torch:
     def __init__(
         self, model: ModelConfig, params: dict, *, batch: int, new: int, learning_rate: float
     ):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM
 
         with tempfile.TemporaryDirectory() as directory:
@@ -34,7 +34,7 @@ class Torch:
 
     def about(self) -> dict[str, Any]:
         """What the figures depend on."""
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         blas = next(s for s in torch.__config__.show().split(", ") if "BLAS_INFO" in s)
         return {
@@ -46,7 +46,7 @@ class Torch:
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
         """As `bench.model.Ours.call`."""
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
 
         tokens = torch.tensor(rows.astype(np.int64))
         if name.startswith("generate"):
@@ -68,7 +68,7 @@ class Torch:
         return self.model(input_ids=rows[:, :-1], use_cache=False).logits
 
     def _loss(self, rows):
-        from torch.nn.functional import cross_entropy
+        from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
 
         return cross_entropy(self._forward(rows).flatten(0, 1), rows[:, 1:].flatten())
 
