@@ -21,8 +21,11 @@ while [[ ${1-} == --* ]]; do
 done
 (($#)) || { echo "error: again.sh: no command given" >&2; exit 2; }
 
-child='' asked=''
-pass_on() { asked=yes; [[ -z $child ]] || kill -s "$1" "$child" 2>/dev/null; }
+child='' asked='' missed=''
+pass_on() {
+  asked=yes
+  if [[ -n $child ]]; then kill -s "$1" "$child" 2>/dev/null; else missed=$1; fi
+}
 end() {
   [[ -z $requeue || $1 != 143 ]] || scontrol requeue "$SLURM_JOB_ID"
   exit "$1"
@@ -30,8 +33,11 @@ end() {
 trap 'pass_on TERM' TERM
 trap 'pass_on HUP' HUP
 for ((start = 1; start <= times; start++)); do
+  child=''
   "$@" &
   child=$!
+  # It came after the command began and before it had a name here.
+  [[ -z $missed ]] || kill -s "$missed" "$child" 2>/dev/null
   # `wait` ends when a signal comes, before the command has saved and ended.
   wait "$child"; code=$?
   while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
