@@ -61,7 +61,7 @@ def _lists(node: Any) -> Any:
 
 
 def subtree(tree: Any, path: str) -> Any:
-    """What is at "a/b/c" of nested dicts; the tree itself at ""; None: nothing is there."""
+    """The node at "a/b/c" of nested dicts; the tree itself at ""; None: nothing is there."""
     for name in path.split("/") if path else ():
         if name not in tree:
             return None

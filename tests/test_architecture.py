@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 import sys
 from importlib import metadata
@@ -73,6 +75,24 @@ def code_lines(function: ast.FunctionDef) -> int:
     """Lines of the body, without the docstring."""
     first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
     return function.end_lineno - first.lineno + 1
+
+
+def test_what_is_imported_is_there():
+    """Inside functions too, which no test need call."""
+    missing = []
+    for path in sources("ffn_heterogeneity", "scripts", "configs"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module.split(".")[0] != PACKAGE.name:
+                continue
+            if importlib.util.find_spec(node.module) is None:
+                missing.append(f"{path.name}: {node.module}")
+                continue
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                inside = f"{node.module}.{name}"
+                if not hasattr(module, name) and importlib.util.find_spec(inside) is None:
+                    missing.append(f"{path.name}: {inside}")
+    assert not missing, missing
 
 
 def test_files_and_functions_stay_short():

@@ -139,7 +139,7 @@ def data_leaves() -> tuple[str, ...]:
 
 
 def is_linear(node: Mapping[str, Any]) -> bool:
-    """Whether a node of a tree holds a kernel, or what stands for one."""
+    """True of a node of a tree that holds a kernel, or what stands for one."""
     return "kernel" in node or any(adapter.base for adapter in adapters_of(node))
 
 

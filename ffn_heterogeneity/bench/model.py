@@ -56,7 +56,7 @@ PEER = "torch: "
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What is timed: the keys of `configs/benchmark.py` that the benchmark "model" reads."""
+    """The timed calls and their sizes: keys of `configs/benchmark.py` that "model" reads."""
 
     model: str
     calls: tuple[str, ...]

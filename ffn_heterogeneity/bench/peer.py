@@ -52,7 +52,7 @@ class Torch:
         if name.startswith("generate"):
             return lambda: self._generate(self.models[dtype], tokens)
         functions = {"forward": self._forward, "train step": self._step}
-        function = functions.get(name, self._perplexity)
+        function = (functions | {"perplexity": self._perplexity})[name]
         training, half = name == "train step", dtype == "bfloat16"
 
         def call():

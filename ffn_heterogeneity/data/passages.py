@@ -17,7 +17,7 @@ def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _passage_end(text: str, start: int, size: int) -> int:
-    """Where the passage from `start` ends: at the last good break in its second half."""
+    """The end of the passage from `start`: the last good break in its second half."""
     end = start + size
     if end >= len(text):
         return len(text)

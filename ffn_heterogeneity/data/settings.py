@@ -13,7 +13,7 @@ from ffn_heterogeneity.wording import check_known
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What to read and how to lay it out.
+    """The data to read, and its layout in rows.
 
     Attributes:
       task: name of a task ("text", "tokens", "jsonl", "gsm8k", "mbpp", "superglue", ...).

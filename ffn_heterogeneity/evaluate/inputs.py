@@ -90,7 +90,7 @@ def input_documents(config: ConfigDict, model: Model) -> tuple[list[np.ndarray],
 def _cut_documents(
     tokenizer: Any, texts: Sequence[str], bos: str, window: int
 ) -> tuple[list[np.ndarray], int]:
-    """As `input_documents`, of texts."""
+    """Documents as those of `input_documents`, of texts."""
     if bos not in WINDOW_BOS or window < 1:
         raise ValueError(f"bos={bos!r}, window={window}: one of {WINDOW_BOS}, at least 1")
     first = [] if bos == "none" else [tokenizer.bos_token_id]

@@ -27,7 +27,7 @@ def write_rows(
 
 
 def read_rows(path: epath.Path) -> list[dict[str, Any]]:
-    """What `write_rows` wrote; nothing where there is no such file, or nothing in it."""
+    """Rows that `write_rows` wrote; none where there is no such file, or nothing in it."""
     if not path.exists() or not path.read_text().strip():
         return []
     return list(read_each(read_jsonl([str(path)]), dict))

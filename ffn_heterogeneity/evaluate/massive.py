@@ -66,7 +66,7 @@ def massive(config: ConfigDict, workdir: epath.Path) -> dict:
 
 
 def _seen(model: Model, options: Any, ids: list[int], probe: Probe = MAGNITUDES) -> dict:
-    """What the probe sees of one row of tokens."""
+    """The probe's results of one row of tokens."""
     batches = [{"tokens": np.array([ids], np.int32)}]
     return observe(model.config, model.params, batches, probe, options=options)[probe.name]
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when a text ends."""
+"""The choice of the next token, and the end of a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, and when to stop.
+    """Settings of the choice of tokens, and of the end.
 
     Attributes:
       max_new_tokens: at most so many.
@@ -46,7 +46,7 @@ class Sampling:
 
 
 class Generation(NamedTuple):
-    """What came out for one prompt.
+    """One prompt's text, and why it ended.
 
     Attributes:
       text: without the stop string and special tokens; "" without a tokenizer.

@@ -1,4 +1,4 @@
-"""What a head is."""
+"""The class of all heads."""
 
 from __future__ import annotations
 

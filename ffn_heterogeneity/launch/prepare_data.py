@@ -127,7 +127,7 @@ def settings_of(config: ConfigDict) -> Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Of a tokenizer, from the config's group `train_tokenizer`; `max_mb`: of the input."""
+    """Settings of a tokenizer's training: the group `train_tokenizer`; `max_mb`: of the input."""
 
     vocab_size: int
     min_frequency: int

@@ -20,7 +20,7 @@ BLOCK = ("gate", "up", "down", *FFN_LEAVES)
 
 
 class Place(NamedTuple):
-    """Where a subtree of a model is."""
+    """The place of a subtree in a model."""
 
     layer: int
     expert: int | None
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As patterns see it: "layers/3/ffn/down"."""
+        """Its name as patterns see it: "layers/3/ffn/down"."""
         return f"layers/{self.layer}/{self.name}"
 
 

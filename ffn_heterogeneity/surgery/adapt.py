@@ -178,8 +178,8 @@ def assumed_layer(settings: Mapping[str, Any]) -> str:
 def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
     """(the model with the leaves `put(path, leaves)` of each kernel where the pattern is found,
     paths)."""
-    new, adapted = {}, []
-    for place, leaves in linears(model.params):
+    tree, new, adapted = unstack(model.params), {}, []
+    for place, leaves in linears(tree):
         if re.search(targets, place.path):
             new[place] = put(place.path, leaves)
             adapted.append(place.path)
@@ -187,7 +187,7 @@ def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> t
         raise ValueError(
             f"targets={targets!r} is found in no kernel's path, such as layers/0/ffn/down"
         )
-    params = restack(model.config, write(model.params, new))
+    params = restack(model.config, write(tree, new))
     return dataclasses.replace(model, params=params), {"adapted": adapted}
 
 

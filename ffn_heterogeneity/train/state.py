@@ -81,8 +81,10 @@ def create_state(
     for path, leaf in train.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"leaf {path!r} of dtype {leaf.dtype} cannot train: freeze it")
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    where = dict.fromkeys(flatten(params), here) if shardings is None else flatten(shardings.params)
+    if shardings is None:
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shardings = TrainState(here, jax.tree.map(lambda _: here, params), None, here)
+    where = flatten(shardings.params)
 
     def place(leaf: Any, sharding: Any, dtype: Any = None) -> jax.Array:
         # A copy of each part, because the step donates the state and must not delete the caller's
@@ -94,12 +96,11 @@ def create_state(
     key = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
     train = {path: place(leaf, where[path], master_dtype) for path, leaf in train.items()}
     frozen = {path: place(leaf, where[path]) for path, leaf in frozen.items()}
-    moments = None if shardings is None else shardings.opt_state
     return TrainState(
-        step=place(np.zeros((), np.int32), here if shardings is None else shardings.step),
+        step=place(np.zeros((), np.int32), shardings.step),
         params=merge_params(train, frozen),
-        opt_state=jax.jit(optimizer.init, out_shardings=moments)(train),
-        key=place(np.asarray(key), here if shardings is None else shardings.key),
+        opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(train),
+        key=place(np.asarray(key), shardings.key),
     )
 
 

@@ -62,7 +62,7 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """How questions are answered: keys of configs/chat.py, which explains them."""
+    """Settings of the answers: keys of configs/chat.py, which explains them."""
 
     benchmark: str
     system: str
@@ -193,7 +193,7 @@ class Chat:
         return turns
 
     def _sampling(self, first: Question, turn: int) -> Sampling:
-        """Of a turn of all questions in the batch that begins with `first`."""
+        """The sampling of a turn of all questions in the batch that begins with `first`."""
         settings = self.settings
         seed = zlib.crc32(f"{settings.seed}/{first.id}/{turn}".encode())
         value = temperature(settings, first)

@@ -55,7 +55,7 @@ FORMS = {"single": "single", "pairwise": "pair"}
 
 @dataclasses.dataclass(frozen=True)
 class JudgeSettings:
-    """What is judged, by whom, and how it is asked: the keys of configs/judge.py."""
+    """Settings of a judgment: the keys of configs/judge.py."""
 
     mode: str
     benchmark: str

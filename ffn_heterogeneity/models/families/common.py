@@ -1,4 +1,4 @@
-"""What the families share: the `Family` record, and readers of config fields.
+"""Parts that the families share: the `Family` record, and readers of config fields.
 
 A family is one module that ends in `FAMILY = Family(...)` and is listed in `families/__init__`.
 For a decoder whose checkpoint holds one tensor per leaf it needs presets, `from_hf`, `to_hf` and
