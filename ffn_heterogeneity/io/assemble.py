@@ -24,11 +24,12 @@ _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, where it is, and how to get it."""
+    """A tensor in a file: its shape, where it is, how to get it, and its name there ("": ours)."""
 
     shape: tuple[int, ...]
     file: str
     load: Callable[[], np.ndarray]
+    name: str = ""
 
 
 def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:

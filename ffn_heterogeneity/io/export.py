@@ -249,7 +249,8 @@ def write_configs(
     form: str,
     extra: dict | None = None,
 ) -> None:
-    """config.json and generation_config.json; arguments as in `save_pretrained`."""
+    """config.json and, of a language model, generation_config.json; arguments as in
+    `save_pretrained`."""
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
     dtype = str(jnp.result_type(*dtypes))
     values = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
@@ -259,7 +260,8 @@ def write_configs(
         section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}
     _write_json(directory / "config.json", values)
-    _write_json(directory / "generation_config.json", _generation_json(config))
+    if config.lm_head:
+        _write_json(directory / "generation_config.json", _generation_json(config))
 
 
 def _generation_json(config: ModelConfig) -> dict:

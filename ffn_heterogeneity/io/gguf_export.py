@@ -56,6 +56,10 @@ def save_gguf(
     path = Path(path)
     if path.exists() and not overwrite:
         raise CheckpointError(f"{path} exists: choose another name, or pass overwrite=True")
+    if any(layer.rope is None for layer in config.layers):
+        raise CheckpointError(
+            f"GGUF cannot express this {config.family} model: its layers have no rotary embedding"
+        )
     family = family_by_name(config.family)
     leaves = flatten(fold(unstack(jax.tree.map(np.asarray, params))))
     given = {path: np.shape(leaf) for path, leaf in leaves.items()}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ from ffn_heterogeneity.models.config import (
     ModelConfig,
     config_from_dict,
 )
-from ffn_heterogeneity.models.families import config_from_hf, family_by_name
-from ffn_heterogeneity.wording import first_line
+from ffn_heterogeneity.models.families import Family, config_from_hf, family_by_name
+from ffn_heterogeneity.wording import first_line, some
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -61,7 +63,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     try:
         native = values.get(NATIVE_KEY, {})
         own = "config" in native
-        config = config_from_dict(native["config"]) if own else config_from_hf(values)
+        config = config_from_dict(native["config"]) if own else _config_of(directory, values)
         if ROOT in native:
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
             config = dataclasses.replace(config, head=head)
@@ -72,6 +74,16 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     if own and list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
     return config
+
+
+def _config_of(directory: str | os.PathLike, values: dict[str, Any]) -> ModelConfig:
+    """What config.json says, and where it leaves something open the names of the tensors."""
+    config = config_from_hf(values)
+    family = family_by_name(config.family)
+    if family.by_tensors is None or not safetensors.is_there(directory):
+        return config
+    names = {family.own_name(name) for name in safetensors.open_directory(directory)}
+    return family.by_tensors(config, values, names)
 
 
 def read_pretrained(
@@ -91,7 +103,8 @@ def read_pretrained(
     family, section = family_by_name(config.family), structure_section(directory)
     options = {"redundant": family.redundant, "check_finite": check_finite}
     options["dtype"] = None if section else dtype
-    params = assemble(config, family.rules(config), stored_tensors(directory), **options)
+    tensors = stored_tensors(directory, family)
+    params = assemble(config, family.rules(config), tensors, **options)
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params
@@ -106,12 +119,31 @@ def structure_section(directory: str | os.PathLike) -> dict:
     return section
 
 
-def stored_tensors(directory: str | os.PathLike) -> dict[str, Stored]:
-    """The directory's tensors by name; errors as `safetensors.open_directory`."""
-    return {
-        name: Stored(view.shape, str(file), lambda view=view: view)
-        for name, (view, file) in safetensors.open_directory(directory).items()
-    }
+def stored_tensors(directory: str | os.PathLike, family: Family) -> dict[str, Stored]:
+    """The directory's tensors by the family's own names; those it leaves out are told on stderr.
+
+    Raises:
+      CheckpointError: a tensor under two names; and as `safetensors.open_directory`.
+    """
+    tensors: dict[str, Stored] = {}
+    left_out = []
+    for name, (view, file) in safetensors.open_directory(directory).items():
+        own = family.own_name(name)
+        if any(re.fullmatch(pattern, own) for pattern in family.left_out):
+            left_out.append(name)
+            continue
+        if own in tensors:
+            other = tensors[own].name
+            raise CheckpointError(
+                f"{file}: {name!r} and {other!r} are the same tensor of the model"
+            )
+        tensors[own] = Stored(view.shape, str(file), lambda view=view: view, name)
+    if left_out:
+        count = len(left_out)
+        print(
+            f"left out: {some(left_out, 1)}, {count} tensors of pre-training heads", file=sys.stderr
+        )
+    return tensors
 
 
 def read_tokenizer(directory: str | os.PathLike) -> Any:

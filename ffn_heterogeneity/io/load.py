@@ -58,7 +58,8 @@ class Model:
             "layers": f"{config.n_layers} x {config.d_model}",
             "FFN neurons": ", ".join(map(str, widths[:4])) + (" ..." if len(widths) > 4 else ""),
             "heads": f"{config.n_heads} of {config.head_dim}, {config.n_kv_heads} for keys",
-            "vocabulary": f"{config.vocab_size:,}" + (", tied" if config.tied else ""),
+            "vocabulary": f"{config.vocab_size:,}"
+            + (", tied" if config.lm_head and config.tied else ""),
             "parameters": f"{sum(counts.values()):,}",
             **{f"  {name}": f"{count:,}" for name, count in counts.items()},
             "dtypes": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),

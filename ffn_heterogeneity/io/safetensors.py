@@ -87,6 +87,11 @@ def places(path: str | os.PathLike) -> dict[str, tuple[int, int]]:
     }
 
 
+def is_there(directory: str | os.PathLike) -> bool:
+    """Whether `open_directory` has something to open."""
+    return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
+
+
 def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, Path]]:
     """`{name: (view, file)}` of model.safetensors or of the shards its index lists.
 

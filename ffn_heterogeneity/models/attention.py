@@ -1,4 +1,4 @@
-"""Causal attention: grouped queries, rotary, windows, soft-caps, QK-norm, packed documents."""
+"""Attention, causal or not: grouped queries, rotary, windows, soft-caps, QK-norm, packed rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ffn_heterogeneity.models.blocked import (
     first_key_share,
 )
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.linear import Linear
+from ffn_heterogeneity.models.linear import Linear, dropout
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import apply_rotary
@@ -39,6 +39,7 @@ class Mask:
     Attributes:
       visible: bool [B or 1, T, S].
       causal: no query of a row sees a key that stands after it in the row.
+      both_ways: a query may see keys on both sides of it: nothing of a row may be skipped.
       window: w: no query of a row sees a key that stands w or more places before it; None: no such
         bound.
       in_order: `causal`, `window` and `segments` say all that `visible` does, of rows that are
@@ -48,6 +49,7 @@ class Mask:
 
     visible: jax.Array
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    both_ways: bool = dataclasses.field(default=False, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
     in_order: bool = dataclasses.field(default=False, metadata={"static": True})
     segments: jax.Array | None = None
@@ -59,18 +61,21 @@ def attention_mask(
     window: int | None,
     q_segments_bt: jax.Array | None = None,
     kv_segments_bs: jax.Array | None = None,
+    causal: bool = True,
 ) -> Mask:
-    """The causal mask [B, T, S] of positions, a window and packed documents.
+    """The mask [B, T, S] of positions, a window and packed documents.
 
-    Query at position t sees key at position s of the same segment if s <= t and, with a window w,
-    t - w < s. Queries and keys may differ in number (a KV cache: S > T).
+    Query at position t sees key at position s of the same segment if s <= t (`causal`) and, with a
+    window w, |t - s| < w. Queries and keys may differ in number (a KV cache: S > T).
     """
     distance = q_positions_bt[:, :, None] - kv_positions_bs[:, None, :]
-    mask = distance >= 0
+    mask = distance >= 0 if causal else jnp.ones(distance.shape, bool)
     if window is not None:
-        mask &= distance < window
+        mask &= (distance if causal else jnp.abs(distance)) < window
     if q_segments_bt is not None and kv_segments_bs is not None:
         mask &= q_segments_bt[:, :, None] == kv_segments_bs[:, None, :]
+    if not causal:
+        return Mask(mask, both_ways=True)
     return Mask(mask, causal=True, window=window)
 
 
@@ -104,6 +109,11 @@ def with_kernel(
     check_choice("attention kernel", name, KERNELS)
     if name == "cudnn" and config.attention_softcap is not None:
         raise ValueError("cuDNN attention has no soft-cap: use attention='auto' or 'xla'")
+    if name == "splash" and not all(layer.causal for layer in config.layers):
+        raise ValueError(
+            f"splash attention is causal here, and a {config.family} model sees both ways: use "
+            "attention='auto' or 'xla'"
+        )
     fits_splash = in_order and length % splash.LANES == 0
     if name == "splash" and not fits_splash:
         raise ValueError(
@@ -129,19 +139,27 @@ def _largest_head() -> int:
     return 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
 
 
-def plain_attention(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> tuple:
+def plain_attention(
+    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None
+) -> tuple:
     """softmax(cap(scale q k^T)) v in float32 accumulation; the reference every kernel must equal.
 
     Query head n reads key head n // (N / K).
+
+    Args:
+      drop: (key, rate): the probabilities lose elements in the product; None: they do not.
 
     Returns:
       (output [B, T, N, H] in q's dtype, probabilities [B, K, N/K, T, S] in float32).
     """
     k_bkhs, v_bksh = k_bskh.transpose(0, 2, 3, 1), v_bskh.transpose(0, 2, 1, 3)
-    return cached_attention(q_btnh, k_bkhs, v_bksh, mask, scale=scale, softcap=softcap)
+    numbers = {"scale": scale, "softcap": softcap}
+    return cached_attention(q_btnh, k_bkhs, v_bksh, mask, **numbers, drop=drop)
 
 
-def cached_attention(q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softcap=None) -> tuple:
+def cached_attention(
+    q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softcap=None, drop=None
+) -> tuple:
     """`plain_attention` on keys and values as a cache holds them (models/decoding.py).
 
     The queries of one key head are the rows of one matrix product and stand first in it: XLA:CPU
@@ -155,7 +173,8 @@ def cached_attention(q_btnh, k_bkhs, v_bksh, mask: Mask, *, scale: float, softca
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(mask.visible[:, None, None], logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1)
-    out = jnp.einsum("bkqs,bksh->bkqh", as_rows(weights.astype(v_bksh.dtype)), v_bksh)
+    used = weights if drop is None else dropout(weights, *drop)
+    out = jnp.einsum("bkqs,bksh->bkqh", as_rows(used.astype(v_bksh.dtype)), v_bksh)
     return by_query_head(out.reshape(q_bkgth.shape)), weights
 
 
@@ -166,7 +185,8 @@ def blocked_attention(
 
     Half the work of the plain form for a causal mask, and blocks that stay in a CPU's cache: 5-7
     times faster there at T = 512. T queries on the same T keys (no cache): a query in row position
-    t sees keys in row positions t - window < s <= t only, packed documents included.
+    t sees keys in row positions t - window < s <= t only, packed documents included. Of a mask for
+    both ways no key is skipped.
 
     Reverse mode only: for forward-mode derivatives use `plain_attention`.
 
@@ -174,10 +194,10 @@ def blocked_attention(
       output [B, T, N, H] in q's dtype.
 
     Raises:
-      ValueError: a mask that is not known to be causal, or of keys other than the queries' own:
+      ValueError: a mask of which neither is known, or of keys other than the queries' own:
         skipped keys would be missing from the result, and nothing would show it.
     """
-    if not isinstance(mask, Mask) or not mask.causal:
+    if not isinstance(mask, Mask) or not (mask.causal or mask.both_ways):
         raise ValueError(
             "blocked attention ('xla') skips the keys after each query, and this mask is not known "
             "to hide them: use attention='plain', or make the mask by attention_mask(...)"
@@ -195,6 +215,7 @@ def blocked_attention(
         mask.visible,
         softcap,
         mask.window,
+        mask.causal,
     )
     return by_query_head(out_bkgth)
 
@@ -206,7 +227,8 @@ def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=No
     """
     q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
     k_bksh, v_bksh = (x.transpose(0, 2, 1, 3) for x in (k_bskh, v_bskh))
-    share = first_key_share(q_bkgth, k_bksh, v_bksh, mask.visible, softcap, mask.window)
+    known = (softcap, mask.window, mask.causal)
+    share = first_key_share(q_bkgth, k_bksh, v_bksh, mask.visible, *known)
     return by_query_head(share)[..., 0]
 
 
@@ -262,7 +284,7 @@ class Attention(nn.Module):
     with_sinks: bool = False
 
     @nn.compact
-    def __call__(self, x_btd, rotary, mask: Mask, cache=None):
+    def __call__(self, x_btd, rotary, mask: Mask, cache=None, drop=None):
         """x [B, T, D], rotary tables, mask [B or 1, T, S] -> (y [B, T, D], weights, cache).
 
         weights [B, K, N/K, T, S]: None where they are never whole (blocked and fused kernels); or
@@ -270,6 +292,8 @@ class Attention(nn.Module):
 
         `cache`: a `decoding.LayerCache`, which comes back with the new keys and values; None: S = T
         keys, those of x.
+
+        `drop`: (key, rate) of the probabilities' dropout (forces the plain form); None: none.
         """
         config = self.config
         linear = functools.partial(Linear, options=self.options)
@@ -295,11 +319,11 @@ class Attention(nn.Module):
         if cache is not None and not cache.fresh:
             keys, values = cache.read(q_btnh.dtype)
             y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers)
-        elif self.with_weights:
-            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers)
+        elif self.with_weights or drop is not None:
+            y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers, drop=drop)
         else:
             y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config)
-            if self.with_sinks:
-                weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
+        if self.with_sinks:
+            weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
         out = linear(config.d_model, config.attention_out_bias, name="out")
         return out(y_btnh.reshape(b, t, -1)), weights, cache

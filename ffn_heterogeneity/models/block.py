@@ -8,14 +8,17 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ffn_heterogeneity.models.attention import Attention
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.feed_forward import FeedForward
+from ffn_heterogeneity.models.linear import dropout as dropout
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
+
+# Parts of a layer's dropout key: the branches draw from 0 and 1, adapters from 2.
+_PROBABILITIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,8 @@ class LayerIO:
       ffn_input: what the FFN's first kernels see (after its norm), [B, T, D].
       ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
       ffn_output: what the FFN returns, before its post-norm, [B, T, D].
+        In a layer with `norm_placement` "post" the residual stream is what the norms return:
+        attention_input is block_input, ffn_input is middle, and block_output is normed.
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
       sink_weights: of attention, what goes to the row's first token, float32 [B, T, N]; None unless
         a probe needs "sink_weights" (and none "attention_weights").
@@ -56,20 +61,15 @@ class LayerIO:
     final_norm: Callable[[jax.Array], jax.Array] | None = None
 
 
-def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
-    """Zeroes elements with probability `rate` (a traced scalar) and rescales the rest."""
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate).astype(x.dtype), jnp.zeros((), x.dtype))
-
-
 class Block(nn.Module):
     """x + [post_norm](attention(norm(x))), then x + [post_norm](ffn(norm(x))).
 
     With `parallel_residual` both branches read the block's input:
-    x + attention(norm_1(x)) + ffn(norm_2(x)).
+    x + attention(norm_1(x)) + ffn(norm_2(x)). With `norm_placement` "post" the norms come after the
+    sums: x = norm_1(x + attention(x)), then norm_2(x + ffn(x)).
 
     Dropout, where asked for, falls on the two branches' outputs (NUCL gives 0.1 without saying
-    where; this is our choice).
+    where; this is our choice), and with `attention_dropout` on the attention's probabilities.
     """
 
     config: ModelConfig
@@ -81,7 +81,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_btd, rotary, mask, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
         """x [B, T, D] and a mask -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
-        config = self.config
+        config, before = self.config, self.layer.norm_placement == "pre"
 
         def norm(name: str) -> Norm:
             return Norm(config, name=name)
@@ -96,13 +96,21 @@ class Block(nn.Module):
         attention = Attention(
             config, self.options, self.with_attention_weights, self.with_sinks, name="attention"
         )
-        attention_input = norm("attention_norm")(x_btd)
-        attended, weights, cache = attention(attention_input, rotary, mask, cache)
+        drop_weights = None
+        if drop is not None and config.attention_dropout:
+            drop_weights = (jax.random.fold_in(drop[0], _PROBABILITIES), drop[1])
+        attention_input = norm("attention_norm")(x_btd) if before else x_btd
+        attended, weights, cache = attention(attention_input, rotary, mask, cache, drop_weights)
         attended = checkpoint_name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
-        ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
+        if before:
+            ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)
+        else:
+            ffn_input = middle = norm("attention_norm")(middle)
         ffn_output, ffn_state = FeedForward(config, self.layer, self.options, name="ffn")(ffn_input)
         output = middle + branch(ffn_output, "post_ffn_norm", 1)
+        if not before:
+            output = norm("ffn_norm")(output)
         seen = LayerIO(
             x_btd,
             attention_input,

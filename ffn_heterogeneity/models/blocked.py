@@ -1,4 +1,7 @@
-"""Attention over blocks of queries that skip the keys no query of the block can see."""
+"""Attention over blocks of queries that skip the keys no query of the block can see.
+
+Of a causal mask those after the block, of a window those before it; of any other mask none.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ def by_query_head(x_bkgth: jax.Array) -> jax.Array:
     return x_bkgth.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
 
 
-def blocks_of(t: int, window: int | None) -> list[tuple[slice, slice, int]]:
+def blocks_of(t: int, window: int | None, causal: bool = True) -> list[tuple[slice, slice, int]]:
     """(queries, the keys they can see, the parts they are computed in, one after another).
+
+    Unless `causal`, they can see all keys.
 
     At most 16 blocks, so that the program stays small; of rows longer than those hold in
     `MIN_BLOCK` queries each, 8 blocks in parts of so many, where that divides them.
@@ -38,7 +43,8 @@ def blocks_of(t: int, window: int | None) -> list[tuple[slice, slice, int]]:
     for start in range(0, t, block):
         stop = min(start + block, t)
         first = 0 if window is None else max(0, start - window + 1)
-        blocks.append((slice(start, stop), slice(first, stop), parts))
+        keys = slice(first, stop) if causal else slice(0, t)
+        blocks.append((slice(start, stop), keys, parts))
     return blocks
 
 
@@ -84,8 +90,8 @@ def _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap):
     return jnp.where(mask_bqs[:, None, None], logits, jnp.finfo(wide).min), bent
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
     """Attention of scaled queries [B, K, N/K, T, H] on keys and values [B, K, T, H], in blocks.
 
     With w = exp(l - max l), z = sum w and o = (w v) / z of one row, the backward pass rebuilds w
@@ -97,14 +103,16 @@ def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
     mode only.
 
     Args:
-      mask_bts: bool [B or 1, T, T], causal, with nothing seen beyond `window`.
+      mask_bts: bool [B or 1, T, T].
+      window, causal: what it is known to hide: `causal`, the keys after each query and beyond
+        `window`; otherwise nothing.
     """
-    return _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window)[0]
+    return _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal)[0]
 
 
-def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
+def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
     results = []
-    for rows, keys, parts in blocks_of(q_bkgth.shape[3], window):
+    for rows, keys, parts in blocks_of(q_bkgth.shape[3], window, causal):
         block = functools.partial(_block_fwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
         results.append(
             _in_turn(block, parts, None, q_bkgth[:, :, :, rows], mask_bts[:, rows, keys])[1]
@@ -133,14 +141,14 @@ def _block_fwd(k_bksh, v_bksh, softcap, _, by_row):
     return None, (out, largest, total)
 
 
-def _blocked_bwd(softcap, window, residuals, d_out_bkgth):
+def _blocked_bwd(softcap, window, causal, residuals, d_out_bkgth):
     q_bkgth, k_bksh, v_bksh, mask_bts, out, largest, total = residuals
     wide = total.dtype
     scaled = d_out_bkgth.astype(wide) / total
     inner = jnp.sum(scaled * out.astype(wide), -1, keepdims=True)
     by_row = q_bkgth, scaled, inner, largest
     dq, dk, dv = [], jnp.zeros(k_bksh.shape, wide), jnp.zeros(v_bksh.shape, wide)
-    for rows, keys, parts in blocks_of(q_bkgth.shape[3], window):
+    for rows, keys, parts in blocks_of(q_bkgth.shape[3], window, causal):
         block = functools.partial(_block_bwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
         own = (*(x[:, :, :, rows] for x in by_row), mask_bts[:, rows, keys])
         sums = jnp.zeros(dk[:, :, keys].shape, wide)
@@ -172,8 +180,9 @@ def _block_bwd(k_bksh, v_bksh, softcap, sums, by_row):
 blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def first_key_share(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window):
+def first_key_share(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
     """exp(l_0 - max l) / z: of the weights of each query that of the first key, [B, K, G, T, 1]."""
-    largest, total = _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window)[1][-2:]
+    known = (softcap, window, causal)
+    largest, total = _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, *known)[1][-2:]
     logits, _ = _block_logits(q_bkgth, k_bksh[:, :, :1], mask_bts[:, :, :1], softcap)
     return jnp.exp(logits - largest) / total

@@ -1,4 +1,4 @@
-"""Decoder-only language models: init, forward, logits."""
+"""Language models and encoders: init, forward, logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask, 
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.linear import DROP, normal_init
+from ffn_heterogeneity.models.linear import DROP, Linear, normal_init
+from ffn_heterogeneity.models.linear import dropout as drop_out
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import run_stack, segmentation
 from ffn_heterogeneity.paths import flatten
+
+# The part of a step's dropout key that the embeddings draw from; the layers split the whole of it.
+_EMBEDDING_KEY = 0xE3BED
 
 
 # Compiled whole: operation by operation it takes ten times as long.
@@ -52,12 +56,25 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
         "embed": {"embedding": normal_init(embed_key, table, jnp.float32)},
         "stack": stack,
     }
-    final_norm = Norm(config).init(layers_key, x).get("params")
-    if final_norm:  # a norm without parameters has no place in the tree
-        params["final_norm"] = final_norm
-    if not config.tied:
+    for i, (name, rows) in enumerate(_further_tables(config).items()):
+        key = jax.random.fold_in(embed_key, i)
+        params["embed"][name] = normal_init(key, (rows, config.d_model), jnp.float32)
+    norm = Norm(config).init(layers_key, x).get("params")
+    if norm and config.embedding_norm:  # a norm without parameters has no place in the tree
+        params["embed"]["norm"] = norm
+    if norm and config.final_norm:
+        params["final_norm"] = norm
+    if config.lm_head and not config.tied:
         params["head"] = {"kernel": normal_init(head_key, table[::-1], jnp.float32)}
+    if config.pooler:
+        params["pooler"] = Linear(config.d_model, use_bias=True).init(head_key, x)["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def _further_tables(config: ModelConfig) -> dict[str, int]:
+    """{leaf of "embed": its rows} of what is added to the tokens' embeddings."""
+    tables = {"position": config.position_rows, "token_type": config.token_types}
+    return {name: rows for name, rows in tables.items() if rows}
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict:
@@ -80,7 +97,9 @@ def forward(
     Args:
       params: stacked tree.
       batch: "tokens" int32 [B, T]; optional "segment_ids" [B, T] (tokens see their own segment
-        only) and "positions" [B, T] (default 0..T-1). Within a segment positions must increase.
+        only) and "positions" [B, T] (default 0..T-1; of learned positions, how many tokens of its
+        segment stand before each). Within a segment positions must increase. Where the model tells
+        them apart, "token_types" [B, T] (default 0).
         Or "subtree_ends" [B, T] with "positions": the rows are trees of tokens in depth-first
         order, and place t sees place s iff s <= t < subtree_ends[s] (evaluate/scoring.py).
       probes: `probes.base.Probe` instances with distinct names.
@@ -88,10 +107,16 @@ def forward(
       dropout: (key, rate), where a rate None drops in adapters alone; or None for none.
 
     Returns:
-      {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}.
+      {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; of a model
+      with a pooler also "pooled" [B, D].
+
+    Raises:
+      ValueError: rows longer than the table of learned positions.
     """
     tokens = batch["tokens"]
-    x = embed(config, params, tokens, options)
+    x = embed(config, params, tokens, options, row_positions(batch), batch.get("token_types"))
+    if config.embedding_norm and dropout is not None and dropout[1] is not None:
+        x = drop_out(x, jax.random.fold_in(dropout[0], _EMBEDDING_KEY), dropout[1])
     options = with_kernel(options, config, tokens.shape[1], is_in_order(batch))
     needs = frozenset().union(*(probe.needs for probe in probes))
     with_cosine = "block_cosine" in needs
@@ -140,18 +165,88 @@ def forward(
     )
     if with_cosine:
         x, seen = end_link(x, link, seen)
-    return {"hidden": finish(config, params, x), "probes": seen}
+    hidden = finish(config, params, x)
+    pooled = {}
+    if config.pooler:
+        pooled["pooled"] = pool(config, params, hidden, batch.get("segment_ids"), options)
+    return {"hidden": hidden, "probes": seen, **pooled}
 
 
-def embed(config: ModelConfig, params: dict, tokens_bt: jax.Array, options: RunOptions):
-    """The residual stream before the first layer, [B, T, D] in the compute dtype."""
-    table = hold(params["embed"]["embedding"], options.table)
+def embed(
+    config: ModelConfig,
+    params: dict,
+    tokens_bt: jax.Array,
+    options: RunOptions,
+    positions_bt: jax.Array,
+    types_bt: jax.Array | None = None,
+) -> jax.Array:
+    """The residual stream before the first layer, [B, T, D] in the compute dtype.
+
+    Args:
+      positions_bt: [B or 1, T], read where positions are learned.
+      types_bt: [B, T], read where the model has token types; None: all 0.
+
+    Raises:
+      ValueError: more places than learned positions.
+    """
+    leaves = params["embed"]
+    table = hold(leaves["embedding"], options.table)
     x = table[tokens_bt].astype(options.compute_dtype)
-    return hold(x * jnp.asarray(config.embedding_multiplier, x.dtype), options.activations)
+    x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+    if config.position_rows:
+        check_length(config, tokens_bt.shape[1])
+        x = x + leaves["position"][positions_bt + config.first_position].astype(x.dtype)
+    if config.token_types:
+        types_bt = jnp.zeros_like(tokens_bt) if types_bt is None else types_bt
+        x = x + leaves["token_type"][types_bt].astype(x.dtype)
+    if config.embedding_norm:
+        x = Norm(config).apply({"params": leaves.get("norm", {})}, x)
+    return hold(x, options.activations)
+
+
+def check_length(config: ModelConfig, length: int) -> None:
+    """Raises ValueError where a row has more tokens than the model has learned positions."""
+    if config.position_rows and length > config.max_position:
+        raise ValueError(
+            f"rows of {length} tokens: a {config.family} model with learned positions has "
+            f"{config.max_position} of them"
+        )
+
+
+def row_positions(batch: dict) -> jax.Array:
+    """The batch's positions, else how many tokens of its segment stand before each, [B or 1, T].
+
+    So a document has the same positions wherever in the row it begins.
+    """
+    if "positions" in batch:
+        return batch["positions"]
+    length, segments = batch["tokens"].shape[1], batch.get("segment_ids")
+    if segments is None:
+        return jnp.arange(length, dtype=jnp.int32)[None]
+    same_bts = segments[:, :, None] == segments[:, None, :]
+    return jnp.sum(jnp.tril(same_bts, -1), axis=-1, dtype=jnp.int32)
+
+
+def pool(
+    config: ModelConfig,
+    params: dict,
+    hidden_btd: jax.Array,
+    segments_bt: jax.Array | None,
+    options: RunOptions,
+) -> Any:
+    """tanh of a linear layer on the row's first token (the first that is no padding), [B, D]."""
+    first_bd = hidden_btd[:, 0]
+    if segments_bt is not None:
+        first_b = jnp.argmax(segments_bt > 0, axis=1)
+        first_bd = jnp.take_along_axis(hidden_btd, first_b[:, None, None], axis=1)[:, 0]
+    linear = Linear(config.d_model, use_bias=True, options=options)
+    return jnp.tanh(linear.apply({"params": params["pooler"]}, first_bd))
 
 
 def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> Any:
-    """What the head sees: the residual stream after the last layer and the final norm."""
+    """What the head sees: the residual stream after the last layer and the final norm, if any."""
+    if not config.final_norm:
+        return x_btd
     return Norm(config).apply({"params": params.get("final_norm", {})}, x_btd)
 
 
@@ -171,26 +266,25 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: b
     segments = batch.get("segment_ids")
     if positions is None:
         positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
-    rotary, masks = {}, {}
+    rotary, masks, result = {}, {}, []
     for layer in config.layers:
         if layer.rope not in rotary:
             rotary[layer.rope] = rotary_tables(layer.rope, config.head_dim, positions)
         # A window no shorter than the row hides nothing.
         window = None if layer.window is None or layer.window >= shape[1] else layer.window
-        if window not in masks:
-            mask = attention_mask(positions, positions, window, segments, segments)
-            if is_in_order(batch):
+        kind = (window, layer.causal)
+        if kind not in masks:
+            mask = attention_mask(positions, positions, window, segments, segments, layer.causal)
+            # Fused kernels know the order that hides what comes after; padding no order hides.
+            if is_in_order(batch) and layer.causal:
                 several = segments if packed else None
                 mask = dataclasses.replace(mask, in_order=True, segments=several)
-            masks[window] = mask
             if "subtree_ends" in batch:
+                require_language_model(config, "a tree of tokens")
                 # What a window shows is not a stretch of the row there: `visible` alone says it.
-                visible = masks[window].visible & tree_mask(batch["subtree_ends"])
-                masks[window] = Mask(visible, causal=True)
-    result = []
-    for layer in config.layers:
-        window = layer.window if layer.window in masks else None
-        result.append((rotary[layer.rope], masks[window]))
+                mask = Mask(mask.visible & tree_mask(batch["subtree_ends"]), causal=True)
+            masks[kind] = mask
+        result.append((rotary[layer.rope], masks[kind]))
     return result
 
 
@@ -199,8 +293,26 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 
+def require_language_model(config: ModelConfig, what: str) -> None:
+    """Raises ValueError where a model has no language-model head.
+
+    Args:
+      what: was asked of it, e.g. "perplexity".
+    """
+    if not config.lm_head:
+        raise ValueError(
+            f"a {config.family} model is an encoder without a language-model head: {what} needs a "
+            "decoder"
+        )
+
+
 def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
-    """The output matrix and its layout: the tied embedding "vd" [V, D], or a head "dv" [D, V]."""
+    """The output matrix and its layout: the tied embedding "vd" [V, D], or a head "dv" [D, V].
+
+    Raises:
+      ValueError: an encoder.
+    """
+    require_language_model(config, "its output matrix")
     if config.tied:
         return params["embed"]["embedding"], "vd"
     return params["head"]["kernel"], "dv"
@@ -210,7 +322,11 @@ def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Soft-capped logits [..., V], float32, of hidden states [..., D].
 
     For evaluation: training uses losses/cross_entropy.py.
+
+    Raises:
+      ValueError: an encoder.
     """
+    require_language_model(config, "computing logits")
     kernel, layout = head_kernel(config, params)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     equation = f"...d,{layout}->...v"
@@ -229,13 +345,15 @@ def unused_leaves(
     """Paths of leaves that nothing depends on (0.02 s; sees through scan and remat).
 
     Args:
-      run: (params, batch) -> a tree of all that counts; None: the model's own logits.
+      run: (params, batch) -> a tree of all that counts; None: the model's own logits (an encoder's
+        outputs).
       batch: shapes for `run`.
     """
     from jax.interpreters import partial_eval
 
-    def own(params: dict, batch: Any) -> jax.Array:
-        return logits(config, params, forward(config, params, batch)["hidden"])
+    def own(params: dict, batch: Any) -> Any:
+        outputs = forward(config, params, batch)
+        return logits(config, params, outputs["hidden"]) if config.lm_head else outputs
 
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     batch = {"tokens": jax.ShapeDtypeStruct((1, 2), jnp.int32)} if batch is None else batch

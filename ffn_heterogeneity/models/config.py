@@ -17,6 +17,8 @@ from ffn_heterogeneity.wording import check_choice
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 FFN_KINDS = ("gated", "plain")
 NORM_KINDS = ("rms", "layer", "layer_without_parameters")
+NORM_PLACEMENTS = ("pre", "post")
+POSITIONS = ("rotary", "learned")
 
 
 class ConfigError(ValueError):
@@ -54,13 +56,18 @@ class LayerConfig:
       ffn_width: m, the number of inner neurons of the feed-forward block.
       ffn_kind: "gated" (act(x G) * (x U)) W, or "plain" act(x U) W.
       window: sliding-window size: position t sees t - window < s <= t; None sees all s <= t.
-      rope: the layer's rotary embedding.
+      rope: the layer's rotary embedding; None: it has none.
+      causal: False: position t sees what stands after it too, with a window |t - s| < window.
+      norm_placement: "pre", x + f(norm(x)), or "post", norm(x + f(x)), for attention and FFN. (Of
+        the layer, because Mix-LN has both in one model.)
     """
 
     ffn_width: int
     ffn_kind: str = "gated"
     window: int | None = None
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig | None = RopeConfig()
+    causal: bool = True
+    norm_placement: str = "pre"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +101,7 @@ class HeadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. One `LayerConfig` per layer; layers may differ.
+    """A decoder-only transformer, or an encoder. One `LayerConfig` per layer; layers may differ.
 
     Attributes:
       family: name of the module in `models/families` that maps it to and from other formats.
@@ -110,7 +117,16 @@ class ModelConfig:
       embedding_multiplier: embeddings are multiplied by it (Gemma: sqrt(d_model)).
       query_scale: attention logits are multiplied by it (usually head_dim ** -0.5).
       attention_softcap, final_softcap: logits become cap * tanh(logits / cap); None: no cap.
-      tied: the output head is the transposed embedding.
+      lm_head: hidden states become logits over the vocabulary; False: an encoder.
+      tied: the output head is the transposed embedding (no meaning without `lm_head`).
+      max_position: how many tokens a row may have.
+      positions: "rotary", in the layers that have a `rope`, or "learned": a table of first_position
+        + max_position rows is added to the embeddings.
+      first_position: the row of that table for a document's first token (RoBERTa: 2).
+      token_types: rows of the table that tells the sentences of a pair apart; 0: there is none.
+      embedding_norm: a norm after the sum of the embeddings, and dropout after it in training.
+      pooler: tanh of a linear layer on the first token (BERT).
+      attention_dropout: in training attention weights are dropped too, at the run's one rate.
       bos_id, eos_id, pad_id: special token ids; None where the model has none.
       head: of a task, with leaves of its own beside the model's; None: there is none.
     """
@@ -137,8 +153,15 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    lm_head: bool = True
     tied: bool = True
     max_position: int = 8192
+    positions: str = "rotary"
+    first_position: int = 0
+    token_types: int = 0
+    embedding_norm: bool = False
+    pooler: bool = False
+    attention_dropout: bool = False
     bos_id: int | None = 1
     eos_id: int | tuple[int, ...] | None = 2
     pad_id: int | None = None
@@ -153,10 +176,15 @@ class ModelConfig:
             raise ConfigError(
                 f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and any(layer.rope is not None for layer in self.layers):
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
         check_choice("activation", self.activation, ACTIVATIONS, ConfigError)
         check_choice("norm_kind", self.norm_kind, NORM_KINDS, ConfigError)
+        check_choice("positions", self.positions, POSITIONS, ConfigError)
+        for name in ("first_position", "token_types"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be an integer from 0 on, got {value!r}")
         if self.qkv_clip is not None and not self.qkv_clip > 0:
             raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive or None")
         if not self.layers:
@@ -164,28 +192,62 @@ class ModelConfig:
         if not 0 <= self.norm_eps < 1:
             raise ConfigError(f"norm_eps={self.norm_eps!r} is outside [0, 1)")
         for i, layer in enumerate(self.layers):
-            rope = layer.rope
-            if not (0 < rope.theta < math.inf and 0 < rope.linear_factor < math.inf):
-                raise ConfigError(
-                    f"layer {i}: rope theta={rope.theta!r}, linear_factor={rope.linear_factor!r} "
-                    "must be positive and finite"
-                )
-            if layer.ffn_kind not in FFN_KINDS:
-                raise ConfigError(f"layer {i}: ffn_kind={layer.ffn_kind!r}, not in {FFN_KINDS}")
-            if not isinstance(layer.ffn_width, int) or layer.ffn_width < 1:
-                raise ConfigError(f"layer {i}: ffn_width={layer.ffn_width} must be at least 1")
-            if layer.window is not None and layer.window < 1:
-                raise ConfigError(f"layer {i}: window={layer.window} must be at least 1 or None")
-            rotated = layer.rope.rotated(self.head_dim)
-            if rotated % 2 or not 0 < rotated <= self.head_dim:
-                raise ConfigError(
-                    f"layer {i}: rope.fraction={layer.rope.fraction} rotates {rotated} of "
-                    f"head_dim={self.head_dim} dimensions: it must be an even number from 2 on"
-                )
+            self._check_layer(i, layer)
+
+    def _check_layer(self, i: int, layer: LayerConfig) -> None:
+        if layer.ffn_kind not in FFN_KINDS:
+            raise ConfigError(f"layer {i}: ffn_kind={layer.ffn_kind!r}, not in {FFN_KINDS}")
+        if not isinstance(layer.ffn_width, int) or layer.ffn_width < 1:
+            raise ConfigError(f"layer {i}: ffn_width={layer.ffn_width} must be at least 1")
+        if layer.window is not None and layer.window < 1:
+            raise ConfigError(f"layer {i}: window={layer.window} must be at least 1 or None")
+        if self.lm_head and not layer.causal:
+            raise ConfigError(f"layer {i}: causal=False sees the next word: set lm_head=False")
+        placement = layer.norm_placement
+        check_choice(f"layer {i}: norm_placement", placement, NORM_PLACEMENTS, ConfigError)
+        if placement == "post" and (self.parallel_residual or self.post_norms):
+            raise ConfigError(
+                f"layer {i}: norm_placement='post' goes with neither parallel_residual="
+                f"{self.parallel_residual} nor post_norms={self.post_norms}"
+            )
+        if layer.rope is not None:
+            self._check_rope(i, layer.rope)
+
+    def _check_rope(self, i: int, rope: RopeConfig) -> None:
+        if self.positions != "rotary":
+            raise ConfigError(
+                f"layer {i}: rope={rope} with positions={self.positions!r}: give None"
+            )
+        if not (0 < rope.theta < math.inf and 0 < rope.linear_factor < math.inf):
+            raise ConfigError(
+                f"layer {i}: rope theta={rope.theta!r}, linear_factor={rope.linear_factor!r} "
+                "must be positive and finite"
+            )
+        rotated = rope.rotated(self.head_dim)
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"layer {i}: rope.fraction={rope.fraction} rotates {rotated} of "
+                f"head_dim={self.head_dim} dimensions: it must be an even number from 2 on"
+            )
 
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether every layer sees both ways."""
+        return not any(layer.causal for layer in self.layers)
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a norm follows the last layer: not after one that ends in a norm."""
+        return self.layers[-1].norm_placement == "pre"
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the table of learned positions; 0: there is none."""
+        return self.first_position + self.max_position if self.positions == "learned" else 0
 
     @property
     def scale(self) -> float:
@@ -222,10 +284,12 @@ def config_from_dict(values: dict) -> ModelConfig:
     layers = []
     for layer in values.pop("layers"):
         layer = dict(layer)
-        rope = dict(layer.pop("rope"))
-        if rope.get("llama3") is not None:
-            rope["llama3"] = tuple(rope["llama3"])
-        layers.append(LayerConfig(rope=RopeConfig(**rope), **layer))
+        if layer["rope"] is not None:
+            rope = dict(layer["rope"])
+            if rope.get("llama3") is not None:
+                rope["llama3"] = tuple(rope["llama3"])
+            layer["rope"] = RopeConfig(**rope)
+        layers.append(LayerConfig(**layer))
     if isinstance(values.get("eos_id"), list):
         values["eos_id"] = tuple(values["eos_id"])
     if values.get("head") is not None:

@@ -22,7 +22,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.models.attention import Mask, attention_mask, with_kernel
 from ffn_heterogeneity.models.block import Block
-from ffn_heterogeneity.models.causal_lm import RunOptions, embed, finish, hold
+from ffn_heterogeneity.models.causal_lm import (
+    RunOptions,
+    check_length,
+    embed,
+    finish,
+    hold,
+    require_language_model,
+)
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
@@ -83,7 +90,12 @@ def make_cache(
     """An empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}.
 
     Leaves as in `LayerCache`.
+
+    Raises:
+      ValueError: an encoder, or more columns than learned positions.
     """
+    require_language_model(config, "generation")
+    check_length(config, length)
     cache: dict = {}
     for i, segment in enumerate(check_stack(config, stack)):
         heads, sharding = (rows, config.n_kv_heads), options.cache
@@ -140,17 +152,19 @@ def forward_cached(
       (hidden states after the final norm [B, T, D], the cache).
 
     Raises:
-      ValueError: several new tokens at once on top of a window that forgets (its oldest columns
-        would be overwritten before the first of the new tokens has read them).
+      ValueError: an encoder; or several new tokens at once on top of a window that forgets (its
+        oldest columns would be overwritten before the first of the new tokens has read them).
     """
+    require_language_model(config, "generation")
     count, length = tokens_bt.shape[1], cache_length(cache)
     if not fresh and count > 1 and any(x.window and x.window <= length for x in config.layers):
         raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")
-    x = embed(config, params, tokens_bt, options)
-    options = with_kernel(options, config, count, in_order=False)
     column = jnp.asarray(column, jnp.int32)
     columns_bt = column + jnp.arange(count, dtype=jnp.int32)[None]
-    context = _contexts(config, columns_bt, pads_b, length, fresh)
+    positions_bt = jnp.maximum(columns_bt - pads_b[:, None], 0)
+    x = embed(config, params, tokens_bt, options, positions_bt)
+    options = with_kernel(options, config, count, in_order=False)
+    context = _contexts(config, columns_bt, positions_bt, pads_b, length, fresh)
     segments = check_stack(config, params["stack"])
     place_of = {
         segment.layer(slot): (f"segment_{i}", f"slot_{slot}")
@@ -201,9 +215,8 @@ def layers_apart(params: dict) -> dict:
     return jax.device_put({**params, "stack": stack})
 
 
-def _contexts(config, columns_bt, pads_b, length, fresh) -> list[tuple]:
+def _contexts(config, columns_bt, positions_bt, pads_b, length, fresh) -> list[tuple]:
     """(rotary tables, mask [B, T, S]) of each layer; layers of one kind share theirs."""
-    positions_bt = jnp.maximum(columns_bt - pads_b[:, None], 0)
     real_bt = (columns_bt >= pads_b[:, None]).astype(jnp.int32)
     last = columns_bt[:, -1:]
     rotary, masks, result = {}, {}, []

@@ -105,6 +105,12 @@ def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arra
 wide_product.defvjp(lambda x, w: (wide_product.fun(x, w), (x, w)), _wide_bwd)
 
 
+def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
+    """Zeroes elements with probability `rate` (a traced scalar) and rescales the rest."""
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate).astype(x.dtype), jnp.zeros((), x.dtype))
+
+
 class Linear(nn.Module):
     """y = x K + b, with K the effective kernel; it is never made whole where its factors suffice.
 

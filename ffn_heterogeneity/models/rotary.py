@@ -35,18 +35,23 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def rotary_tables(
-    rope: RopeConfig, head_dim: int, positions_bt: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, T, rotated / 2], of the angles position x frequency."""
+    rope: RopeConfig | None, head_dim: int, positions_bt: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """cos and sin, float32 [B, T, rotated / 2], of the angles position x frequency; of no rope
+    None."""
+    if rope is None:
+        return None
     angles = positions_bt[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rotary(x_btnh: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def apply_rotary(x_btnh: jax.Array, tables: tuple[jax.Array, jax.Array] | None) -> jax.Array:
     """Rotates the pairs (x[i], x[i + R/2]) by the angle of frequency i; keeps the dtype.
 
-    R is twice the tables' last axis; dimensions from R on stay as they are.
+    R is twice the tables' last axis; dimensions from R on stay as they are, and without tables all.
     """
+    if tables is None:
+        return x_btnh
     wide = jnp.promote_types(x_btnh.dtype, jnp.float32)
     cos, sin = (table[:, :, None, :] for table in tables)
     rotated = 2 * cos.shape[-1]

@@ -24,7 +24,7 @@ def _norm(path: str, size: int, config: ModelConfig) -> dict[str, tuple[int, ...
 
 
 def layer_shapes(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, ...]]:
-    """`{path inside the layer: shape}` of one decoder layer; kernels are [in, out]."""
+    """`{path inside the layer: shape}` of one layer; kernels are [in, out]."""
     d, m = config.d_model, layer.ffn_width
     query, key = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     shapes = _norm("attention_norm", d, config)
@@ -52,28 +52,37 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "embed/embedding": (config.vocab_size, config.d_model),
     }
+    if config.position_rows:
+        shapes["embed/position"] = (config.position_rows, config.d_model)
+    if config.token_types:
+        shapes["embed/token_type"] = (config.token_types, config.d_model)
+    if config.embedding_norm:
+        shapes |= _norm("embed/norm", config.d_model, config)
     for i, layer in enumerate(config.layers):
         shapes |= {f"layers/{i}/{p}": s for p, s in layer_shapes(config, layer).items()}
-    shapes |= _norm("final_norm", config.d_model, config)
-    if not config.tied:
+    if config.final_norm:
+        shapes |= _norm("final_norm", config.d_model, config)
+    if config.lm_head and not config.tied:
         shapes["head/kernel"] = (config.d_model, config.vocab_size)
+    if config.pooler:
+        shapes |= _linear("pooler", config.d_model, config.d_model, bias=True)
     return shapes
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Numbers of parameters: `total` and its parts.
 
-    Parts: `embedding` (the table, counted once when tied), `head` (0 when tied), `attention`
-    (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
+    Parts: `embedding` (the tables, counted once when tied), `head` (0 when tied; or a pooler),
+    `attention` (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
     """
     names = ("total", "embedding", "head", "attention", "ffn", "norms")
     counts: dict[str, int] = dict.fromkeys(names, 0)
     for path, shape in expected_shapes(config).items():
         size = math.prod(shape)
         parts = path.split("/")
-        if parts[0] == "embed":
+        if parts[0] == "embed" and parts[1] != "norm":
             counts["embedding"] += size
-        elif parts[0] == "head":
+        elif parts[0] in ("head", "pooler"):
             counts["head"] += size
         elif "attention" in parts:
             counts["attention"] += size

@@ -138,8 +138,10 @@ SIDES = {
 DEFAULT_SHARDING_RULES = (
     DEFAULTS,
     (r"^embed/embedding$", PartitionSpec("tensor", "fsdp")),
-    (r"^head/kernel$", PartitionSpec("fsdp", "tensor")),
-    (r"^(head|task_head)/", PartitionSpec()),
+    (r"^(head|pooler)/kernel$", PartitionSpec("fsdp", "tensor")),
+    # Learned positions, token types and their norm: hundreds of rows, not tens of thousands.
+    (r"^embed/(position|token_type|norm/\w+)$", PartitionSpec()),
+    (r"^(head|task_head|pooler)/", PartitionSpec()),
     (r"^final_norm/", PartitionSpec()),
     (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
     *(

@@ -67,7 +67,8 @@ class Checkpoint:
 
     def place(self, name: str) -> tuple[str, int, int]:
         """(file, first byte, end) of the tensor."""
-        return self.tensors[name].file, *self._bytes[name]
+        stored = self.tensors[name]
+        return stored.file, *self._bytes[stored.name]
 
     def leaves(self, layer: int) -> dict[str, np.ndarray]:
         """{path: leaf} of all rules that hold something of the layer's FFN."""
@@ -91,7 +92,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     config = huggingface.read_config(directory)
     family = family_by_name(config.family)
     rules = family.rules(config)
-    tensors = huggingface.stored_tensors(directory)
+    tensors = huggingface.stored_tensors(directory, family)
     check_names(config, rules, tensors, list(family.redundant))
     shapes, by_layer = expected_shapes(config), {}
     for rule in rules:

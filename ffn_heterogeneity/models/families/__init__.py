@@ -10,6 +10,7 @@ from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import (
+    bert,
     gemma,
     gemma2,
     gemma3,
@@ -19,6 +20,7 @@ from ffn_heterogeneity.models.families import (
     olmo,
     phi3,
     qwen3,
+    roberta,
 )
 from ffn_heterogeneity.models.families.common import Family
 from ffn_heterogeneity.models.families.deci import MODEL_TYPE, from_deci
@@ -28,7 +30,7 @@ from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
-_MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3)
+_MODULES = (llama, bert, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3, roberta)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()

@@ -1,14 +1,14 @@
 """Parts that the families share: the `Family` record, and readers of config fields.
 
 A family is one module that ends in `FAMILY = Family(...)` and is listed in `families/__init__`.
-For a decoder whose checkpoint holds one tensor per leaf it needs presets, `from_hf`, `to_hf` and
+For a model whose checkpoint holds one tensor per leaf it needs presets, `from_hf`, `to_hf` and
 two name tables (`names.py`); `rules.py` makes rules of a table, and of fused tensors (GPT-NeoX's).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfi
 from ffn_heterogeneity.models.families.names import GGUF_NAMES, HF_NAMES, HF_POST_NORM_NAMES
 from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 
+ByTensors = Callable[[ModelConfig, Mapping[str, Any], Collection[str]], ModelConfig]
 # A file's word is not enough to build more.
 MAX_LAYERS = 10_000
 
@@ -64,6 +65,11 @@ class Family:
         where they are not the family's name.
       rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.
       redundant: regexes of tensors that carry no information of their own and may be ignored.
+      left_out: regexes of tensors that have no place here (heads of pre-training): the reader says
+        that they are not read.
+      own_name: a tensor's name in somebody's file -> its name in `rules`.
+      by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with what
+        config.json leaves open; None: it says all.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->
         leaf` undoing what llama.cpp's converter did; gguf_untransform: doing it.
       gguf_uneven: the architecture whose graph in llama.cpp takes a width for each layer; "": none.
@@ -79,6 +85,9 @@ class Family:
     gguf_architecture: str = ""
     rules: Callable[[ModelConfig], list[Rule]] = hf_rules
     redundant: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    left_out: tuple[str, ...] = ()
+    own_name: Callable[[str], str] = str
+    by_tensors: ByTensors | None = None
     gguf_rules: Callable[[ModelConfig], list[Rule]] = gguf_rules
     gguf_transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
     gguf_untransform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
@@ -212,7 +221,7 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
 
     `intermediate_size` is the widest layer's.
     """
-    rope = rope_to_hf(config.layers[0].rope)
+    rope = config.layers[0].rope
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -233,6 +242,12 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
         "use_cache": True,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
+        **({} if rope is None else _rope_keys(rope_to_hf(rope))),
+    }
+
+
+def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
+    return {
         "rope_theta": rope["rope_theta"],
         "rope_scaling": classic_scaling(rope),
         "rope_parameters": rope,
