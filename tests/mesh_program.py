@@ -1,6 +1,6 @@
 """Run where there are eight devices: meshes beside one device, figures as JSON.
 
-python tests/mesh_program.py meshes | generation | nucl | nll | fsdp
+python tests/mesh_program.py meshes | encoders | generation | nucl | nll | fsdp
 """
 
 from __future__ import annotations
@@ -136,6 +136,41 @@ def compare_meshes(names=("gemma2", "llama"), shapes=MESHES) -> dict:
     return found
 
 
+@jax.enable_x64(True)
+def encoders() -> dict:
+    """An encoder's hidden states and pooler, by way of a number and its gradient, with dropout."""
+    config = dataclasses.replace(tiny_of("bert", layers=3), vocab_size=32)
+    params = random_params(config, dtype=np.float64)
+    batch = batch_of(config.vocab_size, rows=8)
+    batch["token_types"] = (batch["segment_ids"] == 2).astype(np.int32)
+    found = {}
+    for shape in ((1, 1, 1), (8, 1, 1), (2, 2, 2)):
+        mesh = partition.make_mesh(*shape)
+        options = causal_lm.RunOptions(compute_dtype=np.float64, **partition.run_shardings(mesh))
+
+        def loss(params, batch, options=options):
+            drop = (jax.random.key(0), jnp.float64(0.1))
+            outputs = causal_lm.forward(config, params, batch, options=options, dropout=drop)
+            return jnp.sum(jnp.sin(outputs["hidden"])) + jnp.sum(outputs["pooled"])
+
+        placed = partition.shardings(mesh, params)
+        rows = partition.batch_sharding(mesh, accumulated=False)
+        both = jax.jit(
+            jax.value_and_grad(loss),
+            in_shardings=(placed, rows),
+            out_shardings=(partition.replicated(mesh), placed),
+        )
+        value, gradient = jax.device_get(both(params, batch))
+        # Keys' biases add one number to all logits of a query: their gradient is rounding alone.
+        leaves = {p: x for p, x in flatten(gradient).items() if not p.endswith("/k/bias")}
+        found[shape] = (float(value), leaves)
+    alone = found.pop((1, 1, 1))
+    return {
+        str(shape): {"loss": abs(value / alone[0] - 1), "gradient": worst(alone[1], gradient)}
+        for shape, (value, gradient) in found.items()
+    }
+
+
 def generation() -> dict:
     """Tokens of every mesh (None: one device, no mesh), greedy and drawn, windows included."""
     config = dataclasses.replace(models()["gemma2"], eos_id=None, n_kv_heads=2)
@@ -219,6 +254,7 @@ if __name__ == "__main__":
     chosen = {
         "meshes": compare_meshes,
         "some_meshes": some_meshes,
+        "encoders": encoders,
         "generation": generation,
         "nucl": nucl_collectives,
         "fsdp": fsdp_gathers,

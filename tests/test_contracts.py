@@ -130,8 +130,12 @@ def test_family(name):
     @jax.jit
     @jax.value_and_grad
     def loss_and_gradient(params):
-        hidden = causal_lm.forward(config, params, batch)["hidden"]
-        return jnp.sum(jax.nn.log_softmax(causal_lm.logits(config, params, hidden))[..., 0])
+        outputs = causal_lm.forward(config, params, batch)
+        states = outputs["hidden"]
+        if config.lm_head:
+            states = causal_lm.logits(config, params, states)
+        pooled = jnp.sum(outputs["pooled"]) if config.pooler else 0
+        return jnp.sum(jax.nn.log_softmax(states)[..., 0]) + pooled
 
     value, gradient = loss_and_gradient(params)
     assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))

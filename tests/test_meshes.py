@@ -104,13 +104,19 @@ def check_meshes(found: dict) -> None:
 
 @pytest.fixture(scope="module")
 def some_meshes() -> dict:
-    return on_eight_devices("some_meshes", "generation")
+    return on_eight_devices("some_meshes", "encoders", "generation")
 
 
 def test_meshes_train_as_one_device(some_meshes):
     found = some_meshes["some_meshes"]
     assert len(found) == 1
     check_meshes(found)
+
+
+def test_meshes_encode_as_one_device(some_meshes):
+    assert len(some_meshes["encoders"]) == 2
+    for name, error in some_meshes["encoders"].items():
+        assert max(error.values()) <= 1e-7, (name, error)
 
 
 def test_meshes_generate_as_one_device(some_meshes):

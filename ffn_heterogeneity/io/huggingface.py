@@ -139,10 +139,8 @@ def stored_tensors(directory: str | os.PathLike, family: Family) -> dict[str, St
             )
         tensors[own] = Stored(view.shape, str(file), lambda view=view: view, name)
     if left_out:
-        count = len(left_out)
-        print(
-            f"left out: {some(left_out, 1)}, {count} tensors of pre-training heads", file=sys.stderr
-        )
+        what = f"{len(left_out)} tensors of pre-training heads"
+        print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
     return tensors
 
 

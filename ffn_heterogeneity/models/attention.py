@@ -109,12 +109,13 @@ def with_kernel(
     check_choice("attention kernel", name, KERNELS)
     if name == "cudnn" and config.attention_softcap is not None:
         raise ValueError("cuDNN attention has no soft-cap: use attention='auto' or 'xla'")
-    if name == "splash" and not all(layer.causal for layer in config.layers):
+    causal = all(layer.causal for layer in config.layers)
+    if name == "splash" and not causal:
         raise ValueError(
             f"splash attention is causal here, and a {config.family} model sees both ways: use "
             "attention='auto' or 'xla'"
         )
-    fits_splash = in_order and length % splash.LANES == 0
+    fits_splash = causal and in_order and length % splash.LANES == 0
     if name == "splash" and not fits_splash:
         raise ValueError(
             f"splash attention is of rows in order, a multiple of {splash.LANES} places long, not "

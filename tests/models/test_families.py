@@ -72,6 +72,15 @@ PUBLISHED = {
     "qwen3_14b": 14768.3,
     "qwen3_32b": 32762.1,
 }
+# Exact: BERT's with its pooler, RoBERTa's without (its files have none). None has a rotary
+# embedding or a language-model head.
+ENCODERS = {
+    "bert_base_uncased": 109_482_240,
+    "bert_large_uncased": 335_141_888,
+    "minilm_l6": 22_713_216,
+    "roberta_base": 124_055_040,
+    "distilroberta_base": 81_527_808,
+}
 # Pythia's paper, Table 1: parameters outside the two embeddings, exact.
 PYTHIA_REST = {
     "70m": 18_915_328, "160m": 85_056_000, "410m": 302_311_424, "1b": 805_736_448,
@@ -163,7 +172,22 @@ def test_gemma2_and_gemma3_attention_patterns():
 
 
 def test_every_preset_has_a_published_size():
-    assert set(PUBLISHED) == set(families.PRESETS)
+    assert {*PUBLISHED, *ENCODERS} == set(families.PRESETS)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_have_the_published_number_of_parameters(name):
+    config, _ = families.preset(name)
+    counts = families.count_parameters(config)
+    assert counts["total"] == ENCODERS[name] == sum(v for k, v in counts.items() if k != "total")
+    assert config.is_encoder and not config.lm_head and config.activation == "gelu"
+    roberta = config.family == "roberta"
+    details = (config.norm_eps, config.position_rows, config.first_position, config.token_types)
+    assert details == ((1e-5, 514, 2, 1) if roberta else (1e-12, 512, 0, 2))
+    assert (config.bos_id, config.eos_id, config.pad_id) == (
+        (0, 2, 1) if roberta else (None, None, 0)
+    )
+    assert config.pooler != roberta
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -186,7 +210,7 @@ def test_pythia_agrees_with_its_paper_to_the_last_parameter(size):
     assert counts["total"] / 1e6 == PUBLISHED[f"pythia_{size}"]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS])
 def test_config_json_round_trip_also_through_transformers(name):
     import transformers
 
@@ -202,7 +226,7 @@ def test_config_json_round_trip_also_through_transformers(name):
     assert families.config_from_hf({k: v for k, v in values.items() if k not in modern}) == config
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS])
 def test_a_null_says_that_there_is_no_such_token(name):
     """bos_token_id: null is not the class's default, which is a real token of another model."""
     config, _ = families.preset(name)

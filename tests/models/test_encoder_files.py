@@ -1,0 +1,189 @@
+"""Files of encoders: prefixes, old names, heads that are left out, refusals, a real model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from encoder_tools import kind_of, torch_encoder
+from safetensors.numpy import load_file, save_file
+from tiny_models import random_params, tiny_of
+
+from ffn_heterogeneity.io import gguf_export
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.huggingface import read_config, read_pretrained
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import ConfigError
+from ffn_heterogeneity.models.families import config_from_hf, config_to_hf, family_from_gguf
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+WEIGHTS = "model.safetensors"
+
+
+def rename(directory, change):
+    """Gives the file's tensors the names that `change` makes of theirs."""
+    tensors = load_file(directory / WEIGHTS)
+    tensors = {change(name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+# architecture -> (whether its file has a pooler, heads in it)
+ARCHITECTURES = {
+    "BertModel": (True, 0),
+    "BertForPreTraining": (True, 7),
+    "BertForMaskedLM": (False, 5),
+    "RobertaModel": (True, 0),
+    "RobertaForMaskedLM": (False, 5),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_files_are_read_written_and_read_again_to_the_bit(torch, tmp_path, capfd, architecture):
+    import transformers
+
+    pooler, heads = ARCHITECTURES[architecture]
+    torch_encoder(torch, architecture).save_pretrained(tmp_path / "theirs")
+    capfd.readouterr()
+    config, params = read_pretrained(tmp_path / "theirs")
+    said = capfd.readouterr().err.splitlines()
+    assert config.pooler == pooler == ("pooler" in params)
+    assert read_config(tmp_path / "theirs") == config
+    if heads:
+        (line,) = [line for line in said if "left out" in line]
+        assert line.startswith(f"left out: {heads} tensors of pre-training heads: '")
+    else:
+        assert not said
+
+    save_pretrained(config, params, tmp_path / "ours")
+    values = json.loads((tmp_path / "ours" / "config.json").read_text())
+    kind = kind_of(architecture)
+    assert values["architectures"] == [f"{kind}Model"] and "ffn_heterogeneity" not in values
+    before = load_file(tmp_path / "theirs" / WEIGHTS)
+    for name, tensor in load_file(tmp_path / "ours" / WEIGHTS).items():
+        whole = name if name in before else f"{kind.lower()}.{name}"
+        assert tensor.tobytes() == before[whole].tobytes(), name
+    again_config, again = read_pretrained(tmp_path / "ours")
+    assert again_config == config and not capfd.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+    theirs = getattr(transformers, f"{kind}Model").from_pretrained(tmp_path / "ours").eval()
+    tokens = np.random.default_rng(0).integers(3, 97, (2, 9))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).last_hidden_state.numpy()
+    ours = causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
+
+
+def test_old_names_of_norms_and_positions_are_read(torch, tmp_path):
+    torch_encoder(torch, "BertForMaskedLM").save_pretrained(tmp_path)
+    config, params = read_pretrained(tmp_path)
+    rename(
+        tmp_path,
+        lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ),
+    )
+    tensors = load_file(tmp_path / WEIGHTS)
+    assert "bert.embeddings.LayerNorm.beta" in tensors
+    tensors["bert.embeddings.position_ids"] = np.arange(20)[None]
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    again_config, again = read_pretrained(tmp_path)
+    assert again_config == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_what_a_file_may_not_hold(torch, tmp_path):
+    """A classifier is somebody's work: it is not left out, and neither is one of two copies."""
+    torch_encoder(torch, "BertForSequenceClassification").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no place for: 'classifier.(bias|weight)'"):
+        read_pretrained(tmp_path)
+    rename(tmp_path, lambda name: name.replace("classifier.weight", "pooler.dense.weight"))
+    with pytest.raises(CheckpointError, match="are the same tensor of the model"):
+        read_pretrained(tmp_path)
+
+
+def test_a_pooler_that_config_json_promises_must_be_there(tmp_path):
+    config = tiny_of("bert", layers=2)
+    save_pretrained(config, random_params(config), tmp_path)
+    rename(tmp_path, lambda name: name.replace("pooler.dense.weight", "cls.weight"))
+    with pytest.raises(CheckpointError, match=r"missing tensors: 'pooler\.dense\.weight'"):
+        read_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position_embedding_type": "relative_key"}, "'relative_key': absolute positions alone"),
+        ({"is_decoder": True}, "is_decoder=true: "),
+        ({"add_cross_attention": True}, "add_cross_attention=true: "),
+        ({"hidden_act": "mish"}, "activation 'mish' is not known"),
+    ],
+)
+def test_configs_that_are_refused(family, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config_from_hf(config_to_hf(tiny_of(family)) | changes)
+
+
+def test_what_config_json_cannot_say_is_written_natively(tmp_path):
+    config = dataclasses.replace(tiny_of("roberta", layers=2), first_position=5, pooler=True)
+    params = random_params(config)
+    save_pretrained(config, params, tmp_path)
+    assert "ffn_heterogeneity" in json.loads((tmp_path / "config.json").read_text())
+    again_config, again = read_pretrained(tmp_path)
+    assert again_config == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_there_is_no_gguf_of_an_encoder(tmp_path):
+    config = tiny_of("bert", layers=2)
+    with pytest.raises(CheckpointError, match="cannot express this bert model: .* no rotary"):
+        gguf_export.save_gguf(config, random_params(config), tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="GGUF files of encoders are not read"):
+        family_from_gguf("bert").from_gguf({})
+
+
+def test_minilm_agrees_on_real_sentences(torch, minilm_dir, shared_data):
+    import transformers
+
+    model = load_model(minilm_dir)
+    theirs = transformers.BertModel.from_pretrained(minilm_dir).eval()
+    lines = (shared_data / "glue_mrpc" / "test.jsonl").read_text().splitlines()[:32]
+    sentences = [json.loads(line)["#1 String"] for line in lines]
+    rows = [model.tokenizer.encode(sentence) for sentence in sentences]
+    width = max(map(len, rows))
+    tokens, real = np.zeros((2, 32, width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], real[i, : len(row)] = row, 1
+    probe = Probe("states", lambda seen, batch, _: seen.block_output)
+    run = jax.jit(
+        lambda params, batch: causal_lm.forward(model.config, params, batch, probes=(probe,))
+    )
+    ours = run(model.params, {"tokens": jnp.asarray(tokens), "segment_ids": jnp.asarray(real)})
+    with torch.no_grad():
+        reference = theirs(
+            torch.tensor(tokens).long(), torch.tensor(real).long(), output_hidden_states=True
+        )
+    for states, expected in zip(ours["probes"]["states"], reference.hidden_states[1:], strict=True):
+        np.testing.assert_allclose(states[real > 0], expected.numpy()[real > 0], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(ours["pooled"], reference.pooler_output, atol=1e-4, rtol=0)
+
+
+def test_minilm_loses_a_quarter_of_its_neurons(minilm_dir, tmp_path):
+    model = load_model(minilm_dir)
+    plan = Plan("entropy", ratio=0.25)
+    config, params, removed, _ = reduce_model(model.config, model.params, plan)
+    assert config.ffn_widths == (1152,) * 6 and all(len(gone) == 384 for gone in removed.values())
+    save_pretrained(config, params, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["intermediate_size"] == 1152
+    assert set(flatten(read_pretrained(tmp_path)[1])) == set(flatten(model.params))
