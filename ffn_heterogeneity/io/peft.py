@@ -217,7 +217,7 @@ def save_adapters(
     rank, alpha = max(ranks.values()), next(iter(alphas.values()))
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if config.lm_head else "FEATURE_EXTRACTION",
         "base_model_name_or_path": str(base),
         "r": rank,
         "lora_alpha": alpha,

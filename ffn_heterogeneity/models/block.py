@@ -25,6 +25,9 @@ _PROBABILITIES = 3
 class LayerIO:
     """What a probe may read of one layer. Unread fields cost nothing: XLA drops them.
 
+    In a layer with `norm_placement` "post" the residual stream is what the norms return:
+    attention_input is block_input, ffn_input is middle, and block_output is normed.
+
     Attributes:
       block_input, block_output: the residual stream before and after the block, [B, T, D].
       attention_input, attention_output: what the attention sees (after its norm) and returns,
@@ -33,8 +36,6 @@ class LayerIO:
       ffn_input: what the FFN's first kernels see (after its norm), [B, T, D].
       ffn_state: h, the intermediate state, before `neuron_scale`, [B, T, M].
       ffn_output: what the FFN returns, before its post-norm, [B, T, D].
-        In a layer with `norm_placement` "post" the residual stream is what the norms return:
-        attention_input is block_input, ffn_input is middle, and block_output is normed.
       attention_weights: float32 [B, K, N/K, T, S]; None unless a probe needs "attention_weights".
       sink_weights: of attention, what goes to the row's first token, float32 [B, T, N]; None unless
         a probe needs "sink_weights" (and none "attention_weights").
@@ -81,7 +82,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_btd, rotary, mask, drop=None, cache=None) -> tuple[jax.Array, LayerIO]:
         """x [B, T, D] and a mask -> (x [B, T, D], LayerIO). `drop` is (key, rate) or None."""
-        config, before = self.config, self.layer.norm_placement == "pre"
+        config = self.config
+        before = self.layer.norm_placement == "pre"
 
         def norm(name: str) -> Norm:
             return Norm(config, name=name)

@@ -114,7 +114,8 @@ def forward(
       ValueError: rows longer than the table of learned positions.
     """
     tokens = batch["tokens"]
-    x = embed(config, params, tokens, options, row_positions(batch), batch.get("token_types"))
+    positions = row_positions(batch) if config.position_rows else None
+    x = embed(config, params, tokens, options, positions, batch.get("token_types"))
     if config.embedding_norm and dropout is not None and dropout[1] is not None:
         x = drop_out(x, jax.random.fold_in(dropout[0], _EMBEDDING_KEY), dropout[1])
     options = with_kernel(options, config, tokens.shape[1], is_in_order(batch))
@@ -177,13 +178,13 @@ def embed(
     params: dict,
     tokens_bt: jax.Array,
     options: RunOptions,
-    positions_bt: jax.Array,
+    positions_bt: Any = None,
     types_bt: jax.Array | None = None,
 ) -> jax.Array:
     """The residual stream before the first layer, [B, T, D] in the compute dtype.
 
     Args:
-      positions_bt: [B or 1, T], read where positions are learned.
+      positions_bt: [B or 1, T], where positions are learned.
       types_bt: [B, T], read where the model has token types; None: all 0.
 
     Raises:
@@ -264,6 +265,8 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: b
     """(rotary tables, mask) of each layer; layers of one kind share theirs."""
     positions = batch.get("positions")
     segments = batch.get("segment_ids")
+    if "subtree_ends" in batch:
+        require_language_model(config, "a tree of tokens")
     if positions is None:
         positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
     rotary, masks, result = {}, {}, []
@@ -280,7 +283,6 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: b
                 several = segments if packed else None
                 mask = dataclasses.replace(mask, in_order=True, segments=several)
             if "subtree_ends" in batch:
-                require_language_model(config, "a tree of tokens")
                 # What a window shows is not a stretch of the row there: `visible` alone says it.
                 mask = Mask(mask.visible & tree_mask(batch["subtree_ends"]), causal=True)
             masks[kind] = mask
@@ -312,7 +314,7 @@ def head_kernel(config: ModelConfig, params: dict) -> tuple[jax.Array, str]:
     Raises:
       ValueError: an encoder.
     """
-    require_language_model(config, "its output matrix")
+    require_language_model(config, "computing logits")
     if config.tied:
         return params["embed"]["embedding"], "vd"
     return params["head"]["kernel"], "dv"
@@ -326,7 +328,6 @@ def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     Raises:
       ValueError: an encoder.
     """
-    require_language_model(config, "computing logits")
     kernel, layout = head_kernel(config, params)
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     equation = f"...d,{layout}->...v"

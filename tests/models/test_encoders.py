@@ -311,7 +311,7 @@ def test_what_needs_a_language_model_says_so():
     causal_lm.require_language_model(LLAMA, "perplexity")
     with pytest.raises(ValueError, match=what.format("computing logits")):
         causal_lm.logits(BERT, params, hidden)
-    with pytest.raises(ValueError, match=what.format("its output matrix")):
+    with pytest.raises(ValueError, match=what.format("computing logits")):
         causal_lm.head_kernel(BERT, params)
     with pytest.raises(ValueError, match=what.format("generation")):
         decoding.make_cache(BERT, params["stack"], 1, 8)

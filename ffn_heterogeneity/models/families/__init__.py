@@ -22,7 +22,7 @@ from ffn_heterogeneity.models.families import (
     qwen3,
     roberta,
 )
-from ffn_heterogeneity.models.families.common import Family
+from ffn_heterogeneity.models.families.common import Family, no_gguf
 from ffn_heterogeneity.models.families.deci import MODEL_TYPE, from_deci
 from ffn_heterogeneity.models.families.deci import to_deci as to_deci
 from ffn_heterogeneity.models.families.rules import Rule as Rule
@@ -30,7 +30,7 @@ from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
-_MODULES = (llama, bert, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3, roberta)
+_MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3, bert, roberta)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()
@@ -111,8 +111,9 @@ def family_from_gguf(architecture: str) -> Family:
     Raises:
       ConfigError: unknown; the message lists the known ones.
     """
-    for family in FAMILIES.values():
+    families = [family for family in FAMILIES.values() if family.from_gguf is not no_gguf]
+    for family in families:
         if architecture in (family.gguf_architecture or family.name, family.gguf_uneven or None):
             return family
-    known = [family.gguf_architecture or family.name for family in FAMILIES.values()]
+    known = [family.gguf_architecture or family.name for family in families]
     raise ConfigError(f"GGUF architecture {architecture!r} is not known: {', '.join(known)}")

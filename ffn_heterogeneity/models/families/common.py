@@ -37,6 +37,11 @@ def gguf_rules(config: ModelConfig) -> list[Rule]:
     return one_to_one(config, GGUF_NAMES)
 
 
+def no_gguf(meta: Mapping[str, Any]) -> ModelConfig:
+    """Raises ConfigError: `Family.from_gguf` of a family that has no GGUF files here."""
+    raise ConfigError("GGUF files of encoders are neither read nor written")
+
+
 def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
     return array
 
@@ -60,7 +65,8 @@ class Family:
       presets: {name: (config, hub id)} with the published shapes.
       from_hf, to_hf: config.json's dict -> `ModelConfig` and back.
       from_gguf: metadata (keys without the architecture's prefix; "vocab_size", "tied", token ids
-        and, where the file has it, the tensor "rope_freqs" added by the reader) -> `ModelConfig`.
+        and, where the file has it, the tensor "rope_freqs" added by the reader) -> `ModelConfig`;
+        or `no_gguf`.
       model_type, gguf_architecture: config.json's `model_type` and GGUF's `general.architecture`,
         where they are not the family's name.
       rules: `ModelConfig` -> the `Rule`s of a safetensors checkpoint.

@@ -1,4 +1,4 @@
-"""Names of the tensors that most families store: Llama's, those with post-norms, llama.cpp's."""
+"""Names of stored tensors: Llama's, those with post-norms, llama.cpp's, BERT's."""
 
 from __future__ import annotations
 
@@ -52,5 +52,28 @@ GGUF_NAMES = name_table(
         "ffn/up": "ffn_up",
         "ffn/down": "ffn_down",
         "post_ffn_norm": "post_ffw_norm",
+    },
+)
+# Of a model by itself: one with a head on it puts its own name and a dot before them.
+BERT_NAMES = name_table(
+    {
+        "embed/embedding": "embeddings.word_embeddings.weight",
+        "embed/position": "embeddings.position_embeddings.weight",
+        "embed/token_type": "embeddings.token_type_embeddings.weight",
+        "embed/norm/scale": "embeddings.LayerNorm.weight",
+        "embed/norm/bias": "embeddings.LayerNorm.bias",
+        "pooler/kernel": "pooler.dense.weight",
+        "pooler/bias": "pooler.dense.bias",
+    },
+    "encoder.layer.{i}.",
+    {
+        "attention/q": "attention.self.query",
+        "attention/k": "attention.self.key",
+        "attention/v": "attention.self.value",
+        "attention/out": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm",
+        "ffn/up": "intermediate.dense",
+        "ffn/down": "output.dense",
+        "ffn_norm": "output.LayerNorm",
     },
 )

@@ -11,25 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.families import bert, common
+from ffn_heterogeneity.models.families import encoders
 
 _PAD = 1
-_DEFAULTS = {
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "hidden_act": "gelu",
-    "attention_probs_dropout_prob": 0.1,
-    "pad_token_id": _PAD,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+_DEFAULTS = {"pad_token_id": _PAD, "bos_token_id": 0, "eos_token_id": 2}
 
 
 def _preset(layers: int) -> ModelConfig:
     ids = {"bos_id": 0, "eos_id": 2, "pad_id": _PAD, "first_position": _PAD + 1}
     more = {"vocab_size": 50_265, "token_types": 1, "norm_eps": 1e-5}
-    return bert.published("roberta", (layers, 768, 12), **more, **ids)
+    return encoders.published("roberta", (layers, 768, 12), **more, **ids)
 
 
 PRESETS = {
@@ -40,7 +31,7 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a RobertaModel, or of a model with a head on one."""
-    config = bert.encoder_from_hf("roberta", values, _DEFAULTS, pooler=False)
+    config = encoders.from_hf("roberta", values, _DEFAULTS, pooler=False)
     first = (_PAD if config.pad_id is None else config.pad_id) + 1
     tokens = config.max_position - first
     return dataclasses.replace(config, first_position=first, max_position=tokens)
@@ -48,19 +39,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json of a RobertaModel."""
-    return bert.encoder_to_hf(config, "RobertaModel")
+    return encoders.to_hf(config, "RobertaModel")
 
 
-FAMILY = common.Family(
-    "roberta",
-    "RobertaModel",
-    PRESETS,
-    from_hf,
-    to_hf,
-    bert.from_gguf,
-    rules=bert.tensor_rules,
-    redundant=bert.FAMILY.redundant,
-    left_out=(r"lm_head\..*",),
-    own_name=bert.own_name,
-    by_tensors=bert.by_tensors,
-)
+FAMILY = encoders.family("roberta", "RobertaModel", PRESETS, from_hf, to_hf, heads=r"lm_head\..*")
