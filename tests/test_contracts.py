@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
 LLAMA, GEMMA2 = tiny_of("llama", layers=3), tiny_of("gemma2", layers=4)
+BERT = tiny_of("bert", layers=3)
 
 
 def modules_of(package) -> list:
@@ -185,7 +186,7 @@ def test_probes_are_found_and_distinct():
 
 
 @pytest.mark.parametrize("name", PROBES)
-@pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2, BERT], ids=["llama", "gemma2", "bert"])
 def test_probe(name, config):
     probe = PROBES[name]
     assert probe.name and probe.needs <= NEEDS

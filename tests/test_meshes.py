@@ -114,9 +114,8 @@ def test_meshes_train_as_one_device(some_meshes):
 
 
 def test_meshes_encode_as_one_device(some_meshes):
-    assert len(some_meshes["encoders"]) == 2
-    for name, error in some_meshes["encoders"].items():
-        assert max(error.values()) <= 1e-7, (name, error)
+    errors = some_meshes["encoders"]
+    assert len(errors) == 2 and max(errors.values()) <= 1e-7, errors
 
 
 def test_meshes_generate_as_one_device(some_meshes):

@@ -79,7 +79,8 @@ def test_both_forms_equal_the_oracle(softcap, window):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("block", [128, 16])  # of 384 rows, the second in loops of parts
-def test_gradients_of_both_forms_agree(softcap, window, block, monkeypatch):
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_both_forms_agree(softcap, window, block, causal, monkeypatch):
     """The blocked form's own backward against autodiff of the plain one, in float64."""
     monkeypatch.setattr(blocks, "MIN_BLOCK", block)
     assert blocks.blocks_of(384, None)[0][2] == (3 if block == 16 else 1)
@@ -88,7 +89,8 @@ def test_gradients_of_both_forms_agree(softcap, window, block, monkeypatch):
     segments = np.stack([np.repeat([1, 2, 0], [120, 130, 134]), np.ones(size, int)])
     with jax.enable_x64(True):
         positions = jnp.arange(size)[None]
-        mask = attention_mask(positions, positions, window, segments, segments)
+        mask = attention_mask(positions, positions, window, segments, segments, causal)
+        assert mask.visible[0, 100, 110] == (not causal) and not mask.visible[0, 119, 120]
         arguments = (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
 
         def plain(q, k, v):
@@ -107,12 +109,13 @@ def test_gradients_of_both_forms_agree(softcap, window, block, monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 40])
-def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window):
+@pytest.mark.parametrize("causal", [True, False])
+def test_sink_weights_are_the_first_column_of_the_probabilities(softcap, window, causal):
     rng = np.random.default_rng(3)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments = np.stack([np.repeat([1, 2], [100, 50]), np.ones(150, int)])
     positions = jnp.arange(150)[None]
-    mask = attention_mask(positions, positions, window, segments, segments)
+    mask = attention_mask(positions, positions, window, segments, segments, causal)
     weights = plain_attention(q, k, v, mask, scale=0.4, softcap=softcap)[1]
     expected = weights[..., 0].transpose(0, 3, 1, 2).reshape(2, 150, 4)
     found = attention.sink_weights(q, k, v, mask, scale=0.4, softcap=softcap)

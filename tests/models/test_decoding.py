@@ -26,6 +26,13 @@ MODELS = {
     "gpt_neox": tiny_of("gpt_neox", layers=3),
     "olmo": dataclasses.replace(tiny_of("olmo", layers=3), qkv_clip=0.3),
     "qwen3": tiny_of("qwen3", layers=3),
+    # Post-norm, then pre-norm (Mix-LN), no rotary embedding.
+    "learned": dataclasses.replace(
+        LLAMA,
+        positions="learned",
+        embedding_norm=True,
+        layers=(LayerConfig(24, rope=None, norm_placement="post"), LayerConfig(24, rope=None)),
+    ),
     "llama": dataclasses.replace(
         LLAMA, vocab_size=29, layers=(LayerConfig(24),) * 2 + (LayerConfig(8),)
     ),
