@@ -105,6 +105,10 @@ def test_a_row_of_one_document_is_causal_to_cudnn(monkeypatch):
     assert {kind for kind, _ in alone} == {"CAUSAL"} and {w for _, w in alone} >= {"50"}
     packed = calls_of_cudnn(config, monkeypatch)
     assert packed and {kind for kind, _ in packed} == {"NO_MASK"}
+    # Nothing but the mask hides an encoder's padding.
+    encoder = dataclasses.replace(tiny_of("bert", 2), head_dim=8, max_position=256)
+    both_ways = calls_of_cudnn(encoder, monkeypatch, packed=False)
+    assert both_ways and {kind for kind, _ in both_ways} == {"NO_MASK"}
 
 
 def test_padding_after_one_document_is_not_seen():
