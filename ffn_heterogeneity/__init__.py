@@ -16,7 +16,16 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-_FACE = ("load_model", "save_model", "generate", "perplexity", "push", "run")
+_FACE = (
+    "load_model",
+    "save_model",
+    "generate",
+    "perplexity",
+    "classify",
+    "hidden_states",
+    "push",
+    "run",
+)
 _ROOMS = (
     "adapters",
     "bench",

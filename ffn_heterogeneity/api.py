@@ -10,7 +10,9 @@ from etils import epath
 
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
+from ffn_heterogeneity.evaluate.classify import classify as classify
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.evaluate.hidden import hidden_states as hidden_states
 from ffn_heterogeneity.evaluate.inputs import prompt_rows, tokenizer_of
 from ffn_heterogeneity.io.card import push as push
 from ffn_heterogeneity.io.export import save_pretrained

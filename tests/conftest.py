@@ -27,8 +27,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # XLA:CPU's older kernels compile in half the time and run hardly slower. `make test-all` takes
 # those that users get. A jaxlib that does not know the flag would abort: only where it was seen.
 QUICK = "--xla_cpu_use_fusion_emitters=false"
+# The same instructions, and so the same numbers and dtype, on every machine.
+SAME = "--xla_cpu_max_isa=AVX2"
 if os.environ.get("RUN_SLOW") != "1" and importlib.metadata.version("jaxlib") == "0.10.2":
-    os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}".strip()
+    os.environ["XLA_FLAGS"] = f"{QUICK} {SAME} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"

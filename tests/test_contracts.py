@@ -252,6 +252,7 @@ def evaluate_term(term, config, params, batch) -> TermValue:
     if term.on == "params":
         return term.function(params)
     outputs = causal_lm.forward(config, params, batch, probes=term.probes)
+    outputs["predictions"] = jnp.mean(outputs["hidden"], axis=1)[:, :3]  # of some head
     return term.function(params, outputs, batch)
 
 
@@ -261,6 +262,7 @@ def test_term(name, settings, config):
     term = TERMS[name](TermContext("its_name", "its.weight", config), **settings)
     assert isinstance(term, LossTerm) and (term.name, term.weight) == ("its_name", "its.weight")
     batch, params = batch_of(config.vocab_size), random_params(config)
+    batch |= {"target": np.ones(3, np.float32), "valid": np.ones(3, bool)}
 
     @jax.jit
     def evaluate(params, batch):
@@ -288,7 +290,8 @@ def test_term(name, settings, config):
     else:
         # A term may read the layers alone, before the final norm and the head.
         assert all(acts for path, acts in found.items() if path.startswith(("stack/", "embed/")))
-        nothing = {**batch, "loss_mask": np.zeros_like(batch["loss_mask"])}
+        nothing = {**batch, "valid": np.zeros_like(batch["valid"])}
+        nothing = {**nothing, "loss_mask": np.zeros_like(batch["loss_mask"])}
         nothing["segment_ids"] = np.zeros_like(batch["segment_ids"])
         empty, _ = evaluate(params, nothing)
         assert empty.total == 0 and empty.denominator == 0, "a batch without targets adds nothing"

@@ -8,6 +8,7 @@ from ml_collections.config_dict import placeholder
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.adapters.macdrop import Macdrop
 from ffn_heterogeneity.surgery.adapt import Lora, Quantised
+from ffn_heterogeneity.surgery.truncate import Truncation
 
 
 def lora() -> ConfigDict:
@@ -42,19 +43,30 @@ def macdrop() -> ConfigDict:
     )
 
 
+def truncate() -> ConfigDict:
+    return ConfigDict(
+        {
+            "blocks": Truncation.blocks,  # the first so many stay; 0: all
+        }
+    )
+
+
 # Surgery before a training -> its settings, and what trains with it alone.
 PARTS = {
     "lora": (lora, r"/lora_[ab]$"),
     "dora": (lora, r"/(lora_[ab]|dora_m)$"),
     "nf4": (nf4, ""),
     "macdrop": (macdrop, ""),
+    "truncate": (truncate, ""),
 }
 
 
 def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
     """Adds the groups of the adapters among `names`, which alone train then; returns the others."""
-    # Whatever the order of the names: what replaces kernels comes first.
-    for name in sorted((name for name in names if name in PARTS), key=lambda name: name != "nf4"):
+    # Whatever the order of the names: what drops or replaces kernels comes first.
+    chosen = [name for name in ("truncate", "nf4") if name in names]
+    chosen += [name for name in names if name in PARTS and name not in chosen]
+    for name in chosen:
         settings, trains = PARTS[name]
         # Surgeries before it trains, each with a group of its own.
         config.prepare = (*config.get("prepare", ()), name)

@@ -19,6 +19,22 @@ def nll() -> ConfigDict:
     )
 
 
+def classification() -> ConfigDict:
+    return ConfigDict(
+        {
+            "weight": 1.0,  # of the labels' cross-entropy
+        }
+    )
+
+
+def regression() -> ConfigDict:
+    return ConfigDict(
+        {
+            "weight": 1.0,  # of the squared error
+        }
+    )
+
+
 def nucl(weight: float = 1.0) -> ConfigDict:
     return ConfigDict(
         {
@@ -52,6 +68,8 @@ def jreg(weight: float = 1.0) -> ConfigDict:
 
 LOSSES = {
     "nll": nll,
+    "classification": classification,
+    "regression": regression,
     "nucl": nucl,
     "diversity": diversity,
     "jreg": jreg,

@@ -61,6 +61,7 @@ class Generator:
         batch_size: int = 8,
         mesh: Mesh | None = None,
     ):
+        causal_lm.require_language_model(config, "generation")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self.config, self.tokenizer, self.batch_size = config, tokenizer, batch_size

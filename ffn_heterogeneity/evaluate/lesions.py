@@ -18,7 +18,7 @@ from ffn_heterogeneity.evaluate.inputs import check_inputs, check_least, input_r
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
-from ffn_heterogeneity.models.causal_lm import RunOptions, forward
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack, slots, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks
@@ -49,6 +49,7 @@ def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
       ValueError: as `load_model`, `massive_weights` and `input_rows`; a layer with experts.
     """
     model, _ = fold_all(load_model(config.model, revision=config.revision))
+    require_language_model(model.config, "the NLL of lesions")
     found = massive_weights(model.config, model.params, config.layer, config.token)
     rows, options = input_rows(config, model), options_of(config)
     blocks = {place.layer: block for place, block in ffn_blocks(model.params)}

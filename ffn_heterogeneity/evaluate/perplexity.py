@@ -11,7 +11,12 @@ import numpy as np
 
 from ffn_heterogeneity.evaluate.inputs import check_rows, padded_batches
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
-from ffn_heterogeneity.models.causal_lm import RunOptions, forward, head_kernel
+from ffn_heterogeneity.models.causal_lm import (
+    RunOptions,
+    forward,
+    head_kernel,
+    require_language_model,
+)
 from ffn_heterogeneity.models.config import ModelConfig
 
 
@@ -56,9 +61,10 @@ def perplexity(
       each}.
 
     Raises:
-      ValueError: rows are not 2-D integers of at least two columns, or hold ids outside the
-        vocabulary.
+      ValueError: an encoder; rows that are not 2-D integers of at least two columns, or hold ids
+        outside the vocabulary.
     """
+    require_language_model(config, "perplexity")
     rows = np.asarray(rows)
     check_rows(rows, config.vocab_size)
     params, nlls, counts = jax.device_put(params), [], []

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.evaluate.answers import check_answers, evaluate_answers
 from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.conversations import answer_questions, check_chat
+from ffn_heterogeneity.evaluate.classify import check_classify, classify_file
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
@@ -39,7 +40,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
     _, measure = EVALUATIONS[_chosen(config)[1]]
     results |= measure(config, workdir)
     write_json(workdir / "results.json", results)
-    for path in (workdir / "results.json", *sorted(workdir.glob("*.png"))):
+    written = (path for kind in ("*.png", "*.csv") for path in sorted(workdir.glob(kind)))
+    for path in (workdir / "results.json", *written):
         print(path, file=sys.stderr)
     return results
 
@@ -119,6 +121,16 @@ def _chat_line(results: Mapping[str, Any]) -> str:
     )
 
 
+def _labels_line(results: Mapping[str, Any]) -> str:
+    """The counts, and each metric with its interval."""
+    parts = [f"{results['rows']} rows"]
+    parts += [f"{label}: {count}" for label, count in results.get("predicted", {}).items()]
+    for metric in (key for key in results if f"{key}_low" in results):
+        low, high = results[f"{metric}_low"], results[f"{metric}_high"]
+        parts.append(f"{metric} {results[metric]:.4f} [{low:.4f}, {high:.4f}]")
+    return ", ".join(parts)
+
+
 # name -> (what refuses its config before anything is loaded, what measures)
 EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
     "perplexity": (
@@ -128,6 +140,7 @@ EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]]
     "tasks": (check_tasks, _of_a_model(_tasks, _tasks_table)),
     "answers": (check_answers, _of_a_model(evaluate_answers, _tasks_table)),
     "chat": (check_chat, _of_a_model(answer_questions, _chat_line)),
+    "classify": (check_classify, _of_a_model(classify_file, _labels_line)),
     "judge": (judge.check, judge.run),
     "connectivity": (lambda config: None, connectivity),
     "displacement": (check_inputs, displacement),

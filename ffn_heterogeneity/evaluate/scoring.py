@@ -23,7 +23,7 @@ import numpy as np
 
 from ffn_heterogeneity.evaluate.generate import bucket
 from ffn_heterogeneity.evaluate.inputs import check_vocabulary
-from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 
 ROW_TOKENS = 512
@@ -152,6 +152,7 @@ def score(
 
 def _check(config: ModelConfig, requests) -> int:
     """The longest input."""
+    require_language_model(config, "scoring of continuations")
     longest = 0
     for i, (context, continuation) in enumerate(requests):
         if not len(context) or not len(continuation):

@@ -15,11 +15,14 @@ from typing import Any
 import jax
 
 from ffn_heterogeneity.heads.base import ROOT, Head
+from ffn_heterogeneity.heads.classification import classification_head
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.wording import unknown
 
 # name -> (the model's config, the head's settings) -> Head
-HEADS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], Head]] = {}
+HEADS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], Head]] = {
+    "classification": classification_head,
+}
 
 
 def make_head(config: ModelConfig, head: HeadConfig) -> Head:

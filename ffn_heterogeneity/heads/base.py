@@ -20,7 +20,11 @@ class Head:
       apply: (params, outputs, batch, drop) -> what losses and predictions read as
         `outputs["predictions"]`. It is handed the whole tree; `drop(x)` is x under the run's
         dropout in training, x itself elsewhere.
+      says: its leaves -> what results.json tells of them.
+      probes: what it reads of the layers, in `outputs["probes"]`.
     """
 
     leaves: Callable[[jax.Array], dict]
     apply: Callable[[dict, dict, Mapping[str, jax.Array], Callable], Any]
+    says: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda leaves: {}
+    probes: tuple = ()

@@ -55,6 +55,7 @@ def assemble(
     transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] | None = None,
     dtype: Any = None,
     check_finite: bool = True,
+    beside: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict:
     """The stacked tree of numpy arrays.
 
@@ -64,11 +65,12 @@ def assemble(
         ignored too if it equals them.
       transform: `(config, path, leaf) -> leaf` applied to each leaf.
       dtype: cast to it; None keeps each tensor's own.
+      beside: {path: shape} of leaves that are none of the model's own.
 
     Raises:
       CheckpointError: a tensor missing, extra, of the wrong shape or type, or with NaN or infinity.
     """
-    rules, shapes = list(rules), expected_shapes(config)
+    rules, shapes = list(rules), expected_shapes(config) | dict(beside or {})
     check_names(config, rules, tensors, list(redundant))
     leaves: dict[str, np.ndarray] = {}
     for rule in rules:

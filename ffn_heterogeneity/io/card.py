@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ CARD = "README.md"
 _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma"}
 
 
-def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapping[str, Any]):
+def write_card(
+    directory: str | os.PathLike,
+    base: str,
+    method: str,
+    facts: Mapping[str, Any],
+    lines: Sequence[str] = (),
+):
     """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it; of
     `compared` the perplexities and how they were measured. Of a path here its last part alone: a
     card is published.
@@ -30,6 +36,7 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
       base: what the model was made from: a path, a hub id, a preset.
       method: one line.
       facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
+      lines: `classifiers.torch_lines`.
     """
     licence = licence_of(base)
     name = public_text(base)
@@ -47,7 +54,16 @@ def write_card(directory: str | os.PathLike, base: str, method: str, facts: Mapp
     about += [f"- licence: {licence or 'not known here'} (the base model's)", *_measured(facts)]
     about += [f"- {loads_in(directory)}", ""]
     table = ["| number (results.json) | value |", "|:--|--:|", *rows, ""]
-    (epath.Path(directory) / CARD).write_text("\n".join([*title, *about, *table]))
+    code = [
+        "The head in torch, of texts `first` (and `second`):",
+        "",
+        "```python",
+        *lines,
+        "```",
+        "",
+    ]
+    parts = [*title, *about, *(code if lines else ()), *table]
+    (epath.Path(directory) / CARD).write_text("\n".join(parts))
 
 
 def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Hugging Face checkpoints out: a directory that `transformers` and vLLM load as it is.
 
-Four forms. Plain: what the family's own config.json expresses, FFNs of unequal width under
+Five forms. Plain: what the family's own config.json expresses, FFNs of unequal width under
 `per_layer_config`. Padded: those are padded with zero neurons to the widest; the outputs are the
 same. Deci: a Llama's widths under `block_configs` (models/families/deci.py). Native: the whole
-config under "ffn_heterogeneity" too, for what config.json cannot express.
+config under "ffn_heterogeneity" too, for what config.json cannot express. Classifier: with a task's
+head on the last layer, `...ForSequenceClassification` (io/classifiers.py), in any of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from etils import epath
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapters_of, neuron_factor
 from ffn_heterogeneity.heads import ROOT
+from ffn_heterogeneity.io import classifiers
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -45,7 +47,7 @@ from ffn_heterogeneity.wording import check_choice
 # Key of config.json under which the native form keeps what no other library can express.
 NATIVE_KEY = "ffn_heterogeneity"
 MAX_SHARD_BYTES = 5 * 10**9
-EXPORTS = ("auto", "padded", "native", "deci")
+EXPORTS = ("auto", "padded", "native", "deci", "classifier")
 STRUCTURES = ("fold", "keep")
 
 
@@ -73,7 +75,7 @@ def save_pretrained(
       params: stacked or unstacked, numpy or jax.
       tokenizer: anything with `save_pretrained(directory)`.
       export: "auto" (plain if the family's config can express the model, else native), "padded",
-        "native" or "deci".
+        "native", "deci", or "classifier", which is "auto" and refuses a model without such a head.
       dtype: cast to it; None keeps each leaf's own.
       extra: JSON-ready facts kept in config.json under "ffn_heterogeneity" (removed indices...).
       max_shard_bytes: larger models are written as shards with an index.
@@ -96,8 +98,12 @@ def save_pretrained(
         )
     params = {name: part for name, part in params.items() if name not in AUXILIARY}
     tree = unstack(jax.tree.map(np.asarray, params))
-    head, config = config.head, dataclasses.replace(config, head=None)
-    heads = {ROOT: tree.pop(ROOT)} if head else {}
+    head, classifier = config.head, classifiers.is_published(config, export)
+    heads = flatten({ROOT: tree.pop(ROOT)}) if head else {}
+    config = dataclasses.replace(config, head=None)
+    if classifier:
+        config = classifiers.without_lm_head(config)
+        tree.pop("head", None)
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
     leaves = _checked_leaves(config, tree)
     if kept and export == "padded":
@@ -105,8 +111,13 @@ def save_pretrained(
     config, form = choose_form(config, export)
     shapes = expected_shapes(config)
     leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
-    kept = cast(kept | flatten(heads), dtype)  # a head has no folded form
-    rules, facts = family_by_name(config.family).rules(config), dict(extra or {})
+    facts, rules, more = dict(extra or {}), family_by_name(config.family).rules(config), {}
+    if classifier:
+        rules, more = classifiers.rules_of(config), classifiers.values_of(config, head)
+        leaves |= cast(heads, dtype)
+    else:
+        kept |= heads  # in no other tool's form
+    kept = cast(kept, dtype)
     with local_directory(directory) as temporary:
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
             for rule in rules:
@@ -117,7 +128,8 @@ def save_pretrained(
             facts[KEY] = write_structure(temporary, kept, leaves)
         if head:
             facts[ROOT] = {"name": head.name, "settings": head.settings}
-        write_configs(temporary, config, {leaf.dtype for leaf in leaves.values()}, form, facts)
+        dtypes = {leaf.dtype for leaf in leaves.values()}
+        write_configs(temporary, config, dtypes, form, facts, more)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, temporary)
     return directory
@@ -189,7 +201,9 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
         return config, export
     if export == "padded" and not config.uniform_width:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
-    expressible = config_from_hf(config_to_hf(config)) == config
+    # A classifier's language-model head is left out by its class, not by a key.
+    whole = dataclasses.replace(config, lm_head=not config.is_encoder)
+    expressible = config_from_hf(config_to_hf(config)) == whole
     if export == "deci" and expressible:
         to_deci(config, config_to_hf(config))
     if export in ("padded", "deci") and not expressible:
@@ -218,6 +232,10 @@ def loads_in(output: str | os.PathLike) -> str:
     values = json.loads((epath.Path(output) / "config.json").read_text())
     if "config" in values.get(NATIVE_KEY, {}):
         return "loads in: this library alone (its config.json cannot say all of the model)"
+    if str(values["architectures"][0]).endswith(classifiers.CLASS):
+        return "loads in: transformers (AutoModelForSequenceClassification), this library"
+    if ROOT in values.get(NATIVE_KEY, {}):
+        return "loads in: this library; in others without the head (README.md may have its lines)"
     if "block_configs" in values:
         return (
             "loads in: this library, mlx-lm, llama.cpp's converter (tokenizers of Llama 2 and 3); "
@@ -248,9 +266,14 @@ def write_configs(
     dtypes: set[np.dtype],
     form: str,
     extra: dict | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """config.json and, of a language model, generation_config.json; arguments as in
-    `save_pretrained`."""
+    `save_pretrained`.
+
+    Args:
+      more: further keys of config.json.
+    """
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
     dtype = str(jnp.result_type(*dtypes))
     values = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
@@ -259,6 +282,7 @@ def write_configs(
     if form == "native":
         section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}
+    values |= more or {}
     _write_json(directory / "config.json", values)
     if config.lm_head:
         _write_json(directory / "generation_config.json", _generation_json(config))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io import safetensors
+from ffn_heterogeneity.io import classifiers, safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
@@ -64,9 +64,12 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         native = values.get(NATIVE_KEY, {})
         own = "config" in native
         config = config_from_dict(native["config"]) if own else _config_of(directory, values)
+        head = classifiers.read_head(values)
+        if head is not None:
+            config = classifiers.without_lm_head(config)
         if ROOT in native:
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
-            config = dataclasses.replace(config, head=head)
+        config = dataclasses.replace(config, head=head or config.head)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -103,8 +106,11 @@ def read_pretrained(
     family, section = family_by_name(config.family), structure_section(directory)
     options = {"redundant": family.redundant, "check_finite": check_finite}
     options["dtype"] = None if section else dtype
-    tensors = stored_tensors(directory, family)
-    params = assemble(config, family.rules(config), tensors, **options)
+    tensors, rules, beside = stored_tensors(directory, family), family.rules(config), {}
+    if classifiers.is_class(read_object(Path(directory) / "config.json")):
+        rules = [*rules, *classifiers.head_rules(config)]
+        beside = classifiers.head_shapes(config)
+    params = assemble(config, rules, tensors, beside=beside, **options)
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params

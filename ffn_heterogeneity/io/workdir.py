@@ -49,6 +49,7 @@ INPUTS = (
     "token_ids",
     "path",
     "validation_path",
+    "test_path",
     "data_root",
 )
 _ABSENT = "<absent>"

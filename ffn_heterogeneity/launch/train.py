@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import os
 import signal
 import sys
@@ -21,14 +23,16 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
+from ffn_heterogeneity.heads import ROOT, make_head
 from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
+from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import plain, read_json, write_json
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
-from ffn_heterogeneity.io.workdir import working_in
+from ffn_heterogeneity.io.workdir import UNSTARTED, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import on_main, say
@@ -37,13 +41,15 @@ from ffn_heterogeneity.train.dry_run import dry_run, parameters_of
 from ffn_heterogeneity.train.evaluation import PREFIX, validation
 from ffn_heterogeneity.train.fit import check_state, compile_checked
 from ffn_heterogeneity.train.hooks import Hook
-from ffn_heterogeneity.train.loop import LoopResult, TrainLoop
+from ffn_heterogeneity.train.loop import LoopResult, TrainingDiverged, TrainLoop
 from ffn_heterogeneity.train.objectives import Data, Objective
 from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.train.source import found_model, model_shape, starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.wording import some, spans
+
+SEEDS_APART = 1_000  # of an attempt and the next one
 
 
 def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = None) -> dict:
@@ -69,8 +75,39 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         if (workdir / "results.json").exists():
             print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
         else:
-            train(settings, workdir, shared or Shared(keep_model=False), start)
+            try_seeds(settings, workdir, shared or Shared(keep_model=False), start)
         return read_json(workdir / "results.json")
+
+
+def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
+    """`train`; where its loss is not finite, up to `config.retries` times more with other seeds.
+
+    What a failed attempt left is moved to <workdir>/diverged_<n>, so that a run that goes on knows
+    which attempt it is.
+    """
+    for attempt in itertools.count(len(diverged(workdir))):
+        seeded = dataclasses.replace(config, seed=config.seed + attempt * SEEDS_APART)
+        try:
+            return train(seeded, workdir, shared, start)
+        except TrainingDiverged as error:
+            if attempt >= config.retries:
+                raise
+            say(f"{error}; beginning anew with seed {seeded.seed + SEEDS_APART}")
+            on_main(functools.partial(set_aside, workdir, attempt))
+
+
+def diverged(workdir: epath.Path) -> list[epath.Path]:
+    """What attempts left whose loss was not finite."""
+    return [*workdir.glob("diverged_*")]
+
+
+def set_aside(workdir: epath.Path, attempt: int) -> None:
+    """Moves the outputs of an attempt out of the way of the next one."""
+    folder = workdir / f"diverged_{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in UNSTARTED:
+        if (workdir / name).exists():
+            (workdir / name).rename(folder / name)
 
 
 def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
@@ -95,17 +132,23 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     if result.stopped:
         raise SystemExit(128 + signal.Signals[result.stopped])
     params, step = final_params(config, workdir, result)
-    params = to_host(built.settled(params, step, loop.program.hyper(result.step)))
+    params = built.settled(params, step, loop.program.hyper(result.step))
     facts |= {"remat": built.options.remat, "exported_step": step}
+    if data.at_end:
+        facts |= validation(built, data.at_end, config.accumulation, at_end=True)(params)
+    params = to_host(params)
     facts |= {"compile_seconds": seconds or result.compile_seconds}
 
     def finish() -> None:
         export(config, model, params, workdir / "model")
         results = facts | summary(workdir, result)
-        results |= data.says(results)
+        results |= data.says(results) | head_facts(built.objective, model, params)
+        if config.retries:
+            results |= {"seed": config.seed, "retries": len(diverged(workdir))}
         results["seconds"] = time.time() - start
         method = f"trained with {', '.join(facts['losses'])}"
-        write_card(workdir / "model", config.model, method, results)
+        lines = torch_lines(model.config, "<this directory>")
+        write_card(workdir / "model", config.model, method, results, lines)
         write_json(workdir / "results.json", results | of_model(workdir / "model"))
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)
@@ -145,6 +188,12 @@ def facts_of(config: TrainConfig, built: Built, model: Model) -> dict[str, Any]:
         "processes": jax.process_count(),
         "losses": {term.name: losses[term.name]["weight"] for term in built.terms},
     }
+
+
+def head_facts(objective: Objective, model: Model, params: dict) -> dict[str, Any]:
+    """What the head tells of its leaves."""
+    head = make_head(model.config, objective.head) if objective.head else None
+    return {} if head is None else plain(head.says(params[ROOT]))
 
 
 def make_loop(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ffn_heterogeneity.losses.classification import classification_term, regression_term
 from ffn_heterogeneity.losses.diversity import diversity_term
 from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.nll import nll_term
@@ -13,6 +14,8 @@ from ffn_heterogeneity.losses.terms import LossTerm
 # Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.
 TERMS: dict[str, Callable[..., LossTerm]] = {
     "nll": nll_term,
+    "classification": classification_term,
+    "regression": regression_term,
     "nucl": nucl_term,
     "diversity": diversity_term,
     "jreg": jreg_term,

@@ -231,6 +231,12 @@ class ModelConfig:
             )
 
     @property
+    def padding_id(self) -> int | None:
+        """What rows are padded with where the model does not say: the end of a text."""
+        eos = self.eos_id[0] if isinstance(self.eos_id, tuple) else self.eos_id
+        return eos if self.pad_id is None else self.pad_id
+
+    @property
     def n_layers(self) -> int:
         return len(self.layers)
 

@@ -82,8 +82,9 @@ def _kernel(
 def wide_product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [n, in] w [in, out] in x's half precision by way of float32 (`RunOptions.wide_products`).
 
-    XLA:CPU takes no bfloat16 unit for a product that contracts its left operand's first axis, as
-    the kernel's gradient x^T g does: x is transposed in memory before it. Reverse mode only.
+    XLA:CPU takes a bfloat16 unit only for a product that contracts its left operand's last axis
+    with its right operand's first: for both gradients an operand is transposed in memory before.
+    Reverse mode only.
     """
     y = jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
     return checkpoint_name(y, WIDE_PRODUCT)
@@ -96,8 +97,13 @@ def turned(x: jax.Array) -> jax.Array:
 
 def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    dw = jnp.dot(turned(x), g, preferred_element_type=jnp.float32)
-    dx = jnp.dot(g, w.T, preferred_element_type=jnp.float32)
+    # The narrower operand is turned: of a wide one that takes longer than the product.
+    if x.shape[1] <= g.shape[1]:
+        dw = jnp.dot(turned(x), g, preferred_element_type=jnp.float32)
+    else:
+        dw = jnp.dot(turned(g), x, preferred_element_type=jnp.float32)
+        dw = jax.lax.optimization_barrier(dw).T
+    dx = jnp.dot(g, turned(w), preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,10 @@ def choose_dtype(name: str, platform: str | None = None) -> Any:
 
 @functools.cache
 def _has_amx() -> bool:
+    # XLA may have been told to do without.
+    allowed = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    if allowed and "AMX" not in allowed[-1].upper():
+        return False
     try:
         return AMX in Path("/proc/cpuinfo").read_text().split()
     except OSError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
-from ffn_heterogeneity.surgery import adapt, attack, reduce
+from ffn_heterogeneity.surgery import adapt, attack, reduce, truncate
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -58,6 +58,7 @@ SURGERIES = {
         Surgery("dora", adapt.insert_dora, adapt.Lora, abstract=True),
         Surgery("macdrop", adapt.insert_macdrop, macdrop.Macdrop, True, adapt.assumed_layer),
         Surgery("attack", attack.attack, attack.Attack),
+        Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
         Surgery("fold", adapt.fold_all, adapt.Nothing),
     )
 }

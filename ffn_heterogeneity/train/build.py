@@ -26,6 +26,7 @@ from ffn_heterogeneity.models.stack import layer_names, slots
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, nodes, unflatten
 from ffn_heterogeneity.probes import PROBES
+from ffn_heterogeneity.train.labels import labels
 from ffn_heterogeneity.train.language import language
 from ffn_heterogeneity.train.loop import Program
 from ffn_heterogeneity.train.objectives import Objective, make_forward
@@ -52,7 +53,10 @@ from ffn_heterogeneity.wording import check_choice, check_known, some, unknown
 # the operations are done again; to keep everything takes three times the memory for those.
 AUTO_REMAT = ("dots", "attention_output", "full")
 # name in configs -> (config, the model's config) -> objective
-OBJECTIVES: dict[str, Callable[[TrainConfig, ModelConfig], Objective]] = {LANGUAGE: language}
+OBJECTIVES: dict[str, Callable[[TrainConfig, ModelConfig], Objective]] = {
+    LANGUAGE: language,
+    "labels": labels,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +144,7 @@ def build(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Built
     )
     check_terms(seen.terms, mask)
     mask, unread = _frozen_where_unread(config, seen, params, mask)
-    optimizer = make_optimizer(config.optimizer, params, mask)
+    optimizer = make_optimizer(config.optimizer_with(seen.objective.rates), params, mask)
     state = abstract_state(params, optimizer, mask)
     placed = (
         state_shardings(mesh, state),
@@ -289,11 +293,12 @@ def make_refresh(groups: Mapping[str, Mapping[str, Any]]) -> Callable[..., Any] 
 def static_key(config: TrainConfig, model: Model, mesh: Mesh) -> Hashable:
     """The parts that `build` makes programs of: runs with equal keys can use the same ones.
 
-    Everything in the config that is not free, the model's config, the names, shapes and dtypes of
-    its leaves, the mesh.
+    Everything in the config that is not free, leaves' own rates beside the run's, the model's
+    config, the names, shapes and dtypes of its leaves, the mesh.
     """
     leaves = ((path, x.shape, str(x.dtype)) for path, x in flatten(model.params).items())
-    return config.static, model.config, tuple(leaves), mesh
+    optimizer = config.optimizer_with(objective_of(config, model.config).rates)
+    return config.static, optimizer, model.config, tuple(leaves), mesh
 
 
 def make_terms(

@@ -118,21 +118,25 @@ def step_flops(config: TrainConfig, built: Built) -> dict[str, float]:
             product = 2.0 * parameters_in(path, leaf) * tokens
             forward += product
             backward += product * (2 if built.trainable[path] else 1)
-    head = 2.0 * model.d_model * model.vocab_size * tokens
-    head_path = "embed/embedding" if model.tied else "head/kernel"
     attention = config.batch_size * sum(
         _attention_flops(model, size, layer)
         for size in built.objective.longest.values()
         for layer in range(model.n_layers)
     )
     recomputed = forward + attention if built.options.remat == "full" else 0.0
-    head *= 3 if built.trainable[head_path] else 2
+    head = 0.0
+    if built.objective.head is None:  # a task's head reads a row, not every token
+        head = 2.0 * model.d_model * model.vocab_size * tokens
+        path = "embed/embedding" if model.tied else "head/kernel"
+        head *= 3 if built.trainable[path] else 2
     return {"model": forward + backward + 3 * attention + head, "recomputed": recomputed}
 
 
 def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
     """Of the scores and the weighted values of one row, forward."""
     window = min(model.layers[layer].window or length, length)
+    if not model.layers[layer].causal:
+        return 2 * 2.0 * length * window * model.n_heads * model.head_dim
     seen = window * (window + 1) / 2 + (length - window) * window
     return 2 * 2.0 * seen * model.n_heads * model.head_dim
 

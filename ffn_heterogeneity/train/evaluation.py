@@ -23,6 +23,7 @@ def validation(
     built: Evaluation,
     held_out: Mapping[str, Callable[[], Iterator[Batch]]],
     accumulation: int = 1,
+    at_end: bool = False,
 ) -> Evaluate:
     """`evaluate(params, check_stop=...)` over every held-out set of a run.
 
@@ -31,6 +32,7 @@ def validation(
 
     Args:
       accumulation: batches are cut into so many: no more memory than training needs.
+      at_end: the sets are those of `Data.at_end`: their metrics are "<set>/<metric>".
     """
     sharding, objective = partition.batch_sharding(built.mesh, accumulated=False), built.objective
     evaluators = [
@@ -40,7 +42,7 @@ def validation(
             lambda batches=batches: _cut(batches(), accumulation),
             terms=built.evaluated_terms,
             sharding=sharding,
-            prefix=PREFIX if len(held_out) == 1 else f"{PREFIX}{name}/",
+            prefix=_prefix(name, len(held_out) == 1, at_end),
             metrics=objective.metrics,
             decode=objective.evaluate,
         )
@@ -51,10 +53,18 @@ def validation(
         metrics: dict[str, Any] = {}
         for one in evaluators:
             metrics |= one(params, check_stop)
+        if at_end:
+            return metrics
         of_params = jax.device_get(built.params_metrics(params))
         return metrics | {PREFIX + name: value for name, value in of_params.items()}
 
     return evaluate
+
+
+def _prefix(name: str, alone: bool, at_end: bool) -> str:
+    if at_end:
+        return f"{name}/"
+    return PREFIX if alone else f"{PREFIX}{name}/"
 
 
 def _cut(batches: Iterator[Batch], parts: int) -> Iterator[Batch]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
 from ffn_heterogeneity.io.card import compared, public_text
+from ffn_heterogeneity.models.causal_lm import require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.train.objectives import Data, Objective
@@ -21,7 +22,12 @@ _ROWS = ("B", "T")
 
 
 def language(config: TrainConfig, model: ModelConfig) -> Objective:
-    """Rows of `config.seq_len` tokens of `config.data`; the mean NLL of the held-out ones."""
+    """Rows of `config.seq_len` tokens of `config.data`; the mean NLL of the held-out ones.
+
+    Raises:
+      ValueError: an encoder.
+    """
+    require_language_model(model, "training on next words (and on packed rows)")
     return Objective(
         name="language_model",
         batch={

@@ -142,7 +142,7 @@ class TrainLoop:
         self._improved = False
         self.compile_seconds: float | None = None
         self._shapes: set[tuple] = set()  # of the batches so far
-        self._compiled_at = -1  # the step whose time is the compiler's
+        self._first_calls: set[int] = set()  # steps whose time is the compiler's too
 
     def run(self) -> LoopResult:
         """Trains to the end or to a signal; see `LoopResult`.
@@ -247,7 +247,7 @@ class TrainLoop:
         start = time.perf_counter()
         self.state, metrics = self.program.train_step(self.state, *placed)
         jax.block_until_ready(metrics)
-        self._compiled_at = self.step + 1
+        self._first_calls.add(self.step + 1)
         if self.compile_seconds is None:
             self.compile_seconds = time.perf_counter() - start
         self.throughput.restart()
@@ -270,7 +270,7 @@ class TrainLoop:
         step, metrics, hyper = pending
         metrics = jax.device_get(metrics)
         tokens = float(metrics.get("tokens", 0))
-        timed = step != self._compiled_at
+        timed = step not in self._first_calls
         seconds = self.throughput.step(tokens, counts=timed)
         self.stopping.hear(metrics.pop("stop", 0))
         finite, by_leaf = metrics.pop("finite"), metrics.pop("gradient_finite")

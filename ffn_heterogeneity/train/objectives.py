@@ -45,11 +45,13 @@ class Data:
       held_out: name of a set -> () -> one pass over its batches, always the same; the last one is
         filled up with rows that count nowhere.
       says: (results) -> what results.json and the model card tell beside them, of this data.
+      at_end: sets like `held_out`, measured once, on the weights that are exported.
     """
 
     batches: Batches
     held_out: Mapping[str, Callable[[], Iterator[Batch]]] = dataclasses.field(default_factory=dict)
     says: Callable[[Mapping[str, Any]], dict] = lambda results: {}
+    at_end: Mapping[str, Callable[[], Iterator[Batch]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Objective:
       evaluate: (params, batches) -> {name: number} in the place of both (answers to be decoded).
       best: "min:" or "max:" and the metric that decides which checkpoint is the best. One held-out
         set: "validation/<metric>"; several: "validation/<set>/<metric>".
+      rates: (regex, peak learning rate) of leaves that have one of their own.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Objective:
     metrics: Callable[[Mapping[str, np.ndarray]], Mapping[str, float]] | None = None
     evaluate: Callable[..., Mapping[str, float]] | None = None
     best: str = "min:validation/nll"
+    rates: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
         axes = {axis for names, _ in self.batch.values() for axis in names} - {"B"}
@@ -130,6 +134,7 @@ def make_forward(
       ValueError: the model lacks the head, or `heads.HEADS` does.
     """
     head = make_head(model, objective.head) if objective.head else None
+    read = head.probes if head else ()
     if head is not None and model.head != objective.head:
         raise ValueError(
             f"objective {objective.name!r} needs a model with the head {objective.head.name!r}, "
@@ -137,7 +142,7 @@ def make_forward(
         )
 
     def forward(params, batch, *, probes=(), dropout=None, per_layer=None):
-        probes = tuple(dict.fromkeys((*objective.probes, *probes)))
+        probes = tuple(dict.fromkeys((*objective.probes, *read, *probes)))
         outputs = causal_lm.forward(
             model,
             params,

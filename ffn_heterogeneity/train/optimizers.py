@@ -203,14 +203,15 @@ def make_schedule(
     name: str,
     learning_rate: float,
     *,
-    warmup_steps: int = 0,
+    warmup_steps: float = 0,
     total_steps: int | None = None,
     final_fraction: float = 0.0,
 ) -> Callable[[int], float]:
     """The learning rate of optimiser step `step` (0-based), computed on the host in float64.
 
     Warm-up: rate * (step + 1) / warmup_steps for step < warmup_steps, so that the first step is
-    not lost and step `warmup_steps - 1` has the full rate. Then, with
+    not lost and step `warmup_steps - 1` has the full rate; below 1 it is a share of all steps.
+    Then, with
     t = (step - warmup_steps) / (total_steps - warmup_steps) clipped to [0, 1]:
     "constant" rate; "linear" rate * (1 - (1 - final_fraction) t);
     "cosine" rate * (final_fraction + (1 - final_fraction) (1 + cos(pi t)) / 2).
@@ -223,6 +224,8 @@ def make_schedule(
         raise ValueError(f"learning_rate={learning_rate} must be finite and >= 0")
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps={warmup_steps} must be >= 0")
+    if 0 < warmup_steps < 1:
+        warmup_steps = round(warmup_steps * (total_steps or 0))
     if name != "constant" and (total_steps is None or total_steps <= warmup_steps):
         raise ValueError(
             f"schedule {name!r} needs total_steps > warmup_steps, got {total_steps} and "

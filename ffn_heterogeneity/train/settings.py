@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import RATES
+from ffn_heterogeneity.data.labelled import steps_of
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
@@ -40,6 +41,7 @@ FREE = (
     "loop",
     "export",
     "dry_run",
+    "retries",
 )
 
 
@@ -54,6 +56,7 @@ class TrainConfig:
       best_metric: "" where the objective decides.
       loop: when to do what; its metric is the default one until the objective is known.
       prepare, refresh: name -> settings, in the order in which they apply.
+      retries: how often a run whose loss is not finite begins anew, with another seed.
       own: keys and groups that only an objective knows.
     """
 
@@ -86,6 +89,7 @@ class TrainConfig:
     prepare: Mapping[str, Mapping[str, Any]]
     refresh: Mapping[str, Mapping[str, Any]]
     dry_run: str
+    retries: int
     own: Mapping[str, Any]
 
     def __post_init__(self):
@@ -130,6 +134,12 @@ class TrainConfig:
         """
         return {**brought, **self.losses}
 
+    def optimizer_with(self, rates: Sequence[tuple[str, float]]) -> OptimizerConfig:
+        """The optimiser with those leaves' own peak learning rates, as factors of the run's."""
+        peak = self.schedule["learning_rate"]
+        own = tuple((pattern, rate / peak) for pattern, rate in rates if peak)
+        return dataclasses.replace(self.optimizer, rates=(*own, *self.optimizer.rates))
+
     @property
     def is_fresh(self) -> bool:
         """Whether the run starts from random weights: it has a shape, and no model is named."""
@@ -160,6 +170,7 @@ def read(config: ConfigDict) -> TrainConfig:
         what it may be.
     """
     values = config.to_dict()
+    values["steps"] = _steps(values)
     optimizer, schedule = values.pop("optimizer"), {}
     for key in SCHEDULE_KEYS:
         schedule[key] = optimizer.pop(key)
@@ -178,7 +189,14 @@ def read(config: ConfigDict) -> TrainConfig:
     values.pop("seeds", None)
     prepare, refresh = values.pop("prepare", ()), values.pop("refresh", ())
     groups = {name: values.pop(name, {}) for name in {*prepare, *refresh}}
-    values = {"shape": None, "tokenizer": "", "objective": LANGUAGE, **values}
+    values = {
+        "seq_len": 0,
+        "retries": 0,
+        "shape": None,
+        "tokenizer": "",
+        "objective": LANGUAGE,
+        **values,
+    }
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     own = {key: values.pop(key) for key in sorted(set(values) - known)}
     return TrainConfig(
@@ -193,6 +211,13 @@ def read(config: ConfigDict) -> TrainConfig:
         loop=loop,
         own=own,
     )
+
+
+def _steps(values: Mapping[str, Any]) -> int:
+    """Of the run; where none are given, of its epochs."""
+    if values["steps"] or "epochs" not in values:
+        return values["steps"]
+    return steps_of(values["data"], values["epochs"], values["batch_size"])
 
 
 def key_of_weight(name: str) -> str:

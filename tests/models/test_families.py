@@ -62,6 +62,7 @@ PUBLISHED = {
     "pythia_12b": 11846.072320,
     # Of its shapes and vocabulary; the model card's 2796.4 agrees with neither.
     "stablecode_alpha_3b": 2769.3,
+    "stablecode_instruct_alpha_3b": 2769.3,
     "olmo_1b": 1176.8,
     "olmo_7b": 6888.1,
     "olmo_7b_0424": 6888.1,
@@ -115,6 +116,7 @@ DETAILS = {
     "gemma3": (1e4, 1e-6, True, 32_768),
     "pythia": (1e4, 1e-5, False, 2048),
     "stablecode": (1e4, 1e-5, False, 16_384),
+    "stablecode_instruct": (1e4, 1e-5, False, 4096),
     "olmo_1b": (1e4, 1e-5, True, 2048),
     "olmo_7b": (1e4, 1e-5, False, 2048),
     "olmo_7b_0424": (1e4, 1e-5, False, 4096),

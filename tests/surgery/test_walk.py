@@ -97,6 +97,7 @@ SETTINGS = {
     "nf4": {"targets": "ffn/"},
     "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
+    "truncate": {"blocks": 2},
     "fold": {},
 }
 

@@ -143,7 +143,11 @@ def test_terms_are_summed_in_the_registrys_order():
 @pytest.mark.parametrize(
     ("losses", "monitors", "message"),
     [
-        ({"x": {"weight": 1.0}}, {}, "losses.x: unknown term 'x'.* nll, nucl"),
+        (
+            {"x": {"weight": 1.0}},
+            {},
+            "losses.x: unknown term 'x'.* nll, classification, regression, nucl",
+        ),
         ({"nucl": {"weight": 1.0, "aplha": 2}}, {}, "losses.nucl: unknown setting 'aplha'"),
         ({"jreg": {"weight": 1.0, "alpha": -1.0}}, {}, "losses.jreg: alpha=-1.0 must be finite"),
         ({"nucl": {"variant": "ent"}}, {}, "losses.nucl.weight is not given"),

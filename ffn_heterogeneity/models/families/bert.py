@@ -32,4 +32,5 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return encoders.to_hf(config, "BertModel")
 
 
-FAMILY = encoders.family("bert", "BertModel", PRESETS, from_hf, to_hf, heads=r"cls\..*")
+_HEAD = {"out": "classifier"}
+FAMILY = encoders.family("bert", "BertModel", PRESETS, from_hf, to_hf, r"cls\..*", _HEAD)

@@ -76,6 +76,10 @@ class Family:
       own_name: a tensor's name in somebody's file -> its name in `rules`.
       by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with what
         config.json leaves open; None: it says all.
+      prefix, classifier: what a model's tensors are called behind in a classifier's file, and the
+        tensors of its head by their leaves (io/classifiers.py).
+      classifier_stem: of the classifier's class, where it is not the architecture's.
+      torch_final_norm: where transformers' model has its final norm.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->
         leaf` undoing what llama.cpp's converter did; gguf_untransform: doing it.
       gguf_uneven: the architecture whose graph in llama.cpp takes a width for each layer; "": none.
@@ -94,6 +98,12 @@ class Family:
     left_out: tuple[str, ...] = ()
     own_name: Callable[[str], str] = str
     by_tensors: ByTensors | None = None
+    prefix: str = ""
+    classifier: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"out/kernel": "score.weight"}
+    )
+    classifier_stem: str = ""
+    torch_final_norm: str = "model.norm"
     gguf_rules: Callable[[ModelConfig], list[Rule]] = gguf_rules
     gguf_transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
     gguf_untransform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep

@@ -117,8 +117,15 @@ def by_tensors(
     return dataclasses.replace(config, pooler=BERT_NAMES["pooler/kernel"] in names)
 
 
-def family(name: str, architecture: str, presets, from_hf, to_hf, heads: str) -> common.Family:
-    """The record of a family of this kind; `heads`: regex of the tensors of pre-training heads."""
+def family(
+    name: str, architecture: str, presets, from_hf, to_hf, heads: str, classifier: dict[str, str]
+) -> common.Family:
+    """The record of a family of this kind; `heads`: regex of the tensors of pre-training heads.
+
+    Args:
+      classifier: {modules of a classifier's head: theirs in a file}.
+    """
+    parts = (("kernel", "weight"), ("bias", "bias"))
     return common.Family(
         name,
         architecture,
@@ -131,4 +138,10 @@ def family(name: str, architecture: str, presets, from_hf, to_hf, heads: str) ->
         left_out=(heads,),
         own_name=own_name,
         by_tensors=by_tensors,
+        prefix=f"{name}.",
+        classifier={
+            f"{module}/{leaf}": f"{own}.{tensor}"
+            for module, own in classifier.items()
+            for leaf, tensor in parts
+        },
     )

@@ -121,5 +121,12 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = gemma.post_norm_family(
-    "gemma3", "Gemma3ForCausalLM", PRESETS, from_hf, to_hf, from_gguf, model_type="gemma3_text"
+    "gemma3",
+    "Gemma3ForCausalLM",
+    PRESETS,
+    from_hf,
+    to_hf,
+    from_gguf,
+    model_type="gemma3_text",
+    classifier_stem="Gemma3Text",
 )

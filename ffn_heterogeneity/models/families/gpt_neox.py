@@ -1,4 +1,4 @@
-"""GPT-NeoX: Pythia (70M to 12B), StableCode-completion-alpha 3B.
+"""GPT-NeoX: Pythia (70M to 12B), StableCode-completion-alpha and -instruct-alpha 3B.
 
 LayerNorms with bias, biases everywhere, plain FFNs with exact GELU, attention and FFN side by side
 on the residual stream, a quarter of each head rotated, one tensor for queries, keys and values.
@@ -50,11 +50,15 @@ _PYTHIA = {  # vocabulary, layers, d_model, heads
     "6.9b": (50_432, 32, 4096, 32),
     "12b": (50_688, 36, 5120, 40),
 }
-_STABLECODE = _preset(49_152, 32, 2560, 32, 16_384)
+# name, hub's name, positions; that for instructions is of P-32's Table 1
+_STABLECODE = (("alpha", "completion-alpha", 16_384), ("instruct_alpha", "instruct-alpha", 4096))
 PRESETS = {
     f"pythia_{size.replace('.', '_')}": (_preset(*shape), f"EleutherAI/pythia-{size}")
     for size, shape in _PYTHIA.items()
-} | {"stablecode_alpha_3b": (_STABLECODE, "stabilityai/stablecode-completion-alpha-3b")}
+} | {
+    f"stablecode_{name}_3b": (_preset(49_152, 32, 2560, 32, n), f"stabilityai/stablecode-{hub}-3b")
+    for name, hub, n in _STABLECODE
+}
 
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -138,6 +142,7 @@ FAMILY = common.Family(
     to_hf,
     from_gguf,
     gguf_architecture="gptneox",
+    torch_final_norm="model.final_layer_norm",
     rules=_rules,
     gguf_rules=_gguf_rules,
     redundant=(r".*rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias"),

@@ -42,4 +42,5 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return encoders.to_hf(config, "RobertaModel")
 
 
-FAMILY = encoders.family("roberta", "RobertaModel", PRESETS, from_hf, to_hf, heads=r"lm_head\..*")
+_HEAD = {"dense": "classifier.dense", "out": "classifier.out_proj"}
+FAMILY = encoders.family("roberta", "RobertaModel", PRESETS, from_hf, to_hf, r"lm_head\..*", _HEAD)

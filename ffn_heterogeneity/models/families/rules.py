@@ -46,26 +46,28 @@ def _transpose(arrays: Arrays) -> Arrays:
     return [a.T for a in arrays]
 
 
+def one_tensor(path: str, name: str) -> Rule:
+    """A leaf that is one tensor; kernels, [in, out] here, are [out, in] in torch and GGUF."""
+    turn = _transpose if path.endswith("/kernel") else _same
+    return Rule((path,), (name,), turn, turn)
+
+
 def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)") -> list[Rule]:
     """One rule per leaf from a table {path with "{i}" for the layer: name with "{i}"}.
 
-    Kernels are transposed ([in, out] here, [out, in] in torch and GGUF); the rest is kept.
     Leaves whose path matches the regex `but` are left to rules of their own.
 
     Raises:
       ConfigError: the config has a leaf that the table does not name.
     """
     rules = []
-    for path in expected_shapes(config):
-        if re.search(but, path):
-            continue
+    for path in (path for path in expected_shapes(config) if not re.search(but, path)):
         match = re.match(r"layers/(\d+)/(.*)", path)
         key = f"layers/{{i}}/{match[2]}" if match else path
         if key not in names:
             raise ConfigError(f"family {config.family!r} has no tensor name for the leaf {path!r}")
         name = names[key].replace("{i}", match[1] if match else "")
-        turn = _transpose if path.endswith("/kernel") else _same
-        rules.append(Rule((path,), (name,), turn, turn))
+        rules.append(one_tensor(path, name))
     return rules
 
 

@@ -1,0 +1,341 @@
+"""Rows with answers: read from JSONL, CSV or the hub, tokenised, drawn into batches of few lengths.
+
+A batch has one length, the smallest of the run's that holds its longest row. Which rows a batch
+has, and in which order, the seed and the step decide, and no length does.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ffn_heterogeneity.data.glue import LabelTask, get_task
+from ffn_heterogeneity.data.sources import (
+    DataError,
+    ListSource,
+    Source,
+    open_source,
+    read_each,
+    read_utf8,
+)
+from ffn_heterogeneity.wording import settings_of
+
+Batch = dict[str, np.ndarray]
+# Of the draw of a part of the rows, beside the seed; of a held-out part, whatever the seed.
+_PART, _HELD_OUT = 0xF4AC, 0x4E1D
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelSettings:
+    """`config.data` of a run on labelled rows.
+
+    Attributes:
+      task: a name of `glue.TASKS`, "labels" or "regression".
+      path: a .jsonl, .csv, .tsv or .parquet file, or a hub name `name[:config]`; "": the task's.
+      validation_path: of held-out rows, or of several sets, "<set>=<path>,<set>=<path>"; "": the
+        task's where `path` is, else a part of the rows.
+      test_path: rows that are measured once, at the end, on the exported weights; "": none.
+      validation_fraction: that part.
+      fraction: of the training rows, the part that is trained on; drawn by the seed.
+    """
+
+    task: str
+    path: str = ""
+    validation_path: str = ""
+    test_path: str = ""
+    validation_fraction: float = 0.0
+    fraction: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.fraction <= 1:
+            raise DataError(f"data.fraction={self.fraction} is outside (0, 1]")
+        if not 0 <= self.validation_fraction < 1:
+            raise DataError(f"data.validation_fraction={self.validation_fraction} is not in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a model reads a row.
+
+    Attributes:
+      encoder: whether it is one; see `encode_texts`.
+      padding_id: what other libraries pad rows with.
+      most: tokens of a row.
+    """
+
+    encoder: bool
+    padding_id: int | None
+    most: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Tokenised rows.
+
+    Attributes:
+      ids, types: int32, one array a row; `types` tells the second text of an encoder's row (1).
+      targets: numbers of labels, or numbers; NaN where there is no answer.
+      cut: how many rows were too long.
+    """
+
+    ids: list[np.ndarray]
+    types: list[np.ndarray]
+    targets: np.ndarray
+    cut: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a row, special ones included."""
+        return float(np.mean([len(row) for row in self.ids]))
+
+
+def open_rows(path: str, split: str = "train") -> Source:
+    """The records of a file, or of a split of a hub data set.
+
+    Raises:
+      DataError: as `open_source`; a broken CSV line, by its number; text without fields.
+    """
+    separator = _SEPARATORS.get(path[-4:].lower())
+    source = read_csv(path, separator) if separator else open_source(path, split=split)
+    if source.running_text:
+        raise DataError(f"{path}: plain text has no fields; give .jsonl, .csv, .tsv or .parquet")
+    return source
+
+
+def read_csv(path: str, separator: str = ",") -> ListSource:
+    """A header with the names of the columns, then one record a row.
+
+    Raises:
+      DataError: names the file and line.
+    """
+    records, places = [], []
+    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), delimiter=separator, strict=True)
+    try:
+        names = next(rows)
+        for row in rows:
+            if not row:
+                continue
+            places.append(f"{path}, line {rows.line_num}")
+            if len(row) != len(names):
+                raise DataError(f"{places[-1]}: {len(row)} columns, the header has {len(names)}")
+            records.append(dict(zip(names, row, strict=True)))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
+    if not records:
+        raise DataError(f"{path}: a header and no rows")
+    return ListSource(path, records, places)
+
+
+def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
+    """Steps of so many passes over the rows that train.
+
+    Raises:
+      ValueError: no number of epochs, or data that cannot be read.
+    """
+    settings = settings_of(LabelSettings, data)
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"epochs={epochs} must be positive, or give --config.steps")
+    rows = get_task(settings.task, ("text",), ("a", "b")).rows
+    if settings.path or not rows:
+        rows = len(open_rows(settings.path))
+    if settings.path and not settings.validation_path:
+        rows -= round(rows * settings.validation_fraction)
+    return max(1, math.ceil(epochs * max(1, round(rows * settings.fraction)) / batch_size))
+
+
+def found_labels(source: Source, field: str = "label") -> tuple[str, ...]:
+    """The labels of a file that says them itself, in order: numbers by size, then by letters."""
+    values = {str(value).strip() for value in read_each(source, lambda row: row.get(field, ""))}
+    values.discard("")
+    if len(values) > 1_000:
+        raise DataError(f"{source.name}: {len(values)} different labels: is it a regression?")
+    return tuple(sorted(values, key=lambda x: (not x.isdigit(), int(x) if x.isdigit() else 0, x)))
+
+
+def encode_rows(
+    task: LabelTask,
+    source: Source,
+    tokenizer: Any,
+    form: Form,
+    labelled: bool = True,
+) -> Encoded:
+    """All rows of a source.
+
+    Args:
+      form: see `encode_texts`.
+      labelled: whether there are answers to be read.
+
+    Raises:
+      DataError: names the file and row.
+    """
+    texts = list(read_each(source, task.texts))
+    targets = list(read_each(source, task.target)) if labelled else [math.nan] * len(texts)
+    ids, types, cut = encode_texts(tokenizer, texts, form)
+    return Encoded(ids, types, np.asarray(targets, np.float64), cut)
+
+
+def encode_texts(
+    tokenizer: Any, texts: Sequence[tuple[str, ...]], form: Form
+) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """(ids, token types, rows cut) of rows of one text or two.
+
+    An encoder reads them as its tokenizer joins them, [CLS] a [SEP] b [SEP] of BERT. A decoder
+    reads [ours] bos (where there is one), a, a newline and b, and no eos: its last token is pooled.
+    Of a row that is too long the longer text is cut first, as `longest_first` of the tokenizers
+    library does.
+
+    Raises:
+      DataError: a row of a decoder that ends with the padding token, which other libraries would
+        take for padding; an empty row.
+    """
+    rows, kinds, cut, encoder = [], [], 0, form.encoder
+    first = [] if encoder or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for number, one in enumerate(_encodings(tokenizer, texts, encoder)):
+        ids, types, parts = one
+        keep = kept_places(parts, form.most - len(first))
+        cut += not keep.all()
+        ids = np.concatenate([first, ids[keep]]).astype(np.int32)
+        if not len(ids) or (not encoder and ids[-1] == form.padding_id):
+            what = "ends with the padding token" if len(ids) else "is empty"
+            raise DataError(f"row {number + 1} {what}: {texts[number]!r:.80}")
+        rows.append(ids)
+        kinds.append(np.concatenate([np.zeros(len(first)), types[keep]]).astype(np.int32))
+    return rows, kinds, cut
+
+
+def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], encoder: bool) -> Iterator[tuple]:
+    """(ids, types, which text each token is of: 0, 1, or -1 for what stays) of every row."""
+    plain = {"padding": False, "truncation": False, "return_attention_mask": False}
+    if encoder:
+        pairs = [text[1] for text in texts] if texts and len(texts[0]) > 1 else None
+        made = tokenizer([text[0] for text in texts], pairs, return_token_type_ids=True, **plain)
+        for i, types in enumerate(made["token_type_ids"]):
+            parts = [-1 if part is None else part for part in made.sequence_ids(i)]
+            yield np.array(made["input_ids"][i]), np.array(types), np.array(parts)
+        return
+    joined = ["\n".join(text) for text in texts]
+    made = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, **plain)
+    for ids, spans, text in zip(made["input_ids"], made["offset_mapping"], texts, strict=True):
+        starts = np.array([span[0] for span in spans], int)
+        parts = (starts > len(text[0])).astype(int) - (starts == len(text[0]))
+        yield np.array(ids, int), np.zeros(len(ids)), parts
+
+
+def kept_places(parts: np.ndarray, most: int) -> np.ndarray:
+    """Which tokens of a row stay: bool, at most `most`, the ends of the longer text cut first."""
+    lengths = [int(np.sum(parts == part)) for part in (0, 1)]
+    room = max(most - int(np.sum(parts < 0)), 0)
+    short, long = sorted(lengths)
+    if short + long > room:
+        long = max(short, room - short)
+        if short + long > room:
+            short, long = room // 2, room - room // 2
+    limits = (short, long) if lengths[0] <= lengths[1] else (long, short)
+    keep = parts < 0
+    for part, limit in enumerate(limits):
+        keep[np.flatnonzero(parts == part)[:limit]] = True
+    return keep
+
+
+def length_for(lengths: Sequence[int], longest: int) -> int:
+    """The smallest length that holds the longest row; the last one where rows were cut."""
+    return next((length for length in sorted(lengths) if longest <= length), max(lengths))
+
+
+def batch_of(data: Encoded, chosen: Sequence[int], length: int, size: int) -> Batch:
+    """[size, length] of the rows chosen, padded at the end; rows that are left count nowhere."""
+    shape = size, length
+    batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "token_types")}
+    batch |= {"target": np.zeros(size, np.float32), "valid": np.arange(size) < len(chosen)}
+    for place, row in enumerate(chosen):
+        ids = data.ids[row]
+        batch["tokens"][place, : len(ids)] = ids
+        batch["segment_ids"][place, : len(ids)] = 1
+        batch["token_types"][place, : len(ids)] = data.types[row]
+    batch["target"][: len(chosen)] = np.nan_to_num(data.targets[list(chosen)])
+    return batch
+
+
+class Shuffled:
+    """Training batches: every epoch the rows in a new order, one epoch running into the next.
+
+    The order is that of (seed, epoch), in every process; `mine` are the rows of a global batch that
+    this one feeds. The state is the step.
+    """
+
+    def __init__(
+        self, data: Encoded, size: int, mine: Sequence[int], seed: int, lengths: Sequence[int]
+    ):
+        self.data, self.size, self.mine = data, size, np.asarray(mine)
+        self.seed, self.lengths, self.step = seed, lengths, 0
+
+    def __next__(self) -> Batch:
+        places = np.arange(self.step * self.size, (self.step + 1) * self.size)
+        epochs = places // len(self.data)
+        chosen: list[int] = []
+        for epoch in np.unique(epochs):
+            order = np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.data))
+            chosen += order[places[epochs == epoch] % len(self.data)].tolist()
+        self.step += 1
+        longest = max(len(self.data.ids[row]) for row in chosen)
+        batch = batch_of(self.data, chosen, length_for(self.lengths, longest), self.size)
+        return {name: leaf[self.mine] for name, leaf in batch.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def in_order_of_length(
+    data: Encoded, size: int, lengths: Sequence[int]
+) -> Iterator[tuple[list[int], Batch]]:
+    """(row numbers, batch) of all rows once, those of like length together: less padding."""
+    order = np.argsort([len(row) for row in data.ids], kind="stable").tolist()
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        longest = max(len(data.ids[row]) for row in chosen)
+        yield chosen, batch_of(data, chosen, length_for(lengths, longest), size)
+
+
+def part_of(count: int, fraction: float, seed: int) -> np.ndarray:
+    """Row numbers of a part of the rows, in their order: the first of a drawn order."""
+    if fraction == 1:
+        return np.arange(count)
+    order = np.random.default_rng([seed, _PART]).permutation(count)
+    return np.sort(order[: max(1, round(count * fraction))])
+
+
+def held_out_part(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """(rows that train, rows held out), the same whatever the seed."""
+    order = np.random.default_rng(_HELD_OUT).permutation(count)
+    many = round(count * fraction)
+    return np.sort(order[many:]), np.sort(order[:many])
+
+
+def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
+    """Those rows alone."""
+    ids, types = ([kind[row] for row in rows] for kind in (data.ids, data.types))
+    return dataclasses.replace(data, ids=ids, types=types, targets=data.targets[np.asarray(rows)])
+
+
+def named_paths(text: str, name: str = "validation") -> dict[str, str]:
+    """`{set: path}` of "<set>=<path>,<set>=<path>", or of one path."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if all(mark and label.isidentifier() for label, mark, _ in parts):
+        return {label: path for label, _, path in parts}
+    return {name: text}

@@ -1,0 +1,85 @@
+"""Hidden states of every layer, in the convention of the usual torch library."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.data.labelled import Form, encode_texts
+from ffn_heterogeneity.evaluate.inputs import check_vocabulary, tokenizer_of
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.probes.base import Probe
+
+_INPUTS = Probe("block_inputs", lambda seen, batch, per_layer: seen.block_input, kind="example")
+
+
+def hidden_states(
+    model: Model,
+    texts: Sequence[str] | Sequence[Sequence[str]] | np.ndarray,
+    mask: np.ndarray | None = None,
+    *,
+    batch_size: int = 32,
+    options: RunOptions = RunOptions(),
+) -> tuple[np.ndarray, np.ndarray]:
+    """(states [B, L + 1, T, D], mask bool [B, T]) of texts, pairs of them, or token ids [B, T].
+
+    State 0 is what the first block reads, state L what comes out of the last, behind the final norm
+    where the model has one. States at padding mean nothing.
+
+    Args:
+      texts: read as `encode_texts` says, padded at the end; or ids.
+      mask: of ids, which are real (padding may stand on either side); None: all.
+
+    Raises:
+      ValueError: a model without a tokenizer, texts that are none, ids outside the vocabulary.
+    """
+    if isinstance(texts, np.ndarray):
+        ids, types = np.asarray(texts, np.int32), np.zeros(texts.shape, np.int32)
+        real = np.ones(ids.shape, bool) if mask is None else np.asarray(mask, bool)
+        if ids.ndim != 2 or real.shape != ids.shape:
+            raise ValueError(f"ids {ids.shape}, mask {real.shape}: both must be [B, T]")
+    else:
+        ids, types, real = _padded(model, texts)
+    check_vocabulary(ids[real], model.config.vocab_size)
+    params, states = jax.device_put(model.params), []
+    for start in range(0, len(ids), batch_size):
+        part = slice(start, start + batch_size)
+        batch = {
+            "tokens": np.where(real[part], ids[part], 0),
+            "segment_ids": real[part].astype(np.int32),
+            "token_types": types[part],
+        }
+        states.append(np.asarray(_states(model.config, options, params, batch)))
+    return np.concatenate(states), real
+
+
+def _padded(model: Model, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    config = model.config
+    rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
+    if not rows or not all(isinstance(part, str) for row in rows for part in row):
+        raise ValueError("texts must be strings, or pairs of strings, at least one")
+    tokenizer = tokenizer_of(model, "no text can be read: add its files, or give ids")
+    listed, kinds, _ = encode_texts(
+        tokenizer, rows, Form(config.is_encoder, config.padding_id, config.max_position)
+    )
+    shape = len(listed), max(map(len, listed))
+    ids, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for i, (row, kind) in enumerate(zip(listed, kinds, strict=True)):
+        ids[i, : len(row)], types[i, : len(row)] = row, kind
+    lengths = np.array([len(row) for row in listed])
+    return ids, types, np.arange(shape[1]) < lengths[:, None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _states(config: ModelConfig, options: RunOptions, params: dict, batch: dict) -> Any:
+    outputs = forward(config, params, batch, options=options, probes=(_INPUTS,))
+    inputs_lbtd = outputs["probes"]["block_inputs"]
+    return jnp.concatenate([inputs_lbtd, outputs["hidden"][None]]).swapaxes(0, 1)

@@ -1,0 +1,135 @@
+"""Heads of labels and numbers on a vector pooled over depth (P-32, section 3).
+
+    pooled = sum_l w_l h_l,  l = 1 .. L,  w = softmax(lambda)
+
+h_l is the pooled token's state after block l. Where the paper is silent: lambda begins at 0, which
+is average pooling. A model's final norm is applied to the sum ("pooled"); or to h_L before it is
+summed ("hidden_states", what the usual torch library hands out); or not at all ("none"). Of the
+last layer alone the first two are the same. What comes then is what the family's own heads have:
+BERT's pooler, RoBERTa's dense and tanh, a decoder's bare projection without a bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.heads.base import ROOT, Head
+from ffn_heterogeneity.models.causal_lm import finish
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.linear import normal_init
+from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
+from ffn_heterogeneity.wording import check_choice, settings_of
+
+# The last layer alone; the paper's; all layers alike; ELMo's (Peters et al. 2018), a rival.
+POOLINGS = ("last", "p32", "average", "scalar_mix")
+LEARNING = ("p32", "scalar_mix")  # those that learn what weighs the layers
+NORMS = ("pooled", "hidden_states", "none")
+LEARNT = r"^task_head/(lambda|gamma)$"
+_EPSILON = 1e-12  # of the norm in a scalar mix
+
+
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """What config.json keeps of a head, and what `classify` reads rows by.
+
+    Attributes:
+      pooling, final_norm: see this module.
+      outputs: numbers that it makes: one a label, one of a regression.
+      task, fields, labels: of `data.glue.LabelTask`.
+      max_length: tokens of the longest row it was trained on; 0: as many as the model takes.
+    """
+
+    pooling: str = "last"
+    final_norm: str = "pooled"
+    outputs: int = 2
+    task: str = ""
+    fields: Any = ()
+    labels: Any = ()
+    max_length: int = 0
+
+    def __post_init__(self):
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("final_norm", self.final_norm, NORMS)
+        if self.pooling == "last" and self.final_norm == "none":
+            raise ValueError("final_norm='none' is of a sum over layers; pooling='last' has none")
+        if self.outputs < 1:
+            raise ValueError(f"outputs={self.outputs} must be at least 1")
+
+
+def depth_weights(leaves: Mapping[str, Any], layers: int) -> jax.Array:
+    """w, at least float32 [L]: softmax(lambda), or 1 / L where nothing is learnt."""
+    if "lambda" in leaves:
+        wide = jnp.promote_types(leaves["lambda"].dtype, jnp.float32)
+        return jax.nn.softmax(leaves["lambda"].astype(wide))
+    return jnp.full(layers, 1 / layers, jnp.float32)
+
+
+def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head:
+    """The head `settings` describe; predictions are logits, or the number, float32 [B, outputs].
+
+    Raises:
+      ValueError: a setting that cannot be.
+    """
+    own = settings_of(Classification, settings)
+    dense = model.is_encoder and not model.pooler
+    size = model.d_model
+
+    def leaves(key: jax.Array) -> dict:
+        keys = jax.random.split(key)
+        made = {"out": {"kernel": normal_init(keys[0], (size, own.outputs), jnp.float32)}}
+        if model.is_encoder:
+            made["out"]["bias"] = jnp.zeros(own.outputs)
+        if dense:
+            kernel = normal_init(keys[1], (size, size), jnp.float32)
+            made["dense"] = {"kernel": kernel, "bias": jnp.zeros(size)}
+        if own.pooling in LEARNING:
+            made["lambda"] = jnp.zeros(model.n_layers)
+        if own.pooling == "scalar_mix":
+            made["gamma"] = jnp.ones(())
+        return made
+
+    def apply(params: dict, outputs: dict, batch: Mapping[str, jax.Array], drop) -> jax.Array:
+        head = params[ROOT]
+        if own.pooling == "last":
+            x_bd = pooled(outputs["hidden"], batch["segment_ids"], model.is_encoder)
+        else:
+            x_bd = _summed(model, own, params, outputs["probes"]["pooled"])
+        if model.pooler or dense:
+            x_bd = x_bd if model.pooler else drop(x_bd)
+            tanh_of = params["pooler"] if model.pooler else head["dense"]
+            x_bd = drop(jnp.tanh(_affine(x_bd, tanh_of)))
+        return _affine(x_bd, head["out"]).astype(jnp.promote_types(x_bd.dtype, jnp.float32))
+
+    def says(head: Mapping[str, Any]) -> dict[str, Any]:
+        if own.pooling == "last":
+            return {}
+        weights = depth_weights(head, model.n_layers)
+        told = {"lambda": head.get("lambda"), "gamma": head.get("gamma"), "depth_weights": weights}
+        return {name: jax.device_get(value) for name, value in told.items() if value is not None}
+
+    probe = pooled_probe(model.is_encoder, own.final_norm == "hidden_states")
+    return Head(leaves, apply, says, () if own.pooling == "last" else (probe,))
+
+
+def _summed(model: ModelConfig, own: Classification, params: dict, state_lbd: jax.Array):
+    """The weighted sum [B, D], in the states' dtype."""
+    head = params[ROOT]
+    wide_lbd = state_lbd.astype(jnp.promote_types(state_lbd.dtype, jnp.float32))
+    if own.pooling == "scalar_mix":
+        centred = wide_lbd - jnp.mean(wide_lbd, -1, keepdims=True)
+        variance = jnp.mean(centred * centred, -1, keepdims=True)
+        wide_lbd = head["gamma"] * centred * jax.lax.rsqrt(variance + _EPSILON)
+    weights_l = depth_weights(head, model.n_layers).astype(wide_lbd.dtype)
+    x_bd = jnp.einsum("l,lbd->bd", weights_l, wide_lbd).astype(state_lbd.dtype)
+    return finish(model, params, x_bd) if own.final_norm == "pooled" else x_bd
+
+
+def _affine(x: jax.Array, leaves: Mapping[str, jax.Array]) -> jax.Array:
+    """x K + b, in x's dtype; no bias where there is none."""
+    y = x @ leaves["kernel"].astype(x.dtype)
+    return y + leaves["bias"].astype(x.dtype) if "bias" in leaves else y

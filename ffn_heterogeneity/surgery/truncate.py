@@ -1,0 +1,47 @@
+"""A model cut short: its first blocks alone (P-32, Tables 3, 4 and 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.wording import settings_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncation:
+    """Settings of `truncate`; `blocks`: how many stay, 0: all."""
+
+    blocks: int = 0
+
+    def __post_init__(self):
+        if self.blocks < 0:
+            raise ValueError(f"blocks={self.blocks} must be at least 1, or 0 for all")
+
+
+def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, key=None) -> tuple:
+    """The first blocks and what stands before and after all of them; a final norm stays.
+
+    Runs under `jax.eval_shape` too.
+
+    Returns:
+      (the model, {"blocks", "blocks_before"}).
+
+    Raises:
+      ValueError: more blocks than there are, or a task's head that weighs them.
+    """
+    asked = settings_of(Truncation, settings).blocks
+    config = model.config
+    blocks = asked or config.n_layers
+    if blocks > config.n_layers:
+        raise ValueError(f"blocks={blocks}: the model has {config.n_layers}")
+    if config.head is not None and blocks < config.n_layers:
+        raise ValueError("the model has a task's head: truncate it before that is trained")
+    tree = unstack(model.params)
+    shorter = dataclasses.replace(config, layers=config.layers[:blocks])
+    params = restack(shorter, {**tree, "layers": tree["layers"][:blocks]})
+    report = {"blocks": blocks, "blocks_before": config.n_layers}
+    return dataclasses.replace(model, config=shorter, params=params), report

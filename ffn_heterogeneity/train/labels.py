@@ -1,0 +1,207 @@
+"""Labels and numbers as an objective: one answer a row, from a vector pooled over depth (P-32)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.data import labelled
+from ffn_heterogeneity.data.glue import LabelTask, get_task
+from ffn_heterogeneity.data.labelled import Batch, Encoded, Form, LabelSettings
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.evaluate.labels import label_metrics, number_metrics
+from ffn_heterogeneity.heads import classification as heads
+from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.wording import settings_of
+
+# Tokens of a batch's rows; one program each.
+ENCODER_LENGTHS, DECODER_LENGTHS = (32, 64, 128), (64, 128, 256)
+MOST_LENGTHS = 3
+
+
+def labels(config: Any, model: ModelConfig) -> Objective:
+    """Rows of `config.data` with their answers; the task's metrics over each held-out set.
+
+    `config.own` may hold "pooling" and "final_norm" (of the head), "lambda_rate" (the learning rate
+    of what weighs the layers; None: the model's), "lengths", and "fields" and "labels" of a task of
+    the user's own.
+
+    Args:
+      config: a `settings.TrainConfig`.
+
+    Raises:
+      ValueError (DataError is one): settings that cannot be.
+    """
+    own, settings = config.own, settings_of(LabelSettings, config.data)
+    task = task_of(settings, own)
+    lengths = tuple(own.get("lengths") or _lengths(model))
+    if not 0 < len(lengths) <= MOST_LENGTHS or min(lengths) < 4:
+        raise ValueError(f"lengths={lengths}: one to {MOST_LENGTHS} of at least 4 tokens")
+    if max(lengths) > model.max_position:
+        raise ValueError(f"lengths={lengths}: the model has {model.max_position} positions")
+    pooling, final_norm = own.get("pooling", "last"), own.get("final_norm", "pooled")
+    head = heads.Classification(
+        pooling=pooling,
+        final_norm=final_norm,
+        outputs=task.outputs,
+        task=task.name,
+        fields=[*map(list, task.fields)],
+        labels=list(task.labels),
+        max_length=max(lengths),
+    )
+    rows, number = ("B", "T"), np.int32
+    rate = own.get("lambda_rate")
+    return Objective(
+        name="labels",
+        batch={
+            "tokens": (rows, number),
+            "segment_ids": (rows, number),
+            "token_types": (rows, number),
+            "target": (("B",), np.float32),
+            "valid": (("B",), np.bool_),
+        },
+        lengths=tuple({"T": length} for length in sorted(lengths)),
+        data=functools.partial(_data, config, model, task, lengths),
+        head=HeadConfig.of("classification", vars(head)),
+        terms={"regression" if task.regression else "classification": {"weight": 1.0}},
+        counts=counts,
+        predictions=functools.partial(predictions, task),
+        metrics=functools.partial(metrics, task),
+        best=f"max:validation/{_first_set(task, settings)}{task.metrics[0]}",
+        rates=((heads.LEARNT, rate),) if rate and pooling in heads.LEARNING else (),
+    )
+
+
+def task_of(settings: LabelSettings, own: Mapping[str, Any]) -> LabelTask:
+    """The task; labels of the user's own are those that the training file has."""
+    fields, names = (_words(own.get(key) or "") for key in ("fields", "labels"))
+    if settings.task == "labels" and not names:
+        if not settings.path:
+            raise DataError("task 'labels' needs --config.data.path=<file>")
+        names = labelled.found_labels(labelled.open_rows(settings.path))
+    return get_task(settings.task, fields, names)
+
+
+def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that are no padding, and rows with an answer."""
+    return {
+        "tokens": jnp.sum(batch["segment_ids"] > 0),
+        "target_tokens": jnp.sum(batch["valid"]),
+    }
+
+
+def predictions(task: LabelTask, params: Any, outputs: Any, batch: Any) -> dict[str, Any]:
+    """The label, or the number, that each row is given, and its answer."""
+    made = outputs["predictions"]
+    answer = made[:, 0] if task.regression else jnp.argmax(made, axis=1)
+    return {"prediction": answer, "target": batch["target"], "valid": batch["valid"]}
+
+
+def metrics(task: LabelTask, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The task's, with intervals."""
+    given, wanted = rows["prediction"], rows["target"]
+    if task.regression:
+        return number_metrics(given, wanted, task.metrics)
+    return label_metrics(given, wanted, len(task.labels), task.metrics)
+
+
+def _data(
+    config: Any,
+    model: ModelConfig,
+    task: LabelTask,
+    lengths: Sequence[int],
+    tokenizer: Any,
+    rows: Sequence[int],
+) -> Data:
+    """Training batches, held-out sets, and the sets of the end.
+
+    Raises:
+      ValueError (DataError is one): no tokenizer, or data that cannot be read or learnt from.
+    """
+    if tokenizer is None:
+        raise ValueError(f"{config.model} has no tokenizer, so no text can be read: add its files")
+    settings, size = settings_of(LabelSettings, config.data), config.batch_size
+    form = Form(model.is_encoder, model.padding_id, max(lengths))
+
+    def read(path: str, split: str) -> Encoded:
+        source = labelled.open_rows(path or task.hub, split)
+        return labelled.encode_rows(task, source, tokenizer, form)
+
+    train, sets = _sets(settings, task, read)
+    check_targets(task, train.targets)
+    train = labelled.chosen_rows(
+        train, labelled.part_of(len(train), settings.fraction, config.seed)
+    )
+
+    def batches_of(data: Encoded) -> Callable[[], Iterator[Batch]]:
+        def batches() -> Iterator[Batch]:
+            for _, batch in labelled.in_order_of_length(data, size, lengths):
+                yield {name: leaf[np.asarray(rows)] for name, leaf in batch.items()}
+
+        return batches
+
+    def says(results: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = {"train": train, **sets}
+        return {
+            "task": task.name,
+            "rows": {name: len(data) for name, data in sizes.items()},
+            "tokens_a_row": {name: data.mean_length for name, data in sizes.items()},
+            "rows_cut": {name: data.cut for name, data in sizes.items()},
+        }
+
+    drawn = labelled.Shuffled(train, size, rows, config.seed, lengths)
+    held_out = {name: batches_of(data) for name, data in sets.items() if name != "test"}
+    at_end = {name: batches_of(data) for name, data in sets.items() if name == "test"}
+    return Data(drawn, held_out, says, at_end)
+
+
+def _sets(
+    settings: LabelSettings, task: LabelTask, read: Callable[[str, str], Encoded]
+) -> tuple[Encoded, dict[str, Encoded]]:
+    """(all training rows, the other sets by name)."""
+    train, sets = read(settings.path, "train"), {}
+    if settings.validation_path:
+        paths = labelled.named_paths(settings.validation_path)
+        sets = {name: read(path, "validation") for name, path in paths.items()}
+    elif not settings.path:
+        sets = {name: read("", split) for name, split in task.validation.items()}
+    elif settings.validation_fraction:
+        kept, out = labelled.held_out_part(len(train), settings.validation_fraction)
+        sets = {"validation": labelled.chosen_rows(train, out)}
+        train = labelled.chosen_rows(train, kept)
+    if settings.test_path:
+        sets["test"] = read(settings.test_path, "test")
+    return train, sets
+
+
+def check_targets(task: LabelTask, targets: np.ndarray) -> None:
+    """Refuses training rows that all have the same answer."""
+    if len(np.unique(targets)) < 2:
+        what = targets[0] if task.regression else repr(task.labels[int(targets[0])])
+        raise DataError(
+            f"all {len(targets)} training rows have the answer {what}: there is nothing to learn"
+        )
+
+
+def _lengths(model: ModelConfig) -> Sequence[int]:
+    return ENCODER_LENGTHS if model.is_encoder else DECODER_LENGTHS
+
+
+def _first_set(task: LabelTask, settings: LabelSettings) -> str:
+    """The prefix of the set that decides, where there are several."""
+    if settings.validation_path:
+        names = [*labelled.named_paths(settings.validation_path)]
+    else:
+        names = ["validation"] if settings.path else [*task.validation]
+    return f"{names[0]}/" if len(names) > 1 else ""
+
+
+def _words(text: Any) -> tuple[str, ...]:
+    """Of "a,b", or of a tuple."""
+    parts = text.split(",") if isinstance(text, str) else text
+    return tuple(str(part).strip() for part in parts if str(part).strip())

@@ -1,0 +1,187 @@
+"""Labelled rows: GLUE's files as they are, tokens cut as elsewhere, an order that nothing moves."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_models import byte_tokenizer
+
+from ffn_heterogeneity.data import labelled
+from ffn_heterogeneity.data.glue import TASKS, get_task
+from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings, Shuffled
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.io.load import load_tokenizer
+
+
+def rows_in(path, *rows, name="rows.jsonl"):
+    file = path / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return labelled.open_rows(str(file))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_files_of_each_task(task, shared_data):
+    """Fields and labels of the official files and of published copies; answers in both halves."""
+    folder = shared_data / f"glue_{task}"
+    for file in sorted(folder.glob("*.jsonl")):
+        if (task, file.name) == ("rte", "test.jsonl"):
+            continue
+        source, kind = labelled.open_rows(str(file)), TASKS[task]
+        targets = np.array([kind.target(source[i]) for i in range(len(source))])
+        assert all(len(kind.texts(source[i])) == len(kind.fields[0]) for i in range(50))
+        if kind.regression:
+            assert 0 <= targets.min() < 1 and 4 < targets.max() <= 5
+        else:
+            assert set(targets) == set(range(len(kind.labels)))
+    if task in ("rte", "mrpc", "stsb", "cola"):
+        train = labelled.open_rows(str(folder / "train.jsonl"))
+        assert len(train) == TASKS[task].rows
+
+
+def test_answers_by_name_number_and_text(tmp_path):
+    rte, mrpc = TASKS["rte"], TASKS["mrpc"]
+    for value, number in (("entailment", 0), (" not_entailment ", 1), (1, 1), ("0", 0), (1.0, 1)):
+        assert rte.target({"label": value}) == number
+    assert mrpc.target({"Quality": "1"}) == 1 and TASKS["stsb"].target({"score": "2.5"}) == 2.5
+    none = "none of the labels"
+    bad = {
+        -1: "not published",
+        "-1": "not published",
+        "maybe": none,
+        2: none,
+        0.5: none,
+        None: none,
+    }
+    for value, told in bad.items():
+        source = rows_in(tmp_path, {"label": 1}, {"label": value})
+        with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{told}"):
+            list(labelled.read_each(source, rte.target))
+    with pytest.raises(DataError, match="finite"):
+        TASKS["stsb"].target({"score": "nan"})
+
+
+def test_what_cannot_be_is_one_line(tmp_path):
+    with pytest.raises(DataError, match="did you mean 'mrpc'"):
+        get_task("mprc")
+    with pytest.raises(DataError, match="reads the fields 'sentence1', 'sentence2'.*'premise'"):
+        TASKS["rte"].texts({"premise": "a", "label": 1})
+    with pytest.raises(DataError, match="needs --config.fields"):
+        get_task("labels")
+    with pytest.raises(DataError, match="each once"):
+        get_task("labels", ["a"], ["x", "x"])
+    with pytest.raises(DataError, match="one text or two"):
+        get_task("labels", ["a", "b", "c"])
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n1,2\n3\n")
+    with pytest.raises(DataError, match=r"t.csv, line 3: 1 columns, the header has 2"):
+        labelled.open_rows(str(table))
+    table.write_text('a,b\n"1,2\n')
+    with pytest.raises(DataError, match="not CSV"):
+        labelled.open_rows(str(table))
+    (tmp_path / "plain.txt").write_text("text")
+    with pytest.raises(DataError, match="plain text"):
+        labelled.open_rows(str(tmp_path / "plain.txt"))
+    for bad in ({"fraction": 0.0}, {"fraction": 1.5}, {"validation_fraction": 1.0}):
+        with pytest.raises(DataError, match=next(iter(bad))):
+            LabelSettings("rte", **bad)
+
+
+def test_csv_and_labels_that_the_file_says(tmp_path):
+    table = tmp_path / "t.CSV"
+    table.write_text('text,label\n"a, ""b""",10\nc,9\n\n"two\nlines",10\n')
+    source = labelled.open_rows(str(table))
+    assert [source[i]["text"] for i in range(3)] == ['a, "b"', "c", "two\nlines"]
+    assert labelled.found_labels(source) == ("9", "10"), "by their size"
+
+
+@pytest.mark.parametrize("most", [16, 33, 64])
+def test_an_encoders_rows_are_cut_as_its_tokenizer_cuts_them(most, shared_data, minilm_dir):
+    tokenizer = load_tokenizer(minilm_dir)
+    source = labelled.open_rows(str(shared_data / "glue_rte" / "validation.jsonl"))
+    texts = [TASKS["rte"].texts(source[i]) for i in range(100)]
+    ids, types, cut = labelled.encode_texts(tokenizer, texts, Form(True, 0, most))
+    first, second = zip(*texts, strict=True)
+    want = tokenizer(
+        first, second, truncation="longest_first", max_length=most, return_token_type_ids=True
+    )
+    assert [row.tolist() for row in ids] == want["input_ids"]
+    assert [row.tolist() for row in types] == want["token_type_ids"]
+    assert cut == sum(len(tokenizer(*text)["input_ids"]) > most for text in texts)
+
+
+def test_a_decoders_row_is_bos_and_both_texts_without_eos():
+    tokenizer = byte_tokenizer()
+    texts = [("abc", "defgh"), ("x", "y")]
+    ids, types, cut = labelled.encode_texts(tokenizer, texts, Form(False, 1, 99))
+    assert tokenizer.decode(ids[0]) == "<s>abc\ndefgh" and not cut and not np.any(types[0])
+    ids, _, cut = labelled.encode_texts(tokenizer, texts, Form(False, 1, 8))
+    assert tokenizer.decode(ids[0]) == "<s>abc\ndef" and cut == 1, "the longer one is cut"
+    # Where a model has no padding, its end of text is the padding: no row may end with it.
+    with pytest.raises(DataError, match="row 2 ends with the padding token"):
+        labelled.encode_texts(tokenizer, [("a",), ("b</s>",)], Form(False, 1, 99))
+
+
+def encoded(lengths) -> Encoded:
+    ids = [np.full(n, i + 3, np.int32) for i, n in enumerate(lengths)]
+    return Encoded(ids, [np.zeros(len(x), np.int32) for x in ids], np.arange(len(ids)) * 1.0, 0)
+
+
+def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():
+    """Every row once an epoch; one length a batch; the same on two halves, and resumed."""
+    rng = np.random.default_rng(0)
+    data, size = encoded(rng.integers(2, 60, 50)), 8
+
+    def steps(count=20, lengths=(16, 32, 64), mine=range(size), start=0, seed=1):
+        drawn = Shuffled(data, size, list(mine), seed, lengths)
+        drawn.set_state({"step": start})
+        return [next(drawn) for _ in range(count)]
+
+    whole = steps()
+    seen = np.concatenate([batch["target"] for batch in whole])
+    for epoch in range(3):
+        assert sorted(seen[50 * epoch : 50 * (epoch + 1)]) == list(range(50))
+    assert not np.array_equal(seen[:50], seen[50:100])
+    one = steps(lengths=(64,))
+    assert {batch["tokens"].shape[1] for batch in whole} <= {16, 32, 64}
+    assert all(np.array_equal(a["target"], b["target"]) for a, b in zip(whole, one, strict=True))
+    halves = [steps(mine=range(4)), steps(mine=range(4, 8))]
+    for i, batch in enumerate(whole):
+        for name, leaf in batch.items():
+            assert np.array_equal(leaf, np.concatenate([half[i][name] for half in halves]))
+    again = steps(5, start=15)
+    for one, other in zip(again, whole[15:], strict=True):
+        assert np.array_equal(one["tokens"], other["tokens"])
+    assert not np.array_equal(steps(seed=2)[0]["target"], whole[0]["target"])
+
+
+def test_a_held_out_set_is_every_row_once_and_fillers_count_nowhere():
+    data = encoded([5, 40, 9, 3, 33])
+    rows, targets = [], []
+    for chosen, batch in labelled.in_order_of_length(data, 2, (8, 16, 64)):
+        rows += chosen
+        targets += batch["target"][batch["valid"]].tolist()
+        assert batch["tokens"].shape[0] == 2
+    assert sorted(rows) == [0, 1, 2, 3, 4] and rows == [int(x) for x in targets]
+
+
+def test_parts_of_the_rows():
+    half = labelled.part_of(100, 0.2, seed=3)
+    assert len(half) == 20 and not np.array_equal(half, labelled.part_of(100, 0.2, seed=4))
+    assert set(half) < set(labelled.part_of(100, 0.6, seed=3)), "the larger part holds the smaller"
+    kept, out = labelled.held_out_part(100, 0.1)
+    assert sorted([*kept, *out]) == list(range(100)) and len(out) == 10
+    assert labelled.named_paths("a.jsonl") == {"validation": "a.jsonl"}
+    assert labelled.named_paths("m=a,mm=b") == {"m": "a", "mm": "b"}
+
+
+def test_steps_of_epochs(tmp_path):
+    rows_in(tmp_path, *({"label": i % 2} for i in range(100)))
+    data = {"task": "rte", "path": str(tmp_path / "rows.jsonl")}
+    assert labelled.steps_of(data, 3, 32) == 10
+    assert labelled.steps_of(data | {"fraction": 0.2}, 3, 32) == 2
+    assert labelled.steps_of(data | {"validation_fraction": 0.5}, 3, 32) == 5
+    assert labelled.steps_of({"task": "mrpc"}, 3, 32) == 344
+    with pytest.raises(ValueError, match="epochs=0"):
+        labelled.steps_of(data, 0, 32)

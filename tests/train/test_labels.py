@@ -1,0 +1,213 @@
+"""Classification and regression as the one trainer runs them, on tiny models (P-32)."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tiny_models import byte_tokenizer, config_of, random_params, tiny_of
+
+from ffn_heterogeneity.evaluate.classify import classify
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import evaluate as evaluating
+from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.train.loop import TrainingDiverged
+from ffn_heterogeneity.train.settings import read
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Tiny models of two families, and rows whose label is which half of the alphabet they use."""
+    root = tmp_path_factory.mktemp("labels")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "</s>"
+    for family in ("bert", "llama"):
+        config = dataclasses.replace(tiny_of(family, 3), vocab_size=258, pad_id=1, eos_id=None)
+        config = dataclasses.replace(config, max_position=64)
+        params = random_params(config, dtype=np.float32)
+        save_pretrained(config, params, root / family, tokenizer=tokenizer)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 60), ("held_out", 21), ("test", 9)):
+        rows = []
+        for i in range(count):
+            letters = list("abcdefghijklm" if i % 2 else "nopqrstuvwxyz")
+            text = "".join(rng.choice(letters, rng.integers(4, 20)))
+            rows.append({"sentence": text, "label": ("low", "high")[i % 2], "score": i % 2 + 0.5})
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def config_for(files, model="bert", task="labels", more="", **changes):
+    own = {
+        "data__path": str(files / "train.jsonl"),
+        "data__validation_path": str(files / "held_out.jsonl"),
+        "fields": "sentence",
+        "lengths": (8, 32),
+        "batch_size": 8,
+        "epochs": 4.0,
+        "dropout": 0.0,
+        "optimizer__learning_rate": 2e-2,
+        "eval__every": 10,
+        "compute_dtype": "float32",
+        "tensorboard": False,
+    }
+    return config_of("p32_glue", f"{files / model},{task}{more}", **(own | changes))
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+@pytest.mark.parametrize("pooling", ["last", "p32", "scalar_mix"])
+def test_a_run_from_rows_to_predictions(files, tmp_path, model, pooling):
+    """Trained, exported, loaded: what the file's rows are given is what validation measured."""
+    config = config_for(files, model, pooling=pooling, data__test_path=str(files / "test.jsonl"))
+    results = training.run(config, tmp_path / "run")
+    assert results["steps"] == 30 and results["rows"] == {"train": 60, "validation": 21, "test": 9}
+    best = max(row["validation/accuracy"] for row in results["history"])
+    assert best > 0.85 and results["best"]["value"] == best and results["test/accuracy"] > 0.6
+    assert results["tokens_a_row"]["train"] == pytest.approx(12.5, abs=1.5)
+    if pooling == "last":
+        assert "lambda" not in results
+    else:
+        lambdas = np.array(results["lambda"])
+        weights = np.exp(lambdas) / np.exp(lambdas).sum()
+        np.testing.assert_allclose(results["depth_weights"], weights, rtol=1e-5)
+        assert lambdas.shape == (3,) and np.abs(lambdas).max() > 1e-3
+    asked = config_of("classify", model=str(tmp_path / "run" / "model"),
+                      input=str(files / "held_out.jsonl"), compute_dtype="float32")  # fmt: skip
+    said = evaluating.run(asked, tmp_path)
+    exported = next(r for r in results["history"] if r["step"] == results["exported_step"])
+    for name in ("accuracy", "macro_f1", "matthews"):
+        assert said[name] == pytest.approx(exported[f"validation/{name}"])
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open(newline="")))
+    assert list(rows[0]) == ["sentence", "label", "score", "prediction", "probability_high",
+                             "probability_low"]  # fmt: skip
+    shares = [float(row["probability_high"]) + float(row["probability_low"]) for row in rows]
+    assert len(rows) == 21 and np.allclose(shares, 1)
+    right = np.mean([row["label"] == row["prediction"] for row in rows])
+    assert right == pytest.approx(said["accuracy"])
+    loaded = load_model(tmp_path / "run" / "model")
+    assert classify(loaded, []) == [] and classify(loaded, ["abc"])[0]["prediction"] in (
+        "low",
+        "high",
+    )
+    with pytest.raises(ValueError, match="is not a text"):
+        classify(loaded, [("a", "b")])
+
+
+def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
+    config = config_for(files, task="regression", data__validation_path="",
+                        data__validation_fraction=0.2)  # fmt: skip
+    path = tmp_path / "rows.csv"
+    rows = [json.loads(line) for line in (files / "train.jsonl").read_text().splitlines()]
+    path.write_text("sentence,label\n" + "".join(f"{r['sentence']},{r['score']}\n" for r in rows))
+    config.data.path = str(path)
+    results = training.run(config, tmp_path / "run")
+    assert results["rows"] == {"train": 48, "validation": 12} and results["steps"] == 24
+    assert results["best"]["metric"] == "validation/spearman" and results["best"]["value"] > 0.5
+    value = classify(load_model(tmp_path / "run" / "model"), ["abc"])[0]["value"]
+    assert isinstance(value, float)
+
+
+def test_lambda_learns_at_its_own_rate(files, tmp_path):
+    """With the model's rate it moves by no more than steps times that rate."""
+    moved = {}
+    for rate in (None, 5e-2):
+        config = config_for(files, lambda_rate=rate, optimizer__learning_rate=1e-5, steps=20)
+        config.export.weights = "last"
+        results = training.run(config, tmp_path / str(rate))
+        moved[rate] = np.abs(results["lambda"]).max()
+    assert 0 < moved[None] <= 20 * 1e-5 and moved[5e-2] > 1e-2
+
+
+def test_two_held_out_sets_and_a_tenth_of_the_rows(files, tmp_path):
+    sets = f"near={files / 'held_out.jsonl'},far={files / 'test.jsonl'}"
+    config = config_for(files, data__validation_path=sets, data__fraction=0.5, steps=4)
+    results = training.run(config, tmp_path / "run")
+    assert results["rows"] == {"train": 30, "near": 21, "far": 9}
+    assert results["best"]["metric"] == "validation/near/accuracy"
+    assert "validation/far/matthews" in results["final"]
+
+
+def test_adapters_truncation_and_nucl_beside_a_head(files, tmp_path):
+    config = config_for(files, "llama", more=",truncate,lora,nucl", truncate__blocks=2, steps=4)
+    results = training.run(config, tmp_path / "run")
+    assert set(results["losses"]) == {"classification", "nucl"}
+    model = load_model(tmp_path / "run" / "model")
+    assert model.config.n_layers == 2 and len(results["lambda"]) == 2
+    head = sum(np.size(x) for x in (model.params["task_head"]["out"]["kernel"], results["lambda"]))
+    assert head < results["trainable_parameters"] < results["parameters"] / 2
+
+
+def test_a_run_that_is_not_finite_begins_anew(files, tmp_path, monkeypatch):
+    """With another seed, as often as `retries` says; what it left is set aside."""
+    config = config_for(files, steps=2, retries=1, seed=7)
+    train, seeds = training.train, []
+
+    def fails_once(settings, workdir, *more):
+        seeds.append(settings.seed)
+        if len(seeds) == 1:
+            (workdir / "metrics.jsonl").write_text("{}\n")
+            raise TrainingDiverged("step 1: not finite")
+        return train(settings, workdir, *more)
+
+    monkeypatch.setattr(training, "train", fails_once)
+    results = training.run(config, tmp_path / "run")
+    assert seeds == [7, 1007] and (results["seed"], results["retries"]) == (1007, 1)
+    assert (tmp_path / "run" / "diverged_0" / "metrics.jsonl").exists()
+    config.optimizer.learning_rate = 1e30
+    seeds[:] = [0]
+    with pytest.raises(TrainingDiverged):
+        training.run(config, tmp_path / "never")
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"pooling": "p33"}, "pooling='p33'"),
+        ({"lengths": (8, 16, 32, 64)}, "one to 3"),
+        ({"lengths": (8, 128)}, "the model has 64 positions"),
+        ({"fields": "text"}, "reads the fields 'text'"),
+        ({"labels": "low,lower"}, "line 2: field 'label' is 'high'"),
+        ({"epochs": -1.0}, "epochs=-1.0"),
+        ({"data__path": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(files, tmp_path, changes, told):
+    with pytest.raises(ValueError, match=told):
+        training.run(config_for(files, **changes), tmp_path / "run")
+
+
+def test_rows_of_one_class_and_hidden_labels(files, tmp_path):
+    rows = [json.loads(line) for line in (files / "train.jsonl").read_text().splitlines()]
+    for label, told in (("low", "there is nothing to learn"), (-1, "not published")):
+        path = tmp_path / f"{label}.jsonl"
+        path.write_text("".join(json.dumps(row | {"label": label}) + "\n" for row in rows))
+        config = config_for(files, data__path=str(path), labels="low,high")
+        with pytest.raises(ValueError, match=told):
+            training.run(config, tmp_path / "run")
+
+
+def test_a_model_without_a_head_predicts_nothing_and_an_encoder_no_words(files, tmp_path):
+    asked = config_of("classify", model=str(files / "bert"), input=str(files / "test.jsonl"))
+    with pytest.raises(ValueError, match="no head.*train one first"):
+        evaluating.run(asked, tmp_path)
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    spoken = config_of("perplexity", model=str(files / "bert"), text=str(tmp_path / "text.txt"),
+                       window=16, bos="none")  # fmt: skip
+    with pytest.raises(ValueError, match="perplexity needs a decoder"):
+        evaluating.run(spoken, tmp_path)
+    packed = config_of("nucl_finetune", f"{files / 'bert'},text", steps=1, seq_len=16,
+                       data__path=str(tmp_path / "text.txt"))  # fmt: skip
+    with pytest.raises(ValueError, match="training on next words.*needs a decoder"):
+        training.run(packed, tmp_path / "run")
+
+
+def test_the_tasks_config_reads_and_counts():
+    config = config_of("p32_glue", "bert_base_uncased,mrpc")
+    settings = read(config)
+    assert settings.loop.steps == 344 and settings.schedule["warmup_steps"] == 0.06
