@@ -49,9 +49,9 @@ def test_other_tools_read_the_same_function(kept, torch):
     directory, params = kept
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
-    ).eval()
+    ).double()
     with torch.no_grad():
-        found = theirs(torch.tensor(TOKENS)).logits.numpy()
+        found = theirs.eval()(torch.tensor(TOKENS)).logits.numpy()
     folded = restack(LLAMA, fold(unstack(params)))
     np.testing.assert_allclose(found, logits(LLAMA, folded), rtol=0, atol=1e-5)
 

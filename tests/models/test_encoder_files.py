@@ -97,6 +97,9 @@ def test_old_names_and_the_buffer_of_positions_are_read(torch, tmp_path):
 def test_what_a_file_may_not_hold(torch, tmp_path):
     """A classifier is not left out, nor one of two copies; a promised pooler must be there."""
     torch_encoder(torch, "BertForSequenceClassification").save_pretrained(tmp_path)
+    assert read_pretrained(tmp_path)[0].head.settings["labels"] == ["LABEL_0", "LABEL_1"]
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("BertForSequenceClassification", "BertModel"))
     with pytest.raises(CheckpointError, match="no place for: 'classifier.(bias|weight)'"):
         read_pretrained(tmp_path)
     rename(tmp_path, lambda name: name.replace("classifier.weight", "pooler.dense.weight"))

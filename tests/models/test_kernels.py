@@ -170,7 +170,8 @@ def test_rematerialisation_keeps_what_wide_products_rounded():
 
 
 def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, tmp_path):
-    """AMX by the kernel's own word; a machine that says nothing has none."""
+    """AMX by the kernel's own word, where XLA may use it; one that says nothing has none."""
+    monkeypatch.delenv("XLA_FLAGS")
     (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 amx_bf16 amx_tile\n")
     for file, expected in (("cpuinfo", "bfloat16"), ("nothing", "float32")):
         options._has_amx.cache_clear()
@@ -178,4 +179,9 @@ def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, tmp_path):
         assert options.choose_dtype("auto", "cpu") == expected
         assert options.choose_dtype("auto", "tpu") == jnp.bfloat16
         assert options.choose_dtype("float32", "gpu") == jnp.float32
+    monkeypatch.setattr(options, "Path", lambda _: tmp_path / "cpuinfo")
+    for isa, expected in (("AVX2", "float32"), ("AMX_FP16", "bfloat16")):
+        options._has_amx.cache_clear()
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_max_isa={isa}")
+        assert options.choose_dtype("auto", "cpu") == expected
     options._has_amx.cache_clear()
