@@ -269,14 +269,14 @@ def batch_of(data: Encoded, chosen: Sequence[int], length: int, size: int) -> Ba
 class Shuffled:
     """Training batches: every epoch the rows in a new order, one epoch running into the next.
 
-    The order is that of (seed, epoch), in every process; `mine` are the rows of a global batch that
+    The order is that of (seed, epoch), in every process; `rows` are the rows of a global batch that
     this one feeds. The state is the step.
     """
 
     def __init__(
-        self, data: Encoded, size: int, mine: Sequence[int], seed: int, lengths: Sequence[int]
+        self, data: Encoded, size: int, rows: Sequence[int], seed: int, lengths: Sequence[int]
     ):
-        self.data, self.size, self.mine = data, size, np.asarray(mine)
+        self.data, self.size, self.rows = data, size, np.asarray(rows)
         self.seed, self.lengths, self.step = seed, lengths, 0
 
     def __next__(self) -> Batch:
@@ -289,7 +289,7 @@ class Shuffled:
         self.step += 1
         longest = max(len(self.data.ids[row]) for row in chosen)
         batch = batch_of(self.data, chosen, length_for(self.lengths, longest), self.size)
-        return {name: leaf[self.mine] for name, leaf in batch.items()}
+        return {name: leaf[self.rows] for name, leaf in batch.items()}
 
     def get_state(self) -> dict[str, Any]:
         return {"step": self.step}
