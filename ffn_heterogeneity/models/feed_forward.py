@@ -7,15 +7,26 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, neuron_factor
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.linear import Linear, optional_leaf
 from ffn_heterogeneity.models.options import RunOptions
 
+
+def gelu(x: jax.Array) -> jax.Array:
+    """x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, computed in float32 at least.
+
+    `jax.nn.gelu` takes erfc, and in bfloat16: two to three times slower on CPUs, and less exact.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (0.5 * wide * (1 + jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
 }

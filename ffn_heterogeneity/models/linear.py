@@ -111,6 +111,23 @@ def _wide_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arra
 wide_product.defvjp(lambda x, w: (wide_product.fun(x, w), (x, w)), _wide_bwd)
 
 
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [n, out] + bias [out], in y's half precision; the bias's gradient is a product.
+
+    As a sum over rows XLA:CPU makes a float32 copy of them first. Reverse mode only.
+    """
+    return y + bias.astype(y.dtype)
+
+
+def _bias_bwd(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total = jnp.dot(jnp.ones((1, len(g)), g.dtype), g, preferred_element_type=jnp.float32)
+    return g, total[0].astype(bias.dtype)
+
+
+add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _bias_bwd)
+
+
 def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
     """Zeroes elements with probability `rate` (a traced scalar), to 2^-16, and rescales the rest.
 
@@ -160,7 +177,9 @@ class Linear(nn.Module):
             if adapter.product is not None:
                 y = adapter.product(y, rows, leaves, kernel, dot, self._drop)
         if self.use_bias:
-            y = y + leaf(self, "bias", (self.features,), nn.initializers.zeros).astype(x.dtype)
+            bias = leaf(self, "bias", (self.features,), nn.initializers.zeros)
+            wide = self.options.wide_products
+            y = add_bias(y, bias) if wide else y + bias.astype(x.dtype)
         return y.reshape(*x.shape[:-1], self.features)
 
     def _drop(self, x: jax.Array) -> jax.Array:
