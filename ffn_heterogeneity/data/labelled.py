@@ -62,7 +62,7 @@ class LabelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a model reads a row.
+    """The form in which a model reads a row.
 
     Attributes:
       encoder: whether it is one; see `encode_texts`.
@@ -180,7 +180,10 @@ def encode_rows(
     """
     texts = list(read_each(source, task.texts))
     targets = list(read_each(source, task.target)) if labelled else [math.nan] * len(texts)
-    ids, types, cut = encode_texts(tokenizer, texts, form)
+    try:
+        ids, types, cut = encode_texts(tokenizer, texts, form)
+    except DataError as error:
+        raise DataError(f"{source.name}: {error}") from None
     return Encoded(ids, types, np.asarray(targets, np.float64), cut)
 
 
@@ -232,7 +235,7 @@ def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], encoder: bool) 
 
 
 def kept_places(parts: np.ndarray, most: int) -> np.ndarray:
-    """Which tokens of a row stay: bool, at most `most`, the ends of the longer text cut first."""
+    """The tokens of a row that stay, bool: at most `most`, the longer text's end cut first."""
     lengths = [int(np.sum(parts == part)) for part in (0, 1)]
     room = max(most - int(np.sum(parts < 0)), 0)
     short, long = sorted(lengths)
@@ -328,7 +331,7 @@ def held_out_part(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
-    """Those rows alone."""
+    """A part of the rows, by their numbers."""
     ids, types = ([kind[row] for row in rows] for kind in (data.ids, data.types))
     return dataclasses.replace(data, ids=ids, types=types, targets=data.targets[np.asarray(rows)])
 
@@ -337,5 +340,7 @@ def named_paths(text: str, name: str = "validation") -> dict[str, str]:
     """`{set: path}` of "<set>=<path>,<set>=<path>", or of one path."""
     parts = [part.partition("=") for part in text.split(",")]
     if all(mark and label.isidentifier() for label, mark, _ in parts):
+        if taken := {"train", "test"} & {label for label, _, _ in parts}:
+            raise DataError(f"{text}: no held-out set can be called {taken.pop()!r}")
         return {label: path for label, _, path in parts}
     return {name: text}

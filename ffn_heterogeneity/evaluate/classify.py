@@ -20,7 +20,7 @@ from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Encoded, Form
 from ffn_heterogeneity.data.sources import DataError, Source
 from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
-from ffn_heterogeneity.evaluate.labels import label_metrics, number_metrics
+from ffn_heterogeneity.evaluate.labels import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model
@@ -69,7 +69,10 @@ def classify_file(config: ConfigDict, model: Model, workdir: epath.Path) -> dict
     if not task.regression:
         names, counts = np.unique(columns["prediction"], return_counts=True)
         results["predicted"] = dict(zip(names.tolist(), counts.tolist(), strict=True))
-    return results | (measured(task, made, data.targets) if answered else {})
+    if not answered:
+        return results
+    given = made[:, 0] if task.regression else made.argmax(1)
+    return results | task_metrics(task, given, data.targets)
 
 
 def classify(
@@ -79,7 +82,7 @@ def classify(
     batch_size: int = 32,
     options: RunOptions = RunOptions(),
 ) -> list[dict[str, Any]]:
-    """What a model with a trained head says of texts, or of pairs of them.
+    """The answers of a model with a trained head to texts, or to pairs of them.
 
     Returns:
       Of each {"prediction": label, "probabilities": {label: share}}, or {"value": number}.
@@ -89,13 +92,14 @@ def classify(
     """
     task, config = task_of(model), model.config
     rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
-    count = len(task.fields[0])
+    if not rows:
+        return []
+    # Somebody else's classifier does not say what it reads.
+    count = len(task.fields[0]) if config.head.settings["fields"] else len(rows[0])
     for row in rows:
         if len(row) != count or not all(isinstance(part, str) for part in row):
             what = "a text" if count == 1 else "a pair of texts"
             raise ValueError(f"{row!r:.80} is not {what}, which task {task.name!r} reads")
-    if not rows:
-        return []
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
     ids, types, cut = labelled.encode_texts(tokenizer, rows, _form(config))
     data = Encoded(ids, types, np.full(len(ids), np.nan), cut)
@@ -110,7 +114,7 @@ def classify(
 
 
 def task_of(model: Model, fields: str = "") -> LabelTask:
-    """What a model's head was trained on.
+    """The task that a model's head was trained on.
 
     Args:
       fields: "<a>[,<b>]" of the texts, where a file names them otherwise.
@@ -179,13 +183,6 @@ def columns_of(task: LabelTask, made: np.ndarray) -> dict[str, list]:
     return columns
 
 
-def measured(task: LabelTask, made: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The task's metrics, with intervals."""
-    if task.regression:
-        return number_metrics(made[:, 0], targets, task.metrics)
-    return label_metrics(made.argmax(1), targets, len(task.labels), task.metrics)
-
-
 def write_table(path: epath.Path, source: Source, columns: Mapping[str, list]) -> None:
     """CSV of the source's records and the columns, whole or not at all.
 
@@ -212,15 +209,13 @@ def _cell(value: Any) -> Any:
 
 
 def _has_answers(task: LabelTask, source: Source) -> bool:
-    """Whether every row has an answer that the task can read; some alone are not measured."""
-    answered = 0
-    for row in range(len(source)):
-        try:
+    """True where every row has an answer that the task can read; some alone are not measured."""
+    try:
+        for row in range(len(source)):
             task.target(source[row])
-            answered += 1
-        except DataError:
-            break
-    return answered == len(source)
+    except DataError:
+        return False
+    return True
 
 
 def _form(config: ModelConfig) -> Form:

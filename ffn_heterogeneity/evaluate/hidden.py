@@ -66,6 +66,8 @@ def _padded(model: Model, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray,
     rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
     if not rows or not all(isinstance(part, str) for row in rows for part in row):
         raise ValueError("texts must be strings, or pairs of strings, at least one")
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError("texts must be all single ones, or all pairs")
     tokenizer = tokenizer_of(model, "no text can be read: add its files, or give ids")
     listed, kinds, _ = encode_texts(
         tokenizer, rows, Form(config.is_encoder, config.padding_id, config.max_position)

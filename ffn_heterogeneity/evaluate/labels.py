@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ffn_heterogeneity.data.glue import LabelTask
+
 DRAWS, SEED = 1_000, 0
 _QUANTILES = (0.025, 0.975)
+
+
+def task_metrics(task: LabelTask, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """The metrics of a task, with intervals."""
+    if task.regression:
+        return number_metrics(predictions, targets, task.metrics)
+    return label_metrics(predictions, targets, len(task.labels), task.metrics)
 
 
 def label_metrics(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ffn_heterogeneity.heads.base import ROOT, Head
 from ffn_heterogeneity.models.causal_lm import finish
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.linear import normal_init
+from ffn_heterogeneity.models.linear import Linear, normal_init
 from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
 from ffn_heterogeneity.wording import check_choice, settings_of
 
@@ -35,7 +35,7 @@ _EPSILON = 1e-12  # of the norm in a scalar mix
 
 @dataclasses.dataclass(frozen=True)
 class Classification:
-    """What config.json keeps of a head, and what `classify` reads rows by.
+    """The settings of a head: config.json keeps them, and `classify` reads rows by them.
 
     Attributes:
       pooling, final_norm: see this module.
@@ -102,8 +102,9 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
         if model.pooler or dense:
             x_bd = x_bd if model.pooler else drop(x_bd)
             tanh_of = params["pooler"] if model.pooler else head["dense"]
-            x_bd = drop(jnp.tanh(_affine(x_bd, tanh_of)))
-        return _affine(x_bd, head["out"]).astype(jnp.promote_types(x_bd.dtype, jnp.float32))
+            x_bd = drop(jnp.tanh(_linear(x_bd, tanh_of)))
+        # In half precision a regression would have a few hundred values.
+        return _linear(x_bd.astype(jnp.promote_types(x_bd.dtype, jnp.float32)), head["out"])
 
     def says(head: Mapping[str, Any]) -> dict[str, Any]:
         if own.pooling == "last":
@@ -129,7 +130,6 @@ def _summed(model: ModelConfig, own: Classification, params: dict, state_lbd: ja
     return finish(model, params, x_bd) if own.final_norm == "pooled" else x_bd
 
 
-def _affine(x: jax.Array, leaves: Mapping[str, jax.Array]) -> jax.Array:
-    """x K + b, in x's dtype; no bias where there is none."""
-    y = x @ leaves["kernel"].astype(x.dtype)
-    return y + leaves["bias"].astype(x.dtype) if "bias" in leaves else y
+def _linear(x: jax.Array, leaves: Mapping[str, jax.Array]) -> jax.Array:
+    layer = Linear(leaves["kernel"].shape[1], "bias" in leaves)
+    return layer.apply({"params": leaves}, x)

@@ -13,7 +13,7 @@ from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Batch, Encoded, Form, LabelSettings
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.evaluate.labels import label_metrics, number_metrics
+from ffn_heterogeneity.evaluate.labels import task_metrics
 from ffn_heterogeneity.heads import classification as heads
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.train.objectives import Data, Objective
@@ -73,7 +73,7 @@ def labels(config: Any, model: ModelConfig) -> Objective:
         predictions=functools.partial(predictions, task),
         metrics=functools.partial(metrics, task),
         best=f"max:validation/{_first_set(task, settings)}{task.metrics[0]}",
-        rates=((heads.LEARNT, rate),) if rate and pooling in heads.LEARNING else (),
+        rates=((heads.LEARNT, rate),) if rate is not None and pooling in heads.LEARNING else (),
     )
 
 
@@ -104,10 +104,7 @@ def predictions(task: LabelTask, params: Any, outputs: Any, batch: Any) -> dict[
 
 def metrics(task: LabelTask, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     """The task's, with intervals."""
-    given, wanted = rows["prediction"], rows["target"]
-    if task.regression:
-        return number_metrics(given, wanted, task.metrics)
-    return label_metrics(given, wanted, len(task.labels), task.metrics)
+    return task_metrics(task, rows["prediction"], rows["target"])
 
 
 def _data(
@@ -133,6 +130,7 @@ def _data(
         return labelled.encode_rows(task, source, tokenizer, form)
 
     train, sets = _sets(settings, task, read)
+    tests = {"test": read(settings.test_path, "test")} if settings.test_path else {}
     check_targets(task, train.targets)
     train = labelled.chosen_rows(
         train, labelled.part_of(len(train), settings.fraction, config.seed)
@@ -146,7 +144,7 @@ def _data(
         return batches
 
     def says(results: Mapping[str, Any]) -> dict[str, Any]:
-        sizes = {"train": train, **sets}
+        sizes = {"train": train, **sets, **tests}
         return {
             "task": task.name,
             "rows": {name: len(data) for name, data in sizes.items()},
@@ -155,15 +153,15 @@ def _data(
         }
 
     drawn = labelled.Shuffled(train, size, rows, config.seed, lengths)
-    held_out = {name: batches_of(data) for name, data in sets.items() if name != "test"}
-    at_end = {name: batches_of(data) for name, data in sets.items() if name == "test"}
+    held_out = {name: batches_of(data) for name, data in sets.items()}
+    at_end = {name: batches_of(data) for name, data in tests.items()}
     return Data(drawn, held_out, says, at_end)
 
 
 def _sets(
     settings: LabelSettings, task: LabelTask, read: Callable[[str, str], Encoded]
 ) -> tuple[Encoded, dict[str, Encoded]]:
-    """(all training rows, the other sets by name)."""
+    """(all training rows, the held-out sets by name)."""
     train, sets = read(settings.path, "train"), {}
     if settings.validation_path:
         paths = labelled.named_paths(settings.validation_path)
@@ -174,8 +172,6 @@ def _sets(
         kept, out = labelled.held_out_part(len(train), settings.validation_fraction)
         sets = {"validation": labelled.chosen_rows(train, out)}
         train = labelled.chosen_rows(train, kept)
-    if settings.test_path:
-        sets["test"] = read(settings.test_path, "test")
     return train, sets
 
 

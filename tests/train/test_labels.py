@@ -15,8 +15,11 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import evaluate as evaluating
 from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.train.build import static_key
 from ffn_heterogeneity.train.loop import TrainingDiverged
 from ffn_heterogeneity.train.settings import read
+from ffn_heterogeneity.train.source import starting_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -124,6 +127,18 @@ def test_lambda_learns_at_its_own_rate(files, tmp_path):
     assert 0 < moved[None] <= 20 * 1e-5 and moved[5e-2] > 1e-2
 
 
+def test_a_rate_of_its_own_is_part_of_the_program(files):
+    """It is compiled in as a factor of the run's rate, which by itself is free."""
+    keys = {}
+    for own in (None, 0.0, 1e-2):
+        for rate in (1e-5, 1e-4):
+            config = read(config_for(files, lambda_rate=own, optimizer__learning_rate=rate))
+            mesh = partition.make_mesh(**config.mesh)
+            keys[own, rate] = static_key(config, starting_model(config), mesh)
+    assert keys[None, 1e-5] == keys[None, 1e-4]
+    assert keys[1e-2, 1e-5] != keys[1e-2, 1e-4] and keys[0.0, 1e-5] != keys[None, 1e-5]
+
+
 def test_two_held_out_sets_and_a_tenth_of_the_rows(files, tmp_path):
     sets = f"near={files / 'held_out.jsonl'},far={files / 'test.jsonl'}"
     config = config_for(files, data__validation_path=sets, data__fraction=0.5, steps=4)
@@ -173,6 +188,7 @@ def test_a_run_that_is_not_finite_begins_anew(files, tmp_path, monkeypatch):
         ({"lengths": (8, 128)}, "the model has 64 positions"),
         ({"fields": "text"}, "reads the fields 'text'"),
         ({"labels": "low,lower"}, "line 2: field 'label' is 'high'"),
+        ({"data__validation_path": "test=a,near=b"}, "can be called 'test'"),
         ({"epochs": -1.0}, "epochs=-1.0"),
         ({"data__path": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
     ],
