@@ -52,9 +52,10 @@ def label_metrics(
 def number_metrics(
     predictions: np.ndarray, targets: np.ndarray, names: Sequence[str]
 ) -> dict[str, float]:
-    """As `label_metrics`, of numbers: "spearman" (equal numbers share their mean rank), "pearson".
+    """Metrics of numbers, in the form of `label_metrics`: "spearman", "pearson".
 
-    A resample in which either side is constant has a correlation of 0.
+    Of equal numbers all have their mean rank. A resample in which either side is constant has a
+    correlation of 0.
     """
     n = len(targets)
     rows = np.random.default_rng(SEED).integers(0, n, (DRAWS, n))

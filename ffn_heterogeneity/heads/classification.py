@@ -130,6 +130,6 @@ def _summed(model: ModelConfig, own: Classification, params: dict, state_lbd: ja
     return finish(model, params, x_bd) if own.final_norm == "pooled" else x_bd
 
 
-def _linear(x: jax.Array, leaves: Mapping[str, jax.Array]) -> jax.Array:
+def _linear(x: jax.Array, leaves: Mapping[str, jax.Array]) -> Any:
     layer = Linear(leaves["kernel"].shape[1], "bias" in leaves)
     return layer.apply({"params": leaves}, x)

@@ -17,12 +17,12 @@ from ffn_heterogeneity.models.families import Rule, family_by_name
 from ffn_heterogeneity.models.families.rules import one_tensor
 
 CLASS, NAME = "ForSequenceClassification", "classification"
-# What its config.json is then read with, where it is not of ours.
+# A file's word is not enough to build more.
 _MOST_LABELS = 100_000
 
 
 def is_published(config: ModelConfig, export: str = "auto") -> bool:
-    """Whether a model's head is written as transformers has it.
+    """True where a model's head is written as transformers has it.
 
     Raises:
       CheckpointError: that is asked for (export="classifier"), and it has no such head.
@@ -54,7 +54,7 @@ def class_of(config: ModelConfig) -> str:
 
 
 def rules_of(config: ModelConfig) -> list[Rule]:
-    """Of all of a classifier's tensors: the model's, behind their prefix, and the head's.
+    """The rules of a classifier's tensors: the model's, behind their prefix, and the head's.
 
     Args:
       config: without the head, as `without_lm_head` gives it.
@@ -68,7 +68,7 @@ def rules_of(config: ModelConfig) -> list[Rule]:
 
 
 def head_rules(config: ModelConfig) -> list[Rule]:
-    """Of the head's tensors."""
+    """The rules of the head's tensors."""
     tensors = family_by_name(config.family).classifier
     return [one_tensor(f"{ROOT}/{path}", name) for path, name in tensors.items()]
 
@@ -83,7 +83,7 @@ def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:
-    """What config.json says of it.
+    """The keys of config.json that speak of it.
 
     A decoder's class refuses batches without a padding id, and pools the rightmost token that is
     none: where the model has no such id it is the end of a text, which no row holds.
@@ -100,7 +100,7 @@ def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:
 
 
 def is_class(values: Mapping[str, Any]) -> bool:
-    """Whether config.json is of such a class."""
+    """True where config.json is of such a class."""
     return any(str(name).endswith(CLASS) for name in values.get("architectures") or [])
 
 

@@ -1,0 +1,53 @@
+"""`fh.hidden_states` against transformers: every layer, padded on either side, texts and pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_models import byte_tokenizer, random_params, tiny_of
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.load import Model
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gemma2", "gpt_neox"])
+def test_states_are_those_of_transformers(family, torch, tmp_path):
+    """The embedding first, the last one behind the final norm where there is one."""
+    from transformers import AutoModel
+
+    config = dataclasses.replace(tiny_of(family), pad_id=1)
+    params = random_params(config)
+    save_pretrained(config, params, tmp_path / "out")
+    theirs = AutoModel.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    ids = np.random.default_rng(0).integers(3, config.vocab_size, (3, 7))
+    right = np.arange(7) < np.array([[7], [4], [2]])
+    for mask in (right, right[:, ::-1]):
+        states, real = fh.hidden_states(Model(config, params, None, ""), ids, mask, batch_size=2)
+        given = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask.copy() * 1)}
+        if family == "bert":  # positions count the real tokens; its class counts places
+            given["position_ids"] = torch.tensor(np.maximum(mask.cumsum(1) - 1, 0))
+        with torch.no_grad():
+            made = theirs(**given, output_hidden_states=True).hidden_states
+        want = torch.stack(made, 1).numpy()
+        assert states.shape == want.shape and np.array_equal(real, mask)
+        shown = np.broadcast_to(mask[:, None], want.shape[:3])
+        np.testing.assert_allclose(states[shown], want[shown], atol=1e-4, rtol=0)
+
+
+def test_texts_and_what_is_none():
+    config = dataclasses.replace(tiny_of("llama"), vocab_size=258)
+    model = Model(config, random_params(config), byte_tokenizer(), "tiny")
+    states, mask = fh.hidden_states(model, ["ab", "abcd"])
+    assert mask.sum(1).tolist() == [3, 5] and states.shape[:3] == (2, config.n_layers + 1, 5)
+    alone, _ = fh.hidden_states(model, ["ab"])
+    np.testing.assert_allclose(alone[0], states[0, :, :3], atol=1e-5)
+    for texts, told in (([], "at least one"), ([3], "not iterable"), (["a", ("a", "b")], "or all")):
+        with pytest.raises((ValueError, TypeError), match=told):
+            fh.hidden_states(model, texts)
+    with pytest.raises(ValueError, match="must be"):
+        fh.hidden_states(model, np.zeros((2, 3), int), np.ones((2, 2), bool))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        fh.hidden_states(model, np.full((1, 2), 999))
