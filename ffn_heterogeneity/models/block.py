@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ffn_heterogeneity.models.attention import Attention
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.feed_forward import FeedForward
+from ffn_heterogeneity.models.kept import keep
 from ffn_heterogeneity.models.linear import dropout as dropout
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
@@ -103,7 +104,8 @@ class Block(nn.Module):
             drop_weights = (jax.random.fold_in(drop[0], _PROBABILITIES), drop[1])
         attention_input = norm("attention_norm")(x_btd) if before else x_btd
         attended, weights, cache = attention(attention_input, rotary, mask, cache, drop_weights)
-        attended = checkpoint_name(attended, "attention_output")
+        name = keep if self.options.wide_products else checkpoint_name
+        attended = name(attended, "attention_output")
         middle = x_btd + branch(attended, "post_attention_norm", 0)
         if before:
             ffn_input = norm("ffn_norm")(x_btd if config.parallel_residual else middle)

@@ -9,7 +9,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+
+from ffn_heterogeneity.models.kept import named
 
 MIN_BLOCK = 128
 # What the backward pass needs beside q, k and v: for rematerialisation policies.
@@ -118,7 +119,7 @@ def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
             _in_turn(block, parts, None, q_bkgth[:, :, :, rows], mask_bts[:, rows, keys])[1]
         )
     kept = tuple(
-        checkpoint_name(jnp.concatenate(result, axis=3), ATTENTION_RESIDUALS)
+        named(jnp.concatenate(result, axis=3), ATTENTION_RESIDUALS)
         for result in zip(*results, strict=True)
     )
     return kept[0], (q_bkgth, k_bksh, v_bksh, mask_bts, *kept)

@@ -15,6 +15,7 @@ from ffn_heterogeneity.models.attention import Mask, attention_mask, tree_mask, 
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.kept import BLOCK_INPUT, keep
 from ffn_heterogeneity.models.linear import DROP, Linear, normal_init
 from ffn_heterogeneity.models.linear import dropout as drop_out
 from ffn_heterogeneity.models.norms import Norm
@@ -125,6 +126,8 @@ def forward(
 
     def run_layer(index, layer_params, carried, extra):
         x, link = carried
+        if options.wide_products:
+            x = keep(x, BLOCK_INPUT)
         whole, sinks = ("attention_weights" in needs, "sink_weights" in needs)
         block = Block(config, config.layers[index], options, whole, sinks and not whole)
         if with_cosine:

@@ -8,9 +8,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from ffn_heterogeneity.adapters import ADAPTERS, Adapter, adapters_of, kernel_readers
+from ffn_heterogeneity.models.kept import named
 from ffn_heterogeneity.models.options import RunOptions
 
 # The rounded output of `wide_product`: what rematerialisation keeps of it, not the float32 one.
@@ -87,7 +87,7 @@ def wide_product(x: jax.Array, w: jax.Array) -> jax.Array:
     Reverse mode only.
     """
     y = jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-    return checkpoint_name(y, WIDE_PRODUCT)
+    return named(y, WIDE_PRODUCT)
 
 
 def turned(x: jax.Array) -> jax.Array:

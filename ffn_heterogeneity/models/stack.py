@@ -19,6 +19,7 @@ import numpy as np
 from ffn_heterogeneity.models.block_cosine import BLOCK_COSINE
 from ffn_heterogeneity.models.blocked import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.kept import BLOCK_INPUT
 from ffn_heterogeneity.models.linear import WIDE_PRODUCT
 from ffn_heterogeneity.paths import flatten, subtree
 from ffn_heterogeneity.wording import check_choice
@@ -29,16 +30,16 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     # name -> policy of jax.checkpoint; "none" saves every intermediate, "full" only block inputs
     # (and three numbers a token, where a probe compares them with the outputs).
     "none": None,
-    "full": jax.checkpoint_policies.save_only_these_names(BLOCK_COSINE),
+    "full": jax.checkpoint_policies.save_only_these_names(BLOCK_INPUT, BLOCK_COSINE),
     # The products of the linear layers, and what attention's own backward pass reads.
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(
-            ATTENTION_RESIDUALS, WIDE_PRODUCT, BLOCK_COSINE
+            ATTENTION_RESIDUALS, WIDE_PRODUCT, BLOCK_INPUT, BLOCK_COSINE
         ),
     ),
     "attention_output": jax.checkpoint_policies.save_only_these_names(
-        "attention_output", BLOCK_COSINE
+        "attention_output", BLOCK_INPUT, BLOCK_COSINE
     ),
 }
 

@@ -158,15 +158,43 @@ def test_every_product_of_the_cross_entropy_is_one_that_bfloat16_units_take(layo
 
 
 def test_rematerialisation_keeps_what_wide_products_rounded():
-    """bfloat16, as without them: not the float32 that it was rounded from."""
+    """Its bits: not the float32 that it was rounded from."""
     x, w = jnp.ones((6, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
 
     def layer(x, w):
         return jnp.sum(jnp.sin(wide_product(x, w)).astype(jnp.float32))
 
     kept = saved_residuals(jax.checkpoint(layer, policy=REMAT_POLICIES["dots"]), x, w)
-    assert {str(a.dtype) for a, _ in kept} == {"bfloat16"}
-    assert any(a.shape == (6, 8) for a, _ in kept)
+    assert {str(a.dtype) for a, _ in kept} == {"bfloat16", "uint16"}
+    assert [a.shape for a, _ in kept if a.dtype == jnp.uint16] == [(6, 8)]
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "attention_output"])
+def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu(remat):
+    """XLA:CPU converts the whole stack for it, at every layer."""
+    config = tiny_of("llama", 3)
+    params = random_params(config)
+    batch = {"tokens": jnp.asarray(np.random.default_rng(3).integers(0, 29, (2, 12)))}
+
+    def gradient(remat):
+        options = RunOptions(jnp.bfloat16, remat, attention="xla", platform="cpu")
+
+        def loss(params):
+            hidden = causal_lm.forward(config, params, batch, options=options)["hidden"]
+            return jnp.sum(hidden.astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.grad(loss))
+
+    written = re.findall(
+        r"stablehlo.dynamic_update_slice.*-> tensor<3x([\dx]*)x(\w+)>",
+        gradient(remat).lower(params).as_text(),
+    )
+    assert "bf16" not in {dtype for _, dtype in written}
+    # The block's input at least.
+    assert (f"2x12x{config.d_model}", "ui16") in [(s.removeprefix("1x"), d) for s, d in written]
+    kept, whole = gradient(remat)(params), gradient("none")(params)
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-2 * float(jnp.abs(other).max()))
 
 
 def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, tmp_path):
