@@ -57,6 +57,9 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,mrpc") ->
     config.lambda_rate = placeholder(float)  # of what weighs the layers; None: the model's rate
     config.lambda_rate = 1e-2
     config.lengths = ()  # tokens a row, at most three; (): 32, 64, 128; decoders 64, 128, 256
+    # So many rows stand in as many rows' places one after another, so that less is padding and
+    # shorter lengths do; no row sees another. 1: each by itself.
+    config.together = 4
     config.epochs = 3.0
     config.steps = 0  # 0: what the epochs make
     config.retries = 0  # runs with other seeds in the place of one whose loss is not finite

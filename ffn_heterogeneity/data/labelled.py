@@ -1,7 +1,8 @@
 """Rows with answers: read from JSONL, CSV or the hub, tokenised, drawn into batches of few lengths.
 
-A batch has one length, the smallest of the run's that holds its longest row. Which rows a batch
-has, and in which order, the seed and the step decide, and no length does.
+A batch has one length, the smallest of the run's that holds its longest row; or, of rows that
+stand together, the fullest of what they share. Which rows a batch has the seed and the step decide,
+and no length does.
 """
 
 from __future__ import annotations
@@ -255,18 +256,49 @@ def length_for(lengths: Sequence[int], longest: int) -> int:
     return next((length for length in sorted(lengths) if longest <= length), max(lengths))
 
 
-def batch_of(data: Encoded, chosen: Sequence[int], length: int, size: int) -> Batch:
-    """[size, length] of the rows chosen, padded at the end; rows that are left count nowhere."""
-    shape = size, length
+def batch_of(
+    data: Encoded, chosen: Sequence[int], lengths: Sequence[int], size: int, together: int = 1
+) -> Batch:
+    """[size, length] of the rows chosen; places that are left are 0 and count nowhere.
+
+    Args:
+      together: so many rows share as many rows of the batch, one after another, in segments 1, 2,
+        ...; "target" and "valid" [size] are in the order of rows and segments.
+    """
+    groups = shared_rows([len(data.ids[row]) for row in chosen], size // together, together)
+    fullest = max(sum(len(data.ids[chosen[place]]) for place in group) for group in groups)
+    shape = size // together, together * length_for(lengths, -(-fullest // together))
     batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "token_types")}
-    batch |= {"target": np.zeros(size, np.float32), "valid": np.arange(size) < len(chosen)}
-    for place, row in enumerate(chosen):
-        ids = data.ids[row]
-        batch["tokens"][place, : len(ids)] = ids
-        batch["segment_ids"][place, : len(ids)] = 1
-        batch["token_types"][place, : len(ids)] = data.types[row]
-    batch["target"][: len(chosen)] = np.nan_to_num(data.targets[list(chosen)])
-    return batch
+    batch |= {"target": np.zeros(size, np.float32), "valid": np.zeros(size, bool)}
+    for at, group in enumerate(groups):
+        start = 0
+        for segment, place in enumerate(group):
+            row = chosen[place]
+            stop = start + len(data.ids[row])
+            batch["tokens"][at, start:stop] = data.ids[row]
+            batch["segment_ids"][at, start:stop] = segment + 1
+            batch["token_types"][at, start:stop] = data.types[row]
+            batch["target"][at * together + segment] = np.nan_to_num(data.targets[row])
+            batch["valid"][at * together + segment] = True
+            start = stop
+    return {name: leaf.reshape(size, -1) if leaf.ndim > 1 else leaf for name, leaf in batch.items()}
+
+
+def shared_rows(lengths: Sequence[int], groups: int, together: int) -> list[list[int]]:
+    """Which rows stand together, by their places: groups of at most `together`, filled alike.
+
+    The longest first, each to the group that has the fewest tokens and room.
+    """
+    if together == 1:
+        return [[place] for place in range(len(lengths))]
+    made: list[list[int]] = [[] for _ in range(groups)]
+    tokens = [0] * groups
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        open_groups = (at for at in range(groups) if len(made[at]) < together)
+        least = min(open_groups, key=tokens.__getitem__)
+        made[least].append(place)
+        tokens[least] += lengths[place]
+    return made
 
 
 class Shuffled:
@@ -277,10 +309,16 @@ class Shuffled:
     """
 
     def __init__(
-        self, data: Encoded, size: int, rows: Sequence[int], seed: int, lengths: Sequence[int]
+        self,
+        data: Encoded,
+        size: int,
+        rows: Sequence[int],
+        seed: int,
+        lengths: Sequence[int],
+        together: int = 1,
     ):
         self.data, self.size, self.rows = data, size, np.asarray(rows)
-        self.seed, self.lengths, self.step = seed, lengths, 0
+        self.seed, self.lengths, self.together, self.step = seed, lengths, together, 0
 
     def __next__(self) -> Batch:
         places = np.arange(self.step * self.size, (self.step + 1) * self.size)
@@ -290,8 +328,7 @@ class Shuffled:
             order = np.random.default_rng([self.seed, int(epoch)]).permutation(len(self.data))
             chosen += order[places[epochs == epoch] % len(self.data)].tolist()
         self.step += 1
-        longest = max(len(self.data.ids[row]) for row in chosen)
-        batch = batch_of(self.data, chosen, length_for(self.lengths, longest), self.size)
+        batch = batch_of(self.data, chosen, self.lengths, self.size, self.together)
         return {name: leaf[self.rows] for name, leaf in batch.items()}
 
     def get_state(self) -> dict[str, Any]:
@@ -305,14 +342,13 @@ class Shuffled:
 
 
 def in_order_of_length(
-    data: Encoded, size: int, lengths: Sequence[int]
+    data: Encoded, size: int, lengths: Sequence[int], together: int = 1
 ) -> Iterator[tuple[list[int], Batch]]:
     """(row numbers, batch) of all rows once, those of like length together: less padding."""
     order = np.argsort([len(row) for row in data.ids], kind="stable").tolist()
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
-        longest = max(len(data.ids[row]) for row in chosen)
-        yield chosen, batch_of(data, chosen, length_for(lengths, longest), size)
+        yield chosen, batch_of(data, chosen, lengths, size, together)
 
 
 def part_of(count: int, fraction: float, seed: int) -> np.ndarray:

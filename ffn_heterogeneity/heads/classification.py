@@ -96,7 +96,7 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
     def apply(params: dict, outputs: dict, batch: Mapping[str, jax.Array], drop) -> jax.Array:
         head = params[ROOT]
         if own.pooling == "last":
-            x_bd = pooled(outputs["hidden"], batch["segment_ids"], model.is_encoder)
+            x_bd = pooled(outputs["hidden"], batch, model.is_encoder)
         else:
             x_bd = _summed(model, own, params, outputs["probes"]["pooled"])
         if model.pooler or dense:

@@ -8,6 +8,7 @@ padding stands.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,18 +17,28 @@ import jax.numpy as jnp
 from ffn_heterogeneity.probes.base import Probe
 
 
-def pooled_places(segment_ids_bt: jax.Array, first: bool) -> jax.Array:
-    """Where the pooled token of each row stands, int32 [B]: its first or last real one."""
-    real_bt = segment_ids_bt > 0
+def pooled_places(segment_ids_rt: jax.Array, first: bool, examples: int = 1) -> jax.Array:
+    """Where the pooled token of each example stands, int32 [R, E]: its first or last one.
+
+    A row's examples are its segments 1 to `examples`; 0 is padding.
+    """
+    own_ret = segment_ids_rt[:, None] == jnp.arange(1, examples + 1)[None, :, None]
     if first:
-        return jnp.argmax(real_bt, axis=1)
-    return real_bt.shape[1] - 1 - jnp.argmax(real_bt[:, ::-1], axis=1)
+        return jnp.argmax(own_ret, axis=-1)
+    return own_ret.shape[-1] - 1 - jnp.argmax(own_ret[..., ::-1], axis=-1)
 
 
-def pooled(x_btd: jax.Array, segment_ids_bt: jax.Array, first: bool) -> jax.Array:
-    """The pooled token's vectors, [B, D]."""
-    places_b = pooled_places(segment_ids_bt, first)
-    return jnp.take_along_axis(x_btd, places_b[:, None, None], axis=1)[:, 0]
+def pooled(x_rtd: jax.Array, batch: Mapping[str, jax.Array], first: bool) -> jax.Array:
+    """The pooled token's vectors, [B, D].
+
+    Args:
+      batch: "segment_ids" [R, T], and "valid" [B] where a row holds several examples.
+    """
+    segments_rt = batch["segment_ids"]
+    examples = len(batch["valid"]) // len(segments_rt) if "valid" in batch else 1
+    places_re = pooled_places(segments_rt, first, examples)
+    states_red = jnp.take_along_axis(x_rtd, places_re[:, :, None], axis=1)
+    return states_red.reshape(-1, x_rtd.shape[-1])
 
 
 @functools.cache
@@ -41,7 +52,7 @@ def pooled_probe(first: bool, final_norm: bool = False) -> Probe:
     """
 
     def function(seen: Any, batch: dict, per_layer: Any) -> jax.Array:
-        state_bd = pooled(seen.block_output, batch["segment_ids"], first)
+        state_bd = pooled(seen.block_output, batch, first)
         if not final_norm:
             return state_bd
         return jnp.where(seen.is_last, seen.final_norm(state_bd), state_bd)

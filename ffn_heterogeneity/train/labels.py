@@ -28,8 +28,8 @@ def labels(config: Any, model: ModelConfig) -> Objective:
     """Rows of `config.data` with their answers; the task's metrics over each held-out set.
 
     `config.own` may hold "pooling" and "final_norm" (of the head), "lambda_rate" (the learning rate
-    of what weighs the layers; None: the model's), "lengths", and "fields" and "labels" of a task of
-    the user's own.
+    of what weighs the layers; None: the model's), "lengths", "together" (of the objective), and
+    "fields" and "labels" of a task of the user's own.
 
     Args:
       config: a `settings.TrainConfig`.
@@ -44,6 +44,7 @@ def labels(config: Any, model: ModelConfig) -> Objective:
         raise ValueError(f"lengths={lengths}: one to {MOST_LENGTHS} of at least 4 tokens")
     if max(lengths) > model.max_position:
         raise ValueError(f"lengths={lengths}: the model has {model.max_position} positions")
+    together = check_together(own.get("together", 1), config, lengths, model)
     pooling, final_norm = own.get("pooling", "last"), own.get("final_norm", "pooled")
     head = heads.Classification(
         pooling=pooling,
@@ -66,7 +67,7 @@ def labels(config: Any, model: ModelConfig) -> Objective:
             "valid": (("B",), np.bool_),
         },
         lengths=tuple({"T": length} for length in sorted(lengths)),
-        data=functools.partial(_data, config, model, task, lengths),
+        data=functools.partial(_data, config, model, task, lengths, together),
         head=HeadConfig.of("classification", vars(head)),
         terms={"regression" if task.regression else "classification": {"weight": 1.0}},
         counts=counts,
@@ -74,6 +75,7 @@ def labels(config: Any, model: ModelConfig) -> Objective:
         metrics=functools.partial(metrics, task),
         best=f"max:validation/{_first_set(task, settings)}{task.metrics[0]}",
         rates=((heads.LEARNT, rate),) if rate is not None and pooling in heads.LEARNING else (),
+        together=together,
     )
 
 
@@ -112,6 +114,7 @@ def _data(
     model: ModelConfig,
     task: LabelTask,
     lengths: Sequence[int],
+    together: int,
     tokenizer: Any,
     rows: Sequence[int],
 ) -> Data:
@@ -138,7 +141,7 @@ def _data(
 
     def batches_of(data: Encoded) -> Callable[[], Iterator[Batch]]:
         def batches() -> Iterator[Batch]:
-            for _, batch in labelled.in_order_of_length(data, size, lengths):
+            for _, batch in labelled.in_order_of_length(data, size, lengths, together):
                 yield {name: leaf[np.asarray(rows)] for name, leaf in batch.items()}
 
         return batches
@@ -152,7 +155,7 @@ def _data(
             "rows_cut": {name: data.cut for name, data in sizes.items()},
         }
 
-    drawn = labelled.Shuffled(train, size, rows, config.seed, lengths)
+    drawn = labelled.Shuffled(train, size, rows, config.seed, lengths, together)
     held_out = {name: batches_of(data) for name, data in sets.items()}
     at_end = {name: batches_of(data) for name, data in tests.items()}
     return Data(drawn, held_out, says, at_end)
@@ -182,6 +185,21 @@ def check_targets(task: LabelTask, targets: np.ndarray) -> None:
         raise DataError(
             f"all {len(targets)} training rows have the answer {what}: there is nothing to learn"
         )
+
+
+def check_together(together: int, config: Any, lengths: Sequence[int], model: ModelConfig) -> int:
+    """`together`; of micro-batches that it divides and rows for which there are positions."""
+    micro, places = config.batch_size // config.accumulation, together * max(lengths)
+    if together < 1 or micro % together:
+        raise ValueError(
+            f"together={together} rows: {micro} rows a micro-batch are no multiple of it"
+        )
+    if together > 1 and places > model.max_position:
+        raise ValueError(
+            f"together={together} rows of {max(lengths)} tokens: the model has "
+            f"{model.max_position} positions; set together=1 or shorter lengths"
+        )
+    return together
 
 
 def _lengths(model: ModelConfig) -> Sequence[int]:

@@ -79,6 +79,8 @@ class Objective:
       best: "min:" or "max:" and the metric that decides which checkpoint is the best. One held-out
         set: "validation/<metric>"; several: "validation/<set>/<metric>".
       rates: (regex, peak learning rate) of leaves that have one of their own.
+      together: so many successive rows of a batch are one row of the model, [B / n, n T], in which
+        "segment_ids" tell the examples apart: short ones fill the places that long ones leave.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Objective:
     evaluate: Callable[..., Mapping[str, float]] | None = None
     best: str = "min:validation/nll"
     rates: tuple[tuple[str, float], ...] = ()
+    together: int = 1
 
     def __post_init__(self):
         axes = {axis for names, _ in self.batch.values() for axis in names} - {"B"}
@@ -105,6 +108,14 @@ class Objective:
                 )
         if not self.lengths or any(names[:1] != ("B",) for names, _ in self.batch.values()):
             raise ValueError(f"objective {self.name!r} needs a length, and B first in every leaf")
+
+    def joined(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The batch as the model reads it: leaves of tokens as rows of `together` rows each."""
+        rows = {name for name, (axes, _) in self.batch.items() if axes == ("B", "T")}
+        return {
+            name: leaf.reshape(-1, self.together * leaf.shape[1]) if name in rows else leaf
+            for name, leaf in batch.items()
+        }
 
     @property
     def longest(self) -> Mapping[str, int]:
@@ -143,6 +154,7 @@ def make_forward(
 
     def forward(params, batch, *, probes=(), dropout=None, per_layer=None):
         probes = tuple(dict.fromkeys((*objective.probes, *read, *probes)))
+        rows, batch = len(batch["tokens"]), objective.joined(batch)
         outputs = causal_lm.forward(
             model,
             params,
@@ -160,6 +172,9 @@ def make_forward(
 
         if head is not None:
             outputs["predictions"] = head.apply(params, outputs, batch, drop)
+        if objective.together > 1:
+            hidden = outputs["hidden"]
+            outputs["hidden"] = hidden.reshape(rows, -1, hidden.shape[-1])
         return outputs
 
     return forward

@@ -156,6 +156,31 @@ def test_the_order_is_the_seeds_whatever_the_lengths_and_processes():
     assert not np.array_equal(steps(seed=2)[0]["target"], whole[0]["target"])
 
 
+def test_rows_that_stand_together_are_the_batchs_own():
+    """The same rows, each in a segment of its own, answers in the order of rows and segments."""
+    rng = np.random.default_rng(0)
+    data, size = encoded(rng.integers(2, 60, 50)), 8
+    alone, shared = (
+        Shuffled(data, size, range(size), 1, (16, 24, 32, 64), together) for together in (1, 4)
+    )
+    places = []
+    for _ in range(20):
+        one, other = next(alone), next(shared)
+        places.append((one["tokens"].size, other["tokens"].size))
+        assert sorted(one["target"]) == sorted(other["target"])
+        segments = other["segment_ids"].reshape(2, -1)
+        for i, target in enumerate(other["target"]):
+            own = other["tokens"].reshape(2, -1)[i // 4][segments[i // 4] == 1 + i % 4]
+            assert np.array_equal(own, data.ids[int(target)])
+    assert np.sum(places, 0)[1] < 0.65 * np.sum(places, 0)[0]
+    # Of a pass that ends with fewer rows than a batch has.
+    seen = []
+    for _, batch in labelled.in_order_of_length(data, size, (16, 64), 4):
+        assert batch["tokens"].shape[0] == size
+        seen += batch["target"][batch["valid"]].tolist()
+    assert sorted(seen) == list(range(50))
+
+
 def test_a_held_out_set_is_every_row_once_and_fillers_count_nowhere():
     data = encoded([5, 40, 9, 3, 33])
     rows, targets = [], []

@@ -16,7 +16,7 @@ from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import evaluate as evaluating
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.train.build import static_key
+from ffn_heterogeneity.train.build import objective_of, static_key
 from ffn_heterogeneity.train.loop import TrainingDiverged
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import starting_model
@@ -30,7 +30,7 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("labels")
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = "</s>"
-    for family in ("bert", "llama"):
+    for family in ("bert", "roberta", "llama"):
         config = dataclasses.replace(tiny_of(family, 3), vocab_size=258, pad_id=1, eos_id=None)
         config = dataclasses.replace(config, max_position=64)
         params = random_params(config, dtype=np.float32)
@@ -52,6 +52,7 @@ def config_for(files, model="bert", task="labels", more="", **changes):
         "data__validation_path": str(files / "held_out.jsonl"),
         "fields": "sentence",
         "lengths": (8, 32),
+        "together": 1,
         "batch_size": 8,
         "epochs": 4.0,
         "dropout": 0.0,
@@ -114,6 +115,39 @@ def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
     assert results["best"]["metric"] == "validation/spearman" and results["best"]["value"] > 0.5
     value = classify(load_model(tmp_path / "run" / "model"), ["abc"])[0]["value"]
     assert isinstance(value, float)
+
+
+@pytest.mark.parametrize("model", ["bert", "roberta", "llama"])
+@pytest.mark.parametrize("pooling", ["last", "p32"])
+def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling):
+    """Losses of every step and what is measured; the batches are smaller."""
+    seen, sizes = [], []
+    for together in (1, 4):
+        config = config_for(files, model, pooling=pooling, together=together, steps=12,
+                            lengths=(8, 12, 16), losses__jreg__weight=0.1, more=",jreg",
+                            optimizer__learning_rate=2e-3)  # fmt: skip
+        results = training.run(config, tmp_path / str(together))
+        lines = (tmp_path / str(together) / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        names = ("train/loss", "train/jreg", "train/grad_norm", "train/tokens")
+        seen.append([[row[name] for name in names] for row in rows if "train/loss" in row])
+        seen[-1] += [[row["validation/classification"]] * 4 for row in results["history"]]
+        settings, start = read(config), load_model(files / model)
+        data = objective_of(settings, start.config).data(start.tokenizer, range(8))
+        sizes.append(sum(next(data.batches)["tokens"].size for _ in range(12)))
+    assert len(seen[0]) >= 12
+    np.testing.assert_allclose(seen[1], seen[0], rtol=2e-4, atol=1e-5)
+    assert sizes[1] < sizes[0]
+
+
+def test_rows_that_cannot_stand_together(files):
+    for changes, words in (
+        ({"together": 3}, "together=3.*8 rows"),
+        ({"together": 4, "lengths": (32,)}, "64 positions"),
+        ({"together": 0}, "together=0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            objective_of(read(config_for(files, **changes)), load_model(files / "bert").config)
 
 
 def test_lambda_learns_at_its_own_rate(files, tmp_path):
