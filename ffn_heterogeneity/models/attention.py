@@ -19,7 +19,7 @@ from ffn_heterogeneity.models.blocked import (
     first_key_share,
 )
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.linear import Linear, dropout
+from ffn_heterogeneity.models.linear import Linear, drawn, dropout, rescaled
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import apply_rotary
@@ -180,7 +180,7 @@ def cached_attention(
 
 
 def blocked_attention(
-    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None
+    q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None, drop=None
 ) -> jax.Array:
     """`plain_attention` over blocks of queries that skip the keys no query of the block can see.
 
@@ -209,16 +209,22 @@ def blocked_attention(
             f"{k_bskh.shape[1]} keys: use attention='plain'"
         )
     # Heads before time: each (batch, kv head) is one matrix product.
+    q_bkgth = by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2])
+    keep = None
+    if drop is not None:
+        keep = drawn(drop[0], (*q_bkgth.shape[:4], k_bskh.shape[1]), drop[1])
     out_bkgth = blocked(
-        by_key_head(q_btnh * jnp.asarray(scale, q_btnh.dtype), k_bskh.shape[2]),
+        q_bkgth,
         k_bskh.transpose(0, 2, 1, 3),
         v_bskh.transpose(0, 2, 1, 3),
         mask.visible,
+        keep,
         softcap,
         mask.window,
         mask.causal,
     )
-    return by_query_head(out_bkgth)
+    out_btnh = by_query_head(out_bkgth)
+    return out_btnh if drop is None else rescaled(out_btnh, drop[1])
 
 
 def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> jax.Array:
@@ -234,10 +240,17 @@ def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=No
 
 
 def attend(
-    options: RunOptions, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig
+    options: RunOptions, q_btnh, k_bskh, v_bskh, mask: Mask, config: ModelConfig, drop=None
 ) -> jax.Array:
-    """Attention output [B, T, N, H] of T queries on T keys by the kernel `options.attention`."""
+    """Attention output [B, T, N, H] of T queries on T keys by the kernel `options.attention`.
+
+    Dropout of the probabilities, `drop` (key, rate), is the blocked and the plain form's.
+    """
     numbers = {"scale": config.scale, "softcap": config.attention_softcap}
+    if drop is not None:
+        if options.attention == "xla":
+            return blocked_attention(q_btnh, k_bskh, v_bskh, mask, **numbers, drop=drop)
+        return plain_attention(q_btnh, k_bskh, v_bskh, mask, **numbers, drop=drop)[0]
     if options.attention == "cudnn":
         fused = functools.partial(
             jax.nn.dot_product_attention,
@@ -294,7 +307,7 @@ class Attention(nn.Module):
         `cache`: a `decoding.LayerCache`, which comes back with the new keys and values; None: S = T
         keys, those of x.
 
-        `drop`: (key, rate) of the probabilities' dropout (forces the plain form); None: none.
+        `drop`: (key, rate) of the probabilities' dropout; None: none.
         """
         config = self.config
         linear = functools.partial(Linear, options=self.options)
@@ -320,10 +333,10 @@ class Attention(nn.Module):
         if cache is not None and not cache.fresh:
             keys, values = cache.read(q_btnh.dtype)
             y_btnh, weights = cached_attention(q_btnh, keys, values, mask, **numbers)
-        elif self.with_weights or drop is not None:
+        elif self.with_weights:
             y_btnh, weights = plain_attention(q_btnh, k_btkh, v_btkh, mask, **numbers, drop=drop)
         else:
-            y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config)
+            y_btnh = attend(self.options, q_btnh, k_btkh, v_btkh, mask, config, drop)
         if self.with_sinks:
             weights = sink_weights(q_btnh, k_btkh, v_btkh, mask, **numbers)
         out = linear(config.d_model, config.attention_out_bias, name="out")

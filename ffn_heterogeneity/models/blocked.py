@@ -91,8 +91,8 @@ def _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap):
     return jnp.where(mask_bqs[:, None, None], logits, jnp.finfo(wide).min), bent
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, softcap, window, causal):
     """Attention of scaled queries [B, K, N/K, T, H] on keys and values [B, K, T, H], in blocks.
 
     With w = exp(l - max l), z = sum w and o = (w v) / z of one row, the backward pass rebuilds w
@@ -100,38 +100,49 @@ def blocked(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
 
         dv = w^T u,   dl = w (u v^T - sum(u o)),   then through the soft-cap and the product.
 
+    With dropout, o = ((k w) v) / z, dv = (k w)^T u and dl = w (k u v^T - sum(u o)).
+
     The three kept arrays are named `ATTENTION_RESIDUALS` for rematerialisation policies. Reverse
     mode only.
 
     Args:
       mask_bts: bool [B or 1, T, T].
+      keep_bkgts: k, which weights dropout leaves; they are not rescaled. None: all.
       window, causal: what it is known to hide: `causal`, the keys after each query and beyond
         `window`; otherwise nothing.
     """
-    return _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal)[0]
+    known = (softcap, window, causal)
+    return _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, *known)[0]
 
 
-def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
+def _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, softcap, window, causal):
     results = []
     for rows, keys, parts in blocks_of(q_bkgth.shape[3], window, causal):
         block = functools.partial(_block_fwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
-        results.append(
-            _in_turn(block, parts, None, q_bkgth[:, :, :, rows], mask_bts[:, rows, keys])[1]
-        )
+        own = _rows_of(rows, keys, (q_bkgth,), keep_bkgts, mask_bts)
+        results.append(_in_turn(block, parts, None, *own)[1])
     kept = tuple(
         named(jnp.concatenate(result, axis=3), ATTENTION_RESIDUALS)
         for result in zip(*results, strict=True)
     )
-    return kept[0], (q_bkgth, k_bksh, v_bksh, mask_bts, *kept)
+    return kept[0], (q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, *kept)
+
+
+def _rows_of(rows: slice, keys: slice, by_query, keep_bkgts, mask_bts) -> tuple:
+    """A block's share: of arrays by query, of `keep_bkgts` where it is, of the mask."""
+    keep = () if keep_bkgts is None else (keep_bkgts[:, :, :, rows, keys],)
+    return (*(x[:, :, :, rows] for x in by_query), *keep, mask_bts[:, rows, keys])
 
 
 def _block_fwd(k_bksh, v_bksh, softcap, _, by_row):
     """(None, (output, largest logit, sum of weights)) of queries on keys."""
-    q_bkgqh, mask_bqs = by_row
+    q_bkgqh, *keep, mask_bqs = by_row
     logits, _ = _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap)
     largest = jnp.max(logits, -1, keepdims=True)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, -1, keepdims=True)
+    if keep:
+        weights = jnp.where(keep[0], weights, 0)
     out = jnp.einsum(
         "bkqs,bksh->bkqh",
         as_rows(weights.astype(v_bksh.dtype)),
@@ -143,7 +154,7 @@ def _block_fwd(k_bksh, v_bksh, softcap, _, by_row):
 
 
 def _blocked_bwd(softcap, window, causal, residuals, d_out_bkgth):
-    q_bkgth, k_bksh, v_bksh, mask_bts, out, largest, total = residuals
+    q_bkgth, k_bksh, v_bksh, mask_bts, keep_bkgts, out, largest, total = residuals
     wide = total.dtype
     scaled = d_out_bkgth.astype(wide) / total
     inner = jnp.sum(scaled * out.astype(wide), -1, keepdims=True)
@@ -151,30 +162,34 @@ def _blocked_bwd(softcap, window, causal, residuals, d_out_bkgth):
     dq, dk, dv = [], jnp.zeros(k_bksh.shape, wide), jnp.zeros(v_bksh.shape, wide)
     for rows, keys, parts in blocks_of(q_bkgth.shape[3], window, causal):
         block = functools.partial(_block_bwd, k_bksh[:, :, keys], v_bksh[:, :, keys], softcap)
-        own = (*(x[:, :, :, rows] for x in by_row), mask_bts[:, rows, keys])
+        own = _rows_of(rows, keys, by_row, keep_bkgts, mask_bts)
         sums = jnp.zeros(dk[:, :, keys].shape, wide)
         (dk_block, dv_block), dq_block = _in_turn(block, parts, (sums, sums), *own)
         dk, dv = dk.at[:, :, keys].add(dk_block), dv.at[:, :, keys].add(dv_block)
         dq.append(dq_block)
-    return jnp.concatenate(dq, axis=3), dk.astype(k_bksh.dtype), dv.astype(v_bksh.dtype), None
+    d_keys = dk.astype(k_bksh.dtype), dv.astype(v_bksh.dtype)
+    return jnp.concatenate(dq, axis=3), *d_keys, None, None
 
 
 def _block_bwd(k_bksh, v_bksh, softcap, sums, by_row):
     """((dk, dv) added to `sums`, dq) of queries on keys."""
-    q_bkgqh, scaled, inner, largest, mask_bqs = by_row
+    q_bkgqh, scaled, inner, largest, *keep, mask_bqs = by_row
     wide = inner.dtype
     logits, bent = _block_logits(q_bkgqh, k_bksh, mask_bqs, softcap)
     weights = jnp.exp(logits - largest)
     d_rows = as_rows(scaled.astype(v_bksh.dtype))
     d_weights = jnp.einsum("bkqh,bksh->bkqs", d_rows, v_bksh, preferred_element_type=wide)
-    d_logits = weights * (d_weights.reshape(weights.shape) - inner)
+    d_weights, used = d_weights.reshape(weights.shape), weights
+    if keep:
+        d_weights, used = (jnp.where(keep[0], x, 0) for x in (d_weights, used))
+    d_logits = weights * (d_weights - inner)
     if bent is not None:
         d_logits = d_logits * (1 - bent * bent)
     d_logits = as_rows(jnp.where(mask_bqs[:, None, None], d_logits, 0).astype(q_bkgqh.dtype))
     dq = jnp.einsum("bkqs,bksh->bkqh", d_logits, k_bksh).reshape(q_bkgqh.shape)
     to_keys = functools.partial(jnp.einsum, "bkqs,bkqh->bksh", preferred_element_type=wide)
     dk = to_keys(d_logits, as_rows(q_bkgqh))
-    dv = to_keys(as_rows(weights.astype(v_bksh.dtype)), d_rows)
+    dv = to_keys(as_rows(used.astype(v_bksh.dtype)), d_rows)
     return (sums[0] + dk, sums[1] + dv), dq
 
 
@@ -184,6 +199,6 @@ blocked.defvjp(_blocked_fwd, _blocked_bwd)
 def first_key_share(q_bkgth, k_bksh, v_bksh, mask_bts, softcap, window, causal):
     """exp(l_0 - max l) / z: of the weights of each query that of the first key, [B, K, G, T, 1]."""
     known = (softcap, window, causal)
-    largest, total = _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, *known)[1][-2:]
+    largest, total = _blocked_fwd(q_bkgth, k_bksh, v_bksh, mask_bts, None, *known)[1][-2:]
     logits, _ = _block_logits(q_bkgth, k_bksh[:, :, :1], mask_bts[:, :, :1], softcap)
     return jnp.exp(logits - largest) / total

@@ -20,7 +20,12 @@ from ffn_heterogeneity.io.huggingface import read_pretrained
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, decoding
-from ffn_heterogeneity.models.attention import attention_mask, plain_attention, with_kernel
+from ffn_heterogeneity.models.attention import (
+    attention_mask,
+    blocked_attention,
+    plain_attention,
+    with_kernel,
+)
 from ffn_heterogeneity.models.config import (
     ConfigError,
     LayerConfig,
@@ -173,16 +178,38 @@ def test_attention_dropout_keeps_the_expectation():
     np.testing.assert_array_equal(run(keys[0], jnp.float32(0)), whole)
 
 
-def test_the_plain_kernel_is_for_attention_dropout_alone():
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [12, 300])
+def test_both_kernels_drop_the_same_probabilities(length, causal):
+    """One key, one draw: values and gradients; several blocks of queries."""
+    rng, positions = np.random.default_rng(0), jnp.arange(length)[None]
+    inputs = [jnp.asarray(rng.normal(size=(2, length, n, 4)), jnp.float32) for n in (4, 2, 2)]
+    mask = attention_mask(positions, positions, None, causal=causal)
+    drop, weigh = (jax.random.key(3), jnp.float32(0.3)), jnp.asarray(rng.normal(size=(2, 1, 4, 4)))
+
+    def outcome(kernel):
+        def value(*inputs):
+            made = kernel(*inputs, mask, scale=0.5, drop=drop)
+            made = made[0] if isinstance(made, tuple) else made
+            return jnp.sum(jnp.sin(made) * weigh), made
+
+        grads, made = jax.grad(value, (0, 1, 2), has_aux=True)(*inputs)
+        return [made, *grads]
+
+    for one, other in zip(outcome(blocked_attention), outcome(plain_attention), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_attention_drops_where_the_family_does():
     params, batch = random_params(BERT), batch_of(BERT.vocab_size)
 
-    def is_blocked(config, dropout) -> bool:
+    def draws(config, dropout) -> int:
         run = functools.partial(causal_lm.forward, config, batch=batch, dropout=dropout)
-        return "blocked" in str(jax.make_jaxpr(run)(params=params))
+        return str(jax.make_jaxpr(run)(params=params)).count("random_bits")
 
-    assert not is_blocked(BERT, DROP)
-    assert is_blocked(BERT, None), "evaluation"
-    assert is_blocked(dataclasses.replace(BERT, attention_dropout=False), DROP)
+    plain = dataclasses.replace(BERT, attention_dropout=False)
+    assert draws(BERT, DROP) == draws(plain, DROP) + 1, "in the layers' scan"
+    assert draws(BERT, None) == 0, "evaluation"
 
 
 def test_embeddings_drop_after_their_norm_in_training():
