@@ -129,7 +129,7 @@ add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _bias_bwd)
 
 
 def dropout(x: jax.Array, key: jax.Array, rate: jax.Array) -> jax.Array:
-    """Zeroes elements with probability `rate` (a traced scalar), to 2^-16, and rescales the rest."""
+    """Zeroes elements with probability `rate` (traced), to 2^-16, and rescales the rest."""
     return jnp.where(drawn(key, x.shape, rate), rescaled(x, rate), jnp.zeros((), x.dtype))
 
 
