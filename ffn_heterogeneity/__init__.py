@@ -25,6 +25,7 @@ _FACE = (
     "hidden_states",
     "push",
     "run",
+    "results",
 )
 _ROOMS = (
     "adapters",

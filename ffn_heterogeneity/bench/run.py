@@ -13,7 +13,7 @@ from ffn_heterogeneity.bench.model import benchmark_model
 from ffn_heterogeneity.bench.streaming import benchmark_streaming
 from ffn_heterogeneity.bench.tail import benchmark_tail
 from ffn_heterogeneity.bench.timing import machine
-from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.families import preset
 
 BENCHMARKS: dict[str, Callable[[ConfigDict, epath.Path], dict]] = {
@@ -39,6 +39,6 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         )
     results = {"benchmark": config.name, "machine": machine()}
     results |= BENCHMARKS[config.name](config, workdir)
-    write_json(workdir / "results.json", results)
+    write_results(workdir, results)
     print(workdir / "results.json", file=sys.stderr)
     return results

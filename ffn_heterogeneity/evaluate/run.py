@@ -20,8 +20,8 @@ from ffn_heterogeneity.evaluate.lesions import check_lesions, lesions
 from ffn_heterogeneity.evaluate.massive import massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
-from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.wording import check_choice
 
@@ -39,7 +39,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         print(f"computing in {results['compute_dtype']}", file=sys.stderr)
     _, measure = EVALUATIONS[_chosen(config)[1]]
     results |= measure(config, workdir)
-    write_json(workdir / "results.json", results)
+    write_results(workdir, results)
     written = (path for kind in ("*.png", "*.csv") for path in sorted(workdir.glob(kind)))
     for path in (workdir / "results.json", *written):
         print(path, file=sys.stderr)

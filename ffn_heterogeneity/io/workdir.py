@@ -35,7 +35,15 @@ WHERE_NOT_WHAT = (
     "calibrations",
 )
 # Outputs that only a run writes: a directory that holds one without a config is not ours to fill.
-OUTPUTS = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "results.json", "model", "tokens")
+OUTPUTS = (
+    "checkpoints",
+    "checkpoints_frozen",
+    "metrics.jsonl",
+    "results.json",
+    "rows.jsonl",
+    "model",
+    "tokens",
+)
 # Outputs of a training run that are there before its first step.
 UNSTARTED = ("checkpoints", "checkpoints_frozen", "metrics.jsonl", "tensorboard", "wandb")
 # What `prepare_workdir` writes.

@@ -15,6 +15,7 @@ from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import load_model, model_directory
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
@@ -63,7 +64,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     told = describe(surgery.name, results)
     write_card(target, config.model, told, results)
     results |= of_model(target)
-    write_json(workdir / "results.json", results)
+    write_results(workdir, results)
     print(f"{told}; {target}", file=sys.stderr)
     print(loads_in(target), file=sys.stderr)
     if config.get("push"):

@@ -17,9 +17,10 @@ from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate.connectivity import layer_sums
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.fetch import fetch_model
-from ffn_heterogeneity.io.files import atomic_path, once, read_json, write_json
+from ffn_heterogeneity.io.files import atomic_path, once, read_json
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import restack
@@ -96,7 +97,7 @@ def pieces(workdir: epath.Path, models: str, settings: dict) -> dict:
     }
     # A second run only reads: the first one's time is the one worth telling.
     results["seconds"] = once(folder, "time", lambda: round(time.time() - started, 1))
-    write_json(workdir / "results.json", results)
+    write_results(workdir, results)
     report(workdir, results)
     return results
 

@@ -17,8 +17,8 @@ from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
-from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -71,7 +71,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
         options = options_of(config)
         results["answers"] = answers(equal, config.prompts, options, config.max_new_tokens)
     results["seconds"] = time.time() - start
-    write_json(workdir / "results.json", results)
+    write_results(workdir, results)
     said = f"{told}: perplexity {results['perplexity']:,.4f}; {workdir}/results.json"
     print(said, file=sys.stderr)
     return results

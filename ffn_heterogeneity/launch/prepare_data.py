@@ -26,8 +26,9 @@ from ffn_heterogeneity.data.corpus.tokenizer_training import (
     train_tokenizer,
 )
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import is_bucket, write_json
+from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
 from ffn_heterogeneity.wording import check_choice
 
@@ -76,7 +77,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         "input_bytes": sum(one.get("bytes", 0) for one in manifest["inputs"]),
         "seconds": time.monotonic() - start,
     }
-    write_json(workdir / "results.json", results)
+    write_results(workdir, results)
     print(
         f"{results['tokens']:,} tokens of {results['documents']:,} documents in "
         f"{results['shards']} shards ({results['dtype']}): {workdir}/tokens; train on them with "

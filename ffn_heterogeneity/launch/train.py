@@ -28,10 +28,11 @@ from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
-from ffn_heterogeneity.io.files import plain, read_json, write_json
+from ffn_heterogeneity.io.files import plain, read_json
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
+from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import UNSTARTED, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
@@ -149,7 +150,7 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
         method = f"trained with {', '.join(facts['losses'])}"
         lines = torch_lines(model.config, "<this directory>")
         write_card(workdir / "model", config.model, method, results, lines)
-        write_json(workdir / "results.json", results | of_model(workdir / "model"))
+        write_results(workdir, results | of_model(workdir / "model"))
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)
 
@@ -291,7 +292,7 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
         params = jax.device_put(model.params, partition.shardings(mesh, model.params))
         metrics = validation(built, data.held_out, settings.accumulation)(params)
     results = {"model": model.source, "objective": built.objective.name, **metrics}
-    on_main(lambda: write_json(workdir / "results.json", plain(results)))
+    on_main(lambda: write_results(workdir, plain(results)))
     for name, value in metrics.items():
         if np.ndim(value) == 0:
             say(f"{name}: {value:.5f}")

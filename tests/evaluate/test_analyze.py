@@ -42,7 +42,7 @@ def test_connectivity_equals_the_oracle(tmp_path, capsys, config):
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
     assert (tmp_path / "run" / "connectivity.png").read_bytes().startswith(b"\x89PNG")
     files = {path.name for path in (tmp_path / "run").iterdir()}
-    assert files == {"results.json", "connectivity.png"}, "no partial files"
+    assert files == {"results.json", "rows.jsonl", "connectivity.png"}, "no partial files"
     shown = capsys.readouterr().err.splitlines()
     wanted = [str(tmp_path / "run" / name) for name in ("results.json", "connectivity.png")]
     assert shown[-2:] == wanted
@@ -57,7 +57,8 @@ def test_without_matplotlib_the_numbers_are_there(tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     config = config_of("analyze", model=str(save_tiny(tmp_path / "model")))
     assert run(config, tmp_path / "run")["layers"]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"results.json", "rows.jsonl"}
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "drawn" in line]
     assert said.endswith("connectivity.png is not drawn: pip install 'ffn-heterogeneity[plots]'")
 

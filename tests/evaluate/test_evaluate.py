@@ -53,7 +53,8 @@ def test_text_equals_torch(torch, model, text, tmp_path, bos):
     assert math.isclose(results["perplexity"], math.exp(total / count), rel_tol=1e-5)
     assert 20 < results["perplexity"] < 20000, "a random model is worse than guessing, not absurd"
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"results.json", "rows.jsonl"}
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint16])

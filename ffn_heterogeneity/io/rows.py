@@ -1,0 +1,213 @@
+"""Measurements as rows: what every command leaves in rows.jsonl beside its results.json.
+
+A row is one number: what was measured, the value, an interval, and where it applies. docs/rows.md
+lists every name. Directories of earlier versions have no rows.jsonl: `rows_of` makes the same rows
+of their results.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from ffn_heterogeneity.io.files import atomic_path, plain, write_json
+from ffn_heterogeneity.wording import first_line
+
+RESULTS, ROWS = "results.json", "rows.jsonl"
+# Field -> its type. Absent ones do not apply; "nan", "inf" and "-inf" stand for those numbers.
+FIELDS: dict[str, type] = {
+    "what": str,  # the name of a number, "nll", "accuracy", "jreg/zeta_L"
+    "value": float,
+    "low": float,  # of the interval
+    "high": float,
+    "n": int,  # of the questions, windows or rows behind the value
+    "how": str,  # the interval was made: Wilson, bootstrap, t
+    "step": int,  # of training
+    "layer": int,  # from 1
+    "neuron": int,  # from 0
+    "task": str,  # of the harness
+    "shots": int,  # examples in its prompt
+    "split": str,  # train, validation, test
+    "seed": int,
+    "units": str,  # the file that holds the value of each window or question
+}
+MAX_LINE = 1 << 20
+SPLITS = ("train/", "validation/", "test/")
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# Settings, facts of a machine, and what stands elsewhere in the same results.
+_NO_MEASUREMENTS = (
+    "first",
+    "final",
+    "seed",
+    "seeds",
+    "summary",
+    "runs",
+    "stages",
+    "mesh",
+    "losses",
+    "machine",
+    "tables",
+    "protocol",
+    "windows",
+    "nll_windows",
+    "magnitudes",
+    "answers",
+    "processes",
+    "ratio",
+    "count",
+    "k",
+    "layer_index",
+    "token",
+    "d_model",
+    "least_influential",
+)
+
+
+def write_results(workdir: str | os.PathLike, results: Mapping[str, Any]) -> None:
+    """Writes rows.jsonl, then results.json: where that is, the other is whole."""
+    folder = epath.Path(workdir)
+    lines = [json.dumps(row) + "\n" for row in rows_of(results)]
+    with atomic_path(folder / ROWS) as temporary:
+        temporary.write_text("".join(lines))
+    write_json(folder / RESULTS, results)
+
+
+def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measurements in what a command returns, each with the fields that apply."""
+    results = dict(plain(results))
+    if "final" in results and "history" not in results:
+        results["history"] = [results["final"]]
+    return [*_special(results), *_of_object(results, "", {})]
+
+
+def _special(results: dict[str, Any]) -> Iterator[dict]:
+    """What has a form of its own, taken out of the results: the best evaluation, neurons named."""
+    best = results.pop("best", None)
+    if isinstance(best, Mapping):
+        split, _, name = str(best["metric"]).partition("/")
+        where = {"step": best["step"], "split": split}
+        yield _row(f"best/{name}", best["value"], where)
+    layer = {"layer": results["layer"]} if _is_int(results, "layer") else {}
+    for rank, neuron in enumerate(results.pop("indices", ()), 1):
+        yield _row("massive_rank", rank, layer | {"neuron": neuron})
+
+
+def _of_object(values: Mapping[str, Any], prefix: str, where: dict[str, Any]) -> Iterator[dict]:
+    if "top" in values and "indices" in values:  # the largest entries of a state
+        for neuron, value in zip(values["indices"], values["top"], strict=True):
+            yield _row(prefix.strip("/"), value, where | {"neuron": neuron})
+        values = {name: x for name, x in values.items() if name not in ("top", "indices")}
+    splits = {name for name in values if f"{name}/" in SPLITS}
+    for name, value in values.items():
+        if name in where or name in _NO_MEASUREMENTS or _is_end(values, name):
+            continue
+        if splits == set(values) and _number(value) is not None:
+            yield _row(prefix.strip("/"), value, where | {"split": name})
+            continue
+        if _number(value) is not None:
+            yield _row(prefix + name, value, where | _interval(values, name))
+        elif name == "tasks" and isinstance(value, Mapping):
+            for task, its in value.items():
+                yield from _of_object(its, "", where | {"task": task} | _places(its))
+        elif isinstance(value, Mapping):
+            yield from _of_object(value, f"{prefix}{name}/", where)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield from _of_list(value, prefix + name, where)
+
+
+def _of_list(values: Sequence[Any], name: str, where: dict[str, Any]) -> Iterator[dict]:
+    """A number a layer, or objects that say where they belong (as "layers" do by their order)."""
+    for i, value in enumerate(values, 1):
+        if _number(value) is not None:
+            yield _row(name, value, where | {"layer": i})
+        elif isinstance(value, Mapping):
+            own = {"layer": i} if name == "layers" else {}
+            prefix = "" if name in ("layers", "history", "checkpoints", "neurons") else f"{name}/"
+            yield from _of_object(value, prefix, where | own | _places(value))
+
+
+def _places(values: Mapping[str, Any]) -> dict[str, int]:
+    """Where an object of a list belongs, by its own word."""
+    names = ("step", "layer", "neuron", "shots")
+    return {name: values[name] for name in names if _is_int(values, name)}
+
+
+def _row(name: str, value: Any, where: Mapping[str, Any]) -> dict[str, Any]:
+    split = next((one for one in SPLITS if name.startswith(one)), "")
+    own = {"split": split[:-1]} if split else {}
+    row = {"what": name.removeprefix(split), "value": value, **own, **where}
+    return {field: row[field] for field in FIELDS if field in row}
+
+
+def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """low, high, n and how, of the value's neighbours; of a text's windows n and where they are."""
+    if name in ("nll", "perplexity") and _is_int(values, "windows"):
+        units = {"units": f"{RESULTS}:nll_windows"} if "nll_windows" in values else {}
+        return {"n": values["windows"], **units}
+    low, high = (values.get(f"{name}_{end}") for end in ("low", "high"))
+    if low is None or high is None:
+        return {}
+    split = next((one for one in SPLITS if name.startswith(one)), "")
+    found = {"low": low, "high": high}
+    if _is_int(values, f"{split}n"):
+        found["n"] = values[f"{split}n"]
+    return found | {"how": values.get("interval", "bootstrap" if split else "Wilson")}
+
+
+def _is_end(values: Mapping[str, Any], name: str) -> bool:
+    """Whether it is an end of an interval, or the n, of a neighbour."""
+    base, _, end = name.rpartition("_")
+    if end in ("low", "high") and base in values:
+        return True
+    return name.rpartition("/")[2] in ("n", "interval") and any(
+        one.endswith("_low") for one in values
+    )
+
+
+def _is_int(values: Mapping[str, Any], name: str) -> bool:
+    return isinstance(values.get(name), int) and not isinstance(values[name], bool)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def read_rows(text: str, source: str) -> list[dict[str, Any]]:
+    """The rows of a rows.jsonl, numbers as numbers.
+
+    Raises:
+      ValueError: a line that is no row (too long, no JSON, a field that there is not or of another
+        type); names the file and line.
+    """
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows.append(_checked(line))
+        except ValueError as error:
+            raise ValueError(f"{source}, line {number}: {first_line(error)}") from None
+    return rows
+
+
+def _checked(line: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE:
+        raise ValueError(f"{len(line):,} characters, a row has at most {MAX_LINE:,}")
+    row = json.loads(line)
+    if not isinstance(row, dict) or not {"what", "value"} <= set(row):
+        raise ValueError("no row: it is no object with a 'what' and a 'value'")
+    for field, value in row.items():
+        if field not in FIELDS:
+            raise ValueError(f"a row has no field {field!r:.40}: there are {', '.join(FIELDS)}")
+        if FIELDS[field] is float:
+            row[field] = value = _number(value)
+        elif FIELDS[field] is int and isinstance(value, bool):
+            value = None
+        if not isinstance(value, (int, float) if FIELDS[field] is float else FIELDS[field]):
+            raise ValueError(f"field {field!r} is no {FIELDS[field].__name__}: {value!r:.40}")
+    return row

@@ -1,0 +1,200 @@
+"""rows.jsonl of every command, and `fh.results`: runs, sweeps, seeds, archives as one frame."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+import time
+
+import numpy as np
+import pytest
+from builders import jreg_runs, nucl_runs, score, write_run
+from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of, write_results
+from ffn_heterogeneity.report import frame as frames
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+ARCHIVES = sorted((REPOSITORY / "docs/results/runs").glob("*.tar.xz"))
+# What docs/rows.md lists, "<loss>" and the like standing for any word.
+NAMES = [
+    re.compile(re.sub(r"<\w+>", r"[^/]+(/.+)?", name))
+    for cell in re.findall(r"^\| (.+?) \|", (REPOSITORY / "docs/rows.md").read_text(), re.M)
+    for name in cell.replace("`", "").split(", ")
+    if not name.startswith("<")
+]
+
+
+def listed(what: str) -> bool:
+    """Whether the page has the name, by itself or behind the reading or the loss it is of."""
+    what = what.removesuffix("/median")
+    return any(name.fullmatch(part) for name in NAMES for part in (what, what.rpartition("/")[2]))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A work directory of every command."""
+    root = tmp_path_factory.mktemp("runs")
+    model, text = save_tiny(root / "tiny"), root / "text.txt"
+    text.write_text(TEXT)
+    train = {"data.path": str(text), "steps": 2, "batch_size": 2, "seq_len": 16, "seeds": (0, 1),
+             "data.validation_fraction": 0.2, "data.passage_chars": 100, "eval.max_batches": 1,
+             "tensorboard": False}  # fmt: skip
+    read = {"text": str(text), "window": 27, "max_windows": 3, "compute_dtype": "float32"}
+    own = {"model": str(model)}
+    fh.run("train", f"nucl_finetune:{model},text", root / "train", train)
+    fh.run("evaluate", "perplexity", root / "evaluate", own | read)
+    for name in ("connectivity", "displacement", "massive"):
+        more = read if name == "displacement" else {}
+        fh.run("evaluate", f"analyze:{name}", root / "analyze" / name, own | more)
+    fh.run("in_memory", "prune_table", root / "in_memory", own | read)
+    fh.run("surgery", "prune", root / "compress", own)
+    return root
+
+
+SCHEMA = {
+    "train/seed_0": {"nll": {"split", "step", "seed"}, "nucl": {"split", "step", "seed"},
+                     "best/nll": {"split", "step", "seed"}, "seconds": {"seed"}},
+    "evaluate": {"nll": {"n", "units"}, "perplexity": {"n", "units"}},
+    "analyze/connectivity": {"entropy": {"layer"}, "mstd": {"layer"}},
+    "analyze/displacement": {"before_final_norm/psi": {"layer"}, "after_final_norm/zeta_L": set()},
+    "analyze/massive": {"h_out": {"layer", "neuron"}, "h_out/median": {"layer"},
+                        "massive_rank": {"layer", "neuron"}, "layer": set()},
+    "in_memory": {"perplexity": {"n", "units", "seed"}, "ffn_widths_after": {"layer", "seed"},
+                  "parameters_removed_percent": {"seed"}},
+    "compress": {"ffn_widths_after": {"layer", "seed"}, "parameters_after": {"seed"}},
+}  # fmt: skip
+
+
+def test_the_rows_of_every_command(runs):
+    """Their fields; the file holds what `rows_of` makes of results.json; the page lists them."""
+    everything = fh.results(runs)
+    unlisted = [what for what in everything.what.unique() if not listed(what)]
+    assert unlisted == []
+    for name, wanted in SCHEMA.items():
+        own = everything[everything.run == str(runs / name)]
+        for what, fields in wanted.items():
+            rows = own[own.what == what]
+            assert len(rows), f"{name}: no {what}"
+            has = {field for field in FIELDS if rows[field].notna().all()}
+            assert has == {"what", "value", *fields}, f"{name}: {what}"
+        results = json.loads((runs / name / "results.json").read_text())
+        text = (runs / name / "rows.jsonl").read_text()
+        assert [json.loads(line) for line in text.splitlines()] == rows_of(results)
+    assert set(everything[everything.what == "h_out"].layer) == {1, 2, 3, 4}
+
+
+def test_a_run_over_seeds_is_its_seeds_and_settings_are_columns(runs):
+    frame = fh.results(runs / "train")
+    assert set(frame.run) == {str(runs / "train" / f"seed_{seed}") for seed in (0, 1)}
+    assert set(frame.seed) == {0, 1} and set(frame["config.losses.nucl.variant"]) == {"mstd"}
+    assert frame["step"].dtype == "Int64" and frame.value.dtype == "float64"
+    results = json.loads((runs / "train/seed_1/results.json").read_text())
+    last = frame[(frame.what == "nll") & (frame.seed == 1) & (frame.step == 2)]
+    assert last.value.item() == results["final"]["validation/nll"]
+
+
+def test_archives_are_read_as_what_is_in_them(runs, tmp_path):
+    path = tmp_path / "all.tar.xz"
+    with tarfile.open(path, "w:xz") as archive:
+        archive.add(runs / "train", "runs/train")
+        archive.add(runs / "evaluate", "runs/evaluate")
+    inside, outside = fh.results(path), fh.results(runs / "train", runs / "evaluate")
+    shown = [*FIELDS, "config.seed", "config.window"]
+    assert len(inside) == len(outside) and inside.run.str.startswith(str(path)).all()
+    keys = ["run", "what", "step"]
+    one, other = (frame.sort_values(keys)[shown].astype(str) for frame in (inside, outside))
+    assert sorted(one.values.tolist()) == sorted(other.values.tolist())
+
+
+@pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name.split(".tar")[0])
+def test_the_archives_that_are_kept(path):
+    """Runs of earlier versions: every name is listed, every run is there with its settings."""
+    frame = fh.results(path)
+    assert not [what for what in frame.what.unique() if not listed(what)]
+    with tarfile.open(path) as archive:
+        folders = {name.rpartition("/")[0] for name in archive.getnames() if "results" in name}
+    assert frame.run.nunique() == len(folders) and frame["config.model"].notna().all()
+
+
+def test_runs_of_the_earlier_engine(tmp_path):
+    """Values stand under the names that their files had; an accuracy has its interval."""
+    write_run(tmp_path / "scored", {"model": "m"}, {"tasks": {"piqa": score(0.5, shots=2)}})
+    row = fh.results(tmp_path / "scored").set_index("what").loc["acc"]
+    assert (row.value, row.low, row.high, row.n) == (0.5, 0.4, 0.6, 100)
+    assert (row.task, row.shots, row.how) == ("piqa", 2, "Wilson")
+    nucl_runs(tmp_path / "nucl")
+    jreg_runs(tmp_path / "jreg")
+    frame = fh.results(tmp_path / "nucl", tmp_path / "jreg")
+    removed = frame[(frame.what == "perplexity") & (frame["config.criterion"] == "random")]
+    assert sorted(removed.value) == [400, 500, 900] and set(removed.seed) == {0, 1, 2}
+    seeds = frame[frame.run.str.contains("/many/") & (frame.what == "jreg/zeta_L")]
+    assert set(zip(seeds.seed, seeds.step, strict=True)) == {(3, 20), (4, 20)}
+    series = frame[frame.run.str.endswith("/series") & frame.what.str.endswith("zeta_L")]
+    assert set(series.step) == {1000, 2000}
+
+
+def test_numbers_that_are_none_and_text_that_is_markdown(tmp_path):
+    task = {"n": 3, "acc": 0.5, "acc_low": 0.1, "acc_high": 0.9}
+    results = {"nll": float("nan"), "perplexity": float("inf"), "note": "| <b>bold</b> |"}
+    results |= {"ok": True, "tasks": {"<script>": task}}
+    write_results(tmp_path, results)
+    frame = fh.results(tmp_path)
+    assert set(frame.what) == {"nll", "perplexity", "acc"} and set(frame.task.dropna()) == {
+        "<script>"
+    }
+    values = frame.set_index("what").value
+    assert np.isnan(values["nll"]) and np.isinf(values["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"what": "nll"}', "'value'"),
+        ("[1]", "no row"),
+        ("{", "Expecting"),
+        ('{"what": "nll", "value": "low"}', "'value' is no float: None"),
+        ('{"what": "nll", "value": 1, "layer": 1.5}', "'layer' is no int"),
+        ('{"what": "nll", "value": true}', "'value' is no float"),
+        ('{"what": 3, "value": 1}', "'what' is no str"),
+        ('{"what": "nll", "value": 1, "cell": "x"}', "no field 'cell'"),
+        ('{"what": "' + "x" * MAX_LINE + '", "value": 1}', "characters"),
+    ],
+)
+def test_damaged_rows_are_refused_by_file_and_line(line, words, tmp_path):
+    good = '{"what": "nll", "value": 1.0}\n'
+    with pytest.raises(ValueError, match=rf"x, line 2: .*{words}"):
+        read_rows(good + line, "x")
+    (tmp_path / "rows.jsonl").write_text(good + line)
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2"):
+        fh.results(tmp_path)
+
+
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no directory of runs"):
+        fh.results(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="holds no run"):
+        fh.results(tmp_path)
+    (tmp_path / "bad.tar.xz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"bad.tar.xz is no archive"):
+        fh.results(tmp_path / "bad.tar.xz")
+    (tmp_path / "results.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="names and values"):
+        fh.results(tmp_path)
+    monkeypatch.setattr(frames, "MAX_FILE", 3)
+    with pytest.raises(ValueError, match="more than the 3"):
+        fh.results(tmp_path)
+
+
+def test_a_thousand_runs_are_read_in_seconds(tmp_path):
+    config = config_of("prune_table", model="m").to_dict()
+    results = {"perplexity": 3.0, "nll": 1.1, "ffn_widths_after": [4] * 30}
+    results |= {"nll_windows": [1.0] * 40, "windows": 40}
+    for i in range(1000):
+        write_run(tmp_path / f"run{i}", config | {"seed": i}, results)
+    start = time.perf_counter()
+    frame = fh.results(tmp_path)
+    assert time.perf_counter() - start < 10 and frame.run.nunique() == 1000
+    assert frame[frame.what == "ffn_widths_after"].layer.max() == 30
