@@ -176,8 +176,8 @@ def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu(remat):
     params = random_params(config)
     batch = {"tokens": jnp.asarray(np.random.default_rng(3).integers(0, 29, (2, 12)))}
 
-    def gradient(remat):
-        options = RunOptions(jnp.bfloat16, remat, attention="xla", platform="cpu")
+    def gradient(remat, dtype=jnp.bfloat16):
+        options = RunOptions(dtype, remat, attention="xla", platform="cpu")
 
         def loss(params):
             hidden = causal_lm.forward(config, params, batch, options=options)["hidden"]
@@ -192,9 +192,9 @@ def test_no_half_precision_is_written_into_a_stack_of_layers_on_a_cpu(remat):
     assert "bf16" not in {dtype for _, dtype in written}
     # The block's input at least.
     assert (f"2x12x{config.d_model}", "ui16") in [(s.removeprefix("1x"), d) for s, d in written]
-    kept, whole = gradient(remat)(params), gradient("none")(params)
-    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-2 * float(jnp.abs(other).max()))
+    kept, exact = gradient(remat)(params), gradient("none", jnp.float32)(params)
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-2, atol=5e-2 * float(jnp.abs(other).max()))
 
 
 def test_auto_is_what_the_machine_multiplies_fast(monkeypatch, tmp_path):

@@ -15,9 +15,11 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import evaluate as evaluating
 from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.train.build import objective_of, static_key
 from ffn_heterogeneity.train.loop import TrainingDiverged
+from ffn_heterogeneity.train.objectives import make_forward
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import starting_model
 
@@ -138,6 +140,16 @@ def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling
     assert len(seen[0]) >= 12
     np.testing.assert_allclose(seen[1], seen[0], rtol=2e-4, atol=1e-5)
     assert sizes[1] < sizes[0]
+
+
+def test_hidden_states_of_rows_that_stand_together_are_laid_out_as_the_batch(files):
+    config = read(config_for(files, together=4, lengths=(8, 16)))
+    start = starting_model(config)
+    objective = objective_of(config, start.config)
+    batch = next(objective.data(start.tokenizer, range(8)).batches)
+    outputs = make_forward(objective, start.config, RunOptions())(start.params, batch)
+    assert outputs["hidden"].shape == (*batch["tokens"].shape, start.config.d_model)
+    assert outputs["predictions"].shape == (8, 2)
 
 
 def test_rows_that_cannot_stand_together(files):
