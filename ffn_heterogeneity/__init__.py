@@ -26,6 +26,7 @@ _FACE = (
     "push",
     "run",
     "results",
+    "curves",
 )
 _ROOMS = (
     "adapters",

@@ -19,6 +19,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.load import load_model as load_model
+from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 from ffn_heterogeneity.wording import check_choice
 

@@ -1,8 +1,8 @@
 """Reports a run, compares several, or makes a paper's tables and figures from them.
 
 Example:
-  python scripts/report.py --compare runs/alpha-0 runs/alpha-10 --output=runs/alphas
   python scripts/report.py runs/alpha-10
+  python scripts/report.py --compare runs/alpha-0 runs/alpha-10 --output=runs/alphas
   python scripts/report.py --paper=nucl runs/alpha runs/table4 runs/pairs --out=runs/paper
   python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
 
@@ -10,9 +10,9 @@ Reads config.json, results.json and metrics.jsonl of the runs' work directories,
 while they run; a run over seeds is shown as mean [low, high]. Differences and ratios are against
 the first run. Writes <output>/compare.md and compare.png (of one run: report.md and report.png).
 
---paper=nucl (or jreg) takes directories of runs and of sweeps, and writes <output>/nucl.md and each
-table (Markdown, CSV) and figure (PNG, CSV) beside the paper's own numbers; what was not measured is
-"-". --benchmarks takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
+--paper=nucl takes directories of runs and sweeps, or archives of them, and writes <output>/nucl.md,
+each table and figure beside the paper's own numbers; what was not measured is "-". --benchmarks
+takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ import time
 
 from absl import flags
 
+from ffn_heterogeneity import papers
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.report.benchmarks import write_page
 from ffn_heterogeneity.report.compare import write_report
-from ffn_heterogeneity.report.engine import PAPERS, write_paper
 
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
 _OUTPUT = flags.DEFINE_string(
     "output", None, "Directory to write; default: runs/compare-<date>-<time> (or runs/report-...)."
 )
 flags.DEFINE_alias("out", "output")
-_PAPER = flags.DEFINE_enum("paper", None, list(PAPERS), "Make this paper's tables and figures.")
+_PAPER = flags.DEFINE_enum("paper", None, papers.NAMES, "Make this paper's tables and figures.")
 _BENCHMARKS = flags.DEFINE_bool("benchmarks", False, "Make a page of these results.json.")
 RUNS: list[str] = []
 
 
 def main() -> None:
     if _COMPARE.value and len(RUNS) < 2:
-        raise ValueError(
-            f"--compare needs two or more run directories, given: {', '.join(RUNS) or 'none'}"
-        )
+        given = ", ".join(RUNS) or "none"
+        raise ValueError(f"--compare needs two or more run directories, given: {given}")
     if _BENCHMARKS.value:
         print(write_page(RUNS, _OUTPUT.value or "docs"), end="")
         return
     if _PAPER.value:
         output = _OUTPUT.value or f"runs/{_PAPER.value}-{time.strftime('%Y%m%d-%H%M%S')}"
-        print(write_paper(_PAPER.value, RUNS, output), end="")
+        print(papers.write(_PAPER.value, RUNS, output), end="")
         print(f"{output}/{_PAPER.value}.md", file=sys.stderr)
         return
     name = "compare" if len(RUNS) > 1 else "report"

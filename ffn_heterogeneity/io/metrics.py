@@ -173,14 +173,24 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
       ValueError: a line other than the last is not JSON with a step.
     """
     path = epath.Path(path)
-    lines, rows = path.read_text().splitlines() if path.exists() else [], []
+    rows = parse_metrics(path.read_text() if path.exists() else "", path)
+    return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+
+def parse_metrics(text: str, source: str | os.PathLike) -> list[dict]:
+    """The rows in the text of a `metrics.jsonl`; `source` is what an error names.
+
+    Raises:
+      ValueError: see `read_metrics`.
+    """
+    lines, rows = text.splitlines(), []
     for number, line in enumerate(lines, 1):
         row = _row(line)
         if row is not None:
             rows.append(row)
         elif number < len(lines):
-            raise ValueError(f"{path}, line {number} is not JSON with a step: {line[:60]}")
-    return [row for row in rows if last_step is None or row["step"] <= last_step]
+            raise ValueError(f"{source}, line {number} is not JSON with a step: {line[:60]}")
+    return rows
 
 
 def missing_steps(

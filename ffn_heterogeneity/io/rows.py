@@ -85,6 +85,14 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*_special(results), *_of_object(results, "", {})]
 
 
+def measurement(name: str, value: Any, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row of a number, or the rows of a list with one a layer; none of anything else."""
+    if _number(value) is not None:
+        yield _row(name, value, where)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        yield from _of_list(value, name, where)
+
+
 def _special(results: dict[str, Any]) -> Iterator[dict]:
     """What has a form of its own, taken out of the results: the best evaluation, neurons named."""
     best = results.pop("best", None)
@@ -146,9 +154,10 @@ def _row(name: str, value: Any, where: Mapping[str, Any]) -> dict[str, Any]:
 
 def _interval(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """low, high, n and how, of the value's neighbours; of a text's windows n and where they are."""
+    if name in ("nll", "perplexity") and "nll_windows" in values:
+        return {"n": len(values["nll_windows"]), "units": f"{RESULTS}:nll_windows"}
     if name in ("nll", "perplexity") and _is_int(values, "windows"):
-        units = {"units": f"{RESULTS}:nll_windows"} if "nll_windows" in values else {}
-        return {"n": values["windows"], **units}
+        return {"n": values["windows"]}
     low, high = (values.get(f"{name}_{end}") for end in ("low", "high"))
     if low is None or high is None:
         return {}

@@ -16,7 +16,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import on_main, say
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.report.tables import student
+from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.train.shared import Shared
 
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.

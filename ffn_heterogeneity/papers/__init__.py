@@ -1,1 +1,41 @@
-"""What papers print (JSON), and the tables, curves and claims that a report makes of it."""
+"""What papers print (JSON), and their tables, figures and claims as functions of runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ffn_heterogeneity.report.paper import Paper
+
+NAMES = ["nucl", "jreg", "massive_weights"]
+
+
+def load(name: str) -> Paper:
+    """The report of a paper of `NAMES`.
+
+    Raises:
+      ImportError: pandas is not installed.
+    """
+    try:
+        return importlib.import_module(f"{__name__}.{name}").PAPER
+    except ModuleNotFoundError as error:
+        if error.name != "pandas":
+            raise
+        hint = "a paper's report needs pandas: pip install 'ffn-heterogeneity[plots]'"
+        raise ImportError(hint) from None
+
+
+def write(name: str, paths: Sequence[str], output: str | os.PathLike) -> str:
+    """Writes the report of a paper; see `report.paper.write_paper`.
+
+    Raises:
+      ImportError: pandas is not installed.
+    """
+    paper = load(name)
+
+    from ffn_heterogeneity.report.paper import write_paper
+
+    return write_paper(paper, paths, output)

@@ -2,115 +2,284 @@
 
 from __future__ import annotations
 
-from ffn_heterogeneity.papers import specs
-from ffn_heterogeneity.papers.specs import Accuracy, Against, At, Claim, Curves, Kind, Label, Table
+import os
+from itertools import pairwise
+
+import numpy as np
+import pandas
+
+from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report.paper import Paper, Runs
+from ffn_heterogeneity.report.records import (
+    Frame,
+    as_row,
+    cells,
+    claimed,
+    labelled,
+    matching,
+    points,
+    records,
+    scores,
+)
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
+from ffn_heterogeneity.report.versus import versus
 
 WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
 NLL, PSI, ENTROPY = "validation/nll", "validation/jreg/psi", "validation/entropy/ent/ffn_out/mean"
 RATES = {rate: f"validation/jreg/{rate}" for rate in ("zeta_L", "zeta_L-1", "zeta_L-2")}
-ZETA = RATES["zeta_L"]
+ZETA, METRICS = RATES["zeta_L"], {**RATES, "validation NLL": NLL}
+DEPTH, ANALYSIS = "angular displacement", {"analysis": "displacement"}
+ORDER = (OPEN, FAILS, HOLDS)  # of a record the first that one of its seeds says
+READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "positions", "compute_dtype")
-BASELINE, OURS = {WEIGHT: (0, None)}, {WEIGHT: bool}
-AFTER = ", {steps:,d} steps"
-NAME = Label("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}" + AFTER,
-             {"baseline" + AFTER: BASELINE})  # fmt: skip
 SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
-KINDS = {
-    "pretraining": Kind(
-        {"shape.layers": bool},
-        ("model", "revision", "tokenizer", "batch_size", "seq_len", "steps", "dropout", "freeze",
-         "compute_dtype", "train_only", "eval.max_batches", "shape.", "data.", "optimizer.",
-         "losses.", "monitors."),
-        ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len"),
-        NAME, {"shape.layers": bool},
-        (WEIGHT, "losses.jreg.final_norm", "losses.jreg.positions", "losses.jreg.term",
-         "losses.nll.")),
-    "displacement": Kind({"analysis": "displacement"}, ("path", "reading", *EVALUATION),
-                         ("path", "reading"),
-                         Label("{model}, h_L {reading} the final norm")),
-}  # fmt: skip
-
-PLAIN = {"where": BASELINE, "free": (WEIGHT, ALPHA)}
+BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: bool}
+TRAINED = ("model", "revision", "tokenizer", "batch_size", "seq_len", "steps", "dropout", "freeze",
+           "compute_dtype", "train_only", "eval.max_batches", "shape.", "data.", "optimizer.",
+           "losses.", "monitors.")  # fmt: skip
+# Settings of losses that count where JREG has no weight.
+ALWAYS = (WEIGHT, "losses.jreg.final_norm", "losses.jreg.positions", "losses.jreg.term",
+          "losses.nll.")  # fmt: skip
 # The paper's names are not the numbers of parameters.
-SIZES = Label("{shape.layers}x{shape.d_model}/{shape.ffn_width}", {
+SIZE = "{shape.layers}x{shape.d_model}/{shape.ffn_width}"
+SIZES = (SIZE, {
     name: dict(zip(SHAPE, shape, strict=True))
     for name, shape in {"170M": (12, 768, 2048), "1B": (16, 2048, 5376),
                         "3.4B": (30, 3072, 8192)}.items()})  # fmt: skip
-METHOD = Label("JREG (ours)", {"Baseline": BASELINE})
-SHARPNESS = Label("{losses.jreg.alpha:.1f}", {"-": BASELINE})
-ROW = {"Size": SIZES, "Method": METHOD, "alpha": SHARPNESS}
+READING = "{model}, h_L {reading} the final norm"
+NAME = ("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}, {steps:,d} steps",
+        {READING: ANALYSIS, "baseline, {steps:,d} steps": BASELINE})  # fmt: skip
+LOSS = ("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}", {"baseline": BASELINE})
+ROW = {"Size": SIZES, "Method": ("JREG (ours)", {"Baseline": BASELINE})}
+ROW["alpha"] = ("{losses.jreg.alpha:.1f}", {"-": BASELINE})
 HERE = "here: lambda {losses.jreg.weight:g}, {steps:,d} steps of {batch_size} x {seq_len}"
-LOSS = Label("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}", {"baseline": BASELINE})
-RUN_ON = Label(SIZES.default + AFTER)
-READING = Label("{model}, h_L {reading} the final norm")
-MODEL, MODELS = Label("{model}"), {"series": False}
-TASKS = {
-    "ARC-e": Accuracy("arc_easy"), "BoolQ": Accuracy("boolq"), "HellaSwag": Accuracy("hellaswag"),
-    "LAMBADA": Accuracy("lambada_openai"), "PIQA": Accuracy("piqa"), "RACE": Accuracy("race"),
-    "SocialIQA": Accuracy("social_iqa"), "SciQ": Accuracy("sciq"), "SWAG": Accuracy("swag"),
-}  # fmt: skip
-LABELS = {"size": SIZES, "loss": LOSS, "steps": Label("{steps:,d}")}
-METRICS = {**RATES, "validation NLL": NLL}
-PRETRAINING = ("pretraining",)
+LABELS = {"size": SIZES, "loss": LOSS, "steps": "{steps:,d}"}
+RUN_ON = SIZE + ", {steps:,d} steps"
+TASKS = printed("jreg")["tasks"]
+SETTINGS = dict.fromkeys((WEIGHT, ALPHA, *SHAPE, *EVALUATION, "analysis", "series"))
+SETTINGS |= dict.fromkeys(("steps", "batch_size", "seq_len"))
+TABLE_1 = (7.16, 22.2)  # zeta_L of its models: the lowest, the highest
 
-TABLES = (
-    Table("table_1", ("displacement",), {"Model": MODEL}, RATES, MODELS,
-          here="here: h_L {reading} the final norm"),
-    Table("table_2", PRETRAINING, ROW, {**TASKS, "avg": tuple(TASKS.values())}, here=HERE),
-    Table("table_3", PRETRAINING, ROW, RATES, here=HERE, notes=(
-        "Here: at the end of training, of the displacement averaged over the validation text.",)),
-    Table("table_7", ("displacement", "pretraining"), {
-        "Model": Label("{model}", {"trained here": {"shape.layers": bool}}),
-        "Size": Label("-", SIZES.names)},
-        {f"{fifth}%": At(ZETA, fifth / 100) for fifth in (20, 40, 60, 80, 100)},
-        {"series": (True, None)}, here="here: {name}"),
-    Table("figure_5", PRETRAINING, {"Size": SIZES, "steps": Label("{steps:,d}")},
-          {"zeta_L": ZETA}, BASELINE, here=HERE),
-    Table("pretraining", PRETRAINING, LABELS, {
-        "tokens": "tokens", "parameters": "parameters", **METRICS, "entropy": ENTROPY, "*": True},
-        here="here", title="Ours: pre-training without and with JREG", notes=(
-        "Tokens: steps x batch x length. Entropy: of a neuron's outgoing weights, in nats.",)),
-    Table("paired", PRETRAINING, LABELS, {
-        name: Against(path, **PLAIN) for name, path in METRICS.items()}, OURS, here="here",
-        title="Ours: JREG less the baseline of the same seed, steps and setup"),
-    Table("models", ("displacement",), {"model": MODEL, "h_L": Label("{reading} the final norm")},
-          {**RATES, "layers": "layers", "tokens": "tokens", "text": "text"}, here="here",
-          title="Ours: what the jump rates of models were measured on"),
-)  # fmt: skip
 
-JUMPS = {f"{name} (%)": path for name, path in RATES.items()}
-DEPTH = {"angular displacement": PSI}
-GROUP = Label(SIZES.default, {"checkpoints": {"analysis": "displacement"}})
-CURVES = (
-    Curves("figure_2", ("displacement",), MODEL, Label("{reading} the final norm"), DEPTH, "layer",
-           where=MODELS),
-    Curves("figure_4", ("displacement", "pretraining"), Label("{name}"), Label("step"), DEPTH,
-           "layer", where={"series": (True, None)}, by_step=True),
-    Curves("psi", PRETRAINING, SIZES, Label("{name}"), DEPTH, "layer",
-           title="Ours: displacement by layer at the last evaluation, without and with JREG"),
-    Curves("curves", ("pretraining", "displacement"), GROUP, Label("{name}"),
-           {**JUMPS, "validation NLL": NLL}, where={"series": (True, None)},
-           title="Ours: jump rates and loss over training"),
-)  # fmt: skip
+# ---- runs
 
-COMPARED = ("compare", "pretraining", OURS, RUN_ON)
-CLAIMS = (
-    Claim("the mean of the nine accuracies is above the baseline's at every alpha", "Section 5.1",
-          *COMPARED, {"value": Against(tuple(TASKS.values()), **PLAIN), "sign": 1, "label": LOSS}),
-    Claim("zeta_L is below the baseline's at every alpha", "Section 5.1", *COMPARED,
-          {"value": Against(ZETA, **PLAIN), "sign": -1, "label": LOSS}),
-    Claim("zeta_L is 0 at alpha 0.5 and above", "Section 5.1: 170M; 1B and 3.4B at every setting",
-          "between", *COMPARED[1:], {"value": ZETA, "low": 0.0, "high": 0.005, "label": LOSS,
-                                     "at_least": (ALPHA, 0.5)}),
-    Claim("zeta_L grows from checkpoint to checkpoint", "Section 2.3, Table 7",
-          "rising", "pretraining", BASELINE, COMPARED[3], {"metric": ZETA}),
-    Claim("zeta_L grows from checkpoint to checkpoint", "Section 2.3, Table 7",
-          "rising", "displacement", {"series": True}, READING, {"metric": ZETA}),
-    Claim("zeta_L of a published model lies between 7.16 and 22.2", "Table 1: its four models",
-          "between", "displacement", {**MODELS, "written here": False},
-          Label("{reading} the final norm"),
-          {"value": ZETA, "low": 7.16, "high": 22.2, "label": MODEL}),
-    Claim("the validation NLL is no worse than the baseline's", "ours: the paper prints no loss",
-          *COMPARED, {"value": Against(NLL, **PLAIN), "sign": -1, "label": LOSS}),
-)  # fmt: skip
-PAPER = specs.Paper("jreg", KINDS, TABLES, CURVES, CLAIMS)
+
+def displacements(rows: Frame) -> Frame:
+    """Analyses of models, or of a series of checkpoints: a record for each reading of h_L."""
+    trained = rows[rows["shape.layers"].notna()]["run"]
+    rows = rows[rows.analysis == "displacement"]
+    place = rows.text.where(rows.text.astype(bool), rows.token_ids)
+    rows = rows.assign(model=two_names(rows), text=[os.path.basename(str(x)) for x in place])
+    rows["written here"], parts = rows.origin.isin(trained), []
+    for start, reading in READINGS.items():
+        its = rows[rows.what.str.startswith(start) | (rows.what == "tokens")]
+        name = its.what.str.replace(start, "validation/jreg/", regex=False)
+        run = its["run"] + f" ({reading})"
+        its = its.assign(what=name, reading=reading, path=its["run"], run=run)
+        steps = its[its.what == PSI].groupby("path")["step"].count()
+        for path in set(rows["run"]) - set(steps.index):
+            raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
+        parts.append(its.assign(series=its.path.map(steps > 0)))
+    rows = pandas.concat(parts, ignore_index=True)
+    return records(rows, ("path", "reading", *EVALUATION), ("path", "reading"))
+
+
+def two_names(rows: Frame) -> pandas.Series:
+    """Models' names; two analyses of one model have two."""
+    runs = rows.drop_duplicates("run")
+    several = runs[runs.model.duplicated(keep=False)].model
+    names = rows.model + " (" + rows["run"].map(os.path.basename) + ")"
+    return rows.model.where(~rows.model.isin(several), names)
+
+
+def trainings(rows: Frame) -> Frame:
+    """Models trained from nothing, without and with JREG."""
+    rows = rows[rows["shape.layers"].notna()]
+    shown = ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len")
+    return records(rows, TRAINED, shown, {"shape.layers": bool}, ALWAYS)
+
+
+def over_steps(runs: Runs) -> Frame:
+    """Curves of trainings, and what was measured of series of checkpoints."""
+    read = matching(runs["displacement"], {"series": True})
+    first = len(runs["displacement"])
+    trained = runs["curves"].assign(record=runs["curves"]["record"] + first)
+    return pandas.concat([read, trained], ignore_index=True)
+
+
+# ---- tables
+
+
+def table_1(runs: Runs) -> Frame:
+    rows = cells(matching(runs["displacement"], {"series": False}), RATES)
+    return labelled(rows, {"Model": "{model}"}, "here: h_L {reading} the final norm")
+
+
+def table_2(runs: Runs) -> Frame:
+    return labelled(scores(runs["pretraining"], TASKS, "avg"), ROW, HERE)
+
+
+def table_3(runs: Runs) -> Frame:
+    return labelled(cells(runs["pretraining"], RATES), ROW, HERE)
+
+
+def table_7(runs: Runs) -> Frame:
+    rows = over_steps(runs)
+    finished = rows.series.notna() | rows["run"].isin(runs["pretraining"]["run"])
+    rows = rows[(rows.what == ZETA) & finished]
+    last = rows.groupby("record")["step"].transform("max")
+    last = rows.steps.where(rows.steps.notna(), last).astype(float)
+    shares = (20, 40, 60, 80, 100)
+    fifths = {f"{x}%": rows[rows["step"] == (x / 100 * last).round()] for x in shares}
+    labels = {"Model": ("{model}", {"trained here": {"shape.layers": bool}})}
+    labels["Size"] = ("-", SIZES[1])
+    here = (f"here: {NAME[0]}", {f"here: {name}": match for name, match in NAME[1].items()})
+    return labelled(cells(rows, fifths), labels, here)
+
+
+def figure_5(runs: Runs) -> Frame:
+    rows = cells(matching(runs["pretraining"], BASELINE), {"zeta_L": ZETA})
+    return labelled(rows, {"Size": SIZES, "steps": "{steps:,d}"}, HERE)
+
+
+def pretraining(runs: Runs) -> Frame:
+    rows = runs["pretraining"]
+    first = rows.drop_duplicates("record")
+    tokens = first.assign(value=first.steps * first.batch_size * first.seq_len, low=None)
+    columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
+    columns |= dict(iter(scores(rows).groupby("what", sort=False)))
+    return labelled(cells(rows, columns), LABELS, "here")
+
+
+def paired(runs: Runs) -> Frame:
+    columns = {name: against_baseline(runs, what) for name, what in METRICS.items()}
+    return labelled(cells(runs["pretraining"], columns), LABELS, "here")
+
+
+def against_baseline(runs: Runs, what: str) -> Frame:
+    ours, base = (matching(runs["pretraining"], match) for match in (OURS, BASELINE))
+    return versus(ours, what, base, TRAINED, (WEIGHT, ALPHA))
+
+
+def models(runs: Runs) -> Frame:
+    rows = runs["displacement"]
+    layers = rows[rows.what == PSI].groupby("record").layer.max()
+    first = rows.drop_duplicates("record")
+    columns = {**RATES, "layers": first.assign(value=first["record"].map(layers))}
+    columns |= {"tokens": "tokens", "text": first.assign(value=first.text)}
+    labels = {"model": "{model}", "h_L": "{reading} the final norm"}
+    return labelled(cells(rows, columns), labels, "here")
+
+
+# ---- figures
+
+
+def figure_2(runs: Runs) -> Frame:
+    rows = matching(runs["displacement"], {"series": False})
+    return by_layer(rows, "{model}", "{reading} the final norm")
+
+
+def psi(runs: Runs) -> Frame:
+    return by_layer(runs["curves"], SIZES, NAME)
+
+
+def by_layer(rows: Frame, panel: object, line: object) -> Frame:
+    """Displacements at the last step that all seeds of a record have."""
+    rows = rows[rows.what == PSI].assign(column=DEPTH)
+    step = rows["step"].fillna(0)
+    seeds = rows.groupby("record")["run"].transform("nunique")
+    having = rows.assign(at=step).groupby(["record", "at"])["run"].transform("nunique")
+    last = step.where(having == seeds).groupby(rows["record"]).transform("max")
+    return points(rows[step == last], panel, line, "layer")
+
+
+def figure_4(runs: Runs) -> Frame:
+    """A line for each evaluated step, at most five of them."""
+    rows = over_steps(runs)
+    rows = rows[rows.what == PSI].assign(column=DEPTH)
+    chosen = [rows.head(0)]
+    for _, its in rows.groupby("record", sort=False):
+        steps = sorted(its["step"].unique())
+        some = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))}
+        chosen.append(its[its["step"].isin(some if len(steps) > 1 else ())].sort_values("step"))
+    made = points(pandas.concat(chosen), "", NAME, "layer")
+    return made.assign(panel=made.line, line=[f"step {step:,d}" for step in made["step"]])
+
+
+def curves(runs: Runs) -> Frame:
+    panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
+    rows = over_steps(runs)
+    every = {name: rows[rows.what == what] for name, what in panels.items()}
+    return points(cells(rows, every), (SIZE, {"checkpoints": ANALYSIS}), NAME)
+
+
+# ---- claims
+
+
+def mean_accuracy(runs: Runs) -> Frame:
+    rows = runs["pretraining"]
+    rows = pandas.concat([rows, scores(rows, TASKS, "avg")], ignore_index=True)
+    return claimed(against_baseline({"pretraining": rows}, "avg"), RUN_ON, LOSS)
+
+
+def below_baseline(runs: Runs) -> Frame:
+    return claimed(against_baseline(runs, ZETA), RUN_ON, LOSS, -1)
+
+
+def no_worse(runs: Runs) -> Frame:
+    return claimed(against_baseline(runs, NLL), RUN_ON, LOSS, -1)
+
+
+def no_jump(runs: Runs) -> Frame:
+    rows = matching(runs["pretraining"], OURS)
+    rows = rows[rows[ALPHA].astype(float) >= 0.5]
+    return claimed(within(rows, 0.0, 0.005), RUN_ON, LOSS)
+
+
+def published(runs: Runs) -> Frame:
+    rows = matching(runs["displacement"], {"series": False, "written here": False})
+    return claimed(within(rows, *TABLE_1), "{reading} the final norm", "{model}")
+
+
+def within(rows: Frame, low: float, high: float) -> Frame:
+    """Whether the last zeta_L lies there, of every seed."""
+    rows = cells(rows, {"zeta_L": ZETA})
+    told = rows["value"].between(low, high).map({True: HOLDS, False: FAILS})
+    told = told.where(np.isfinite(rows["value"]), OPEN)
+    worst = told.groupby(rows["record"]).transform(lambda its: min(its, key=ORDER.index))
+    return rows.assign(verdict=worst)
+
+
+def rising(runs: Runs) -> Frame:
+    """It grows from each fifth of training to the next; else between all evaluated steps."""
+    rows = over_steps(runs)
+    finished = rows["run"].isin(runs["pretraining"]["run"]) & rows[WEIGHT].fillna(0).eq(0)
+    rows = rows[(rows.what == ZETA) & (rows.series.notna() | finished)]
+    run_on = (RUN_ON, {READING: ANALYSIS})
+    made = [claimed(rows.head(0), run_on, "")]
+    for _, its in rows.groupby("record", sort=False):
+        table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)
+        fifths = [round(x * max(table.columns, default=0) / 5) for x in range(1, 6)]
+        steps = fifths if set(fifths) <= set(table.columns) else [x for x in table.columns if x]
+        for before, step in pairwise(steps):
+            apart = (table[step] - table[before]).tolist()
+            told = verdict(interval(apart), 1) if any(apart) else FAILS
+            row = its.head(1).assign(verdict=told, **as_row(interval(apart)))
+            made.append(claimed(row, run_on, f"step {step:,d}"))
+    return pandas.concat(made, ignore_index=True)
+
+
+PAPER = Paper(
+    "jreg",
+    printed("jreg"),
+    {
+        "displacement": lambda rows, _: displacements(rows),
+        "pretraining": lambda rows, _: trainings(rows),
+        "curves": lambda _, curves: trainings(curves),
+    },
+    (table_1, table_2, table_3, table_7, figure_5, pretraining, paired, models),
+    (figure_2, figure_4, psi, curves),
+    (mean_accuracy, below_baseline, no_jump, rising, published, no_worse),
+    (PSI, ENTROPY, *METRICS.values()),
+    SETTINGS,
+)

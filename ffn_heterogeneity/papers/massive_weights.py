@@ -2,207 +2,328 @@
 
 from __future__ import annotations
 
-from ffn_heterogeneity.papers import nucl, specs
-from ffn_heterogeneity.papers.specs import (
-    Accuracy,
-    Against,
-    Cell,
-    Claim,
-    Curves,
-    Kind,
-    Label,
-    Mean,
-    Share,
-    Table,
-)
+import re
+from collections.abc import Iterable
 
-ATTACK = ("attack", "k", "layer", "token")
-OWN = tuple(f"macdrop.{key}" for key in ("scope", "curriculum", "a", "p0"))
-MACDROP = tuple(f"trained.{key}" for key in OWN)
-KINDS = {
-    "attack": Kind({"attack": bool, "perplexity": bool, "trained.adapter": None},
-                   ("model", *ATTACK, *nucl.EVALUATION), ("model", *ATTACK, "text"),
-                   Label("{model}")),
-    "analysis": Kind({"analysis": "massive"}, ("model", "layer", "token", "five", "rank"),
-                     ("model", "rank", "layer", "five"), Label("{model}")),
-    "removal": nucl.KINDS["removal"]._replace(
-        shown=("model", "ratio", *nucl.REMOVAL, "window")
-    ),
-    # Models that were trained with adapters, as they are (k = 0) and attacked; each its seed.
-    "adapted": Kind({"trained.adapter": bool, "attack": bool, "perplexity": bool},
-                    ("model", *ATTACK, *nucl.EVALUATION, "trained."),
-                    ("model", "text", "trained.adapter", *MACDROP, *ATTACK),
-                    Label("{model}"), {"trained.adapter": bool}),
-    "tuning": Kind({"prepare": bool, "macdrop.p0": bool},
-                   ("model", "steps", "macdrop."), ("model", *OWN), Label("{model}")),
-}  # fmt: skip
+import pandas
+
+from ffn_heterogeneity.papers import nucl
+from ffn_heterogeneity.papers.jreg import two_names
+from ffn_heterogeneity.papers.massive_removal import (
+    CORPORA,
+    HERE,
+    at,
+    by_entropy,
+    corpus,
+    explained,
+    needed,
+    needed_by_ratio,
+    removal,
+    removal_by_ratio,
+    removals,
+)
+from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report.paper import Paper, Runs
+from ffn_heterogeneity.report.records import (
+    IDLE,
+    Frame,
+    Match,
+    cells,
+    claimed,
+    labelled,
+    matching,
+    points,
+    records,
+    scores,
+)
+from ffn_heterogeneity.report.stats import FAILS, HOLDS
+from ffn_heterogeneity.report.versus import versus
+
+PRINTED = printed("massive_weights")
+ATTACK = ("attack", "k", "config.layer", "token")
+ATTACKED = ("model", *ATTACK, *nucl.EVALUATION)
+SCOPE, CURRICULUM, A, P0 = (f"trained.macdrop.{key}" for key in ("scope", "curriculum", "a", "p0"))
+ADAPTED = (*ATTACKED, "trained.")
+TASKS = PRINTED["tasks"]
+MEAN, LONG = "mean accuracy (%)", ("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande")
 
 WHOLE = {"attack": "zero", "k": 0}
-ATTACKED = Label("{attack} {k}", {"-": WHOLE})
-ATTACKS = Label("top-{k} {attack}", {
+ATTACKS = ("top-{k} {attack}", {
     "-": WHOLE, "top-5 zeroing": {"attack": "zero", "k": 5},
     "top-5 retaining": {"attack": "retain", "k": 5}})  # fmt: skip
-TASKS = {"ARC-E": Accuracy("arc_easy"), "ARC-C": Accuracy("arc_challenge"),
-         "BoolQ": Accuracy("boolq"), "PIQA": Accuracy("piqa"),
-         "WG": Accuracy("winogrande")}  # fmt: skip
-MEAN = tuple(TASKS.values())
-CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}
-PERPLEXITY = {name: Cell("perplexity", {"corpus": corpus}) for name, corpus in CORPORA.items()}
-MODEL = Label("{model}")
-# Labels of rows: what was read; of what how much was removed.
-READ = {"model": MODEL, "text": Label("{corpus}")}
-PRUNED = {"model": MODEL, "share of neurons": Label("{ratio}")}
-UNATTACKED = {"where": WHOLE, "free": ("attack", "k")}
-
-SCOPE, CURRICULUM, A, P0 = MACDROP
-ALONE, ITS_STEP = {P0: None}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
-METHOD = Label(f"{{trained.adapter}}, {{{SCOPE}}}, {{{CURRICULUM}}}, p0 {{{P0}}}", {
-    f"{{trained.adapter}}, {{{SCOPE}}}, exp, a {{{A}}}, p0 {{{P0}}}": {CURRICULUM: "exp"}} | {
+READ = {"model": "{model}", "text": "{corpus}"}
+ALONE, ITS_STEP = {P0: IDLE}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
+METHOD = (f"{{trained.adapter}}, {{{SCOPE}}}, {{{CURRICULUM}}}, p0 {{{P0}:.1f}}", {
+    f"{{trained.adapter}}, {{{SCOPE}}}, exp, a {{{A}}}, p0 {{{P0}:.1f}}": {CURRICULUM: "exp"}} | {
     name + more: {"trained.adapter": name.lower()} | its
     for name in ("LoRA", "DoRA") for more, its in (("", ALONE), (" + MacDrop", ITS_STEP))
 })  # fmt: skip
-CURRICULA, DRAWN = (
-    Label(f"{{{key}curriculum}}", {f"exp, a = {{{key}a:.2f}}": {f"{key}curriculum": "exp"}})
-    for key in ("trained.macdrop.", "macdrop.")
-)
-DROPPED = {"where": ALONE, "free": ("trained.macdrop.",)}
-LONG = dict(zip(("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande"), MEAN, strict=True))
+TUNED = {"model": "{model}", "method": METHOD, "attack": ("{attack} {k}", {"-": WHOLE})}
 
-HERE = "here: windows of {window}"
-UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
-FREE = (*nucl.REMOVAL, "layer")
-CHANCE = {"criterion": "random", **nucl.PLAIN}
-RULE = Label(
-    "{criterion}, {compensation}, reverse {reverse}, {protect} spared, on {calibration_corpus}",
-    nucl.METHODS | {
-        "Random, {protect} spared": {**CHANCE, "protect": bool},
-        "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": bool},
-        "{criterion}": nucl.PLAIN, "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
-        "{criterion}, {compensation}": nucl.FREELY,
+# Of a training what its evaluations carry, as "trained.<key>".
+CARRIED = re.compile(
+    r"adapter|steps|batch_size|seq_len|dropout|freeze|export\.weights|train_only|"
+    r"(data|optimizer|losses|lora|dora|nf4|macdrop)\..*"
+)
+# Settings of a curriculum that the others do not read.
+READ_BY = {"macdrop.a": ["exp"], "macdrop.epochs": ["epoch_before", "epoch_after"]}
+SETTINGS = nucl.SETTINGS | dict.fromkeys((*ATTACK, "analysis", "prepare", "train_only"))
+SETTINGS |= dict.fromkeys(f"macdrop.{key}" for key in ("p0", "scope", "curriculum", "a"))
+
+
+# ---- runs
+
+
+def evaluations(rows: Frame) -> Frame:
+    """Models attacked, or evaluated as they are; of trained ones see `adapted`."""
+    measured = rows[rows.what == "perplexity"]["run"]
+    rows = rows[rows.attack.notna() & rows["run"].isin(measured)]
+    place = rows.text.where(rows.text.astype(bool), rows.token_ids)
+    return rows.assign(corpus=place.map(corpus))
+
+
+def untrained(rows: Frame) -> Frame:
+    own = evaluations(rows)
+    own = own[~own.origin.isin(tunings(rows)["run"])]
+    return scored(records(own, ATTACKED, ("model", *ATTACK, "text")))
+
+
+def scored(rows: Frame) -> Frame:
+    return pandas.concat([rows, scores(rows, TASKS, MEAN)], ignore_index=True)
+
+
+def tunings(rows: Frame) -> Frame:
+    """Trainings of adapters."""
+    return rows[rows.prepare.astype(bool) & rows.prepare.notna()]
+
+
+def adapted(rows: Frame) -> Frame:
+    """Models with trained adapters, attacked or as they are, with "trained.<key>" of how.
+
+    "trained.adapter" is "lora" or "nf4 + dora"; "macdrop.<key>" are idle where nothing was dropped.
+    """
+    tuned = tunings(rows).drop_duplicates("run").set_index("run")
+    used = tuned.prepare.map(" + ".join)
+    tuned["adapter"] = used.str.replace(" + macdrop", "", regex=False)
+    drops = used.str.contains("macdrop") & tuned["macdrop.p0"].fillna(0).astype(bool)
+    for name in tuned.filter(regex=r"^macdrop\."):
+        readers = READ_BY.get(name, list(tuned["macdrop.curriculum"]))
+        tuned[name] = tuned[name].where(drops & tuned["macdrop.curriculum"].isin(readers), IDLE)
+    # The adapter's leaves, unless somebody says otherwise.
+    leaves = tuned.train_only.astype(str).str.contains("lora_")
+    tuned["train_only"] = tuned.train_only.mask(leaves)
+    own = evaluations(rows)
+    own = own[own.origin.isin(tuned.index)]
+    carried = tuned[[name for name in tuned.columns if CARRIED.fullmatch(name)]].fillna(IDLE)
+    own = own.assign(model=own.origin.map(tuned.model), seed=own.origin.map(tuned.seed))
+    own = own.join(carried.add_prefix("trained."), on="origin")
+    shown = ("model", "text", "trained.adapter", SCOPE, CURRICULUM, A, P0, *ATTACK)
+    return scored(records(own, ADAPTED, shown, {"trained.adapter": bool}))
+
+
+def analyses(rows: Frame) -> Frame:
+    """Massive activations of models, and in "five" the neurons of the massive layer."""
+    rows = rows[rows.analysis == "massive"]
+    for run in set(rows["run"]) - set(rows[rows.what == "h_out"]["run"]):
+        raise ValueError(f"{run}/results.json is no analysis of activations: is it damaged?")
+    ranks = rows[(rows.what == "massive_rank") & (rows["value"] <= 5)].sort_values("value")
+    five = ranks.groupby("run").neuron.agg(lambda all: ", ".join(map(str, all)))
+    found = rows[rows.what == "layer"].set_index("run")["value"]
+    rows = rows.assign(model=two_names(rows), five=rows["run"].map(five).astype(object),
+                       found=rows["run"].map(found).astype(object))  # fmt: skip
+    return records(rows, ("model", "config.layer", "token", "five"), ("model", "five"))
+
+
+def dropping(rows: Frame) -> Frame:
+    """What is dropped, step by step."""
+    rows = tunings(rows)
+    rows = rows[rows["macdrop.p0"].fillna(0).astype(bool)]
+    shown = ("model", *(f"macdrop.{key}" for key in ("scope", "curriculum", "a", "p0")))
+    return records(rows, ("model", "steps", "macdrop."), shown)
+
+
+# ---- the paper's tables
+
+
+def table_1(runs: Runs) -> Frame:
+    rows = matching(runs["attack"], {"k": [0, 5]})
+    texts = {name: matching(rows, {"corpus": x}) for name, x in CORPORA.items()}
+    columns = {name: x[x.what == "perplexity"] for name, x in texts.items()}
+    made = labelled(cells(rows, columns), {"Models": "{model}", "Attack": ATTACKS}, HERE)
+    by = ["Models", "Attack", "from"]
+    means = made.groupby([*by, "column"], observed=True)["value"].mean().groupby(by, observed=True)
+    means = means.agg(["mean", "size"]).reset_index()
+    whole = means[means["size"] == len(CORPORA)].rename(columns={"mean": "value"})
+    asked = {**{name: name for name in TASKS}, "Avg. (accuracy)": MEAN}
+    tasks = labelled(cells(rows, asked), {"Models": "{model}", "Attack": ATTACKS}, HERE)
+    whole = whole.assign(column="Avg. (perplexity)")
+    parts = [part.assign(column=part["column"].astype(object)) for part in (made, tasks)]
+    return pandas.concat([*parts, whole[[*by, "column", "value"]]], ignore_index=True)
+
+
+def table_7(runs: Runs) -> Frame:
+    first = runs["analysis"].drop_duplicates("record")
+    layer = first.found.map(lambda x: str(int(x))).astype(object)
+    columns = {"Layer": first.assign(value=layer), "Indices": first.assign(value=first.five)}
+    return labelled(cells(first, columns), {"Models": "{model}"}, "here")
+
+
+def table_4(runs: Runs) -> Frame:
+    return accuracies(runs, TASKS, {"attack": "zero", "k": 3})
+
+
+def table_8(runs: Runs) -> Frame:
+    return accuracies(runs, LONG, WHOLE)
+
+
+def accuracies(runs: Runs, names: Iterable[str], attack: Match) -> Frame:
+    columns = dict(zip((*names, "Avg."), (*TASKS, MEAN), strict=True))
+    rows = cells(matching(runs["adapted"], attack), columns)
+    return labelled(rows, {"Model": "{model}", "Method": METHOD})
+
+
+def table_5(runs: Runs) -> Frame:
+    rows = matching(runs["adapted"], {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"})
+    rows = rows[rows.what == MEAN]
+    made = cells(rows, {str(p0): matching(rows, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)})
+    exp = {f"exp, a = {{{A}:.2f}}": {CURRICULUM: "exp"}}
+    return labelled(made, {"Curriculum": (f"{{{CURRICULUM}}}", exp)})
+
+
+# ---- ours
+
+
+def alone(rows: Frame, what: str, how: str = "difference") -> Frame:
+    """Less the adapter that was trained without MacDrop."""
+    return versus(rows, what, matching(rows, ALONE), ADAPTED, ("trained.macdrop.",), how)
+
+
+def unattacked(rows: Frame, what: str, same: tuple[str, ...], how: str = "difference") -> Frame:
+    return versus(rows, what, matching(rows, WHOLE), same, ("attack", "k"), how)
+
+
+def macdrop(runs: Runs) -> Frame:
+    rows = runs["adapted"]
+    made = cells(rows, {
+        "NLL": "nll", "less adapter alone": alone(rows, "nll"),
+        "less unattacked": unattacked(rows, "nll", ADAPTED),
+        "accuracy": MEAN, "accuracy less adapter alone": alone(rows, MEAN),
     })  # fmt: skip
-SPARED = Label("{protect}", {"nobody": CHANCE})
-HARM = Against("nll", UNPRUNED, (*FREE, *nucl.SIZE), "windows")
-# What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
-LOST = {
-    "massive:2": "massive layer's 2 loudest",
-    "bos:5": "each layer's 5 loudest",
-    "entropy:0.01": "each layer's lowest 1%",
-    "random:0.01": "any other 1%",
-}
-NEEDED = Label(
-    "",
-    {"entropy": ENTROPY, "chance": CHANCE}
-    | {f"entropy, {who} lost": {**ENTROPY, "lose": lose} for lose, who in LOST.items()},
-)
-# As many as a figure can hold: chance, and rules that do better at most shares.
-SHOWN = ("random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair")
+    return labelled(made, READ | TUNED, "here")
 
-TABLES = (
-    Table("table_1", ("attack",), {"Models": MODEL, "Attack": ATTACKS},
-          {**PERPLEXITY, "Avg. (perplexity)": Mean(tuple(PERPLEXITY.values())), **TASKS,
-           "Avg. (accuracy)": MEAN}, {"k": (0, 5)}, here=HERE),
-    Table("table_7", ("analysis",), {"Models": MODEL}, {"Layer": "layer", "Indices": "five"},
-          here="here"),
-    Table("table_8", ("adapted",), {"Model": MODEL, "Method": METHOD}, {**LONG, "Avg.": MEAN},
-          WHOLE),
-    Table("table_4", ("adapted",), {"Model": MODEL, "Method": METHOD}, {**TASKS, "Avg.": MEAN},
-          {"attack": "zero", "k": 3}),
-    Table("table_5", ("adapted",), {"Curriculum": CURRICULA},
-          {str(p0): Cell(MEAN, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)},
-          {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"}),
-    Table("macdrop", ("adapted",),
-          {**READ, "method": METHOD, "attack": ATTACKED},
-          {"NLL": "nll", "less adapter alone": Against("nll", **DROPPED),
-           "less unattacked": Against("nll", **UNATTACKED),
-           "accuracy": MEAN, "accuracy less adapter alone": Against(MEAN, **DROPPED)},
-          here="here", title="Ours: adapters with and without MacDrop, as they are and attacked",
-          notes=("In nats a token and percent, the mean of five tasks; paired over seeds.",)),
-    Table("macdrop_questions", ("adapted",),
-          {"model": MODEL, "method": METHOD, "attack": ATTACKED},
-          {name: Against(task, **DROPPED, how="questions") for name, task in TASKS.items()},
-          here="here", title="Ours: accuracy with MacDrop less that of the adapter alone",
-          notes=("In points, of means over the seeds, paired over questions.",)),
-    Table("attacks", ("attack",), {
-        **READ, "attack": Label("{attack}"), "k": Label("{k}")},
-        {"perplexity": "perplexity",
-         "NLL less unattacked": Against("nll", **UNATTACKED, how="windows"),
-         **{f"{name} less unattacked": Against(task, **UNATTACKED, how="questions")
-            for name, task in TASKS.items()}},
-        here="here", title="Ours: every attack, against the model as it is",
-        notes=("Differences in nats a token and in points, paired over windows and questions.",)),
-    Table("removal", ("removal",), {
-        **PRUNED, "method": RULE},
-        {"NLL": "nll", "less unpruned": HARM,
-         "less entropy": Against("nll", ENTROPY, FREE, "windows"),
-         "less chance": Against("nll", CHANCE, FREE)},
-        {"lose": ""}, here=HERE, title="Ours: neurons removed, every rule", notes=(
-            "Nats a token; differences paired over windows, those from chance over its seeds.",)),
-    Table("needed", ("removal",), {
-        **PRUNED, "lost": Label("{lose}", {"none": ENTROPY})},
-        {"NLL": "nll", "less entropy": Against("nll", ENTROPY, FREE, "windows"),
-         "of entropy's advantage": Cell(Share("nll", ENTROPY, CHANCE, FREE), {"draws": False})},
-        {"criterion": "entropy", "compensation": "none", **nucl.FREELY}, here=HERE,
-        title="Ours: the part of entropy's advantage over chance that goes with neurons lost",
-        notes=("As many go in all. 1: as bad as chance, over its seeds; 0: as good as entropy.",)),
-    Table("explained", ("removal",), {
-        **PRUNED, "spared": SPARED},
-        {"NLL": "nll", "less chance": Against("nll", CHANCE, FREE),
-         "of entropy's advantage": Share("nll", CHANCE, ENTROPY, FREE)},
-        {"criterion": "random", "reverse": False, "compensation": "none"}, here=HERE,
-        title="Ours: the part of entropy's advantage over chance that comes with neurons spared",
-        notes=("1: as good as entropy; 0: as bad as chance. Paired over seeds.",)),
-)  # fmt: skip
 
-LINES = Label("{attack}, {corpus}")
-SCOPES = Label(f"{{trained.adapter}}, {{{SCOPE}}}, {{attack}} {{k}}, {{corpus}}")
-CURVES = (
-    Curves("figure_3", ("analysis",), MODEL, Label("{rank}"), {
-        "hidden state": "massive/h_out", "intermediate state": "massive/intermediate"}, "layer"),
-    Curves("figure_4", ("attack",), MODEL, Label("{attack}"), {"mean accuracy (%)": MEAN}, x="k"),
-    Curves("figure_6", ("adapted",), MODEL, SCOPES,
-           {"mean accuracy (%)": MEAN, "perplexity": "perplexity"}, x=P0, xlabel="p",
-           where={CURRICULUM: "constant"}),
-    Curves("figure_7", ("tuning",), Label("p0 {macdrop.p0}"), DRAWN,
-           {"p": "train/macdrop"}, where={"macdrop.scope": "massive"}),
-    Curves("removal_by_ratio", ("removal",), MODEL, RULE, {"NLL less unpruned": HARM}, x="ratio",
-           xlabel="share of neurons removed",
-           where={**nucl.PLAIN, "criterion": SHOWN},
-           title="Ours: neurons removed, by rule and by their share", log=True),
-    Curves("needed_by_ratio", ("removal",), MODEL, NEEDED, {"NLL less unpruned": HARM}, x="ratio",
-           xlabel="share of neurons removed",
-           where={**nucl.PLAIN, "criterion": ("random", "entropy"), "lose": ("", *LOST)},
-           title="Ours: entropy with and without a few neurons that it keeps", log=True),
-    Curves("perplexity_by_k", ("attack",), MODEL, LINES, {"perplexity": "perplexity"}, x="k",
-           title="Ours: perplexity according to k", log=True),
-)  # fmt: skip
+def macdrop_questions(runs: Runs) -> Frame:
+    rows = runs["adapted"]
+    made = cells(rows, {name: alone(rows, name, "questions") for name in TASKS})
+    return labelled(made, TUNED, "here")
 
-FIVE, TRAINED = {"k": 5, "layer": None}, Label("{model}, {trained.adapter}, {corpus}")
-CLAIMS = (
-    Claim("the massive layer and its five neurons are those printed", "Table 7", "as_printed",
-          "analysis", {}, MODEL, {"paper": "massive_weights", "table": "table_7", "label": MODEL,
-                                  "values": ("layer", "five")}),
-    Claim("top-5 zeroing does more harm than top-5 retaining", "Section 2.3, Table 1; by NLL",
-          "compare", "attack", {"attack": "zero", **FIVE}, Label("{model}, {corpus}"),
-          {"value": Against("nll", {"attack": "retain", **FIVE}, ("attack",)), "sign": 1,
-           "label": Label("{corpus}")}),
-    Claim("zeroing three already does harm", "Section 2.3 of the Llama families; by NLL",
-          "compare", "attack", {"attack": "zero", "k": 3}, Label("{model}, {corpus}"),
-          {"value": Against("nll", **UNATTACKED), "sign": 1, "label": Label("{corpus}")}),
-    Claim("an adapter trained with MacDrop does better under top-3 zeroing than without",
-          "Section 4.1, Table 4; by NLL", "compare", "adapted",
-          {"attack": "zero", "k": 3, **ITS_STEP}, TRAINED,
-          {"value": Against("nll", **DROPPED), "sign": -1, "label": METHOD}),
-    Claim("an adapter trained with MacDrop does better on the tasks than without",
-          "Section 4.1, Tables 3 and 8", "compare", "adapted", {**WHOLE, **ITS_STEP}, TRAINED,
-          {"value": Against(MEAN, **DROPPED), "sign": 1, "label": METHOD}),
-    # Not that it stands the attack: LoRA beside gate and up keeps those neurons alive in training.
-    Claim("trained with the massive weights always dropped, it does better under top-3 zeroing",
-          "ours: the positive control, p = 1; by NLL", "compare", "adapted",
-          {"attack": "zero", "k": 3, SCOPE: "massive", CURRICULUM: "constant", P0: 1.0}, TRAINED,
-          {"value": Against("nll", **DROPPED), "sign": -1, "label": METHOD}),
-    Claim("removal by entropy does less harm than chance that spares the massive neurons",
-          "ours: NUCL, section 4.2", "compare", "removal", ENTROPY, Label("{model}, {ratio}"),
-          {"value": Against("nll", CHANCE | {"protect": "bos:5"}, FREE), "sign": -1,
-           "label": Label("entropy")}),
+
+def attacks(runs: Runs) -> Frame:
+    rows = runs["attack"]
+    asked = {f"{name} less unattacked": unattacked(rows, name, ATTACKED, "questions")
+             for name in TASKS}  # fmt: skip
+    nll = {"NLL less unattacked": unattacked(rows, "nll", ATTACKED, "windows")}
+    made = cells(rows, {"perplexity": "perplexity", **nll, **asked})
+    return labelled(made, {**READ, "attack": "{attack}", "k": "{k}"}, "here")
+
+
+# ---- figures
+
+
+def figure_3(runs: Runs) -> Frame:
+    states = {"hidden state": "h_out", "intermediate state": "intermediate"}
+    rows = runs["analysis"]
+    ranked = rows[rows.what.isin(states.values())]
+    place = ranked.groupby(["run", "what", "layer"]).cumcount()
+    parts = [ranked.assign(line=place.map({0: "1st", 1: "2nd", 2: "3rd"}))]
+    middle = rows[rows.what.isin([f"{x}/median" for x in states.values()])]
+    parts.append(middle.assign(line="median", what=middle.what.str.removesuffix("/median")))
+    rows = pandas.concat(parts, ignore_index=True)
+    made = cells(rows, {name: rows[rows.what == what] for name, what in states.items()})
+    return points(made, "{model}", "", "layer").assign(line=made["line"])
+
+
+def figure_4(runs: Runs) -> Frame:
+    return at(runs["attack"], {MEAN: MEAN}, "k", "{attack}")
+
+
+def figure_6(runs: Runs) -> Frame:
+    rows = matching(runs["adapted"], {CURRICULUM: "constant"})
+    line = f"{{trained.adapter}}, {{{SCOPE}}}, {{attack}} {{k}}, {{corpus}}"
+    return at(rows, {MEAN: MEAN, "perplexity": "perplexity"}, P0, line)
+
+
+def figure_7(runs: Runs) -> Frame:
+    rows = matching(runs["tuning"], {"macdrop.scope": "massive"})
+    rows = rows[rows.what == "train/macdrop"].assign(column="p")
+    exp = {"exp, a = {macdrop.a:.2f}": {"macdrop.curriculum": "exp"}}
+    return points(rows, "p0 {macdrop.p0:.1f}", ("{macdrop.curriculum}", exp))
+
+
+def perplexity_by_k(runs: Runs) -> Frame:
+    return at(runs["attack"], {"perplexity": "perplexity"}, "k", "{attack}, {corpus}")
+
+
+# ---- claims
+
+
+def as_printed(runs: Runs) -> Frame:
+    rows = runs["analysis"].drop_duplicates("record")
+    rows["text"] = [f"{x:.0f}; {five}" for x, five in zip(rows.found, rows.five, strict=True)]
+    table = {name: f"{layer}; {five}" for name, layer, five in PRINTED["tables"]["table_7"]["rows"]}
+    rows = rows[rows.model.isin(list(table))]
+    told = (rows.text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
+    return claimed(rows.assign(verdict=told, value=rows.text, low=None), "{model}", "{model}")
+
+
+def zeroing_and_retaining(runs: Runs) -> Frame:
+    five, retain = ({"attack": x, "k": 5, "config.layer": None} for x in ("zero", "retain"))
+    rows, base = (matching(runs["attack"], match) for match in (five, retain))
+    apart = versus(rows, "nll", base, ATTACKED, ("attack",))
+    return claimed(apart, "{model}, {corpus}", "{corpus}")
+
+
+def zeroing_three(runs: Runs) -> Frame:
+    rows, base = (matching(runs["attack"], x) for x in ({"attack": "zero", "k": 3}, WHOLE))
+    apart = versus(rows, "nll", base, ATTACKED, ("attack", "k"))
+    return claimed(apart, "{model}, {corpus}", "{corpus}")
+
+
+def macdrop_under_attack(runs: Runs) -> Frame:
+    return dropped(runs, {"attack": "zero", "k": 3, **ITS_STEP}, "nll", -1)
+
+
+def macdrop_on_tasks(runs: Runs) -> Frame:
+    return dropped(runs, {**WHOLE, **ITS_STEP}, MEAN, 1)
+
+
+def always_dropped(runs: Runs) -> Frame:
+    """Not that it stands the attack: LoRA beside gate and up keeps those neurons alive."""
+    always = {SCOPE: "massive", CURRICULUM: "constant", P0: 1.0}
+    return dropped(runs, {"attack": "zero", "k": 3, **always}, "nll", -1)
+
+
+def dropped(runs: Runs, settings: Match, what: str, sign: int) -> Frame:
+    rows, base = (matching(runs["adapted"], match) for match in (settings, ALONE))
+    apart = versus(rows, what, base, ADAPTED, ("trained.macdrop.",))
+    return claimed(apart, "{model}, {trained.adapter}, {corpus}", METHOD, sign)
+
+
+PAPER = Paper(
+    "massive_weights",
+    PRINTED,
+    {
+        "attack": lambda rows, _: untrained(rows),
+        "analysis": lambda rows, _: analyses(rows),
+        "removal": lambda rows, _: removals(rows),
+        "adapted": lambda rows, _: adapted(rows),
+        "tuning": lambda _, curves: dropping(curves),
+    },
+    (table_1, table_4, table_5, table_7, table_8, macdrop, macdrop_questions, attacks, removal,
+     needed, explained),
+    (figure_3, figure_4, figure_6, figure_7, removal_by_ratio, needed_by_ratio, perplexity_by_k),
+    (as_printed, zeroing_and_retaining, zeroing_three, macdrop_under_attack, macdrop_on_tasks,
+     always_dropped, by_entropy),
+    ("train/macdrop",),
+    SETTINGS,
 )  # fmt: skip
-PAPER = specs.Paper("massive_weights", KINDS, TABLES, CURVES, CLAIMS)

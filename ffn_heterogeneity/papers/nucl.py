@@ -2,161 +2,266 @@
 
 from __future__ import annotations
 
-from ffn_heterogeneity.papers import specs
-from ffn_heterogeneity.papers.specs import (
-    Accuracy,
-    Against,
-    Cell,
-    Claim,
-    Curves,
-    Kind,
-    Label,
-    Table,
-)
+from collections.abc import Sequence
 
+import pandas
+
+from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report.paper import Paper, Runs
+from ffn_heterogeneity.report.records import (
+    IDLE,
+    Frame,
+    Match,
+    cells,
+    claimed,
+    labelled,
+    matching,
+    points,
+    records,
+    scores,
+)
+from ffn_heterogeneity.report.stats import two_proportions
+from ffn_heterogeneity.report.versus import versus
+
+PRINTED = printed("nucl")
 NUCL = "losses.nucl."
 WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
-NLL, ENTROPY = "validation/nll", "validation/entropy/ent/ffn_out/mean"
+SCORE, NLL = "score", "validation/nll"
+ENTROPY_OF_WEIGHTS = "validation/entropy/ent/ffn_out/mean"
 REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", "calibration")
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
-KINDS = {
-    "removal": Kind({"criterion": bool, "perplexity": bool},
-                    ("model", *REMOVAL, *SIZE, *EVALUATION), ("model", *REMOVAL[:4]),
-                    Label("{model}"), {"draws": True}),
-    "training": Kind(
-        {TARGETS: bool, "shape.layers": None},
-        ("model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only",
-         "data.", "optimizer.", "losses."),
-        ("model", "data.task", "data.path", VARIANT, WEIGHT, TARGETS),
-        Label("{model}"), {TARGETS: bool}, (NUCL,)),
-}  # fmt: skip
+REMOVED = ("model", *REMOVAL, *SIZE, *EVALUATION)  # equal in the runs of a removal
+TUNED = ("model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only",
+         "data.", "optimizer.", "losses.")  # fmt: skip
 
-# Method of Table 4 (below the six: ours) -> the config keys that make a removal it.
+# Method of Table 4 (below the six: ours) -> the settings that make a removal it.
 FREELY = {"reverse": False, "protect": ""}
 PLAIN = {"compensation": "none", "lose": "", **FREELY}
-SIMILAR = {"criterion": "similarity", **FREELY}
-METHODS = {
-    "Pre-trained baseline": {"criterion": "none"},
-    "Srinivas and Babu (2015)": {**SIMILAR, "compensation": "sum"},
-    "Stahlberg and Byrne (2017)": {**SIMILAR, "compensation": "least_squares"},
-    "Random": {"criterion": "random", **PLAIN},
-    "Magnitude-based": {"criterion": "magnitude", **PLAIN},
-    "Entropy-based": {"criterion": "entropy", **PLAIN},
-    "gini": {"criterion": "gini", **PLAIN},
-    "mstd": {"criterion": "mstd", **PLAIN},
-    "Stahlberg and Byrne (2017), ridge": {**SIMILAR, "compensation": "ridge"},
-    "lowest entropy (sanity row)": {"criterion": "entropy", **PLAIN, "reverse": True},
-}
-METHOD = Label("{criterion}, {compensation}, reverse {reverse}", METHODS)
-WEAK = {"criterion": ("similarity", "magnitude"), **FREELY,
-        "compensation": ("none", "sum", "least_squares")}  # fmt: skip
+METHODS = PRINTED["methods"]
+METHOD = ("{criterion}, {compensation}, reverse {reverse}", METHODS)
+WEAK = {"criterion": ["similarity", "magnitude"], **FREELY,
+        "compensation": ["none", "sum", "least_squares"]}  # fmt: skip
 # config.layers counts from 0, the paper from 1; in Gemma-2 layer 0 is local.
-LAYERS = Label("{layers}", {
-    "Bottom half of the layers": {"layers": "bottom"}, "Top half of the layers": {"layers": "top"},
-    "Even layers (after global attention)": {"layers": "odd"},
-    "Odd layers (after local attention)": {"layers": "even"}})  # fmt: skip
-TASKS = {
-    "MMLU 5-shot": Accuracy("mmlu", 5), "HellaSwag 10-shot": Accuracy("hellaswag", 10),
-    "ARC-e 0-shot": Accuracy("arc_easy"), "PIQA 0-shot": Accuracy("piqa"),
-    "SIQA 0-shot": Accuracy("social_iqa"), "TriviaQA 5-shot": Accuracy("triviaqa", 5),
-    "NQ 5-shot": Accuracy("nq_open", 5),
-}  # fmt: skip
-MEAN = tuple(TASKS.values())
-UNPRUNED = {"where": {"criterion": "none"}, "free": (*REMOVAL, *SIZE)}
+LAYERS = ("{layers}", PRINTED["layers"])
+TASKS = PRINTED["tasks"]
 
 # Presets of this library, and the last parts of hub ids.
-SIZES = {x: {"model": (f"gemma2_{x.lower()}", f"gemma-2-{x.lower()}")} for x in ("2B", "9B", "27B")}
+SIZES = {x: {"model": [f"gemma2_{x.lower()}", f"gemma-2-{x.lower()}"]} for x in ("2B", "9B", "27B")}
 DATA = {"GSM8K": {"data.task": "gsm8k"}, "MBPP": {"data.task": "mbpp"}}
 SCORES = {"GSM8K (accuracy in %)": DATA["GSM8K"], "MBPP (3-shot success rate in %)": DATA["MBPP"]}
 PLACES = {
-    "FFN outgoing": {TARGETS: ["ffn_out"]},
-    "FFN incoming (linear)": {TARGETS: ["ffn_in_linear"]},
-    "FFN incoming (gated)": {TARGETS: ["ffn_in_gated"]},
-    "Attention outgoing": {TARGETS: ["attention_out"]},
+    "FFN outgoing": {TARGETS: ("ffn_out",)},
+    "FFN incoming (linear)": {TARGETS: ("ffn_in_linear",)},
+    "FFN incoming (gated)": {TARGETS: ("ffn_in_gated",)},
+    "Attention outgoing": {TARGETS: ("attention_out",)},
 }
-STANDARD, MSTD = {WEIGHT: (0, None)}, {WEIGHT: bool, VARIANT: "mstd"}
+STANDARD, MSTD = {WEIGHT: [0, None]}, {WEIGHT: bool, VARIANT: "mstd"}
 OUTGOING = PLACES["FFN outgoing"]
-SCORE, PLAINLY = Accuracy("{data.task}", None), {"where": STANDARD, "free": (NUCL,)}
-GAIN, Z = Against(SCORE, **PLAINLY, how="percent"), Against(SCORE, **PLAINLY, how="z")
+GAINS = PRINTED["ours"]["tables"]["gains"]["columns"]
 QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
 
 
-def _gains():
-    """(task, model, standard, NUCL, absolute and relative gain, z)."""
-    for key in ("table_7", "table_8"):
-        table = specs.printed("nucl")["tables"][key]
-        scores = {tuple(row[:2]): row[2:] for row in table["rows"]}
-        for task in dict.fromkeys(task for task, _ in scores):
-            pairs = [scores[task, f"{x} fine-tuning"] for x in ("Standard", "NUCL")]
-            name = task.split()[0]
-            for model, a, b in zip(table["columns"], *pairs, strict=True):
-                z = specs.two_proportions(a, b, QUESTIONS.get(name))
-                yield (name, model, a, b, b - a, 100 * (b / a - 1), z)
+UNPRUNED, ENTROPY = METHODS["Pre-trained baseline"], METHODS["Entropy-based"]
+# In runs whose config does not have them.
+SETTINGS = dict.fromkeys((*REMOVAL, *SIZE, *EVALUATION, WEIGHT, VARIANT, TARGETS))
+SETTINGS |= dict.fromkeys(("shape.layers", "data.task", "data.path"))
+SETTINGS |= dict.fromkeys(("protect", "lose", "calibration"), "")
 
 
-TABLES = (
-    Table("table_2", ("training",), {"Model size": Label("{model}", SIZES)},
-          {name: Cell(GAIN, match) for name, match in reversed(DATA.items())},
-          {**MSTD, **OUTGOING}, best=NLL, here="here: {data.task}"),
-    Table("table_3", ("training",), {"Weight matrices": Label("{losses.nucl.targets}", PLACES)},
-          {"Relative gain (in %)": Cell(GAIN, DATA["GSM8K"])}, MSTD, best=NLL),
-    Table("table_4", ("removal",), {
-        "Pruning": Label("25%", {"0%": {"criterion": "none"}}), "Method": METHOD},
-        {**TASKS, "Average": MEAN}, {"layers": "all", "ratio": (0.25, None)}),
-    Table("table_5", ("removal",), {"Layers": LAYERS}, {"Average accuracy": MEAN},
-          {**METHODS["Entropy-based"], "layers": ("bottom", "top", "odd", "even")}, notes=(
-              "A paper's layers count from 1, a config's from 0: its odd are the paper's even.",)),
-    Table("table_8", ("training",), {
-        "Task": Label("{data.task}", SCORES), "Method": Label("NUCL {losses.nucl.variant}", {
-            "Standard fine-tuning": STANDARD, "NUCL fine-tuning": MSTD})},
-        {f"Gemma-{size}": Cell(SCORE, match) for size, match in SIZES.items()},
-        {**OUTGOING, "data.task": ("gsm8k", "mbpp")}, best=NLL),
-    Table("gains", ("training",), {"task": Label("{data.task}", DATA), "model": Label("{model}")},
-          {"standard": Cell(SCORE, STANDARD), "NUCL": Cell(SCORE, MSTD),
-           "absolute gain": Against(SCORE, **PLAINLY), "relative gain (in %)": GAIN, "z (ours)": Z},
-          OUTGOING, best=NLL, rows=tuple(_gains()), here="here",
-          title="Ours: gains in points and in percent, and whether chance explains them",
-          notes=("z: of two proportions, of 1,319 and 500 questions, here of those asked.",)),
-    Table("finetuning", ("training",), {
-        "model": Label("{model}"), "data": Label("{data}"),
-        "connections": Label("{losses.nucl.targets}", PLACES),
-        "loss": Label("{losses.nucl.variant}"), "alpha": Label("{losses.nucl.weight:g}")},
-        {"validation NLL": NLL, "less standard": Against(NLL, **PLAINLY), "*": True}, here="here",
-        title="Ours: fine-tuning, by loss and alpha"),
-    Table("removal", ("removal",), {
-        "model": Label("{model}"), "method": METHOD, "layers": LAYERS},
-        {"perplexity": "perplexity", "x unpruned": Against("perplexity", **UNPRUNED, how="ratio"),
-         "% of parameters": "parameters_removed_percent", "norm of lambda": "largest_lambda_norm",
-         "condition": "largest_condition", "*": True}, here="here", notes=(
-            "Norm and condition number: the largest over the layers, of least squares.",),
-        title="Ours: perplexity after removal"),
-)  # fmt: skip
+# ---- runs
 
-VARIANTS, ALPHAS = Label("{model}, {losses.nucl.variant}"), Label("alpha = {losses.nucl.weight:g}")
-CURVES = (
-    Curves("figure_2", ("training",), VARIANTS, ALPHAS, {"entropy a neuron (nats)": ENTROPY},
-           where=OUTGOING),
-    Curves("figure_3", ("training",), VARIANTS, ALPHAS, {"validation NLL": NLL}, where=OUTGOING),
-    Curves("figure_4", ("removal",), Label("by perplexity (ours)"), Label("{model}"),
-           {"perplexity x unpruned": Against("perplexity", **UNPRUNED, how="ratio")}, x="pair",
-           xlabel="first of the two layers, from 0", where=METHODS["Entropy-based"], log=True),
-)  # fmt: skip
 
-SAME_ALPHA = {"where": {VARIANT: "gini"}, "free": (VARIANT,)}
-AT_RANDOM = {"where": METHODS["Random"], "free": REMOVAL[:3]}
-TRAINED = ("compare", "training", {**MSTD, **OUTGOING}, Label("{model}, {data.task}"))
-MODEL = Label("{model}, {layers}")
-CLAIMS = (
-    Claim("mstd's entropy falls below gini's at the same alpha", "Section 4.1, Figure 2", *TRAINED,
-          {"value": Against(ENTROPY, **SAME_ALPHA), "sign": -1, "label": ALPHAS}),
-    Claim("mstd's text loss is below gini's at the same alpha", "Section 4.1, Figure 3", *TRAINED,
-          {"value": Against(NLL, **SAME_ALPHA), "sign": -1, "label": ALPHAS}),
-    Claim("removal by entropy does less harm than at random", "Section 4.2; here by perplexity",
-          "compare", "removal", METHODS["Entropy-based"], MODEL,
-          {"value": Against("perplexity", **AT_RANDOM), "sign": -1, "label": Label("entropy")}),
-    Claim("the three weak criteria do more harm than chance", "Section 4.2; here by perplexity",
-          "compare", "removal", WEAK, MODEL,
-          {"value": Against("perplexity", **AT_RANDOM), "sign": 1, "label": METHOD}),
-)  # fmt: skip
-PAPER = specs.Paper("nucl", KINDS, TABLES, CURVES, CLAIMS)
+def removals(rows: Frame, shown: Sequence[str] = ("model", *REMOVAL[:4])) -> Frame:
+    """Neurons removed, and the perplexity after it; none removed is that of any rule and size."""
+    measured = rows[rows.what == "perplexity"]
+    rows = rows[rows.criterion.notna() & rows["run"].isin(measured["run"])].copy()
+    idle = rows.criterion == "none"
+    rows.loc[idle, [*REMOVAL[1:], *SIZE]] = IDLE
+    rows.loc[idle, "layers"] = "all"
+    rows["draws"] = (rows.criterion == "random") | rows.lose.str.startswith("random:")
+    return records(rows, REMOVED, shown, {"draws": True})
+
+
+def trainings(rows: Frame) -> Frame:
+    """Fine-tuning with and without NUCL; its own task's accuracy is "score"."""
+    rows = rows[rows[TARGETS].notna() & rows["shape.layers"].isna()]
+    shown = ("model", "data.task", "data.path", VARIANT, WEIGHT, TARGETS)
+    rows = records(rows, TUNED, shown, {TARGETS: bool}, (NUCL,))
+    own = scores(rows, {task: (task, None) for task in rows["data.task"].dropna().unique()})
+    own = own[own.what == own["data.task"]].assign(what=SCORE)
+    return pandas.concat([rows, own], ignore_index=True)
+
+
+def lowest(rows: Frame, labels: Sequence[str]) -> Frame:
+    """Of the records with equal labels the one whose last validation loss is lowest."""
+    losses = cells(rows, {NLL: NLL}).groupby("record")["value"].mean()
+    found = rows.drop_duplicates("record")
+    found = found.assign(loss=found["record"].map(losses)).sort_values("loss", kind="stable")
+    found = found[found.loss.notna()].drop_duplicates([*labels, "from"])
+    return rows[rows["record"].isin(found["record"])]
+
+
+def against_standard(rows: Frame, what: str, every: Frame, how: str = "difference") -> Frame:
+    return versus(rows, what, matching(every, STANDARD), TUNED, (NUCL,), how)
+
+
+def times_unpruned(rows: Frame, every: Frame) -> Frame:
+    base, free = matching(every, UNPRUNED), (*REMOVAL, *SIZE)
+    return versus(rows, "perplexity", base, REMOVED, free, "ratio")
+
+
+# ---- tables
+
+
+def table_2(runs: Runs) -> Frame:
+    every = runs["training"]
+    labels = {"Model size": ("{model}", SIZES), "column": ("{data.task}", DATA)}
+    rows = labelled(matching(every, {**MSTD, **OUTGOING}), labels, "here: {data.task}")
+    return against_standard(lowest(rows, list(labels)), SCORE, every, "percent")
+
+
+def table_3(runs: Runs) -> Frame:
+    every = matching(runs["training"], DATA["GSM8K"])
+    labels = {"Weight matrices": ("{losses.nucl.targets}", PLACES)}
+    best = lowest(labelled(matching(every, MSTD), labels), list(labels))
+    gains = against_standard(best, SCORE, every, "percent")
+    return gains.assign(column="Relative gain (in %)")
+
+
+def table_4(runs: Runs) -> Frame:
+    rows = matching(runs["removal"], {"layers": "all", "ratio": [0.25, IDLE]})
+    labels = {"Pruning": ("25%", {"0%": UNPRUNED}), "Method": METHOD}
+    return labelled(scores(rows, TASKS, "Average"), labels)
+
+
+def table_5(runs: Runs) -> Frame:
+    rows = matching(runs["removal"], {**ENTROPY, "layers": ["bottom", "top", "odd", "even"]})
+    rows = scores(rows, TASKS, "Average accuracy")
+    return labelled(rows[rows.what == "Average accuracy"], {"Layers": LAYERS})
+
+
+def table_8(runs: Runs) -> Frame:
+    rows = matching(runs["training"], {**OUTGOING, "data.task": ["gsm8k", "mbpp"]})
+    methods = {"Standard fine-tuning": STANDARD, "NUCL fine-tuning": MSTD}
+    models = {f"Gemma-{size}": match for size, match in SIZES.items()}
+    labels = {"Task": ("{data.task}", SCORES), "Method": ("NUCL {losses.nucl.variant}", methods)}
+    labels["column"] = ("{model}", models)
+    best = lowest(labelled(rows, labels), list(labels))
+    return best[best.what == SCORE]
+
+
+def gains(runs: Runs) -> Frame:
+    """Of the paper's Tables 7 and 8, and of ours."""
+    labels = {"task": ("{data.task}", DATA), "model": "{model}"}
+    rows = labelled(matching(runs["training"], OUTGOING), labels, "here")
+    standard, ours = (lowest(matching(rows, x), list(labels)) for x in (STANDARD, MSTD))
+    own = [x[x.what == SCORE] for x in (standard, ours)]
+    hows = ("difference", "percent", "z")
+    apart = [against_standard(ours, SCORE, runs["training"], how) for how in hows]
+    columns = dict(zip(GAINS, (*own, *apart), strict=True))
+    tables = (PRINTED["tables"][key] for key in ("table_7", "table_8"))
+    return pandas.concat([*map(gains_of, tables), cells(rows, columns)], ignore_index=True)
+
+
+def gains_of(table: dict) -> Frame:
+    found = {tuple(row[:2]): row[2:] for row in table["rows"]}
+    made = []
+    for task in dict.fromkeys(row[0] for row in table["rows"]):
+        name = task.split()[0]
+        pairs = [found[task, f"{x} fine-tuning"] for x in ("Standard", "NUCL")]
+        for model, a, b in zip(table["columns"], *pairs, strict=True):
+            z = two_proportions(a, b, QUESTIONS.get(name))
+            cells_of = zip(GAINS, (a, b, b - a, 100 * (b / a - 1), z), strict=True)
+            made += [(name, model, "paper", *cell) for cell in cells_of if cell[1] is not None]
+    return pandas.DataFrame(made, columns=["task", "model", "from", "column", "value"])
+
+
+def finetuning(runs: Runs) -> Frame:
+    rows = runs["training"]
+    columns = {"validation NLL": NLL, "less standard": against_standard(rows, NLL, rows)}
+    columns |= dict(iter(scores(rows[rows.task.notna()]).groupby("what", sort=False)))
+    labels = {"model": "{model}", "data": "{data.task}", "loss": "{losses.nucl.variant}"}
+    labels["connections"] = ("{losses.nucl.targets}", PLACES)
+    labels["alpha"] = "{losses.nucl.weight:g}"
+    return labelled(cells(rows, columns), labels, "here")
+
+
+def removal(runs: Runs) -> Frame:
+    rows = runs["removal"]
+    columns = {"perplexity": "perplexity", "x unpruned": times_unpruned(rows, rows)}
+    columns["% of parameters"] = "parameters_removed_percent"
+    columns |= {"norm of lambda": "largest_lambda_norm", "condition": "largest_condition"}
+    columns |= dict(iter(scores(rows).groupby("what", sort=False)))
+    labels = {"model": "{model}", "method": METHOD, "layers": LAYERS}
+    return labelled(cells(rows, columns), labels, "here")
+
+
+# ---- figures and claims
+
+
+def figure_2(runs: Runs) -> Frame:
+    return over_training(runs, {"entropy a neuron (nats)": ENTROPY_OF_WEIGHTS})
+
+
+def figure_3(runs: Runs) -> Frame:
+    return over_training(runs, {"validation NLL": NLL})
+
+
+def over_training(runs: Runs, value: dict[str, str]) -> Frame:
+    """A panel for each model and variant."""
+    ((name, what),) = value.items()
+    rows = matching(runs["curves"], OUTGOING)
+    rows = rows[rows.what == what].assign(column=name)
+    return points(rows, "{model}, {losses.nucl.variant}", "alpha = {losses.nucl.weight:g}")
+
+
+def figure_4(runs: Runs) -> Frame:
+    rows = matching(runs["removal"], ENTROPY)
+    rows = times_unpruned(rows[rows.layers.str.startswith("pair:")], runs["removal"])
+    pair = rows.layers.str.removeprefix("pair:").astype(int)
+    rows = rows.assign(pair=pair, column="perplexity x unpruned")
+    return points(rows, "by perplexity (ours)", "{model}", "pair")
+
+
+def entropy_of_mstd(runs: Runs) -> Frame:
+    return mstd_against_gini(runs, ENTROPY_OF_WEIGHTS)
+
+
+def loss_of_mstd(runs: Runs) -> Frame:
+    return mstd_against_gini(runs, NLL)
+
+
+def mstd_against_gini(runs: Runs, what: str) -> Frame:
+    rows = matching(runs["training"], {**MSTD, **OUTGOING})
+    apart = versus(rows, what, matching(runs["training"], {VARIANT: "gini"}), TUNED, (VARIANT,))
+    return claimed(apart, "{model}, {data.task}", "alpha = {losses.nucl.weight:g}", -1)
+
+
+def by_entropy(runs: Runs) -> Frame:
+    return claimed(against_chance(runs, ENTROPY), "{model}, {layers}", "entropy", -1)
+
+
+def by_weak_criteria(runs: Runs) -> Frame:
+    return claimed(against_chance(runs, WEAK), "{model}, {layers}", METHOD)
+
+
+def against_chance(runs: Runs, settings: Match) -> Frame:
+    rows, base = (matching(runs["removal"], match) for match in (settings, METHODS["Random"]))
+    return versus(rows, "perplexity", base, REMOVED, REMOVAL[:3])
+
+
+PAPER = Paper(
+    "nucl",
+    PRINTED,
+    {
+        "removal": lambda rows, _: removals(rows),
+        "training": lambda rows, _: trainings(rows),
+        "curves": lambda _, curves: trainings(curves),
+    },
+    (table_2, table_3, table_4, table_5, table_8, gains, finetuning, removal),
+    (figure_2, figure_3, figure_4),
+    (entropy_of_mstd, loss_of_mstd, by_entropy, by_weak_criteria),
+    (NLL, ENTROPY_OF_WEIGHTS),
+    SETTINGS,
+)

@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ffn_heterogeneity.report import tables
+from ffn_heterogeneity.report import stats, tables
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
 from ffn_heterogeneity.report.runs import Run, read_runs, union
-from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, middle, number, number_of
+from ffn_heterogeneity.report.stats import middle, number_of
+from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
 
 FIRST_ROWS = ("first.", "final.", "best.", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
@@ -84,7 +85,7 @@ def _value(run: Run, name: str) -> Any:
         return found[0] if found else None
     if any(number_of(value) is None for value in found):
         return ", ".join(union([str(value)] for value in found))
-    return tables.interval(found)
+    return stats.interval(found)
 
 
 def _against(value: Any, first: Any) -> tuple[str, str]:

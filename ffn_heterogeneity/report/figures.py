@@ -84,6 +84,25 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
     return figure
 
 
+def heat(panels: Sequence[Panel]):
+    """The matplotlib figure of heat maps: a row a line, normalised to its own range."""
+    rows = max(len(panel.lines) for panel in panels)
+    figure, axes = _axes(1, len(panels), 6.5 * len(panels), 1.6 + 0.4 * rows)
+    for axis, panel in zip(axes, panels, strict=True):
+        columns = sorted(set().union(*(line.x for line in panel.lines)))
+        image = np.full((len(panel.lines), len(columns)), np.nan)
+        for row, line in zip(image, panel.lines, strict=True):
+            mean = line.y.mean(0)
+            span = float(np.ptp(mean)) or 1.0
+            row[np.searchsorted(columns, line.x)] = (mean - mean.min()) / span
+        shown = axis.imshow(image, aspect="auto", cmap="cividis", vmin=0, vmax=1)
+        axis.set_xticks(range(len(columns)), [f"{x:g}" for x in columns])
+        axis.set_yticks(range(len(image)), [_safe(line.label) for line in panel.lines])
+        axis.set(xlabel=panel.xlabel, title=_safe(panel.title))
+        figure.colorbar(shown, ax=axis, label=f"{panel.ylabel}, lowest 0, highest 1 of its row")
+    return figure
+
+
 def _draw_line(axis, line: Line, i: int) -> None:
     colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
     marker = "o" if len(line.x) <= MANY else ""

@@ -1,29 +1,34 @@
-"""Runs as one pandas frame: a row a measurement, the run's settings as columns."""
+"""Runs as pandas frames: a row a measurement, the run's settings as columns."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
-from ffn_heterogeneity.io.rows import FIELDS, RESULTS, ROWS, read_rows, rows_of
+from ffn_heterogeneity.io.metrics import parse_metrics
+from ffn_heterogeneity.io.rows import FIELDS, RESULTS, ROWS, measurement, read_rows, rows_of
 from ffn_heterogeneity.paths import flatten_config
+from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
 
 if TYPE_CHECKING:
     import pandas
 
-CONFIG, SETTINGS = "config.json", "config."
+CONFIG, INPUTS, METRICS, SETTINGS = "config.json", "inputs.json", "metrics.jsonl", "config."
+SWEEP = "sweep.json"
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
 # What is read of a run, and how much of one file and of all files of an archive.
-READ = (CONFIG, RESULTS, ROWS)
+READ = (CONFIG, INPUTS, RESULTS, ROWS)
 MAX_FILE, MAX_ARCHIVE = 64 << 20, 4 << 30
 # Folders of a run that hold no runs.
 _LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", "samples", "tensorboard")
+_Rows = list[dict[str, Any]]
 
 
 class _Folder(NamedTuple):
@@ -34,67 +39,119 @@ class _Folder(NamedTuple):
 
 
 def results(*directories: str | os.PathLike) -> pandas.DataFrame:
-    """Every measurement of every run in some directories, one a row.
+    """Every measurement of every finished run in some directories, one a row.
 
     Args:
       directories: work directories of runs, of sweeps or of runs over seeds, folders of such, and
         archives of them (.tar.xz and the like, read without being unpacked).
 
     Returns:
-      The fields of a row (`io.rows.FIELDS`; docs/rows.md says what each name of "what" means), the
-      run's path in "run", and its settings in "config.<key>", as on the command line. "seed" is the
-      config's where a row has none. What does not apply is missing; lists of settings are tuples.
+      The fields of a row (`io.rows.FIELDS`; docs/rows.md says what each name of "what" means); the
+      run's path in "run", a short name of its model in "model", the run that wrote that model in
+      "origin"; its settings in "config.<key>", as on the command line, but one name for data that
+      several runs found to be the same. "seed" is the config's where a row has none. What does not
+      apply is missing; lists of settings are tuples.
 
     Raises:
       ImportError: pandas is not installed.
       ValueError: there is no run in a directory, or a file is damaged; the message names it.
     """
+    return _frame(directories, _measured, READ)
+
+
+def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.DataFrame:
+    """What runs measured while they trained (metrics.jsonl), also of those that have not ended.
+
+    Args:
+      what: names of measurements, with their split: "validation/nll"; none: all of them.
+
+    Returns:
+      A frame like that of `results`, a row for each step, and layer where there is one a layer.
+
+    Raises:
+      ImportError, ValueError: see `results`.
+    """
+    read = functools.partial(_steps, frozenset(what))
+    return _frame(directories, read, (*READ, METRICS))
+
+
+def _frame(
+    directories: Sequence[str | os.PathLike],
+    read_rows_of: Callable[[_Folder], _Rows | None],
+    read: Sequence[str],
+) -> pandas.DataFrame:
     try:
         import pandas
     except ImportError:
-        raise ImportError(
-            "fh.results needs pandas: pip install 'ffn-heterogeneity[plots]'"
-        ) from None
-    rows: list[dict[str, Any]] = []
-    settings: dict[str, dict[str, Any]] = {}
+        raise ImportError("this needs pandas: pip install 'ffn-heterogeneity[plots]'") from None
+    if not directories:
+        raise ValueError("no run given: name the work directories of runs, or folders of them")
+    rows: _Rows = []
+    runs: dict[str, Facts] = {}
     for directory in directories:
-        before = len(settings)
-        for folder, config in _runs(_folders(os.fspath(directory))):
-            own = _rows(folder)
+        folders = list(_folders(os.fspath(directory), read))
+        if not folders and not (epath.Path(directory) / SWEEP).exists():
+            raise ValueError(f"{directory} holds no run: no {CONFIG} is in it or below it")
+        for folder, config in _runs(folders):
+            own = read_rows_of(folder) if folder.path not in runs else None
             if own is None:
                 continue
-            flat = flatten_config(config)
-            settings[folder.path] = {SETTINGS + key: _hashable(x) for key, x in flat.items()}
+            if not own and METRICS not in read:
+                place = os.path.join(folder.path, RESULTS)
+                raise ValueError(f"{place} holds no measurement: is it damaged?")
+            runs[folder.path] = _facts(folder, config)
             seed = {"seed": config["seed"]} if isinstance(config.get("seed"), int) else {}
             rows += [{**seed, **row, "run": folder.path} for row in own]
-        if len(settings) == before:
-            raise ValueError(f"{directory} holds no run: no {RESULTS} is in it or below it")
     frame = pandas.DataFrame(rows, columns=[*FIELDS, "run"])
-    for field, kind in FIELDS.items():
-        if kind is not str:
-            frame[field] = frame[field].astype("Int64" if kind is int else "float64")
-    columns = pandas.DataFrame.from_dict(settings, orient="index")
-    return frame.join(columns[sorted(columns)], on="run") if len(columns.columns) else frame
+    kinds = {str: "object", int: "Int64", float: "float64"}
+    frame = frame.astype({field: kinds[kind] for field, kind in FIELDS.items()})
+    return frame.join(_settings(runs), on="run")
 
 
-def _runs(folders: Iterator[_Folder]) -> Iterator[tuple[_Folder, dict[str, Any]]]:
-    """(folder, config) of those with results; a folder without a config has its parent's."""
+def _facts(folder: _Folder, config: Mapping[str, Any]) -> Facts:
+    wrote = _object(folder, RESULTS).get("model_fingerprint", "") if RESULTS in folder.texts else ""
+    inputs = _object(folder, INPUTS) if INPUTS in folder.texts else {}
+    return Facts(flatten_config(config), inputs, wrote)
+
+
+def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
+    """A row a run: "model", "origin", and "config.<key>"."""
+    import pandas
+
+    spell_alike(runs.values())
+    wrote = origins(runs)
+    table = pandas.DataFrame(index=list(runs))
+    table["model"] = model_names(runs.values())
+    table["origin"] = pandas.Series({path: wrote.get(path) for path in runs}, dtype=object)
+    columns = pandas.DataFrame.from_dict(
+        {path: {SETTINGS + key: _hashable(x) for key, x in run.config.items()}
+         for path, run in runs.items()}, orient="index",
+    )  # fmt: skip
+    return table.join(columns[sorted(columns)])
+
+
+def _runs(folders: Sequence[_Folder]) -> Iterator[tuple[_Folder, dict[str, Any]]]:
+    """(folder, config) of each; one of a seed, or without a config, has its parent's."""
     configs: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        parent = os.path.dirname(folder.path)
-        if CONFIG in folder.texts:
-            configs[folder.path] = _object(folder, CONFIG)
-        elif parent in configs:
-            name = os.path.basename(folder.path)
-            seed = name.removeprefix("seed_")
-            own = {"seed": int(seed)} if seed != name and seed.isdigit() else {}
-            configs[folder.path] = configs[parent] | own
-        if {RESULTS, ROWS} & set(folder.texts):
-            yield folder, configs.get(folder.path, {})
+        parent, name = os.path.split(folder.path)
+        own = _object(folder, CONFIG) if CONFIG in folder.texts else None
+        seed = name.removeprefix("seed_")
+        if parent in configs and seed != name and seed.isdigit():
+            own = configs[parent] | {"seed": int(seed)} | (own or {})
+        elif own is None:
+            own = configs.get(parent)
+        if own is not None:
+            configs[folder.path] = own
+        yield folder, configs.get(folder.path, {})
 
 
-def _rows(folder: _Folder) -> list[dict[str, Any]] | None:
-    """The measurements; None: those of the folders below, of which this one only tells the mean."""
+def _measured(folder: _Folder) -> _Rows | None:
+    """The measurements; None: there are none yet, or those of the folders below, of which this one
+    only tells the mean."""
+    if not {RESULTS, ROWS} & set(folder.texts):
+        return None
+    values: dict[str, Any] = {}
     if RESULTS in folder.texts:
         values = _object(folder, RESULTS)
         if "seeds" in values or "stages" in values:
@@ -104,10 +161,58 @@ def _rows(folder: _Folder) -> list[dict[str, Any]] | None:
     return rows_of(values)
 
 
-def _folders(directory: str) -> Iterator[_Folder]:
+def _steps(names: frozenset[str], folder: _Folder) -> _Rows | None:
+    if METRICS not in folder.texts:
+        return None
+    source = os.path.join(folder.path, METRICS)
+    rows = []
+    for line in parse_metrics(folder.texts[METRICS], source):
+        for name, value in line.items():
+            if name != "step" and (not names or name in names):
+                rows += measurement(name, value, {"step": line["step"]})
+    return rows
+
+
+def units(run: str, spec: str) -> dict[Any, float]:
+    """The value of each window or question behind a measurement of a run; none where it kept none.
+
+    Args:
+      run: the frame's column of that name.
+      spec: the frame's: "results.json:nll_windows", or "samples/<task>.jsonl:<metric>".
+    """
+    name, _, key = spec.partition(":")
+    text = _file(os.path.join(run, name))
+    if name.endswith(".jsonl"):
+        rows = map(json.loads, (text or "").splitlines())
+        return {row["doc_id"]: float(row[key]) for row in rows if key in row}
+    return dict(enumerate(json.loads(text or "{}").get(key, ())))
+
+
+def _file(path: str) -> str | None:
+    """The text of a file of a run, in a folder or an archive; None: it is not there."""
+    for end in ARCHIVES:
+        archive, found, member = path.partition(f"{end}/")
+        if found and os.path.isfile(archive + end):
+            return _members(archive + end).get(os.path.normpath(member))
+    place = epath.Path(path)
+    return _text(place) if place.exists() else None
+
+
+@functools.lru_cache(maxsize=2)
+def _members(archive: str) -> dict[str, str]:
+    """The texts of all files of an archive that are read for their units."""
+    with tarfile.open(archive) as file:
+        return {
+            os.path.normpath(one.name): file.extractfile(one).read().decode()
+            for one in file
+            if one.isfile() and one.size <= MAX_FILE and one.name.endswith((RESULTS, ".jsonl"))
+        }
+
+
+def _folders(directory: str, read: Sequence[str]) -> Iterator[_Folder]:
     """Those that hold a file that is read, parents first."""
     if directory.endswith(ARCHIVES):
-        yield from _archived(directory)
+        yield from _archived(directory, read)
         return
     root = epath.Path(directory)
     if not root.is_dir():
@@ -116,14 +221,14 @@ def _folders(directory: str) -> Iterator[_Folder]:
     while places:
         place = places.pop()
         files = {path.name: path for path in place.iterdir()}
-        texts = {name: _text(files[name]) for name in READ if name in files}
+        texts = {name: _text(files[name]) for name in read if name in files}
         if texts:
             yield _Folder(os.fspath(place), texts)
         below = (files[name] for name in sorted(files, reverse=True) if name not in _LEAVES)
         places += [path for path in below if path.is_dir()]
 
 
-def _archived(path: str) -> Iterator[_Folder]:
+def _archived(path: str, read: Sequence[str]) -> Iterator[_Folder]:
     """The folders of an archive, as <archive>/<folder>. Nothing is written anywhere."""
     found: dict[str, dict[str, str]] = {}
     total = 0
@@ -134,7 +239,7 @@ def _archived(path: str) -> Iterator[_Folder]:
                 if total > MAX_ARCHIVE:
                     raise ValueError(f"{path} holds more than {MAX_ARCHIVE >> 30} GiB")
                 folder, name = os.path.split(member.name)
-                if name not in READ or not member.isfile():
+                if name not in read or not member.isfile():
                     continue
                 _check_size(member.size, f"{path}: {member.name}")
                 text = archive.extractfile(member).read().decode()

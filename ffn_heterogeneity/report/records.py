@@ -1,381 +1,300 @@
-"""Records: runs that differ in nothing but the seed, and the values that tables read of them."""
+"""From the frame of results to a paper's rows: the helpers of `papers/`, beside plain pandas.
+
+A record is what runs that differ in nothing but the seed have in common; a paper says which
+settings have to be equal for that. All helpers take and return rows like those of `fh.results`,
+settings under their own names ("ratio" for "config.ratio").
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from etils import epath
+import pandas
 
-from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.papers.specs import (
-    Accuracy,
-    Against,
-    At,
-    Kind,
-    Label,
-    Scored,
-    Share,
-    two_proportions,
-)
-from ffn_heterogeneity.report import paired
-from ffn_heterogeneity.report.runs import Run, Seed, union
-from ffn_heterogeneity.report.tables import Spread, interval, middle, number_of, over
-from ffn_heterogeneity.report.trained import PREFIX, of_trained
+from ffn_heterogeneity.io.rows import FIELDS
+from ffn_heterogeneity.report import stats
+from ffn_heterogeneity.report.frame import SETTINGS
+from ffn_heterogeneity.report.stats import Spread
 
-READINGS = {"before_final_norm": "before", "after_final_norm": "after"}
-FILES = ("text", "jsonl", "tokens")  # tasks that say nothing of the data
-RANKS = ("1st", "2nd", "3rd", "median")  # of the magnitudes of a state
-CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text; others by its last part
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
-IDLE = {"layers": "all", "compensation": "none", "reverse": False, "protect": "", "lose": "",
-        "calibration": "", "ratio": None, "count": None, "budget": None}  # fmt: skip
+IDLE = "-"  # of a setting that does not apply to a run
+ABSENT = "absent"  # in "how": asked for, and not measured
+OWN = (*FIELDS, "run", "by", "record", "differs", "told")  # columns that are no setting
+FORMAT = re.compile(r"\{([^:}]+):?([^}]*)\}")
+Frame = Any  # a pandas.DataFrame: its hints do not tell a choice of rows from a column
+Match = Mapping[str, Any]
 
 
-class Member(NamedTuple):
-    """One seed of a record; its model's accuracies, whoever evaluated it (the runs `users`)."""
+def plain(rows: Frame) -> Frame:
+    """Rows as the helpers take them: settings under their own names, "what" with its split.
 
-    run: Run
-    seed: Seed
-    tasks: Mapping[str, Spread]
-    users: Sequence[Run]
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """Runs that differ in nothing but the seed.
-
-    Attributes:
-      config: the keys that they share, and what `_facts` adds.
-      key: config key -> value as JSON, of all that had to be equal.
-      members: by seed; None where no chance is in it.
-      differs: what sets it apart from other records beside its labels: ", seq_len 16".
-      peers: all records of its kind, what it may stand against.
+    A setting that has the name of a row's field keeps the prefix ("config.layer").
     """
-
-    kind: Kind
-    config: Mapping[str, Any]
-    key: Mapping[str, str]
-    members: Mapping[Any, Member]
-    differs: str
-    peers: list[Record] = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def used(self) -> list[str]:
-        """Paths of the runs in it, and of those that evaluated its models."""
-        return [run.path for m in self.members.values() for run in (m.run, *m.users)]
+    taken = {SETTINGS + name for name in OWN}
+    names = {name: name.removeprefix(SETTINGS) for name in rows.columns if name not in taken}
+    rows = rows.drop(columns=[SETTINGS + "model", SETTINGS + "seed"], errors="ignore")
+    whole = rows.split.astype(object) + "/" + rows.what
+    rows = rows.assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
+    rows = rows.rename(columns=names)
+    return rows.astype({name: object for name in rows.columns if name not in FIELDS})
 
 
-def records(runs: Sequence[Run], kind: Kind, *, begun: bool = False) -> list[Record]:
-    """Runs of one kind as records; `begun`: with those that have curves but no results yet."""
-    groups: dict[tuple, tuple[dict, dict]] = {}
-    joined = any(key.startswith(PREFIX) for key in (*kind.same, *kind.where))
-    every = of_trained(runs) if joined else runs
-    # Of two runs of the same settings and seed the finished one is taken, and that with tasks.
-    for run in sorted(unfolded(list(every)), key=lambda run: (not run.finished, not _tasks(run))):
-        config = _without_idle_losses({**run.config, **_facts(run)}, kind)
-        values = {**next(iter(run.seeds.values())).values, **config} if run.seeds else config
-        if matches(values, kind.where) and (run.finished or (begun and run.curves)):
-            key = {k: json.dumps(v) for k, v in config.items() if _among(k, kind.same)}
-            members = groups.setdefault(tuple(sorted(key.items())), (config, {}))[1]
-            chance = kind.chance and matches(config, kind.chance)
-            for seed, member in _members(run, runs):
-                members.setdefault(seed if chance else None, member)
-    keys = [dict(key) for key in groups]
-    differing = [k for k in sorted(union(keys)) if not _among(k, kind.shown)
-                 and len({key.get(k) for key in keys} - {"null"}) > 1]  # fmt: skip
-    result: list[Record] = []
-    for key, (config, members) in zip(keys, groups.values(), strict=True):
-        shown = {k: key.get(k, "unset") for k in differing}
-        differs = "".join(f", {k} {value}" for k, value in shown.items() if value != "null")
-        result.append(Record(kind, config, key, members, differs, result))
-    result.sort(key=lambda record: [_rank(record.config.get(k)) for k in kind.shown])
-    return result
+def evaluated(rows: Frame) -> Frame:
+    """The rows, and as a run's own those of the tasks that other runs asked of its model as it is;
+    "by" is the run that measured."""
+    whole = {"attack": [None, "zero"], "k": [None, 0], "criterion": [None, "none"]}
+    asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
+    asked = matching(asked, whole)
+    own = rows.drop(columns=[*FIELDS, "by"]).drop_duplicates("run").set_index("run")
+    seeds = rows.drop_duplicates("run").set_index("run")["seed"]
+    moved = asked[[*FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(seeds))
+    return pandas.concat([rows, moved.join(own, on="run")], ignore_index=True)
 
 
-def _rank(value: Any) -> tuple:
-    number = number_of(value)
-    return (number is None, number or 0, str(value))
+def known(rows: Frame, defaults: Match) -> Frame:
+    """The rows with these settings, of their default where a run does not say."""
+    rows = rows.copy()
+    for name, value in defaults.items():
+        if name not in rows:
+            rows[name] = pandas.Series(value, rows.index, dtype=object)
+        elif value is not None:
+            rows[name] = rows[name].astype(object).where(rows[name].notna(), value)
+    return rows
 
 
-def _among(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
-
-
-def _without_idle_losses(config: dict[str, Any], kind: Kind) -> dict[str, Any]:
-    """A loss of weight 0 is none: its other settings are no difference."""
-    idle = [key.removesuffix("weight") for key, value in config.items()
-            if re.fullmatch(r"losses\.\w+\.weight", key) and not value]  # fmt: skip
-    return {k: v for k, v in config.items() if _among(k, kind.always) or not _among(k, idle)}
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    """What tables say of a run beside its config."""
-    size = [run.config.get(k) or 0 for k in ("steps", "batch_size", "seq_len")]
-    pair = re.fullmatch(r"pair:(\d+)", str(run.config.get("layers")))
-    own = {"pair": int(pair[1]) if pair else None, "model": run.model, "path": run.path}
-    task, path = str(run.config.get("data.task")), str(run.config.get("data.path") or "")
-    place = str(run.config.get("text") or run.config.get("token_ids") or "")
-    own["corpus"] = _corpus(place)
-    own["data"] = f"{task} ({os.path.basename(path)})" if path and task in FILES else task
-    if "criterion" in run.config:  # older runs lack what came later
-        own |= {key: run.config.get(key, "") for key in ("protect", "lose", "calibration")}
-        own["draws"] = run.config["criterion"] == "random" or own["lose"].startswith("random:")
-        own["calibration_corpus"] = _corpus(own["calibration"])
-    if run.config.get("criterion") == "none":  # nothing goes, from wherever
-        own |= IDLE
-    return own | ({"tokens": int(np.prod(size))} if all(size) else {})
-
-
-def _corpus(place: str) -> str:
-    return next((x for x in CORPORA if x in place.lower()), os.path.basename(place))
-
-
-def _members(run: Run, everyone: Sequence[Run]) -> Iterator[tuple[Any, Member]]:
-    for name, seed in run.seeds.items():
-        users = [other for other in everyone if other is not run and _tasks(other)
-                 and not _changes(other) and other.reads == seed.model]  # fmt: skip
-        tasks = _accuracies(seed.values)
-        for user in users:
-            tasks |= _tasks(user)
-        yield (run.path if name is None else name), Member(run, seed, tasks, users)
-
-
-def _changes(run: Run) -> bool:
-    """Whether what it evaluated is no longer the model that it read."""
-    attacked = (run.config.get("attack") or "zero", run.config.get("k") or 0) != ("zero", 0)
-    return attacked or run.config.get("criterion") not in (None, "none")
-
-
-def _tasks(run: Run) -> dict[str, Spread]:
-    return _accuracies(next(iter(run.seeds.values())).values) if run.seeds else {}
-
-
-def _accuracies(values: Mapping[str, Any]) -> dict[str, Spread]:
-    """ "piqa acc, 0 shots" -> accuracy with its interval: Wilson's, or what the task says."""
-    values, result = {k[6:]: v for k, v in values.items() if k.startswith("tasks.")}, {}
-    for name, value in values.items():
-        task, _, metric = name.partition(".")
-        low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
-        if None not in (low, high) and number_of(value) is not None:
-            shots = values.get(f"{task}.shots")
-            label = f"{task} {metric}" + (f", {shots} shots" if isinstance(shots, int) else "")
-            kind = values.get(f"{task}.interval", "Wilson")
-            result[label] = Spread(value, low, high, values.get(f"{task}.n", 0), kind)
-    return result
-
-
-def unfolded(runs: Sequence[Run]) -> Iterator[Run]:
-    """The runs; of an analysis of displacement one for each reading of h_L, of one of massive
-    weights one for each rank of magnitudes.
-
-    Raises:
-      ValueError: a results.json is not one of that analysis; the message names it.
-    """
-    ours = {seed.model for run in runs if "shape.layers" in run.config
-            for seed in run.seeds.values()}  # fmt: skip
-    for run in runs:
-        path = epath.Path(run.path) / "results.json"
-        analysis = run.config.get("analysis")
-        if analysis not in ("displacement", "massive"):
-            yield run
-        elif path.exists():
-            same = [x for x in runs if (x.model, x.config.get("analysis")) == (run.model, analysis)]
-            model = f"{run.model} ({run.label})" if len(same) > 1 else run.model
-            one = dataclasses.replace(run, model=model)
-            try:
-                results = read_json(path)
-                massive = analysis == "massive"
-                yield from _ranks(one, results) if massive else _readings(one, results, ours)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path} is no analysis: is it damaged? {error!r}") from None
-
-
-def _readings(run: Run, results: Mapping[str, Any], ours: set[str]) -> Iterator[Run]:
-    """A run for each reading, checkpoints as steps."""
-    config = run.config | {
-        "series": "checkpoints" in results, "tokens": results.get("tokens"),
-        "written here": run.reads in ours,
-        "text": os.path.basename(str(run.config.get("text") or run.config.get("token_ids"))),
-    }  # fmt: skip
-    rows = {row.get("step", 0): row for row in results.get("checkpoints", [results])}
-    for reading, where in READINGS.items():
-        psi: dict[int, list[float]] = {}
-        curves: dict[str, dict[int, float]] = {}
-        for step in sorted(rows):
-            found = rows[step][reading]
-            psi[step] = [float(x) for x in found["psi"]]
-            for name, value in found.items():
-                if number_of(value) is not None:
-                    curves.setdefault(f"validation/jreg/{name}", {})[step] = value
-        more = {"reading": where, "layers": len(psi[max(rows)])}
-        seed = Seed("", {}, curves, {"validation/jreg/psi": psi})
-        yield dataclasses.replace(run, config=config | more, seeds={None: seed})
-
-
-def _ranks(run: Run, results: Mapping[str, Any]) -> Iterator[Run]:
-    """A run for each of the three largest magnitudes and the median, by layer."""
-    found = {"layer": results["layer"], "five": ", ".join(map(str, results["indices"][:5]))}
-    rows = results["layers"]
-    for i, rank in enumerate(RANKS):
-        layers = {
-            f"massive/{state}": {0: [float((*row[state]["top"], row[state]["median"])[i])
-                                     for row in rows]}
-            for state in rows[0]
-        }  # fmt: skip
-        seed = Seed("", {}, {}, layers)
-        yield dataclasses.replace(
-            run, config=run.config | found | {"rank": rank}, seeds={None: seed}
-        )
-
-
-# ---- values
-
-
-def matches(config: Mapping[str, Any], match: Mapping[str, Any]) -> bool:
-    """Whether every key is as wanted, or one of several wanted; `bool`: true of itself."""
-    for key, wanted in match.items():
-        value = config.get(key)
-        several = wanted if isinstance(wanted, tuple) else (wanted,)
-        if not (bool(value) if wanted is bool else any(value == one for one in several)):
+def fits(row: Match, match: Match) -> bool:
+    """Whether every setting is as wanted, or one of a list; None: missing; `bool`: truthy."""
+    for name, wanted in match.items():
+        value = None if is_missing(row.get(name)) else row[name]
+        several = wanted if isinstance(wanted, list) else [wanted]
+        if not (bool(value) if wanted is bool else value in several):
             return False
     return True
 
 
-def fits(record: Record, match: Mapping[str, Any]) -> bool:
-    """Whether the record's config has what `match` asks for."""
-    return matches(record.config, match)
+def matching(rows: Frame, match: Match) -> Frame:
+    """The rows of the runs that fit."""
+    runs = rows[["run", *(name for name in match if name in rows)]].drop_duplicates("run")
+    chosen = [row["run"] for row in runs.to_dict("records") if fits(row, match)]
+    return rows[rows["run"].isin(chosen)]
 
 
-def label(record: Record, spec: Label) -> str:
-    """The record's name: the first whose match fits, keys filled in."""
-    name = next((name for name, match in spec.names.items() if fits(record, match)), spec.default)
-    return fill(record, name)
+def labelled(rows: Frame, labels: Mapping[str, Any], here: Any = "here: {model}") -> Frame:
+    """The rows with a column for each label, and "from": `here` with what sets the record apart.
 
-
-def fill(record: Record, text: str) -> str:
-    """ "{steps:,d} steps" with the record's values; "{name}" is its kind's name for it."""
-
-    def value(match: re.Match) -> str:
-        if match[1] == "name":
-            return label(record, record.kind.name)
-        result = record.config.get(match[1])
-        result = ", ".join(result) if isinstance(result, list) else result
-        return format(result, match[2] or "") if result not in (None, "") else "-"
-
-    return re.sub(r"\{([^:}]+):?([^}]*)\}", value, text)
-
-
-def by_seed(record: Record, path: Any) -> dict[Any, Any]:
-    """seed -> value, of the seeds that have it: at the last evaluation; tasks in percent."""
-    found = {seed: _of_member(record, member, path) for seed, member in record.members.items()}
-    return {seed: value for seed, value in found.items() if value is not None}
-
-
-def _of_member(record: Record, member: Member, path: Any) -> Any:
-    values = member.seed.values
-    match path:
-        case Accuracy():
-            return _task(record, member, path)
-        case Scored():
-            return member.tasks.get(path.name)
-        case At():
-            points = member.seed.curves.get(path.metric, {})
-            steps = record.config.get("steps", max(points, default=0))
-            return points.get(round(path.share * steps))
-        case tuple():  # the mean of all of them
-            several = [middle(_of_member(record, member, one)) for one in path]
-            return None if None in several else float(np.mean(several))
-    points = member.seed.curves.get(path)
-    return points[max(points)] if points else values.get(f"final.{path}", values.get(path))
-
-
-def _task(record: Record, member: Member, task: Accuracy) -> Any:
-    name, shots = fill(record, task.name), task.shots
-    ends = "(, .*)?" if shots is None else f"(, {shots} shots)?"
-    names = [x for x in member.tasks if re.fullmatch(re.escape(name) + r" \S+" + ends, x)]
-    rank = {f"{name} {metric}": i for i, metric in enumerate(BEST_FIRST)}
-    best = min(names, key=lambda x: rank.get(x.split(",")[0], len(rank)), default=None)
-    if best is None:
-        return None
-    x = member.tasks[best]
-    return x._replace(mean=100 * x.mean, low=100 * x.low, high=100 * x.high)
-
-
-def value_of(record: Record, path: Any) -> Any:
-    """A table's value: a number, `Spread` or text; None: it was not measured."""
-    if isinstance(path, Against):
-        reference = reference_of(record, path)
-        return None if reference is None else _against(record, reference, path)
-    if isinstance(path, Share):
-        ends = [reference_of(record, Against(path.path, one, path.free))
-                for one in (path.base, path.goal)]  # fmt: skip
-        if record in ends or None in ends:
-            return None
-        return paired.share(*(_middles(one, path.path) for one in (record, *ends)))
-    if isinstance(path, str) and path in record.config:
-        return record.config[path]
-    return over(list(by_seed(record, path).values()))
-
-
-def reference_of(record: Record, path: Against) -> Record | None:
-    """The record that it stands against."""
-    own, *others = ({k: v for k, v in r.key.items() if not _among(k, path.free)}
-                     for r in (record, *record.peers))  # fmt: skip
-    same = (r for r, its in zip(record.peers, others, strict=True) if its == own)
-    return next((r for r in same if fits(r, path.where)), None)
-
-
-def _against(record: Record, reference: Record, path: Against) -> Any:
-    if path.how in ("windows", "questions"):
-        units = [_units(one, path) for one in (record, reference)]
-        return None if record is reference else paired.difference(*units)
-    own, other = (middle(value_of(r, path.path)) for r in (record, reference))
-    if record is reference and path.how != "ratio" or None in (own, other):
-        return None
-    if path.how == "difference":
-        return interval(differences(record, reference, path.path))
-    if path.how == "z":
-        score = value_of(record, path.path)
-        n = score.n if isinstance(score, Spread) and score.kind == "Wilson" else None
-        return two_proportions(other, own, n)
-    ratio = own / other if other else None
-    return ratio if path.how == "ratio" or ratio is None else 100 * (ratio - 1)
-
-
-def _units(record: Record, path: Against) -> dict[Any, float]:
-    """{window or question: mean over the seeds}; empty where the seeds' units differ."""
-    each = []
-    for member in record.members.values():
-        if path.how == "windows":
-            each.append(dict(enumerate(member.seed.windows)))
-        else:
-            each.append(paired.questions(member.run.path, fill(record, path.path.name)))
-    if len({tuple(one) for one in each}) != 1:
-        return {}
-    return {unit: float(np.mean([one[unit] for one in each])) for unit in each[0]}
-
-
-def _middles(record: Record, path: Any) -> dict[Any, float]:
-    return {seed: middle(value) for seed, value in by_seed(record, path).items()}
-
-
-def differences(record: Record, reference: Record, path: Any) -> list[float]:
-    """Of the seeds that both have; a side without chance (None) meets every seed of the other.
-
-    Where the two have no seed in common: of the means, one value.
+    Args:
+      labels: column -> format, "{steps:,d} steps", or (format, {name: settings}): the name of the
+        first settings that fit. Ordered: those names first, as they stand.
     """
-    own, other = (_middles(one, path) for one in (record, reference))
-    if not own or not other:
-        return []
-    if None in own:
-        own = dict.fromkeys(other, own[None])
-    if None in other:
-        other = dict.fromkeys(own, other[None])
-    common = [own[seed] - other[seed] for seed in own if seed in other]
-    return common or [float(np.mean(list(own.values())) - np.mean(list(other.values())))]
+    every = {**labels, "from": here}
+    made = {name: _named(rows, *([x] if isinstance(x, str) else x)) for name, x in every.items()}
+    made["from"] = made["from"].astype(object) + rows["differs"]
+    return rows.assign(**made)
+
+
+def _named(rows: Frame, default: str, names: Mapping[str, Match] | None = None) -> pandas.Series:
+    names, found = names or {}, {}
+    read = {key for text in (default, *names) for key, _ in FORMAT.findall(text)}
+    read |= {key for match in names.values() for key in match}
+    runs = rows[["run", *sorted(read.intersection(rows.columns) - {"run"})]]
+    for row in runs.drop_duplicates("run").to_dict("records"):
+        text = next((name for name, match in names.items() if fits(row, match)), default)
+        found[row["run"]] = _filled(text, row)
+    labels = rows["run"].map(found).astype(object)
+    order = list(dict.fromkeys([*names, *found.values()]))
+    return pandas.Series(pandas.Categorical(labels, order, ordered=True), rows.index)
+
+
+def _filled(text: str, row: Match) -> str:
+    """The format with a row's values; "-" where one is missing."""
+
+    def value(found: re.Match) -> str:
+        value = row.get(found[1])
+        if isinstance(value, tuple):
+            value = ", ".join(map(str, value))
+        if is_missing(value) or value == "":
+            return "-"
+        whole = isinstance(value, float) and value.is_integer()
+        return format(int(value) if whole else value, found[2] or "")
+
+    return FORMAT.sub(value, text)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether there is no value: None, NaN or pandas' NA."""
+    return value is None or value is pandas.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def among(name: str, names: Sequence[str]) -> bool:
+    """Whether it is one of them, or begins with one that ends in "."."""
+    return any(name == one or (one.endswith(".") and name.startswith(one)) for one in names)
+
+
+def records(
+    rows: Frame, same: Sequence[str], shown: Sequence[str] = (), drawn: Match | None = None,
+    always: Sequence[str] = (),
+) -> Frame:  # fmt: skip
+    """The rows of runs as records, in the order of what is shown of them.
+
+    A loss of weight 0 is none: its other settings are no difference, nor is the weight.
+
+    Args:
+      same: settings that runs of one record have equal; "losses.": all that begin so.
+      shown: those of them that labels show.
+      drawn: of the runs that the seed matters to. Of the others one a record counts, without seed;
+        of runs of the same record and seed the first one that answered tasks, or else the first.
+      always: settings of losses that stay where the loss has no weight.
+
+    Returns:
+      The rows with "record"; in "differs" what sets it apart from other records in settings that
+      are not shown (", window 128"), and in "told" {name: value} of those that are.
+    """
+    rows = _without_idle_losses(rows, always)
+    runs = rows.drop_duplicates("run").set_index("run")
+    with_tasks = set(rows.loc[rows.task.notna(), "run"])
+    names = [name for name in runs.columns if name not in OWN and among(name, same)]
+    texts = {
+        run: {name: text_of(value) for name, value in zip(names, values, strict=True)}
+        for run, values in zip(runs.index, runs[names].itertuples(index=False), strict=True)
+    }
+    vary = [name for name in sorted(names) if len({x[name] for x in texts.values()} - {IDLE}) > 1]
+    ranks = {run: [_rank(row.get(name)) for name in shown]
+             for run, row in zip(runs.index, runs.to_dict("records"), strict=True)}  # fmt: skip
+    numbers: dict[tuple, int] = {}
+    taken: dict[tuple, str] = {}
+    made = {}
+    for run in sorted(texts, key=lambda run: (ranks[run], run not in with_tasks)):
+        number = numbers.setdefault(tuple(texts[run].values()), len(numbers))
+        seed = runs.at[run, "seed"] if drawn and fits(runs.loc[run], drawn) else None
+        seed = run if drawn and fits(runs.loc[run], drawn) and is_missing(seed) else seed
+        if taken.setdefault((number, str(seed)), run) == run:
+            its = {name: texts[run][name] for name in vary if texts[run][name] != IDLE}
+            differs = [f", {name} {x}" for name, x in its.items() if not among(name, shown)]
+            told = {name.removeprefix(SETTINGS): x for name, x in its.items() if among(name, shown)}
+            made[run] = (number, "".join(differs), told, seed)
+    rows = rows[rows["run"].isin(list(made))].copy()
+    for i, name in enumerate(("record", "differs", "told", "seed")):
+        rows[name] = [made[run][i] for run in rows["run"]]
+    return rows.sort_values("record", kind="stable", ignore_index=True)
+
+
+def _without_idle_losses(rows: Frame, always: Sequence[str]) -> Frame:
+    rows = rows.copy()
+    for weight in [name for name in rows.columns if re.fullmatch(r"losses\.\w+\.weight", name)]:
+        idle = ~rows[weight].fillna(0).astype(bool)
+        for name in rows.columns:
+            if name.startswith(weight.removesuffix("weight")) and not among(name, always):
+                rows[name] = rows[name].astype(object).mask(idle, None)
+    return rows
+
+
+def cells(rows: Frame, columns: Mapping[str, Any]) -> Frame:
+    """The rows of a table's cells, "column" in this order.
+
+    Args:
+      columns: column -> the "what" of its rows (its last step's), or other rows.
+    """
+    parts = [
+        (last(rows[rows.what == x]) if isinstance(x, str) else x).assign(column=name)
+        for name, x in columns.items()
+    ]
+    made = [part for part in parts if len(part)] or [rows.head(0).assign(column="")]
+    made = pandas.concat(made, ignore_index=True)
+    return made.assign(column=pandas.Categorical(made["column"], list(columns), ordered=True))
+
+
+def text_of(value: Any) -> str:
+    if isinstance(value, str) and value == IDLE:
+        return IDLE
+    if is_missing(value):
+        return "unset"
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value, default=float)
+
+
+def _rank(value: Any) -> tuple:
+    number = None if is_missing(value) else stats.number_of(value)
+    return (number is None, number or 0, str(value))
+
+
+# ---- accuracies
+
+
+def scores(rows: Frame, tasks: Mapping[str, Sequence] | None = None, mean: str = "") -> Frame:
+    """Accuracies, "what" their column of a table.
+
+    Args:
+      tasks: column -> (task, examples in the prompt; None: however many), in percent. None: all
+        that were asked, as shares: "piqa acc, 0 shots".
+      mean: column of the mean of a run that answered all of them.
+    """
+    asked = rows[rows.task.notna() & rows.low.notna()]
+    if tasks is None:
+        shots = (", " + asked.shots.astype(str) + " shots").where(asked.shots.notna(), "")
+        return asked.assign(what=asked.task + " " + asked.what + shots)
+    asked = asked.assign(rank=[(*BEST_FIRST, x).index(x) for x in asked.what])
+    asked = asked.drop_duplicates(["run", "task", "shots", "what"], keep="last")
+    asked = asked.sort_values("rank", kind="stable").assign(
+        units="samples/" + asked.task + ".jsonl:" + asked.what,
+        **{end: 100 * asked[end] for end in ("value", "low", "high")},
+    )
+    parts = []
+    for column, (task, shots) in tasks.items():
+        its = asked[asked.task == task]
+        if shots is not None:
+            its = its[its.shots.isna() | (its.shots == shots).fillna(False)]
+        parts.append(its.drop_duplicates("run").assign(what=column, task=None))
+    found: Frame = pandas.concat(parts, ignore_index=True) if parts else asked
+    if mean:
+        values = found.groupby("run").value.agg(["mean", "size"])
+        whole = values[values["size"] == len(tasks)]["mean"]
+        means = found[found["run"].isin(whole.index)].drop_duplicates("run")
+        own = {**as_row(0.0), "value": means["run"].map(whole), "what": mean, "units": None}
+        found = pandas.concat([found, means.assign(**own)], ignore_index=True)
+    return found.drop(columns="rank")
+
+
+def last(rows: Frame) -> Frame:
+    """Of each measurement of a run the last step's."""
+    names = ["run", "what", "task", "shots", "layer", "neuron"]
+    return rows.sort_values("step", kind="stable").drop_duplicates(names, keep="last")
+
+
+def points(rows: Frame, panel: Any, line: Any, x: str = "step") -> Frame:
+    """Points of a figure: a panel for each label `panel` and each "column", a line for each `line`
+    and what sets its record apart."""
+    rows = labelled(rows[rows[x].notna()], {"panel": panel}, line)
+    return rows.assign(value=rows["column"], line=rows["from"], x=rows[x], y=rows["value"])
+
+
+def claimed(rows: Frame, run_on: Any, part: Any, sign: int = 1) -> Frame:
+    """Parts of a claim: a value above 0 (`sign` 1), or below, says that a part holds, unless
+    "verdict" does."""
+    rows = labelled(rows, {"part": part}, run_on)
+    if "verdict" not in rows:
+        values = map(spread, rows[["value", "low", "high", "n", "how"]].to_dict("records"))
+        rows["verdict"] = [stats.verdict(value, sign) for value in values]
+    return rows.assign(**{"run on": rows["from"]})
+
+
+def spread(row: Match) -> Any:
+    """A row's value, with its interval if it has one; None where it is absent."""
+    if row.get("how") == ABSENT:
+        return None
+    if is_missing(row.get("low")):
+        return row["value"]
+    n = 0 if is_missing(row["n"]) else int(row["n"])
+    return Spread(row["value"], row["low"], row["high"], n, row["how"])
+
+
+def as_row(value: Any) -> dict[str, Any]:
+    """The fields of a row that hold a number, its interval, or that it is absent (None)."""
+    if isinstance(value, Spread):
+        return dict(zip(("value", "low", "high", "n", "how"), value, strict=True))
+    absent = {"value": np.nan, "how": ABSENT} if value is None else {"value": value, "how": None}
+    return {"low": np.nan, "high": np.nan, "n": pandas.NA, **absent}

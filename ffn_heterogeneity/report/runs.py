@@ -13,33 +13,26 @@ from etils import epath
 from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.report.tables import number_of
+from ffn_heterogeneity.report.links import Facts, spell_alike
+from ffn_heterogeneity.report.stats import number_of
+from ffn_heterogeneity.report.tables import shorter
 from ffn_heterogeneity.wording import spans
-
-# Keys of inputs.json (their last parts) that name no data: two runs may write the same model.
-NO_DATA = ("model", "tokenizer")
 
 
 class Seed(NamedTuple):
     """What one seed of a run came to.
 
     Attributes:
-      model: where its model lies, if it wrote one.
-      fingerprint: of that model, as it was written; older runs do not say.
       values: "final.validation/nll" -> number or text, as results.json has them.
       curves: metric -> step -> value, NaN where not finite.
       layers: metric with a value a layer -> step -> values.
-      windows: the NLL of each window of a text, where one was evaluated.
       lost: steps whose rows a crash took; the training curves are NaN there.
     """
 
-    model: str
     values: Mapping[str, Any]
     curves: Mapping[str, Mapping[int, float]]
     layers: Mapping[str, Mapping[int, Sequence[float]]]
     lost: Sequence[int] = ()
-    windows: Sequence[float] = ()
-    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +47,7 @@ class Run:
       finished: whether it has its results, of every seed.
       state: "finished", or how far it is.
       notes: what a reader has to know.
-      model: a short name of the config's model that no other model of these runs has.
       inputs: dotted key of the config -> fingerprint of the file that it named then.
-      reads: `Seed.model` of the run that wrote the config's model, else that model's path.
     """
 
     path: str
@@ -66,9 +57,7 @@ class Run:
     finished: bool
     state: str
     notes: list[str]
-    model: str = "model"
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    reads: str = ""
 
     @property
     def curves(self) -> list[Mapping[str, Mapping[int, float]]]:
@@ -88,12 +77,8 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     for i, place in enumerate(places):
         if (j := places.index(place)) < i:
             raise ValueError(f"{paths[i]!r} and {paths[j]!r} are the same run: name each once")
-    runs = [read_run(p, label) for p, label in zip(paths, _labels(places), strict=True)]
-    _spell_alike(runs)
-    names, wrote = _model_names(runs), {s.model: s for run in runs for s in run.seeds.values()}
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        reads, notes = _reads(run, wrote)
-        runs[i] = dataclasses.replace(run, model=name, reads=reads, notes=run.notes + notes)
+    runs = [read_run(p, label) for p, label in zip(paths, shorter(places), strict=True)]
+    spell_alike(Facts(run.config, run.inputs) for run in runs)
     return runs
 
 
@@ -123,19 +108,6 @@ def read_run(path: str, label: str) -> Run:
         state = f"{len(folders)} seeds, {state}"
     inputs = _read_object(folder / "inputs.json") if (folder / "inputs.json").exists() else {}
     return Run(path, label, config, seeds, finished, state, notes, inputs=inputs)
-
-
-def _reads(run: Run, wrote: Mapping[str, Seed]) -> tuple[str, list[str]]:
-    """`Run.reads` and what is to be said of it; `wrote`: the seeds by where their models lie."""
-    name, mark = str(run.config.get("model") or ""), run.inputs.get("model")
-    place = name and os.path.realpath(name)
-    writer = wrote.get(place)
-    if writer and (not mark or writer.fingerprint in ("", mark)):
-        return place, []
-    same = [model for model, seed in wrote.items() if mark and seed.fingerprint == mark]
-    if len(same) == 1:
-        return same[0], []
-    return ("", [f"{place} is another model since: not counted as its."]) if writer else (place, [])
 
 
 def _seed_folders(folder: epath.Path) -> dict[int, epath.Path]:
@@ -168,9 +140,7 @@ def _read_seed(folder: epath.Path) -> Seed:
     results |= _read_object(path) if path.exists() else {}
     values = {k: x for k, x in flatten_config(results).items() if not isinstance(x, list)}
     values = {k: x if (n := number_of(x)) is None else n for k, x in values.items()}
-    model = os.path.join(os.path.realpath(folder), "model")
-    mark = results.get("model_fingerprint", "")
-    return Seed(model, values, curves, layers, lost, results.get("nll_windows", ()), mark)
+    return Seed(values, curves, layers, lost)
 
 
 def _not_finite(seed: Seed) -> list[str]:
@@ -181,41 +151,6 @@ def _not_finite(seed: Seed) -> list[str]:
     lost = [f"metrics.jsonl lacks the rows of steps {spans(seed.lost)}."] if seed.lost else []
     return lost + [f"{name} is not finite, first at step {step}."
             for name, step in first.items() if step is not None]  # fmt: skip
-
-
-def _spell_alike(runs: Sequence[Run]) -> None:
-    """Data that the runs found to be the same (`inputs.json`) gets one name, the first one's."""
-    first: dict[tuple[str, str], Any] = {}
-    for run in runs:
-        for key, mark in run.inputs.items():
-            if key.split(".")[-1] not in NO_DATA and key in run.config:
-                run.config[key] = first.setdefault((key, str(mark)), run.config[key])
-
-
-def _model_names(runs: Sequence[Run]) -> list[str]:
-    """ "smollm2-135m" of a path or hub id, a run's name for that run's own; the whole path where
-    two models would have one name."""
-    paths = [str(run.config.get("model") or "model") for run in runs]
-    paths = [path if "://" in path else os.path.normpath(path) for path in paths]
-    short = {path: _short(path) for path in paths}
-    names = [
-        short[path] if list(short.values()).count(short[path]) == 1 else path for path in paths
-    ]
-    revisions = [run.config.get("revision") for run in runs]
-    return [f"{name} {x}" if x else name for name, x in zip(names, revisions, strict=True)]
-
-
-def _short(path: str) -> str:
-    parts = [part for part in path.split("/") if part]
-    if len(parts) > 1 and parts[-1] in ("model", "checkpoints"):
-        parts = parts[:-1]
-    return parts[-1].removesuffix(".gguf")
-
-
-def _labels(places: Sequence[str]) -> list[str]:
-    parts = [place.strip("/").split("/") for place in places]
-    common = len(os.path.commonprefix([part[:-1] for part in parts]))
-    return ["/".join(part[common:]) for part in parts]
 
 
 def _read_object(path: epath.Path) -> dict[str, Any]:

@@ -6,61 +6,14 @@ import csv
 import io
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.report.stats import Spread
 
 UNKNOWN = "-"
-NOT_FINITE = ("nan", "inf", "-inf")  # as metrics.jsonl and results.json hold them
-
-
-class Spread(NamedTuple):
-    """A number over several seeds."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-    # Of what low and high are: "range", or 95% by "t", "Wilson", "bootstrap", "Fieller".
-    kind: str = "range"
-
-
-def middle(value: Any) -> Any:
-    """The number itself; the mean of several."""
-    return value.mean if isinstance(value, Spread) else value
-
-
-def over(values: Sequence[Any]) -> Any:
-    """Mean, lowest and highest of several; the one where they are the same; None of none."""
-    if len(set(map(middle, values))) < 2:
-        return values[0] if values else None
-    values = [middle(value) for value in values]
-    return Spread(float(np.mean(values)), float(np.min(values)), float(np.max(values)), len(values))
-
-
-def interval(values: Sequence[float]) -> Any:
-    """Mean and Student's 95% interval of several; one value alone has none."""
-    return student(values) if len(values) > 1 else values[0] if values else None
-
-
-def student(values: Sequence[float]) -> Spread:
-    """The mean and its 95% interval, -+ t_{0.975, n-1} s / sqrt(n): infinite for one value."""
-    from scipy.special import stdtrit
-
-    n, mean, half = len(values), float(np.mean(values)), float("inf")
-    if n > 1:
-        half = float(stdtrit(n - 1, 0.975)) * float(np.std(values, ddof=1)) / n**0.5
-    return Spread(mean, mean - half, mean + half, n, "t")
-
-
-def number_of(value: Any) -> int | float | None:
-    """The number, also where it is written as "nan"; None: it is none."""
-    if isinstance(value, str) and value in NOT_FINITE:
-        return float(value)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def number(value: Any, digits: int = 4) -> str:
@@ -69,7 +22,7 @@ def number(value: Any, digits: int = 4) -> str:
         return UNKNOWN
     if isinstance(value, Spread):
         low, high = (number(x, digits) for x in (value.low, value.high))
-        return f"{number(value.mean, digits)} [{low}, {high}] {value.kind} n={value.n}"
+        return f"{number(value.mean, digits)} [{low}, {high}] {value.how} n={value.n}"
     if isinstance(value, (str, bool)):
         return str(value)
     return f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -103,6 +56,13 @@ def csv_text(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         cells = [cell.mean if isinstance(cell, Spread) else cell for cell in row]
         writer.writerow([UNKNOWN if cell is None else cell for cell in cells])
     return text.getvalue()
+
+
+def shorter(paths: Sequence[str]) -> list[str]:
+    """The paths below the directory that all of them lie in."""
+    parts = [path.strip("/").split("/") for path in paths]
+    common = len(os.path.commonprefix([part[:-1] for part in parts]))
+    return ["/".join(part[common:]) for part in parts]
 
 
 def directory(output: str | os.PathLike) -> epath.Path:

@@ -16,8 +16,7 @@ from ffn_heterogeneity.evaluate import answers, metrics
 from ffn_heterogeneity.evaluate.generate import Generation
 from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.report.records import _accuracies
+from ffn_heterogeneity.io.rows import rows_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CB = ("entailment", "contradiction", "neutral")
@@ -130,9 +129,9 @@ def test_scores_are_those_of_the_answers(evaluate, tmp_path):
             assert 0 <= row[f"{metric}_low"] <= value <= row[f"{metric}_high"] <= 1
     assert 0 < min(means) < max(means) < 1, "scores that say something"
     assert results["superglue"] == pytest.approx(np.mean(means), abs=1e-12)
-    reported = _accuracies(flatten_config(results))
-    assert reported["superglue average, 0 shots"].kind == "bootstrap"
-    assert reported["superglue_multirc f1_answers, 0 shots"].n == 24
+    reported = {(row.get("task"), row["what"]): row for row in rows_of(results)}
+    assert reported["superglue", "average"]["how"] == "bootstrap"
+    assert reported["superglue_multirc", "f1_answers"]["n"] == 24
     # As in training: bos, the prompt, the end of its line. A prompt without room is not asked.
     assert "<s>rte hypothesis: h1000 premise: p1000\n" in evaluate.generator.asked
     row = evaluate("long", "superglue_copa", max_new_tokens=60)["tasks"]["superglue_copa"]

@@ -25,7 +25,6 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory, slurm
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.report.runs import read_runs
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import shared
 
@@ -121,10 +120,10 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
         assert together["nll"] == pytest.approx(apart["nll"], rel=1e-6)
         assert (together["tokens"], together["windows"]) == (apart["tokens"], apart["windows"])
     (tmp_path / "c").rename(tmp_path / "moved")
-    made, used, other = read_runs([f"{tmp_path}/{x}" for x in ("moved", "layers_1_2", "unpruned")])
-    (seed,) = made.seeds.values()
-    assert used.reads == seed.model == f"{tmp_path}/moved/model"
-    assert other.reads == str(files[0])
+    frame = fh.results(*(tmp_path / name for name in ("moved", "layers_1_2", "unpruned")))
+    origins = frame.drop_duplicates("run").set_index("run").origin
+    assert origins[f"{tmp_path}/layers_1_2"] == f"{tmp_path}/moved"
+    assert origins.notna().sum() == 1
 
 
 def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):

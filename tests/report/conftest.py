@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from builders import FLAT, RISING, pretrain, read_csv
 
+from ffn_heterogeneity import papers
 from ffn_heterogeneity.report import figures
-from ffn_heterogeneity.report.engine import write_paper
+from ffn_heterogeneity.report.paper import write_paper
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def report(tmp_path):
     """(paper, runs) -> table's key -> rows as dicts; the Markdown under "text"."""
 
     def write(paper, runs, out="out"):
-        text = write_paper(paper, runs, tmp_path / out)
+        text = write_paper(papers.load(paper), runs, tmp_path / out)
         tables = {}
         for path in (tmp_path / out).glob("*.csv"):
             header, rows = read_csv(path)

@@ -8,7 +8,7 @@ import math
 import pytest
 from builders import FLAT, RISING, claim, nucl_runs, pretrain, training
 
-from ffn_heterogeneity.report import claims
+from ffn_heterogeneity.report.stats import interval, verdict
 
 BELOW, NLL = "zeta_L is below the baseline's at every alpha", "the validation NLL is no worse"
 GROWS, PUBLISHED = "zeta_L grows from checkpoint to checkpoint", "zeta_L of a published model"
@@ -47,12 +47,12 @@ def test_one_seed_and_what_cannot_be_told(report, tmp_path, change, statement, v
 
 
 def test_several_seeds_decide_by_their_interval():
-    for values, sign, verdict in (
+    for values, sign, told in (
         ([1.0, 1.1, 0.9], 1, "holds"), ([1.0, 1.1, 0.9], -1, "does not hold"),
         ([1.0, -0.1, 0.9], 1, "cannot be told"), ([0.0, 0.0], -1, "cannot be told"),
         ([], 1, "cannot be told"), ([math.nan, 1.0], 1, "cannot be told"),
     ):  # fmt: skip
-        assert claims.verdict_of(values, sign) == verdict
+        assert verdict(interval(values), sign) == told
 
 
 @pytest.mark.parametrize(

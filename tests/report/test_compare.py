@@ -10,12 +10,13 @@ import pytest
 from builders import write_run
 from tiny_models import run_script
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity.report import compare
 from ffn_heterogeneity.report.compare import choose_panels, differing_keys, draw_runs, numbers
 from ffn_heterogeneity.report.compare import write_report as write
-from ffn_heterogeneity.report.paired import bootstrap
 from ffn_heterogeneity.report.runs import read_runs
-from ffn_heterogeneity.report.tables import Spread, interval, number, over
+from ffn_heterogeneity.report.stats import Spread, bootstrap, interval, over
+from ffn_heterogeneity.report.tables import number
 
 CONFIG = {"seed": 0, "nucl": {"alpha": 0.0, "targets": ["a|b"]}, "name": "x", "on": True}
 
@@ -281,21 +282,22 @@ def test_numbers_as_cells():
 def test_whose_model_a_run_read(tmp_path):
     """By what the model was then: not by a path that another was written to since."""
 
-    def runs(mark, *written, place="a"):
+    def origin(mark, *written, place="a"):
         for name, own in zip("abc", written, strict=False):
-            make(tmp_path / name, results={"model_fingerprint": own} if own else {})
+            wrote = {"model_fingerprint": own} if own else {}
+            make(tmp_path / name, results={"nll": 1.0} | wrote)
         config = CONFIG | {"model": f"{tmp_path}/{place}/model"}
-        path = make(tmp_path / "used", results={}, config=config)
+        path = make(tmp_path / "used", results={"nll": 1.0}, config=config)
         (tmp_path / "used" / "inputs.json").write_text(json.dumps({"model": mark} if mark else {}))
-        *_, used = read_runs([*(f"{tmp_path}/{name}" for name in "abc"[: len(written)]), path])
-        return used.reads.removeprefix(f"{tmp_path}/").removesuffix("/model"), used.notes
+        frame = fh.results(*(tmp_path / name for name in "abc"[: len(written)]), path)
+        found = set(frame[frame.run == path].origin.dropna())
+        return found.pop().rpartition("/")[2] if found else None
 
-    assert runs("1", "1", "2") == runs("1", "", "2") == runs("", "1", "2") == ("a", [])
-    assert runs("1", "1", "1") == ("a", []), "two models of the same weights"
-    assert runs("2", "1", "2") == runs("2", "1", "2", place="moved") == ("b", [])
-    assert runs("2", "1", "2", "2", place="moved") == ("moved", []), "one of two: nobody's"
-    where, notes = runs("3", "1", "2")
-    assert where == "" and "a/model is another model since" in notes[0]
+    assert origin("1", "1", "2") == origin("1", "", "2") == origin("", "1", "2") == "a"
+    assert origin("1", "1", "1") == "a", "two models of the same weights"
+    assert origin("2", "1", "2") == origin("2", "1", "2", place="moved") == "b"
+    assert origin("2", "1", "2", "2", place="moved") is None, "one of two: nobody's"
+    assert origin("3", "1", "2") is None
 
 
 def test_equal_means_differ_by_nothing():

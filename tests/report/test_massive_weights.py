@@ -12,13 +12,13 @@ from builders import adapted, attack, claim, lines, massive, removal
 from scipy.stats import ttest_1samp
 from tiny_models import config_of
 
-from ffn_heterogeneity.papers import massive_weights
-from ffn_heterogeneity.papers.specs import printed
-from ffn_heterogeneity.report import paired
-from ffn_heterogeneity.report.engine import write_paper
-from ffn_heterogeneity.report.records import records
-from ffn_heterogeneity.report.runs import read_runs
-from ffn_heterogeneity.report.tables import student
+import ffn_heterogeneity as fh
+from ffn_heterogeneity import papers
+from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report import stats
+from ffn_heterogeneity.report.paper import write_paper
+from ffn_heterogeneity.report.records import evaluated, plain
+from ffn_heterogeneity.report.stats import student
 
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
            "piqa", "winogrande", "mean")  # fmt: skip
@@ -98,9 +98,11 @@ def test_what_labels_do_not_tell_has_rows_of_its_own(report, tmp_path):
     texts = [f"data/{name}/train.txt" for name in ("wikitext2", "c4")]
     runs = [
         *(attack(tmp_path / f"a{layer}", "zero", 5, 90.0 + layer, layer=layer) for layer in (1, 2)),
-        *(removal(tmp_path / f"r{i}", 20.0 + i, criterion="mean_state", calibration=text, nll=i)
+        *(removal(tmp_path / f"r{i}", 20.0 + i, criterion="mean_state", calibration=text)
           for i, text in enumerate(texts)),
     ]  # fmt: skip
+    for i in range(2):
+        (tmp_path / f"r{i}/results.json").write_text(json.dumps({"perplexity": 20.0, "nll": i}))
     tables = report("massive_weights", runs)
     rows = {row["from"]: row["perplexity"] for row in tables["attacks"]}
     assert rows == {"here, layer 1": "91.0", "here, layer 2": "92.0"}
@@ -231,40 +233,37 @@ def test_adapters_attacked(report, tmp_path):
     points = lines(tables, "figure_7")
     assert points["p0 0.8", "step", "-"][0] == (1, pytest.approx(0.8 * 59 / 60))
     # Tasks of what an attack left are not the trained model's own.
-    kind = massive_weights.KINDS["tuning"]
-    (dropping,) = [r for r in records(read_runs(runs), kind) if r.config["macdrop.p0"] == 1.0]
-    (member,) = dropping.members.values()
-    assert [user.config["k"] for user in member.users] == [0]
-    assert member.tasks["piqa acc, 0 shots"].mean == 0.75
+    frame = evaluated(plain(fh.results(*runs)))
+    own = frame[frame["run"].str.endswith("control") & frame.task.notna()]
+    assert [by.rpartition("/")[2] for by in own["by"]] == ["control_0"] and set(own.value) == {0.75}
 
 
 def test_paired_intervals_against_a_plain_loop():
     rng = np.random.default_rng(3)
     own, base = rng.normal(1.0, 0.2, 40), rng.normal(2.0, 0.2, 40)
-    found = paired.difference(dict(enumerate(own)), dict(enumerate(base)))
+    found = stats.bootstrap(own - base)
     draws = np.random.default_rng(0).integers(40, size=(10_000, 40))
     means = [(own - base)[draw].mean() for draw in draws]
     np.testing.assert_allclose((found.low, found.high), np.percentile(means, [2.5, 97.5]))
-    assert paired.difference({0: 1.0}, {0: 1.0, 1: 2.0}) is None
 
 
 def test_a_share_has_the_interval_of_its_test():
     """The ends are where a t test of (base - own) - r (base - goal) has p = 0.05."""
     rng = np.random.default_rng(3)
     own, base = rng.normal(1.0, 0.2, 20), rng.normal(2.0, 0.4, 20)
-    found = paired.share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
+    found = stats.share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
     assert found.mean == pytest.approx((base - own).mean() / (base - 0.5).mean())
     for r in (found.low, found.high):
         assert ttest_1samp(base - own - r * (base - 0.5), 0).pvalue == pytest.approx(0.05)
     # One seed of twenty gains: every draw is 0 or more, and still it is not told from 0.
     gain = np.eye(20)[0]
-    some = paired.share(dict(enumerate(base - gain)), dict(enumerate(base)), {None: 0.5})
+    some = stats.share(dict(enumerate(base - gain)), dict(enumerate(base)), {None: 0.5})
     assert some.low < 0 < some.mean < some.high
     # Chance in the goal alone; a goal that is not told from the base.
-    lost = paired.share({None: 3.0}, {None: 1.0}, dict(enumerate(base)))
+    lost = stats.share({None: 3.0}, {None: 1.0}, dict(enumerate(base)))
     interval = student(base - 1)
     assert (lost.low, lost.high) == pytest.approx((2 / interval.high, 2 / interval.low))
-    wide = paired.share({None: 3.0}, {None: 2.0}, dict(enumerate(base)))
+    wide = stats.share({None: 3.0}, {None: 2.0}, dict(enumerate(base)))
     assert (wide.low, wide.high) == (-np.inf, np.inf)
 
 
@@ -272,4 +271,4 @@ def test_a_damaged_analysis_is_named(tmp_path):
     massive(tmp_path / "a", "m")
     (tmp_path / "a" / "results.json").write_text('{"layer": 2}')
     with pytest.raises(ValueError, match=r"a/results.json is no analysis"):
-        write_paper("massive_weights", [str(tmp_path / "a")], tmp_path / "out")
+        write_paper(papers.load("massive_weights"), [str(tmp_path / "a")], tmp_path / "out")

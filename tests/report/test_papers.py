@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ffn_heterogeneity.papers.specs import Table, printed
-from ffn_heterogeneity.report.engine import PAPERS
+from ffn_heterogeneity import papers
+from ffn_heterogeneity.papers.printed import printed
 
 NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
 
@@ -89,15 +89,15 @@ def test_means_and_gains_are_those_of_their_rows():
     assert gains["2B",][1] == rows_of(NUCL["table_3"])["FFN outgoing",][0] == 2.71
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_specs_name_what_is_printed(name):
-    """A spec of a paper's table has its labels and columns."""
-    tables = {spec.key: spec for spec in PAPERS[name].tables}
-    assert set(printed(name)["tables"]) >= {key for key, x in tables.items() if not x.title}
-    for key, table in printed(name)["tables"].items():
-        spec = tables.get(key, Table(key))
-        for header, mine in ((table["labels"], spec.labels), (table["columns"], spec.columns)):
-            assert not mine or list(mine) == header, key
-        assert all(len(row) == len(table["labels"] + table["columns"]) for row in table["rows"])
-    curves = {spec.key for spec in PAPERS[name].curves if not spec.title}
-    assert curves == set(printed(name)["figures"])
+@pytest.mark.parametrize("name", papers.NAMES)
+def test_what_is_drawn_has_its_texts(name):
+    """Functions and the JSON name each other; a row has a cell for every label and column."""
+    paper, texts = papers.load(name), printed(name)
+    ours = texts["ours"]
+    assert {make.__name__ for make in paper.claims} == set(texts["claims"])
+    assert {make.__name__ for make in paper.figures} == {*texts["figures"], *ours["figures"]}
+    made = {make.__name__ for make in paper.tables}
+    assert set(ours["tables"]) <= made <= {*texts["tables"], *ours["tables"]}
+    for table in texts["tables"].values():
+        width = len(table["labels"] + table["columns"])
+        assert all(len(row) == width for row in table["rows"])

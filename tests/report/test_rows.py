@@ -96,6 +96,20 @@ def test_a_run_over_seeds_is_its_seeds_and_settings_are_columns(runs):
     assert last.value.item() == results["final"]["validation/nll"]
 
 
+def test_curves_are_those_of_metrics(runs, tmp_path):
+    """Also of a run that has not ended; of a measurement a layer a row for each."""
+    curves = fh.curves(runs / "train", what=["train/loss", "validation/nll"])
+    assert set(curves.what) == {"loss", "nll"} and set(curves.seed) == {0, 1}
+    lines = (runs / "train/seed_1/metrics.jsonl").read_text().splitlines()
+    losses = [row["train/loss"] for row in map(json.loads, lines) if "train/loss" in row]
+    assert list(curves[(curves.what == "loss") & (curves.seed == 1)].value) == losses
+    rows = [{"step": 1, "psi": [0.5, 0.25], "train/loss": 2.0}, {"step": 2, "train/loss": "nan"}]
+    write_run(tmp_path / "begun", {"model": "m", "seed": 3}, rows=rows)
+    begun = fh.curves(tmp_path / "begun")
+    assert list(begun[begun.what == "psi"].layer) == [1, 2] and set(begun.model) == {"m"}
+    assert np.isnan(begun[begun.step == 2].value.item()) and set(begun.seed) == {3}
+
+
 def test_archives_are_read_as_what_is_in_them(runs, tmp_path):
     path = tmp_path / "all.tar.xz"
     with tarfile.open(path, "w:xz") as archive:

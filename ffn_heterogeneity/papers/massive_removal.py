@@ -1,0 +1,124 @@
+"""Massive weights in NUCL's removals: what their neurons have to do with entropy's advantage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.papers import nucl
+from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report.paper import Runs
+from ffn_heterogeneity.report.records import (
+    IDLE,
+    Frame,
+    Match,
+    cells,
+    claimed,
+    is_missing,
+    labelled,
+    matching,
+    points,
+)
+from ffn_heterogeneity.report.versus import versus
+
+CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}  # known by the path of a text
+HERE = "here: windows of {window}"
+UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
+CHANCE = nucl.METHODS["Random"]
+PRUNED = {"model": "{model}", "share of neurons": "{ratio}"}
+RULE = (
+    "{criterion}, {compensation}, reverse {reverse}, {protect} spared, on {calibration_corpus}",
+    nucl.METHODS | {
+        "Random, {protect} spared": {**CHANCE, "protect": bool},
+        "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": bool},
+        "{criterion}": nucl.PLAIN, "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
+        "{criterion}, {compensation}": nucl.FREELY,
+    })  # fmt: skip
+# What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
+LOST = printed("massive_weights")["lost"]
+NEEDED = ("", {"entropy": ENTROPY, "chance": CHANCE} | {
+    f"entropy, {who} lost": {**ENTROPY, "lose": lose} for lose, who in LOST.items()})  # fmt: skip
+# As many as a figure can hold: chance, and rules that do better at most shares.
+SHOWN = ["random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair"]
+
+
+def corpus(place: Any) -> str:
+    name = "" if is_missing(place) else str(place)
+    return next((x for x in CORPORA.values() if x in name.lower()), os.path.basename(name))
+
+
+def removals(rows: Frame) -> Frame:
+    rows = nucl.removals(rows, ("model", "ratio", *nucl.REMOVAL, "window"))
+    return rows.assign(calibration_corpus=rows.calibration.map(corpus))
+
+
+def than(rows: Frame, base: Match, every: Frame, how: str = "difference") -> Frame:
+    """The loss less that after another removal of as many neurons of the same model."""
+    return versus(rows, "nll", matching(every, base), nucl.REMOVED, nucl.REMOVAL, how)
+
+
+def harm(rows: Frame, every: Frame) -> Frame:
+    free = (*nucl.REMOVAL, *nucl.SIZE)
+    return versus(rows, "nll", matching(every, UNPRUNED), nucl.REMOVED, free, "windows")
+
+
+def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
+    base, goal = matching(every, base), matching(every, goal)
+    return versus(rows, "nll", base, nucl.REMOVED, nucl.REMOVAL, goal=goal)
+
+
+def removal(runs: Runs) -> Frame:
+    every = runs["removal"]
+    rows = matching(every, {"lose": ["", IDLE]})
+    made = cells(rows, {"NLL": "nll", "less unpruned": harm(rows, every),
+                        "less entropy": than(rows, ENTROPY, every, "windows"),
+                        "less chance": than(rows, CHANCE, every)})  # fmt: skip
+    return labelled(made, {**PRUNED, "method": RULE}, HERE)
+
+
+def needed(runs: Runs) -> Frame:
+    every = runs["removal"]
+    rows = matching(every, {"criterion": "entropy", "compensation": "none", **nucl.FREELY})
+    fixed = matching(rows, {"draws": False})
+    made = cells(rows, {
+        "NLL": "nll", "less entropy": than(rows, ENTROPY, every, "windows"),
+        "of entropy's advantage": of_advantage(fixed, ENTROPY, CHANCE, every),
+    })  # fmt: skip
+    return labelled(made, {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}, HERE)
+
+
+def explained(runs: Runs) -> Frame:
+    every = runs["removal"]
+    rows = matching(every, {"criterion": "random", "reverse": False, "compensation": "none"})
+    columns = {"NLL": "nll", "less chance": than(rows, CHANCE, every)}
+    columns["of entropy's advantage"] = of_advantage(rows, CHANCE, ENTROPY, every)
+    return labelled(
+        cells(rows, columns), {**PRUNED, "spared": ("{protect}", {"nobody": CHANCE})}, HERE
+    )
+
+
+def at(rows: Frame, values: Mapping[str, Any], x: str, line: Any) -> Frame:
+    """Each record's mean at its setting `x`."""
+    rows = cells(rows, values)
+    mean = rows.groupby(["record", "column"], observed=True)["value"].transform("mean")
+    rows = rows.assign(value=mean, seed=None).drop_duplicates(["record", "column"])
+    return points(rows[rows[x] != IDLE], "{model}", line, x)
+
+
+def removal_by_ratio(runs: Runs) -> Frame:
+    return by_ratio(runs, {"criterion": SHOWN}, RULE)
+
+
+def needed_by_ratio(runs: Runs) -> Frame:
+    return by_ratio(runs, {"criterion": SHOWN[:2], "lose": ["", *LOST]}, NEEDED)
+
+
+def by_ratio(runs: Runs, settings: Match, line: Any) -> Frame:
+    rows = harm(matching(runs["removal"], {**nucl.PLAIN, **settings}), runs["removal"])
+    return at(rows, {"NLL less unpruned": rows}, "ratio", line)
+
+
+def by_entropy(runs: Runs) -> Frame:
+    rows, base = matching(runs["removal"], ENTROPY), CHANCE | {"protect": "bos:5"}
+    return claimed(than(rows, base, runs["removal"]), "{model}, {ratio}", "entropy", -1)

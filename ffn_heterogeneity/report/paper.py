@@ -1,0 +1,289 @@
+"""A paper's tables, figures and claims, drawn of runs beside what it prints: Markdown, CSV, PNG.
+
+Runs find their places by their settings, whoever started them: a sweep, a script, a job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from ffn_heterogeneity.io.files import read_json
+from ffn_heterogeneity.report import frame, records, stats, tables
+from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
+from ffn_heterogeneity.report.records import Frame, is_missing, spread
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
+from ffn_heterogeneity.report.tables import markdown_table, number
+
+Runs = Mapping[str, Frame]
+UNTOLD = (
+    "Of several seeds, compared seed by seed, the 95% interval decides: a claim cannot be told "
+    "where it holds 0. Of one seed its number decides, which says nothing of other seeds."
+)
+
+
+class Paper(NamedTuple):
+    """A report: what it draws, in this order, from functions of runs (kind -> rows).
+
+    A function's name is its key in the JSON, which has its texts: "tables" and "figures" under the
+    paper's captions, "ours" under titles, "claims".
+
+    Attributes:
+      printed: {"paper": its title, "tables": {key: {caption, labels, columns, rows, notes}},
+        "figures": {key: {caption, x, xlabel, log, heat}}, "ours": {"tables": {key: {title, labels,
+        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated}}}; null is not
+        printed, or cut off in the copy at hand.
+      kinds: name -> what picks its runs from the rows of all and from their curves.
+      tables: runs -> rows with a column for each label, the name of their cell in "column" (else
+        "what"), and in "from" what the row says of itself; several rows of a cell are its seeds.
+        Rows whose labels are those of a printed row stand below it; the others follow. A printed
+        table without a function is one that nobody can measure here.
+      figures: runs -> points: columns "panel", "value" (the name of y), "line", "seed", "x", "y".
+      claims: runs -> rows: "run on", the name of a part, its value and its "verdict".
+      curves: the measurements of metrics.jsonl that are read.
+      settings: setting -> what it is in runs whose config does not have it.
+    """
+
+    name: str
+    printed: Mapping[str, Any]
+    kinds: Mapping[str, Callable[[Frame, Frame], Frame]]
+    tables: Sequence[Callable[[Runs], Frame]]
+    figures: Sequence[Callable[[Runs], Frame]]
+    claims: Sequence[Callable[[Runs], Frame]]
+    curves: Sequence[str]
+    settings: Mapping[str, Any]
+
+
+class Drawn(NamedTuple):
+    """One table, its cells unrounded, or the points of one figure."""
+
+    key: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
+    figure: Any = None  # shows the rows
+
+
+def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -> str:
+    """Writes each table and figure (Markdown, CSV, PNG) and `<name>.md`; returns its text.
+
+    Args:
+      paths: work directories of runs and sweeps, folders and archives of them; those of
+        scripts/evaluate.py give their accuracies to the run whose model they evaluated.
+
+    Raises:
+      ValueError: `output` is a file, a path holds no run, or a file is damaged; the message names
+        it.
+    """
+    output = tables.directory(output)
+    states, runs = gather(paper, paths)
+    parts = [f"# {paper.name.upper()}: tables and figures", paper.printed["paper"] + "."]
+    for one in list(draw_all(paper, runs)):
+        parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
+        tables.write_text(output / f"{one.key}.csv", tables.csv_text(one.header, one.rows))
+        tables.write_text(output / f"{one.key}.md", parts[-1] + "\n")
+    used = set().union(*(one[name] for one in runs.values() for name in ("run", "by")))
+    names = dict(zip(states, tables.shorter(list(states)), strict=True))
+    rows = [(names[run], state, "yes" if run in used else "no") for run, state in states.items()]
+    rows += [(name, "not run", "no") for name in _not_begun(paths)]
+    parts += ["## Runs", markdown_table(("run", "state", "used"), rows)]
+    return tables.write_text(output / f"{paper.name}.md", "\n\n".join(parts) + "\n")
+
+
+def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
+    """(run -> its state, kind -> rows) of the runs at `paths`."""
+    curves = records.known(records.plain(frame.curves(*paths, what=paper.curves)), paper.settings)
+    rows = records.known(records.plain(frame.results(*paths)), paper.settings)
+    rows = records.evaluated(rows)
+    states = dict.fromkeys(rows["run"], "finished")
+    for run, step in curves.groupby("run", sort=False)["step"].max().items():
+        states.setdefault(run, f"not finished, at step {step}")
+    return states, {name: make(rows, curves) for name, make in paper.kinds.items()}
+
+
+def _not_begun(paths: Sequence[str]) -> Iterator[str]:
+    """The points of sweeps that are not there."""
+    for path in map(epath.Path, paths):
+        listing = path / "sweep.json"
+        points = read_json(listing)["points"] if listing.exists() else ()
+        for point in points:
+            if not (path / point["name"] / "config.json").exists():
+                yield f"{path.name}/{point['name']}"
+
+
+def draw_all(paper: Paper, runs: Runs) -> Iterator[Drawn]:
+    """The claims, the paper's tables and figures, then ours."""
+    yield draw_claims(paper, runs)
+    tables = {make.__name__: make for make in paper.tables}
+    figures = {make.__name__: make for make in paper.figures}
+    for source in (paper.printed, paper.printed["ours"]):
+        for key, texts in source["tables"].items():
+            yield draw_table(key, tables.get(key), texts, runs)
+        for key, texts in source["figures"].items():
+            yield draw_figure(key, figures[key], texts, runs)
+
+
+# ---- tables
+
+
+def draw_table(
+    key: str, make: Callable[[Runs], Frame] | None, texts: Mapping[str, Any], runs: Runs
+) -> Drawn:
+    """The paper's rows, below each what was measured here; then what the paper has not."""
+    labels, columns = texts["labels"], texts.get("columns", [])
+    made = make(runs) if make else None
+    # Labels of a row -> where it is from -> column -> cell.
+    rows: dict[tuple, dict[str, dict[str, Any]]] = {}
+    for row in texts.get("rows", ()):
+        origins = rows.setdefault(tuple(row[: len(labels)]), {})
+        origins["paper"] = dict(zip(columns, row[len(labels) :], strict=True))
+        if make:
+            origins["here"] = {}
+    if made is not None:
+        columns = columns or list(_order(_columns(made)))
+        for name, origin, cells in _measured(made, labels):
+            if any(cells.get(column) is not None for column in columns):
+                rows.setdefault(name, {}).pop("here", None)
+                rows[name][origin] = cells
+    table = [(*name, origin, *(cells.get(column) for column in columns))
+             for name, origins in rows.items() for origin, cells in origins.items()]  # fmt: skip
+    notes = (*texts.get("notes", ()), *filter(None, [texts.get("unit")]))
+    return Drawn(key, _title(key, texts), (*labels, "from", *columns), table, notes)
+
+
+def _columns(made: Frame):
+    return made["column"] if "column" in made else made["what"]
+
+
+def _order(values: Any) -> dict:
+    """Value -> its place: that of an ordered label, or of its first row."""
+    known = values.cat.categories if hasattr(values, "cat") else values.drop_duplicates()
+    present = set(values)
+    return {value: i for i, value in enumerate(x for x in known if x in present)}
+
+
+def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, dict[str, Any]]]:
+    """(labels, from, column -> cell) of each row, in the order of the labels.
+
+    Where the labels leave a cell two values, each record has a row, and "from" says what it is.
+    """
+    made = made.assign(column=_columns(made))
+    made["from"] = made["from"].astype(object) if "from" in made else "here"
+    names = ["column", "record", "told", "value", "low", "high", "n", "how"]
+    values = made.reindex(columns=names).to_dict("records")
+    # (labels, from) -> record -> column -> the values of its seeds.
+    groups: dict[tuple, dict[Any, dict[str, list]]] = {}
+    told = {}
+    for row, *key in zip(values, *(made[name] for name in (*labels, "from")), strict=True):
+        record = None if is_missing(row["record"]) else row["record"]
+        told[record] = {} if record is None else row["told"]
+        if (value := spread(row)) is not None:
+            own = groups.setdefault(tuple(key), {}).setdefault(record, {})
+            own.setdefault(row["column"], []).append(value)
+    orders = [_order(made[name]) for name in labels]
+    for key in sorted(groups, key=lambda key: [x[y] for x, y in zip(orders, key, strict=False)]):
+        each = {record: {column: stats.over(values) for column, values in cells.items()}
+                for record, cells in groups[key].items()}  # fmt: skip
+        if _agree(each.values()):
+            first = {column: x for cells in reversed(each.values()) for column, x in cells.items()}
+            yield key[:-1], key[-1], first
+            continue
+        for record, cells in each.items():
+            others = [told[one] for one in each]
+            apart = [f", {name} {x}" for name, x in told[record].items()
+                     if any(x != other.get(name) for other in others)]  # fmt: skip
+            yield key[:-1], key[-1] + "".join(apart), cells
+
+
+def _agree(each: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether no cell has two values."""
+    found: dict[str, set[str]] = {}
+    for cells in each:
+        for column, value in cells.items():
+            found.setdefault(column, set()).add(repr(value))
+    return all(len(values) == 1 for values in found.values())
+
+
+def _title(key: str, texts: Mapping[str, Any]) -> str:
+    if "title" in texts:
+        return texts["title"]
+    return f"{key.replace('_', ' ').capitalize()}: {texts['caption'].rstrip('.')}"
+
+
+def draw_claims(paper: Paper, runs: Runs) -> Drawn:
+    """Every claim wherever it can be looked at."""
+    rows = []
+    for make in paper.claims:
+        texts = paper.printed["claims"][make.__name__]
+        found: dict[str, dict[str, tuple[list, str]]] = {}
+        for row in make(runs).to_dict("records"):
+            parts = found.setdefault(str(row["run on"]), {})
+            parts.setdefault(str(row["part"]), ([], row["verdict"]))[0].append(spread(row))
+        for name, parts in found.items():
+            told = [(part, stats.over([x for x in values if x is not None]), verdict)
+                    for part, (values, verdict) in parts.items()]  # fmt: skip
+            rows.append((*texts.values(), name, *whole(told)))
+        if not found:
+            rows.append((*texts.values(), None, None, OPEN))
+    header = ("statement", "stated", "run on", "measured", "verdict")
+    return Drawn("claims", "Claims: what the numbers below say", header, rows, (UNTOLD,))
+
+
+def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
+    """(measured, verdict) of a claim: it holds if every part does; else which do not."""
+    measured = "; ".join(f"{name} {number(value)}" for name, value, _ in parts)
+    for verdict in (FAILS, OPEN):
+        names = [name for name, _, its in parts if its == verdict]
+        if names:
+            return measured, verdict + (f" ({'; '.join(names)})" if len(parts) > 1 else "")
+    return measured, HOLDS
+
+
+# ---- figures
+
+
+def draw_figure(
+    key: str, make: Callable[[Runs], Frame], texts: Mapping[str, Any], runs: Runs
+) -> Drawn:
+    """A figure, and its points."""
+    made, x = make(runs), texts.get("x", "step")
+    rows, panels = [], []
+    for (title, ylabel), its in made.groupby(["panel", "value"], sort=False, observed=True):
+        lines = []
+        for line, of_line in its.groupby("line", sort=False, observed=True):
+            seeds = []
+            for seed, of_seed in of_line.groupby("seed", sort=False, dropna=False):
+                seeds.append(dict(sorted(zip(of_seed["x"], of_seed["y"], strict=True))))
+                name = None if is_missing(seed) else seed
+                rows += [(title, ylabel, line, name, *point) for point in seeds[-1].items()]
+            lines.append(of_seeds(line, seeds))
+        panels.append(Panel(title, lines, texts.get("xlabel", x), ylabel, texts.get("log", False)))
+    figure, several = None, made["value"].nunique()
+    if panels and texts.get("heat"):
+        figure = heat(panels)
+    elif panels:
+        figure = draw(panels, columns=several if several > 1 else min(3, len(panels)))
+    header = ("panel", "value", "line", "seed", x, "y")
+    return Drawn(key, _title(key, texts), header, rows, (), figure)
+
+
+# ---- text
+
+
+def _section(one: Drawn, picture: str) -> str:
+    title = f"## {one.title}"
+    if not one.rows:
+        return "\n\n".join([title, "Nothing was measured.", *one.notes])
+    if picture:
+        return "\n\n".join([title, *one.notes, f"Points: {one.key}.csv.", picture])
+    rows = [[number(x) for x in row] for row in one.rows]
+    text = " ".join(cell for row in rows for cell in row)
+    legend = [why for how, why in stats.BRACKETS.items() if f"] {how} n=" in text]
+    notes = list(one.notes)
+    notes += ["In brackets, " + "; ".join(legend) + "."] if legend else []
+    notes += ['"-": not measured here, or not printed.'] if any("-" in row for row in rows) else []
+    return "\n\n".join([title, markdown_table(one.header, rows), *notes])

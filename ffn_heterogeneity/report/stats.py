@@ -1,0 +1,137 @@
+"""Numbers over seeds, windows and questions: means, and how sure they are, by scipy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+DRAWS = 10_000
+NOT_FINITE = ("nan", "inf", "-inf")  # as metrics.jsonl and results.json hold them
+HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+# What stands in the brackets of a number, by its `Spread.how`.
+BRACKETS = {
+    "range": "range: lowest and highest of n runs or seeds",
+    "t": "t: Student's 95% interval over n seeds (of differences: seed by seed)",
+    "Wilson": "Wilson: Wilson's 95% interval over n questions",
+    "bootstrap": "bootstrap: 95% percentiles over resamples of n questions, windows or rows",
+    "Fieller": "Fieller: Fieller's 95% interval of a ratio over n seeds",
+}
+
+
+class Spread(NamedTuple):
+    """A number with its interval.
+
+    Attributes:
+      n: of the seeds, questions or windows behind it.
+      how: the interval was made (`BRACKETS`).
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    how: str = "range"
+
+
+def middle(value: Any) -> Any:
+    """The number itself; the mean of several."""
+    return value.mean if isinstance(value, Spread) else value
+
+
+def number_of(value: Any) -> int | float | None:
+    """The number, also where it is written as "nan"; None: it is none."""
+    if isinstance(value, str) and value in NOT_FINITE:
+        return float(value)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def over(values: Sequence[Any]) -> Any:
+    """Mean, lowest and highest of several; the one where they are the same; None of none."""
+    if len(set(map(middle, values))) < 2:
+        return values[0] if values else None
+    values = [middle(value) for value in values]
+    return Spread(float(np.mean(values)), float(np.min(values)), float(np.max(values)), len(values))
+
+
+def interval(values: Sequence[float]) -> Any:
+    """Mean and Student's 95% interval of several; one value alone has none."""
+    return student(values) if len(values) > 1 else values[0] if values else None
+
+
+def student(values: Sequence[float]) -> Spread:
+    """The mean and its 95% interval, -+ t_{0.975, n-1} s / sqrt(n): infinite for one value."""
+    from scipy.special import stdtrit
+
+    n, mean, half = len(values), float(np.mean(values)), math.inf
+    if n > 1:
+        half = float(stdtrit(n - 1, 0.975)) * float(np.std(values, ddof=1)) / n**0.5
+    return Spread(mean, mean - half, mean + half, n, "t")
+
+
+def bootstrap(values: Sequence[float]) -> Any:
+    """The mean, with its 95% percentiles over resamples of the values."""
+    from scipy import stats
+
+    sample = np.asarray(values, float)
+    n = len(sample)
+    if n < 2:
+        return float(sample[0]) if n else None
+    options = {"n_resamples": DRAWS, "method": "percentile", "rng": np.random.default_rng(0)}
+    low, high = stats.bootstrap((sample,), np.mean, **options).confidence_interval
+    # Means over seeds that are equal may differ by 5e-17.
+    return Spread(round(float(sample.mean()), 12) + 0.0, float(low), float(high), n, "bootstrap")
+
+
+def share(own: Mapping, base: Mapping, goal: Mapping) -> Any:
+    """(base - own) / (base - goal) of the means over seeds: how far from base to goal own is.
+
+    Each side is {seed: value}; what has no chance in it ({None: value}) meets every seed.
+    """
+    sides = [own, base, goal]
+    drawn = [set(side) for side in sides if None not in side]
+    seeds = sorted(set.intersection(*drawn), key=str) if drawn else [None]
+    if not seeds:
+        return None
+    each = [[side.get(seed, side.get(None)) for seed in seeds] for side in sides]
+    at, start, end = (np.asarray(values, float) for values in each)
+    return fieller(start - at, start - end)
+
+
+def fieller(above: np.ndarray, below: np.ndarray) -> Any:
+    """The ratio of two means of n pairs, with Fieller's 95% interval.
+
+    r is in it where Student's t does not tell mean(above - r below) from 0:
+    (b^2 - q v_bb) r^2 - 2 (a b - q v_ab) r + (a^2 - q v_aa) <= 0, a and b the means, v their
+    variances and covariance, q = t^2_{0.975, n-1}. Unlike a bootstrap's it may hold 0 where every
+    pair has the same sign; without bounds where b is not told from 0.
+    """
+    from scipy.special import stdtrit
+
+    n, a, b = len(above), float(np.mean(above)), float(np.mean(below))
+    if n < 2 or not b:
+        return a / b if b else None
+    v = np.cov(above, below) / n
+    q = float(stdtrit(n - 1, 0.975)) ** 2
+    square, linear, constant = b * b - q * v[1, 1], a * b - q * v[0, 1], a * a - q * v[0, 0]
+    if square <= 0:
+        return Spread(a / b, -np.inf, np.inf, n, "Fieller")
+    half = max(linear * linear - square * constant, 0.0) ** 0.5
+    return Spread(a / b, (linear - half) / square, (linear + half) / square, n, "Fieller")
+
+
+def two_proportions(first: float, second: float, n: int | None) -> float | None:
+    """z = (p2 - p1) / sqrt(2 p (1 - p) / n), p their mean; both in percent, of n questions each."""
+    p = (first + second) / 200
+    return (second - first) / 100 / (2 * p * (1 - p) / n) ** 0.5 if n and 0 < p < 1 else None
+
+
+def verdict(value: Any, sign: int) -> str:
+    """Whether a number lies above 0 (sign 1), or below (-1): all of its interval, if it has one."""
+    if value is None or not math.isfinite(middle(value)):
+        return OPEN
+    ends = value[1:3] if isinstance(value, Spread) else (value, value)
+    low, high = sorted(sign * end for end in ends)
+    return HOLDS if low > 0 else FAILS if high < 0 else OPEN
