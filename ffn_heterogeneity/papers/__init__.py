@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ffn_heterogeneity.report.paper import Paper
 
-NAMES = ["nucl", "jreg", "massive_weights"]
+NAMES = ["nucl", "jreg", "massive_weights", "p32"]
 
 
 def load(name: str) -> Paper:

@@ -99,7 +99,7 @@ def heat(panels: Sequence[Panel]):
         axis.set_xticks(range(len(columns)), [f"{x:g}" for x in columns])
         axis.set_yticks(range(len(image)), [_safe(line.label) for line in panel.lines])
         axis.set(xlabel=panel.xlabel, title=_safe(panel.title))
-        figure.colorbar(shown, ax=axis, label=f"{panel.ylabel}, lowest 0, highest 1 of its row")
+        figure.colorbar(shown, ax=axis, label=f"{panel.ylabel} in its row's range")
     return figure
 
 

@@ -140,7 +140,7 @@ def draw_table(
     rows: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in texts.get("rows", ()):
         origins = rows.setdefault(tuple(row[: len(labels)]), {})
-        origins["paper"] = dict(zip(columns, row[len(labels) :], strict=True))
+        origins[texts.get("source", "paper")] = dict(zip(columns, row[len(labels) :], strict=True))
         if make:
             origins["here"] = {}
     if made is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import REPOSITORY, random_params, tiny_of
+from tiny_models import random_params, tiny_of
 
 from ffn_heterogeneity.heads import ROOT, make_head
 from ffn_heterogeneity.heads.classification import POOLINGS, Classification
@@ -18,11 +17,12 @@ from ffn_heterogeneity.models.causal_lm import abstract_params, finish, forward
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import PRESETS, count_parameters
 from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.papers.printed import printed
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.pooled import pooled_places
 
 FAMILIES = ("bert", "roberta", "llama")
-PAPER = json.loads((REPOSITORY / "ffn_heterogeneity" / "papers" / "p32.json").read_text())
+PAPER = printed("p32")["tables"]
 
 
 def model_with(family: str, pooling: str, **settings):
@@ -141,7 +141,7 @@ def test_table_1_counts():
         "LLAMA-2-7B": "llama2_7b",
         "LLAMA-2-13B": "llama2_13b",
     }
-    for name, (blocks, parameters) in PAPER["table_1"].items():
+    for name, blocks, parameters in PAPER["table_1"]["rows"]:
         config, _ = PRESETS[presets[name]]
         assert config.n_layers == blocks
         assert count_parameters(config)["total"] == parameters
@@ -174,37 +174,7 @@ def test_the_compiled_step_costs_what_the_last_layers_head_costs():
     assert memory[1] <= 1.01 * memory[0]
 
 
-def regression(x, y) -> tuple[float, float, float]:
-    """(slope, R squared, p) of a least-squares line."""
-    from scipy.stats import linregress
-
-    line = linregress(x, y)
-    return line.slope, line.rvalue**2, line.pvalue
-
-
-def test_the_regressions_of_section_5_4_hold_without_mnli_alone():
-    """What the paper prints of both, from its own Tables 2 and 5."""
-    base, ours = (PAPER["table_2"][f"LLAMA-2-7B {kind}"] for kind in ("baseline", "P-32"))
-    gain = {task: ours[task] - base[task] for task in PAPER["table_5"]}
-    of_all, without = list(gain), [task for task in gain if task != "mnli"]
-
-    def line(tasks, column):
-        rows = [PAPER["table_5"][task][column] for task in tasks]
-        return regression(rows, [gain[task] for task in tasks])
-
-    slope, r2, p = line(without, 0)
-    assert slope == pytest.approx(-1.428e-5, rel=5e-4)
-    assert (round(r2, 3), round(p, 3)) == (0.644, 0.030)
-    slope, r2, p = line(of_all, 0)
-    assert slope == pytest.approx(-2.74e-6, rel=5e-3) and round(r2, 3) == 0.033
-    slope, r2, p = line(without, 1)
-    assert (round(slope, 4), round(r2, 3), round(p, 3)) == (0.0425, 0.060, 0.596)
-    slope, r2, p = line(of_all, 1)
-    assert (round(slope, 4), round(r2, 3), round(p, 3)) == (0.0298, 0.023, 0.722)
-
-
 def test_all_printed_means_are_of_nine_values():
-    for row in PAPER["table_2"].values():
-        values = [value for task, value in row.items() if task != "mean"]
+    for _, _, *values, mean in PAPER["table_2"]["rows"]:
         assert len(values) == 9
-        assert math.isclose(np.mean(values), row["mean"], abs_tol=0.0051)
+        assert math.isclose(np.mean(values), mean, abs_tol=0.0051)

@@ -52,7 +52,8 @@ def test_a_printed_table_is_always_drawn(report, tmp_path, paper):
         assert all(set(list(row.values())[width + 1 :]) == {"-"} for row in ours)
         assert table["caption"].rstrip(".") in tables["text"]
     assert not list((tmp_path / "out").glob("*.png")) and "sweep/baseline" in tables["text"]
-    assert {row["verdict"] for row in tables["claims"]} == {"cannot be told"}
+    ours = [row for row in tables["claims"] if not row["run on"].startswith("the paper's")]
+    assert {row["verdict"] for row in ours} <= {"cannot be told"}
 
 
 def test_ours_stands_below_the_papers_row(report, tmp_path):

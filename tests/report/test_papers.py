@@ -97,7 +97,8 @@ def test_what_is_drawn_has_its_texts(name):
     assert {make.__name__ for make in paper.claims} == set(texts["claims"])
     assert {make.__name__ for make in paper.figures} == {*texts["figures"], *ours["figures"]}
     made = {make.__name__ for make in paper.tables}
-    assert set(ours["tables"]) <= made <= {*texts["tables"], *ours["tables"]}
+    drawn = {key for key, table in ours["tables"].items() if "rows" not in table}
+    assert drawn <= made <= {*texts["tables"], *ours["tables"]}
     for table in texts["tables"].values():
         width = len(table["labels"] + table["columns"])
         assert all(len(row) == width for row in table["rows"])

@@ -1,0 +1,317 @@
+"""P-32 (depth-wise pooling): its tables and figures, beside what was measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pandas
+
+from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report.paper import Paper, Runs
+from ffn_heterogeneity.report.records import (
+    Frame,
+    as_row,
+    cells,
+    claimed,
+    labelled,
+    matching,
+    points,
+    records,
+)
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
+from ffn_heterogeneity.report.versus import by_seed, versus
+
+PRINTED = printed("p32")
+TASKS = PRINTED["tables"]["table_6"]["columns"][:-1]
+BEST = "validation/best/"  # the metric of the task, where the best weights were kept
+SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
+POOLING = ("model", "pooling", "lambda_rate", "final_norm", "truncate.blocks", "data.fraction")
+SAME = (*POOLING, "data.task", "prepare", "optimizer.", "epochs", "batch_size", "dropout", "nf4.",
+        "lora.", "losses.", "compute_dtype")  # fmt: skip
+BASELINE, AVERAGE = {"pooling": "last"}, {"pooling": "average"}
+OURS = {"pooling": "p32", "lambda_rate": bool}
+METHODS = {
+    "Baseline": BASELINE,
+    "P-32": OURS,
+    "Avg.Pool": AVERAGE,
+    "P-32, lambda at the model's rate": {"pooling": "p32"},
+    "scalar mix (ELMo)": {"pooling": "scalar_mix"},
+}
+PAPERS_NAMES = {"P-32 (ours)" if name == "P-32" else name: its for name, its in METHODS.items()}
+METHOD = ("{pooling}", METHODS)
+ALL_BLOCKS = {"truncate.blocks": [0, None]}
+WHOLE = {**ALL_BLOCKS, "data.fraction": 1.0}
+LABELS = {"model": "{model}", "task": "{data.task}", "method": METHOD}
+SETTINGS = dict.fromkeys((*SAME, "objective"))
+
+
+# ---- runs
+
+
+def classifiers(rows: Frame) -> Frame:
+    """Runs on labelled rows: "score" in percent, of the best evaluation; how far from average."""
+    rows = rows[(rows.objective == "labels") & rows.pooling.notna()]
+    rows = records(rows, SAME, ("data.task", *POOLING, "losses."), {"pooling": bool})
+    best = rows[rows.what.str.startswith(BEST)]
+    name = best.set_index("run").what.str.removeprefix(BEST)
+    test = rows[rows.what == "test/" + rows["run"].map(name).astype(object)]
+    weights = rows[(rows.what == "depth_weights") & (rows.pooling != "average")]
+    depths = weights.groupby("run").layer.max()
+    layers = weights.groupby("model").layer.max()
+    by_run = weights.groupby("run")["value"]
+    first = weights.drop_duplicates("run")
+    apart = (weights["value"] - 1 / weights["run"].map(depths).astype(float)).abs()
+    peak = weights.layer.astype(float)[by_run.idxmax()].set_axis(by_run.groups)
+    made = [
+        best.assign(what=SCORE, value=100 * best["value"]),
+        test.assign(what=TEST, **{end: 100 * test[end] for end in ("value", "low", "high")}),
+        first.assign(what=DEPTH, value=first["run"].map(apart.groupby(weights["run"]).max())),
+        first.assign(what=PEAK, value=first["run"].map(peak)),
+    ]
+    rows = pandas.concat([rows, *made], ignore_index=True)
+    blocks = rows["truncate.blocks"].replace(0, None)
+    blocks = blocks.where(blocks.notna(), rows.model.map(layers))
+    tuned = rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names)
+    return rows.assign(blocks=blocks.astype(object), tuned=tuned)
+
+
+def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
+    rows, other = (matching(runs["classifier"], match) for match in (settings, base))
+    return versus(rows, what, other, SAME, ("pooling", "lambda_rate"))
+
+
+# ---- the paper's tables
+
+
+def scores(rows: Frame, labels: dict, here: str = "here: {model}") -> Frame:
+    """A row of a table: the tasks' scores, and where there are nine their mean."""
+    return labelled(rows[rows.what == SCORE], {**labels, "column": "{data.task}"}, here)
+
+
+def table_1(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], {**BASELINE, **WHOLE})
+    rows = rows[rows.what == "parameters"].drop_duplicates("model").assign(differs="")
+    depth = rows[rows.blocks.notna()]
+    depth = depth.assign(value=depth.blocks.astype(float))
+    columns = {"# Transformer Blocks": depth, "# Parameters": rows}
+    return labelled(cells(rows, columns), {"Model": "{model}"}, "here")
+
+
+def table_2(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], WHOLE)
+    return scores(rows, {"Model": "{model}", "Method": ("{pooling}", PAPERS_NAMES)}, "here")
+
+
+def table_3(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": False})
+    return scores(rows, {"Num Blocks": "{blocks}"})
+
+
+def table_4(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": True})
+    return scores(rows, {"Num Blocks": "{blocks}"})
+
+
+def table_5(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], WHOLE).drop_duplicates(["data.task", "model", "what"])
+    columns = {"# Train Samples": "train/rows", "Avg. Input Length": "train/tokens_a_row"}
+    return labelled(cells(rows, columns), {"Dataset": "{data.task}"}, "here: {model}")
+
+
+def table_6(runs: Runs) -> Frame:
+    return scores(matching(runs["classifier"], WHOLE), {"Method": METHOD})
+
+
+# ---- ours
+
+
+def paired(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], WHOLE)
+    first = rows[rows["data.task"].isin(list(PRINTED["majority"]))].drop_duplicates("record")
+    majority = first["data.task"].map(PRINTED["majority"])
+    columns = {
+        "score": SCORE,
+        "less Baseline": against(runs, WHOLE, BASELINE),
+        "less Avg.Pool": against(runs, WHOLE, AVERAGE),
+        "majority": first.assign(value=majority.astype(float), low=None),
+        DEPTH: DEPTH,
+        PEAK: PEAK,
+    }
+    return labelled(cells(rows, columns), LABELS, "here")
+
+
+def test_sets(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], WHOLE)
+    tested = against(runs, WHOLE, BASELINE, TEST)
+    return labelled(cells(rows, {"score": TEST, "less Baseline": tested}), LABELS, "here")
+
+
+def figure_2(runs: Runs) -> Frame:
+    """Data sets ordered by size, means over seeds."""
+    rows = matching(runs["classifier"], {"pooling": "p32", **WHOLE})
+    sizes = rows[rows.what == "train/rows"].set_index("run")["value"]
+    rows = rows[rows.what == "lambda"].assign(column="raw lambda")
+    rows = rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
+    shared = {"{data.task}, the model's rate": {"lambda_rate": None}}
+    return points(rows, "{model}", ("{data.task}", shared), "layer")
+
+
+def figure_3(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
+    rows = rows[(rows.what == SCORE) & rows.pooling.isin(["last", "p32"])]
+    rows = rows.assign(column="Spearman's correlation (%)", differs="")
+    several = rows.groupby(["model", "pooling"])["data.fraction"].transform("nunique") > 1
+    return points(rows[several], "{model}", METHOD, "data.fraction")
+
+
+def figure_4(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0})
+    rows = rows[rows.what == SCORE].assign(column="score (%)", differs="")
+    several = rows.groupby(["model", "data.task"]).blocks.transform("nunique") > 1
+    return points(rows[several], "{model}", "{data.task}", "blocks")
+
+
+# ---- claims
+
+
+def on_paper(parts: list[tuple]) -> Frame:
+    """(model, part, value[, verdict]) on the paper's numbers; without one a value above 0 holds."""
+    rows = [(f"the paper's {model}", *rest) for model, *rest in parts]
+    made = pandas.DataFrame(rows, columns=["run on", "part", "value", "verdict"])
+    told = [verdict(value, 1) if none else its for value, its, none in
+            zip(made["value"], made["verdict"], made["verdict"].isna(), strict=True)]  # fmt: skip
+    return made.assign(verdict=told)
+
+
+def gains() -> Frame:
+    """Of P-32, by model and task, from Table 2."""
+    table = PRINTED["tables"]["table_2"]
+    frame = pandas.DataFrame(table["rows"], columns=[*table["labels"], *table["columns"]])
+    by_method = frame.set_index(["Method", "Model"])
+    return by_method.loc["P-32 (ours)"] - by_method.loc["Baseline"]
+
+
+def with_ours(paper: Frame, ours: Frame) -> Frame:
+    return pandas.concat([paper, claimed(ours, "{model}", "{data.task}")], ignore_index=True)
+
+
+def above_baseline(runs: Runs) -> Frame:
+    mean = gains()["Avg."]
+    paper = on_paper([(model, "mean", gain, None) for model, gain in mean.items()])
+    return with_ours(paper, against(runs, {**OURS, **WHOLE}, BASELINE))
+
+
+def by_1_5_points(runs: Runs) -> Frame:
+    mean = gains()["Avg."]
+    return on_paper([(model, "mean", gain, HOLDS if gain >= 1.5 else FAILS)
+                     for model, gain in mean.items()])  # fmt: skip
+
+
+def depths(runs: Runs) -> dict[tuple[str, str], dict[int, float]]:
+    """(run on, task) -> blocks -> score: of the paper's Tables 3 and 4, and over seeds here."""
+    found = {}
+    for key, model in (("table_3", "the paper's BERT"), ("table_4", "the paper's LLAMA-2-7B")):
+        for n, *scores_of in PRINTED["tables"][key]["rows"]:
+            for task, value in zip(TASKS, scores_of, strict=False):
+                found.setdefault((model, task), {})[int(n)] = value
+    rows = figure_4(runs)
+    for (model, task), its in rows.groupby(["model", "data.task"], sort=False):
+        found[model, task] = its.groupby("x")["y"].mean().sort_index().to_dict()
+    return found
+
+
+def best_depth(scores_at: Mapping[int, float]) -> int:
+    return max(scores_at, key=scores_at.__getitem__)
+
+
+def told_by_depth(runs: Runs, tell: Callable[[Mapping[int, float]], bool]) -> Frame:
+    rows = [(run_on, task, f"best at {best_depth(its):.0f} of {max(its):.0f}",
+             HOLDS if tell(its) else FAILS)
+            for (run_on, task), its in depths(runs).items()]  # fmt: skip
+    return pandas.DataFrame(rows, columns=["run on", "part", "value", "verdict"])
+
+
+def rising_with_depth(runs: Runs) -> Frame:
+    return told_by_depth(runs, lambda its: np.all(np.diff([its[n] for n in sorted(its)]) > 0))
+
+
+def overthinking(runs: Runs) -> Frame:
+    return told_by_depth(runs, lambda its: best_depth(its) < max(its))
+
+
+def peak_at_best_depth(runs: Runs) -> Frame:
+    rows = matching(runs["classifier"], {**OURS, **WHOLE})
+    rows = rows[rows.what == PEAK].assign(low=None)
+    best = {key: best_depth(its) for key, its in depths(runs).items()}
+    keys = list(zip(rows.model, rows["data.task"], strict=True))
+    told = [OPEN if key not in best else HOLDS if best[key] == peak else FAILS
+            for key, peak in zip(keys, rows["value"], strict=True)]  # fmt: skip
+    return claimed(rows.assign(verdict=told), "{model}", "{data.task}, seed {seed}")
+
+
+def gap_grows(runs: Runs) -> Frame:
+    """Seed by seed, the gain on a fifth of STS-B's rows less that on all."""
+    rows = matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
+    rows = rows[rows.what == SCORE]
+    made = []
+    for _, its in rows.groupby("model"):
+        sides = {}
+        for share in (0.2, 1.0):
+            at = matching(its, {"data.fraction": share})
+            ours, base = (by_seed(matching(at, match)) for match in (OURS, BASELINE))
+            sides[share] = {seed: ours[seed] - base[seed] for seed in ours if seed in base}
+        apart = [x - sides[1.0][seed] for seed, x in sides[0.2].items() if seed in sides[1.0]]
+        made.append(its.head(1).assign(**as_row(interval(apart))))
+    return claimed(pandas.concat(made) if made else rows.head(0), "{model}", "stsb")
+
+
+def regressions(column: str, low: bool) -> Frame:
+    """The line of 5.4 through the gains of LLAMA-2-7B, with and without MNLI."""
+    from scipy.stats import linregress
+
+    sizes = {row[0]: row[1:] for row in PRINTED["tables"]["table_5"]["rows"]}
+    place = PRINTED["tables"]["table_5"]["columns"].index(column)
+    gain, parts = gains().loc["LLAMA-2-7B"], []
+    for name, left_out in (("seven data sets, without mnli", ["mnli"]), ("all eight", [])):
+        tasks = [task for task in sizes if task not in left_out]
+        line = linregress([sizes[x][place] for x in tasks], [gain[x] for x in tasks])
+        text = f"slope {line.slope:.4g}, R2 {line.rvalue**2:.3f}, p {line.pvalue:.3f}"
+        parts.append(("LLAMA-2-7B", name, text, HOLDS if (line.pvalue < 0.05) == low else FAILS))
+    return on_paper(parts)
+
+
+def samples_tell(runs: Runs) -> Frame:
+    return regressions("# Train Samples", True)
+
+
+def length_tells(runs: Runs) -> Frame:
+    return regressions("Avg. Input Length", False)
+
+
+def ablation(name: str, base: str) -> Frame:
+    means = {row[0]: row[-1] for row in PRINTED["tables"]["table_6"]["rows"]}
+    return on_paper([("LLAMA-2-7B", "mean", means[name] - means[base], None)])
+
+
+def average_above_baseline(runs: Runs) -> Frame:
+    return with_ours(
+        ablation("Avg.Pool", "Baseline"), against(runs, {**AVERAGE, **WHOLE}, BASELINE)
+    )
+
+
+def above_average(runs: Runs) -> Frame:
+    return with_ours(ablation("P-32", "Avg.Pool"), against(runs, {**OURS, **WHOLE}, AVERAGE))
+
+
+PAPER = Paper(
+    "p32",
+    PRINTED,
+    {"classifier": lambda rows, _: classifiers(rows)},
+    (table_1, table_2, table_3, table_4, table_5, table_6, paired, test_sets),
+    (figure_2, figure_3, figure_4),
+    (above_baseline, by_1_5_points, rising_with_depth, overthinking, peak_at_best_depth, gap_grows,
+     samples_tell, length_tells, average_above_baseline, above_average),
+    ("train/loss",),
+    SETTINGS,
+)  # fmt: skip

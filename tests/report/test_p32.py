@@ -1,0 +1,165 @@
+"""The report on P-32: tables of runs on labelled rows, claims on its numbers and on ours."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import numpy as np
+import pytest
+from builders import claim, lines, write_run
+from scipy.stats import linregress, ttest_rel
+
+from ffn_heterogeneity.papers.p32 import TASKS, gains
+from ffn_heterogeneity.papers.printed import printed
+
+TABLES = printed("p32")["tables"]
+# Scores of seeds 0, 1, 2 and raw lambdas of three blocks.
+LAST, MEAN, P32 = (0.80, 0.82, 0.81), (0.60, 0.61, 0.65), (0.85, 0.80, 0.85)
+LAMBDA = [0.0, 0.5, 2.0]
+
+
+def trained(path, score, seed=0, pooling="last", rate=None, task="mrpc", **settings):
+    """A run of configs/p32_glue.py; `settings`: blocks, fraction."""
+    metric = {"stsb": "spearman"}.get(task, "f1")
+    config = {
+        "objective": "labels", "model": "models/small", "pooling": pooling, "lambda_rate": rate,
+        "final_norm": "pooled", "truncate": {"blocks": settings.get("blocks", 0)},
+        "data": {"task": task, "fraction": settings.get("fraction", 1.0)}, "prepare": [],
+        "optimizer": {"learning_rate": 2e-5}, "epochs": 3.0, "batch_size": 32, "seed": seed,
+        "losses": {"regression" if task == "stsb" else "classification": {"weight": 1.0}},
+    }  # fmt: skip
+    results = {
+        "best": {"step": 20, "metric": f"validation/{metric}", "value": score}, "parameters": 99,
+        "rows": {"train": 3668}, "tokens_a_row": {"train": 53.5}, f"test/{metric}": score - 0.1,
+        f"test/{metric}_low": score - 0.2, f"test/{metric}_high": score, "test/n": 50,
+    }  # fmt: skip
+    if pooling == "p32":
+        weights = np.exp(LAMBDA) / np.exp(LAMBDA).sum()
+        results |= {"lambda": LAMBDA, "depth_weights": weights.tolist()}
+    return write_run(path, config, results)
+
+
+@pytest.fixture
+def tables(report, tmp_path):
+    arms = {"last": LAST, "average": MEAN, "p32": P32}
+    runs = [
+        trained(
+            tmp_path / f"{name}{seed}", scores[seed], seed, name, 1e-2 if name == "p32" else None
+        )
+        for (name, scores), seed in product(arms.items(), range(3))
+    ]
+    runs += [trained(tmp_path / f"n{n}", 0.7 + n / 10, blocks=n) for n in (1, 2)]
+    for (pooling, share), seed in product((("last", 0.7), ("p32", 0.78)), (0, 1)):
+        rate = 1e-2 if pooling == "p32" else None
+        name = f"{pooling}_{share}_{seed}"
+        runs.append(trained(tmp_path / name, share, seed, pooling, rate, "stsb", fraction=0.2))
+        full = 0.80 + 0.01 * seed + (0.02 if rate else 0.0)
+        runs.append(trained(tmp_path / f"f_{name}", full, seed, pooling, rate, "stsb"))
+    return report("p32", runs)
+
+
+def test_poolings_are_paired_over_seeds(tables):
+    rows = {(r["task"], r["method"]): r for r in tables["paired"]}
+    ours = rows["mrpc", "P-32"]
+    assert float(ours["score"]) == pytest.approx(100 * np.mean(P32))
+    assert float(ours["less Baseline"]) == pytest.approx(100 * np.mean(np.subtract(P32, LAST)))
+    assert float(ours["less Avg.Pool"]) == pytest.approx(100 * np.mean(np.subtract(P32, MEAN)))
+    low, high = 100 * np.array(ttest_rel(P32, LAST).confidence_interval())
+    mean = float(ours["less Baseline"])
+    assert f"{mean:.4g} [{low:.4g}, {high:.4g}] t n=3" in tables["text"]
+    weights = np.exp(LAMBDA) / np.exp(LAMBDA).sum()
+    assert float(ours["max |w - 1/L|"]) == pytest.approx(np.abs(weights - 1 / 3).max())
+    assert (ours["peak layer"], ours["majority"]) == ("3.0", "81.2227")
+    assert rows["mrpc", "Avg.Pool"]["peak layer"] == rows["stsb", "P-32"]["majority"] == "-"
+    (test,) = [r for r in tables["test_sets"] if (r["task"], r["method"]) == ("mrpc", "P-32")]
+    assert float(test["score"]) == pytest.approx(100 * np.mean(P32) - 10)
+    assert float(test["less Baseline"]) == pytest.approx(float(ours["less Baseline"]))
+
+
+def test_the_papers_tables_have_rows_of_ours(tables):
+    (mine,) = [
+        r for r in tables["table_2"] if (r["Model"], r["Method"]) == ("small", "P-32 (ours)")
+    ]
+    assert float(mine["mrpc"]) == pytest.approx(100 * np.mean(P32))
+    assert mine["qnli"] == mine["Avg."] == "-"
+    depth = {r["Num Blocks"]: r["mrpc"] for r in tables["table_3"] if r["from"] == "here: small"}
+    assert {n: float(x) for n, x in depth.items()} == pytest.approx({"1": 80, "2": 90, "3": 81})
+    (data,) = [r for r in tables["table_5"] if r["Dataset"] == "mrpc" and r["from"] != "paper"]
+    assert (data["# Train Samples"], data["Avg. Input Length"]) == ("3668.0", "53.5")
+    (counts,) = [r for r in tables["table_1"] if r["from"] != "paper" and r["Model"] == "small"]
+    assert (counts["# Transformer Blocks"], counts["# Parameters"]) == ("3.0", "99.0")
+
+
+def test_figures(tables):
+    heat = lines(tables, "figure_2")
+    assert heat["small", "mrpc", "0"] == [(i, x) for i, x in enumerate(LAMBDA, 1)]
+    share = lines(tables, "figure_3")
+    assert share["small", "P-32", "1"] == [(0.2, 78), (1.0, pytest.approx(83))]
+    depth = lines(tables, "figure_4")["small", "mrpc", "0"]
+    assert depth == [(1, pytest.approx(80)), (2, pytest.approx(90)), (3, 80)]
+
+
+def test_claims_on_ours(tables):
+    assert claim(tables, "P-32 is above the baseline", "small")[1] == "cannot be told (mrpc)"
+    assert claim(tables, "average pooling is above", "small")[1] == "does not hold"
+    assert claim(tables, "P-32 is above average", "small")[1] == "holds"
+    assert claim(tables, "the gain is larger on a fifth", "small") == (
+        "stsb 6 [6, 6] t n=2", "holds")  # fmt: skip
+    assert claim(tables, "scores strictly increase", "small") == (
+        "mrpc best at 2 of 3", "does not hold")  # fmt: skip
+    assert claim(tables, "fewer blocks than all", "small")[1] == "holds"
+    measured, verdict = claim(tables, "lambda is highest", "small")
+    assert measured.startswith("mrpc, seed 0 3; mrpc, seed 1 3") and verdict.startswith("does not")
+
+
+def test_claims_on_the_papers_numbers(tables):
+    """What section 4.1 to 6 say, by its own tables."""
+    told = {name: claim(tables, "P-32 gains 1.5", name)[1]
+            for name in ("BERT", "StableCode", "7B", "13B")}  # fmt: skip
+    assert told == {"BERT": "does not hold", "StableCode": "holds", "7B": "holds",
+                    "13B": "does not hold"}  # fmt: skip
+    assert claim(tables, "scores strictly increase", "BERT")[1] == "does not hold (rte)"
+    verdict = claim(tables, "fewer blocks than all", "LLAMA-2-7B")[1]
+    assert verdict == "does not hold (mrpc; qqp)"
+    assert claim(tables, "average pooling is above", "paper") == ("mean 0.6", "holds")
+
+
+def test_the_regressions_of_section_5_4_hold_without_mnli_alone(tables):
+    """The printed slope, R squared and p, from the paper's own Tables 2 and 5."""
+    sizes = {row[0]: row[1] for row in TABLES["table_5"]["rows"]}
+    gain = gains().loc["LLAMA-2-7B"]
+    tasks = [task for task in sizes if task != "mnli"]
+    line = linregress([sizes[x] for x in tasks], [gain[x] for x in tasks])
+    assert line.slope == pytest.approx(-1.428e-5, rel=5e-4)
+    assert (round(line.rvalue**2, 3), round(line.pvalue, 3)) == (0.644, 0.030)
+    measured, verdict = claim(tables, "the gain falls with the number")
+    assert "without mnli slope -1.428e-05, R2 0.644, p 0.030" in measured
+    assert "all eight slope -2.739e-06, R2 0.033, p 0.669" in measured
+    assert verdict == "does not hold (all eight)"
+    measured, verdict = claim(tables, "the gain does not depend on the input length")
+    assert "slope 0.04253, R2 0.060, p 0.596" in measured and "slope 0.02983, R2 0.023" in measured
+    assert verdict == "holds"
+
+
+def test_what_is_printed(shared_data):
+    """Against the second typing of Tables 1 to 6."""
+    path = shared_data.parent / "papers" / "printed" / "p32.json"
+    other = json.loads(path.read_text())
+    assert {row[0]: row[1:] for row in TABLES["table_1"]["rows"]} == other["table_1"]
+    keys = [task.replace("mnli (mm)", "mnli_mm") for task in TASKS] + ["mean"]
+    typed = {"table_2": "table_2", "table_3": "table_3_BERT_first_n", "table_6": "table_6"}
+    typed["table_4"] = "table_4_LLAMA-2-7B_first_n"
+    for key, name in typed.items():
+        mine = [row[len(TABLES[key]["labels"]) :] for row in TABLES[key]["rows"]]
+        assert mine == [[row[task] for task in keys] for row in other[name].values()], key
+    assert {row[0]: row[1:3] for row in TABLES["table_5"]["rows"]} == other["table_5"]
+
+
+def test_the_majority_answers_are_those_of_the_validation_sets(shared_data):
+    for task, name in (("mrpc", "Quality"), ("rte", "label"), ("sst2", "label")):
+        path = shared_data / f"glue_{task}" / "validation.jsonl"
+        labels = [json.loads(line)[name] for line in path.read_text().splitlines()]
+        share = max(map(labels.count, set(labels))) / len(labels)
+        score = 2 * share / (1 + share) if task == "mrpc" else share  # F1 of always yes
+        assert 100 * score == pytest.approx(printed("p32")["majority"][task], abs=1e-3)
