@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ffn_heterogeneity.papers.printed import printed
+
 if TYPE_CHECKING:
     from ffn_heterogeneity.report.paper import Paper
 
@@ -20,12 +22,17 @@ def load(name: str) -> Paper:
       ImportError: pandas is not installed.
     """
     try:
-        return importlib.import_module(f"{__name__}.{name}").PAPER
+        module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
         if error.name != "pandas":
             raise
         hint = "a paper's report needs pandas: pip install 'ffn-heterogeneity[plots]'"
         raise ImportError(hint) from None
+
+    from ffn_heterogeneity.report.paper import Paper
+
+    texts = printed(name)
+    return Paper(name, texts, vars(module), module.KINDS, module.CURVES, module.SETTINGS)
 
 
 def write(name: str, paths: Sequence[str], output: str | os.PathLike) -> str:

@@ -9,19 +9,10 @@ import numpy as np
 import pandas
 
 from ffn_heterogeneity.papers.printed import printed
-from ffn_heterogeneity.report.paper import Paper, Runs
-from ffn_heterogeneity.report.records import (
-    Frame,
-    as_row,
-    cells,
-    claimed,
-    labelled,
-    matching,
-    points,
-    records,
-    scores,
-)
+from ffn_heterogeneity.report import tidy
+from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
+from ffn_heterogeneity.report.tidy import Frame
 from ffn_heterogeneity.report.versus import versus
 
 WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
@@ -81,7 +72,7 @@ def displacements(rows: Frame) -> Frame:
             raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
         parts.append(its.assign(series=its.path.map(steps > 0)))
     rows = pandas.concat(parts, ignore_index=True)
-    return records(rows, ("path", "reading", *EVALUATION), ("path", "reading"))
+    return tidy.records(rows, ("path", "reading", *EVALUATION), ("path", "reading"))
 
 
 def two_names(rows: Frame) -> pandas.Series:
@@ -96,12 +87,12 @@ def trainings(rows: Frame) -> Frame:
     """Models trained from nothing, without and with JREG."""
     rows = rows[rows["shape.layers"].notna()]
     shown = ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len")
-    return records(rows, TRAINED, shown, {"shape.layers": bool}, ALWAYS)
+    return tidy.records(rows, TRAINED, shown, {"shape.layers": bool}, ALWAYS)
 
 
 def over_steps(runs: Runs) -> Frame:
     """Curves of trainings, and what was measured of series of checkpoints."""
-    read = matching(runs["displacement"], {"series": True})
+    read = tidy.matching(runs["displacement"], {"series": True})
     first = len(runs["displacement"])
     trained = runs["curves"].assign(record=runs["curves"]["record"] + first)
     return pandas.concat([read, trained], ignore_index=True)
@@ -111,16 +102,16 @@ def over_steps(runs: Runs) -> Frame:
 
 
 def table_1(runs: Runs) -> Frame:
-    rows = cells(matching(runs["displacement"], {"series": False}), RATES)
-    return labelled(rows, {"Model": "{model}"}, "here: h_L {reading} the final norm")
+    rows = tidy.cells(tidy.matching(runs["displacement"], {"series": False}), RATES)
+    return tidy.labelled(rows, {"Model": "{model}"}, "here: h_L {reading} the final norm")
 
 
 def table_2(runs: Runs) -> Frame:
-    return labelled(scores(runs["pretraining"], TASKS, "avg"), ROW, HERE)
+    return tidy.labelled(tidy.scores(runs["pretraining"], TASKS, "avg"), ROW, HERE)
 
 
 def table_3(runs: Runs) -> Frame:
-    return labelled(cells(runs["pretraining"], RATES), ROW, HERE)
+    return tidy.labelled(tidy.cells(runs["pretraining"], RATES), ROW, HERE)
 
 
 def table_7(runs: Runs) -> Frame:
@@ -134,12 +125,12 @@ def table_7(runs: Runs) -> Frame:
     labels = {"Model": ("{model}", {"trained here": {"shape.layers": bool}})}
     labels["Size"] = ("-", SIZES[1])
     here = (f"here: {NAME[0]}", {f"here: {name}": match for name, match in NAME[1].items()})
-    return labelled(cells(rows, fifths), labels, here)
+    return tidy.labelled(tidy.cells(rows, fifths), labels, here)
 
 
 def figure_5(runs: Runs) -> Frame:
-    rows = cells(matching(runs["pretraining"], BASELINE), {"zeta_L": ZETA})
-    return labelled(rows, {"Size": SIZES, "steps": "{steps:,d}"}, HERE)
+    rows = tidy.cells(tidy.matching(runs["pretraining"], BASELINE), {"zeta_L": ZETA})
+    return tidy.labelled(rows, {"Size": SIZES, "steps": "{steps:,d}"}, HERE)
 
 
 def pretraining(runs: Runs) -> Frame:
@@ -147,17 +138,17 @@ def pretraining(runs: Runs) -> Frame:
     first = rows.drop_duplicates("record")
     tokens = first.assign(value=first.steps * first.batch_size * first.seq_len, low=None)
     columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
-    columns |= dict(iter(scores(rows).groupby("what", sort=False)))
-    return labelled(cells(rows, columns), LABELS, "here")
+    columns |= dict(iter(tidy.scores(rows).groupby("what", sort=False)))
+    return tidy.labelled(tidy.cells(rows, columns), LABELS, "here")
 
 
 def paired(runs: Runs) -> Frame:
     columns = {name: against_baseline(runs, what) for name, what in METRICS.items()}
-    return labelled(cells(runs["pretraining"], columns), LABELS, "here")
+    return tidy.labelled(tidy.cells(runs["pretraining"], columns), LABELS, "here")
 
 
 def against_baseline(runs: Runs, what: str) -> Frame:
-    ours, base = (matching(runs["pretraining"], match) for match in (OURS, BASELINE))
+    ours, base = (tidy.matching(runs["pretraining"], match) for match in (OURS, BASELINE))
     return versus(ours, what, base, TRAINED, (WEIGHT, ALPHA))
 
 
@@ -168,14 +159,14 @@ def models(runs: Runs) -> Frame:
     columns = {**RATES, "layers": first.assign(value=first["record"].map(layers))}
     columns |= {"tokens": "tokens", "text": first.assign(value=first.text)}
     labels = {"model": "{model}", "h_L": "{reading} the final norm"}
-    return labelled(cells(rows, columns), labels, "here")
+    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
 
 
 # ---- figures
 
 
 def figure_2(runs: Runs) -> Frame:
-    rows = matching(runs["displacement"], {"series": False})
+    rows = tidy.matching(runs["displacement"], {"series": False})
     return by_layer(rows, "{model}", "{reading} the final norm")
 
 
@@ -190,7 +181,7 @@ def by_layer(rows: Frame, panel: object, line: object) -> Frame:
     seeds = rows.groupby("record")["run"].transform("nunique")
     having = rows.assign(at=step).groupby(["record", "at"])["run"].transform("nunique")
     last = step.where(having == seeds).groupby(rows["record"]).transform("max")
-    return points(rows[step == last], panel, line, "layer")
+    return tidy.points(rows[step == last], panel, line, "layer")
 
 
 def figure_4(runs: Runs) -> Frame:
@@ -202,7 +193,7 @@ def figure_4(runs: Runs) -> Frame:
         steps = sorted(its["step"].unique())
         some = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))}
         chosen.append(its[its["step"].isin(some if len(steps) > 1 else ())].sort_values("step"))
-    made = points(pandas.concat(chosen), "", NAME, "layer")
+    made = tidy.points(pandas.concat(chosen), "", NAME, "layer")
     return made.assign(panel=made.line, line=[f"step {step:,d}" for step in made["step"]])
 
 
@@ -210,7 +201,7 @@ def curves(runs: Runs) -> Frame:
     panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
     rows = over_steps(runs)
     every = {name: rows[rows.what == what] for name, what in panels.items()}
-    return points(cells(rows, every), (SIZE, {"checkpoints": ANALYSIS}), NAME)
+    return tidy.points(tidy.cells(rows, every), (SIZE, {"checkpoints": ANALYSIS}), NAME)
 
 
 # ---- claims
@@ -218,32 +209,32 @@ def curves(runs: Runs) -> Frame:
 
 def mean_accuracy(runs: Runs) -> Frame:
     rows = runs["pretraining"]
-    rows = pandas.concat([rows, scores(rows, TASKS, "avg")], ignore_index=True)
-    return claimed(against_baseline({"pretraining": rows}, "avg"), RUN_ON, LOSS)
+    rows = pandas.concat([rows, tidy.scores(rows, TASKS, "avg")], ignore_index=True)
+    return tidy.claimed(against_baseline({"pretraining": rows}, "avg"), RUN_ON, LOSS)
 
 
 def below_baseline(runs: Runs) -> Frame:
-    return claimed(against_baseline(runs, ZETA), RUN_ON, LOSS, -1)
+    return tidy.claimed(against_baseline(runs, ZETA), RUN_ON, LOSS, -1)
 
 
 def no_worse(runs: Runs) -> Frame:
-    return claimed(against_baseline(runs, NLL), RUN_ON, LOSS, -1)
+    return tidy.claimed(against_baseline(runs, NLL), RUN_ON, LOSS, -1)
 
 
 def no_jump(runs: Runs) -> Frame:
-    rows = matching(runs["pretraining"], OURS)
+    rows = tidy.matching(runs["pretraining"], OURS)
     rows = rows[rows[ALPHA].astype(float) >= 0.5]
-    return claimed(within(rows, 0.0, 0.005), RUN_ON, LOSS)
+    return tidy.claimed(within(rows, 0.0, 0.005), RUN_ON, LOSS)
 
 
 def published(runs: Runs) -> Frame:
-    rows = matching(runs["displacement"], {"series": False, "written here": False})
-    return claimed(within(rows, *TABLE_1), "{reading} the final norm", "{model}")
+    rows = tidy.matching(runs["displacement"], {"series": False, "written here": False})
+    return tidy.claimed(within(rows, *TABLE_1), "{reading} the final norm", "{model}")
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
     """Whether the last zeta_L lies there, of every seed."""
-    rows = cells(rows, {"zeta_L": ZETA})
+    rows = tidy.cells(rows, {"zeta_L": ZETA})
     told = rows["value"].between(low, high).map({True: HOLDS, False: FAILS})
     told = told.where(np.isfinite(rows["value"]), OPEN)
     worst = told.groupby(rows["record"]).transform(lambda its: min(its, key=ORDER.index))
@@ -256,7 +247,7 @@ def rising(runs: Runs) -> Frame:
     finished = rows["run"].isin(runs["pretraining"]["run"]) & rows[WEIGHT].fillna(0).eq(0)
     rows = rows[(rows.what == ZETA) & (rows.series.notna() | finished)]
     run_on = (RUN_ON, {READING: ANALYSIS})
-    made = [claimed(rows.head(0), run_on, "")]
+    made = [tidy.claimed(rows.head(0), run_on, "")]
     for _, its in rows.groupby("record", sort=False):
         table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)
         fifths = [round(x * max(table.columns, default=0) / 5) for x in range(1, 6)]
@@ -264,22 +255,14 @@ def rising(runs: Runs) -> Frame:
         for before, step in pairwise(steps):
             apart = (table[step] - table[before]).tolist()
             told = verdict(interval(apart), 1) if any(apart) else FAILS
-            row = its.head(1).assign(verdict=told, **as_row(interval(apart)))
-            made.append(claimed(row, run_on, f"step {step:,d}"))
+            row = its.head(1).assign(verdict=told, **tidy.as_row(interval(apart)))
+            made.append(tidy.claimed(row, run_on, f"step {step:,d}"))
     return pandas.concat(made, ignore_index=True)
 
 
-PAPER = Paper(
-    "jreg",
-    printed("jreg"),
-    {
-        "displacement": lambda rows, _: displacements(rows),
-        "pretraining": lambda rows, _: trainings(rows),
-        "curves": lambda _, curves: trainings(curves),
-    },
-    (table_1, table_2, table_3, table_7, figure_5, pretraining, paired, models),
-    (figure_2, figure_4, psi, curves),
-    (mean_accuracy, below_baseline, no_jump, rising, published, no_worse),
-    (PSI, ENTROPY, *METRICS.values()),
-    SETTINGS,
-)
+KINDS = {
+    "displacement": lambda rows, _: displacements(rows),
+    "pretraining": lambda rows, _: trainings(rows),
+    "curves": lambda _, curves: trainings(curves),
+}
+CURVES = (PSI, ENTROPY, *METRICS.values())

@@ -8,18 +8,9 @@ from typing import Any
 
 from ffn_heterogeneity.papers import nucl
 from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
-from ffn_heterogeneity.report.records import (
-    IDLE,
-    Frame,
-    Match,
-    cells,
-    claimed,
-    is_missing,
-    labelled,
-    matching,
-    points,
-)
+from ffn_heterogeneity.report.tidy import Frame, Match
 from ffn_heterogeneity.report.versus import versus
 
 CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}  # known by the path of a text
@@ -44,7 +35,7 @@ SHOWN = ["random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "
 
 
 def corpus(place: Any) -> str:
-    name = "" if is_missing(place) else str(place)
+    name = "" if tidy.is_missing(place) else str(place)
     return next((x for x in CORPORA.values() if x in name.lower()), os.path.basename(name))
 
 
@@ -55,55 +46,55 @@ def removals(rows: Frame) -> Frame:
 
 def than(rows: Frame, base: Match, every: Frame, how: str = "difference") -> Frame:
     """The loss less that after another removal of as many neurons of the same model."""
-    return versus(rows, "nll", matching(every, base), nucl.REMOVED, nucl.REMOVAL, how)
+    return versus(rows, "nll", tidy.matching(every, base), nucl.REMOVED, nucl.REMOVAL, how)
 
 
 def harm(rows: Frame, every: Frame) -> Frame:
     free = (*nucl.REMOVAL, *nucl.SIZE)
-    return versus(rows, "nll", matching(every, UNPRUNED), nucl.REMOVED, free, "windows")
+    return versus(rows, "nll", tidy.matching(every, UNPRUNED), nucl.REMOVED, free, "windows")
 
 
 def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
-    base, goal = matching(every, base), matching(every, goal)
+    base, goal = tidy.matching(every, base), tidy.matching(every, goal)
     return versus(rows, "nll", base, nucl.REMOVED, nucl.REMOVAL, goal=goal)
 
 
 def removal(runs: Runs) -> Frame:
     every = runs["removal"]
-    rows = matching(every, {"lose": ["", IDLE]})
-    made = cells(rows, {"NLL": "nll", "less unpruned": harm(rows, every),
+    rows = tidy.matching(every, {"lose": ["", tidy.IDLE]})
+    made = tidy.cells(rows, {"NLL": "nll", "less unpruned": harm(rows, every),
                         "less entropy": than(rows, ENTROPY, every, "windows"),
                         "less chance": than(rows, CHANCE, every)})  # fmt: skip
-    return labelled(made, {**PRUNED, "method": RULE}, HERE)
+    return tidy.labelled(made, {**PRUNED, "method": RULE}, HERE)
 
 
 def needed(runs: Runs) -> Frame:
     every = runs["removal"]
-    rows = matching(every, {"criterion": "entropy", "compensation": "none", **nucl.FREELY})
-    fixed = matching(rows, {"draws": False})
-    made = cells(rows, {
+    rows = tidy.matching(every, {"criterion": "entropy", "compensation": "none", **nucl.FREELY})
+    fixed = tidy.matching(rows, {"draws": False})
+    made = tidy.cells(rows, {
         "NLL": "nll", "less entropy": than(rows, ENTROPY, every, "windows"),
         "of entropy's advantage": of_advantage(fixed, ENTROPY, CHANCE, every),
     })  # fmt: skip
-    return labelled(made, {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}, HERE)
+    return tidy.labelled(made, {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}, HERE)
 
 
 def explained(runs: Runs) -> Frame:
     every = runs["removal"]
-    rows = matching(every, {"criterion": "random", "reverse": False, "compensation": "none"})
+    rows = tidy.matching(every, {"criterion": "random", "reverse": False, "compensation": "none"})
     columns = {"NLL": "nll", "less chance": than(rows, CHANCE, every)}
     columns["of entropy's advantage"] = of_advantage(rows, CHANCE, ENTROPY, every)
-    return labelled(
-        cells(rows, columns), {**PRUNED, "spared": ("{protect}", {"nobody": CHANCE})}, HERE
+    return tidy.labelled(
+        tidy.cells(rows, columns), {**PRUNED, "spared": ("{protect}", {"nobody": CHANCE})}, HERE
     )
 
 
 def at(rows: Frame, values: Mapping[str, Any], x: str, line: Any) -> Frame:
     """Each record's mean at its setting `x`."""
-    rows = cells(rows, values)
+    rows = tidy.cells(rows, values)
     mean = rows.groupby(["record", "column"], observed=True)["value"].transform("mean")
     rows = rows.assign(value=mean, seed=None).drop_duplicates(["record", "column"])
-    return points(rows[rows[x] != IDLE], "{model}", line, x)
+    return tidy.points(rows[rows[x] != tidy.IDLE], "{model}", line, x)
 
 
 def removal_by_ratio(runs: Runs) -> Frame:
@@ -115,10 +106,10 @@ def needed_by_ratio(runs: Runs) -> Frame:
 
 
 def by_ratio(runs: Runs, settings: Match, line: Any) -> Frame:
-    rows = harm(matching(runs["removal"], {**nucl.PLAIN, **settings}), runs["removal"])
+    rows = harm(tidy.matching(runs["removal"], {**nucl.PLAIN, **settings}), runs["removal"])
     return at(rows, {"NLL less unpruned": rows}, "ratio", line)
 
 
 def by_entropy(runs: Runs) -> Frame:
-    rows, base = matching(runs["removal"], ENTROPY), CHANCE | {"protect": "bos:5"}
-    return claimed(than(rows, base, runs["removal"]), "{model}, {ratio}", "entropy", -1)
+    rows, base = tidy.matching(runs["removal"], ENTROPY), CHANCE | {"protect": "bos:5"}
+    return tidy.claimed(than(rows, base, runs["removal"]), "{model}, {ratio}", "entropy", -1)

@@ -7,36 +7,14 @@ from collections.abc import Iterable
 
 import pandas
 
-from ffn_heterogeneity.papers import nucl
+from ffn_heterogeneity.papers import massive_removal, nucl
 from ffn_heterogeneity.papers.jreg import two_names
-from ffn_heterogeneity.papers.massive_removal import (
-    CORPORA,
-    HERE,
-    at,
-    by_entropy,
-    corpus,
-    explained,
-    needed,
-    needed_by_ratio,
-    removal,
-    removal_by_ratio,
-    removals,
-)
+from ffn_heterogeneity.papers.massive_removal import CORPORA, HERE, at, corpus, removals
 from ffn_heterogeneity.papers.printed import printed
-from ffn_heterogeneity.report.paper import Paper, Runs
-from ffn_heterogeneity.report.records import (
-    IDLE,
-    Frame,
-    Match,
-    cells,
-    claimed,
-    labelled,
-    matching,
-    points,
-    records,
-    scores,
-)
+from ffn_heterogeneity.report import tidy
+from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS
+from ffn_heterogeneity.report.tidy import Frame, Match
 from ffn_heterogeneity.report.versus import versus
 
 PRINTED = printed("massive_weights")
@@ -52,7 +30,7 @@ ATTACKS = ("top-{k} {attack}", {
     "-": WHOLE, "top-5 zeroing": {"attack": "zero", "k": 5},
     "top-5 retaining": {"attack": "retain", "k": 5}})  # fmt: skip
 READ = {"model": "{model}", "text": "{corpus}"}
-ALONE, ITS_STEP = {P0: IDLE}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
+ALONE, ITS_STEP = {P0: tidy.IDLE}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
 METHOD = (f"{{trained.adapter}}, {{{SCOPE}}}, {{{CURRICULUM}}}, p0 {{{P0}:.1f}}", {
     f"{{trained.adapter}}, {{{SCOPE}}}, exp, a {{{A}}}, p0 {{{P0}:.1f}}": {CURRICULUM: "exp"}} | {
     name + more: {"trained.adapter": name.lower()} | its
@@ -85,11 +63,11 @@ def evaluations(rows: Frame) -> Frame:
 def untrained(rows: Frame) -> Frame:
     own = evaluations(rows)
     own = own[~own.origin.isin(tunings(rows)["run"])]
-    return scored(records(own, ATTACKED, ("model", *ATTACK, "text")))
+    return scored(tidy.records(own, ATTACKED, ("model", *ATTACK, "text")))
 
 
 def scored(rows: Frame) -> Frame:
-    return pandas.concat([rows, scores(rows, TASKS, MEAN)], ignore_index=True)
+    return pandas.concat([rows, tidy.scores(rows, TASKS, MEAN)], ignore_index=True)
 
 
 def tunings(rows: Frame) -> Frame:
@@ -108,17 +86,19 @@ def adapted(rows: Frame) -> Frame:
     drops = used.str.contains("macdrop") & tuned["macdrop.p0"].fillna(0).astype(bool)
     for name in tuned.filter(regex=r"^macdrop\."):
         readers = READ_BY.get(name, list(tuned["macdrop.curriculum"]))
-        tuned[name] = tuned[name].where(drops & tuned["macdrop.curriculum"].isin(readers), IDLE)
+        tuned[name] = tuned[name].where(
+            drops & tuned["macdrop.curriculum"].isin(readers), tidy.IDLE
+        )
     # The adapter's leaves, unless somebody says otherwise.
     leaves = tuned.train_only.astype(str).str.contains("lora_")
     tuned["train_only"] = tuned.train_only.mask(leaves)
     own = evaluations(rows)
     own = own[own.origin.isin(tuned.index)]
-    carried = tuned[[name for name in tuned.columns if CARRIED.fullmatch(name)]].fillna(IDLE)
+    carried = tuned[[name for name in tuned.columns if CARRIED.fullmatch(name)]].fillna(tidy.IDLE)
     own = own.assign(model=own.origin.map(tuned.model), seed=own.origin.map(tuned.seed))
     own = own.join(carried.add_prefix("trained."), on="origin")
     shown = ("model", "text", "trained.adapter", SCOPE, CURRICULUM, A, P0, *ATTACK)
-    return scored(records(own, ADAPTED, shown, {"trained.adapter": bool}))
+    return scored(tidy.records(own, ADAPTED, shown, {"trained.adapter": bool}))
 
 
 def analyses(rows: Frame) -> Frame:
@@ -131,7 +111,7 @@ def analyses(rows: Frame) -> Frame:
     found = rows[rows.what == "layer"].set_index("run")["value"]
     rows = rows.assign(model=two_names(rows), five=rows["run"].map(five).astype(object),
                        found=rows["run"].map(found).astype(object))  # fmt: skip
-    return records(rows, ("model", "config.layer", "token", "five"), ("model", "five"))
+    return tidy.records(rows, ("model", "config.layer", "token", "five"), ("model", "five"))
 
 
 def dropping(rows: Frame) -> Frame:
@@ -139,23 +119,23 @@ def dropping(rows: Frame) -> Frame:
     rows = tunings(rows)
     rows = rows[rows["macdrop.p0"].fillna(0).astype(bool)]
     shown = ("model", *(f"macdrop.{key}" for key in ("scope", "curriculum", "a", "p0")))
-    return records(rows, ("model", "steps", "macdrop."), shown)
+    return tidy.records(rows, ("model", "steps", "macdrop."), shown)
 
 
 # ---- the paper's tables
 
 
 def table_1(runs: Runs) -> Frame:
-    rows = matching(runs["attack"], {"k": [0, 5]})
-    texts = {name: matching(rows, {"corpus": x}) for name, x in CORPORA.items()}
+    rows = tidy.matching(runs["attack"], {"k": [0, 5]})
+    texts = {name: tidy.matching(rows, {"corpus": x}) for name, x in CORPORA.items()}
     columns = {name: x[x.what == "perplexity"] for name, x in texts.items()}
-    made = labelled(cells(rows, columns), {"Models": "{model}", "Attack": ATTACKS}, HERE)
+    made = tidy.labelled(tidy.cells(rows, columns), {"Models": "{model}", "Attack": ATTACKS}, HERE)
     by = ["Models", "Attack", "from"]
     means = made.groupby([*by, "column"], observed=True)["value"].mean().groupby(by, observed=True)
     means = means.agg(["mean", "size"]).reset_index()
     whole = means[means["size"] == len(CORPORA)].rename(columns={"mean": "value"})
     asked = {**{name: name for name in TASKS}, "Avg. (accuracy)": MEAN}
-    tasks = labelled(cells(rows, asked), {"Models": "{model}", "Attack": ATTACKS}, HERE)
+    tasks = tidy.labelled(tidy.cells(rows, asked), {"Models": "{model}", "Attack": ATTACKS}, HERE)
     whole = whole.assign(column="Avg. (perplexity)")
     parts = [part.assign(column=part["column"].astype(object)) for part in (made, tasks)]
     return pandas.concat([*parts, whole[[*by, "column", "value"]]], ignore_index=True)
@@ -165,7 +145,7 @@ def table_7(runs: Runs) -> Frame:
     first = runs["analysis"].drop_duplicates("record")
     layer = first.found.map(lambda x: str(int(x))).astype(object)
     columns = {"Layer": first.assign(value=layer), "Indices": first.assign(value=first.five)}
-    return labelled(cells(first, columns), {"Models": "{model}"}, "here")
+    return tidy.labelled(tidy.cells(first, columns), {"Models": "{model}"}, "here")
 
 
 def table_4(runs: Runs) -> Frame:
@@ -178,16 +158,16 @@ def table_8(runs: Runs) -> Frame:
 
 def accuracies(runs: Runs, names: Iterable[str], attack: Match) -> Frame:
     columns = dict(zip((*names, "Avg."), (*TASKS, MEAN), strict=True))
-    rows = cells(matching(runs["adapted"], attack), columns)
-    return labelled(rows, {"Model": "{model}", "Method": METHOD})
+    rows = tidy.cells(tidy.matching(runs["adapted"], attack), columns)
+    return tidy.labelled(rows, {"Model": "{model}", "Method": METHOD})
 
 
 def table_5(runs: Runs) -> Frame:
-    rows = matching(runs["adapted"], {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"})
+    rows = tidy.matching(runs["adapted"], {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"})
     rows = rows[rows.what == MEAN]
-    made = cells(rows, {str(p0): matching(rows, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)})
+    made = tidy.cells(rows, {str(p0): tidy.matching(rows, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)})
     exp = {f"exp, a = {{{A}:.2f}}": {CURRICULUM: "exp"}}
-    return labelled(made, {"Curriculum": (f"{{{CURRICULUM}}}", exp)})
+    return tidy.labelled(made, {"Curriculum": (f"{{{CURRICULUM}}}", exp)})
 
 
 # ---- ours
@@ -195,27 +175,27 @@ def table_5(runs: Runs) -> Frame:
 
 def alone(rows: Frame, what: str, how: str = "difference") -> Frame:
     """Less the adapter that was trained without MacDrop."""
-    return versus(rows, what, matching(rows, ALONE), ADAPTED, ("trained.macdrop.",), how)
+    return versus(rows, what, tidy.matching(rows, ALONE), ADAPTED, ("trained.macdrop.",), how)
 
 
 def unattacked(rows: Frame, what: str, same: tuple[str, ...], how: str = "difference") -> Frame:
-    return versus(rows, what, matching(rows, WHOLE), same, ("attack", "k"), how)
+    return versus(rows, what, tidy.matching(rows, WHOLE), same, ("attack", "k"), how)
 
 
 def macdrop(runs: Runs) -> Frame:
     rows = runs["adapted"]
-    made = cells(rows, {
+    made = tidy.cells(rows, {
         "NLL": "nll", "less adapter alone": alone(rows, "nll"),
         "less unattacked": unattacked(rows, "nll", ADAPTED),
         "accuracy": MEAN, "accuracy less adapter alone": alone(rows, MEAN),
     })  # fmt: skip
-    return labelled(made, READ | TUNED, "here")
+    return tidy.labelled(made, READ | TUNED, "here")
 
 
 def macdrop_questions(runs: Runs) -> Frame:
     rows = runs["adapted"]
-    made = cells(rows, {name: alone(rows, name, "questions") for name in TASKS})
-    return labelled(made, TUNED, "here")
+    made = tidy.cells(rows, {name: alone(rows, name, "questions") for name in TASKS})
+    return tidy.labelled(made, TUNED, "here")
 
 
 def attacks(runs: Runs) -> Frame:
@@ -223,8 +203,8 @@ def attacks(runs: Runs) -> Frame:
     asked = {f"{name} less unattacked": unattacked(rows, name, ATTACKED, "questions")
              for name in TASKS}  # fmt: skip
     nll = {"NLL less unattacked": unattacked(rows, "nll", ATTACKED, "windows")}
-    made = cells(rows, {"perplexity": "perplexity", **nll, **asked})
-    return labelled(made, {**READ, "attack": "{attack}", "k": "{k}"}, "here")
+    made = tidy.cells(rows, {"perplexity": "perplexity", **nll, **asked})
+    return tidy.labelled(made, {**READ, "attack": "{attack}", "k": "{k}"}, "here")
 
 
 # ---- figures
@@ -239,8 +219,8 @@ def figure_3(runs: Runs) -> Frame:
     middle = rows[rows.what.isin([f"{x}/median" for x in states.values()])]
     parts.append(middle.assign(line="median", what=middle.what.str.removesuffix("/median")))
     rows = pandas.concat(parts, ignore_index=True)
-    made = cells(rows, {name: rows[rows.what == what] for name, what in states.items()})
-    return points(made, "{model}", "", "layer").assign(line=made["line"])
+    made = tidy.cells(rows, {name: rows[rows.what == what] for name, what in states.items()})
+    return tidy.points(made, "{model}", "", "layer").assign(line=made["line"])
 
 
 def figure_4(runs: Runs) -> Frame:
@@ -248,16 +228,16 @@ def figure_4(runs: Runs) -> Frame:
 
 
 def figure_6(runs: Runs) -> Frame:
-    rows = matching(runs["adapted"], {CURRICULUM: "constant"})
+    rows = tidy.matching(runs["adapted"], {CURRICULUM: "constant"})
     line = f"{{trained.adapter}}, {{{SCOPE}}}, {{attack}} {{k}}, {{corpus}}"
     return at(rows, {MEAN: MEAN, "perplexity": "perplexity"}, P0, line)
 
 
 def figure_7(runs: Runs) -> Frame:
-    rows = matching(runs["tuning"], {"macdrop.scope": "massive"})
+    rows = tidy.matching(runs["tuning"], {"macdrop.scope": "massive"})
     rows = rows[rows.what == "train/macdrop"].assign(column="p")
     exp = {"exp, a = {macdrop.a:.2f}": {"macdrop.curriculum": "exp"}}
-    return points(rows, "p0 {macdrop.p0:.1f}", ("{macdrop.curriculum}", exp))
+    return tidy.points(rows, "p0 {macdrop.p0:.1f}", ("{macdrop.curriculum}", exp))
 
 
 def perplexity_by_k(runs: Runs) -> Frame:
@@ -273,20 +253,20 @@ def as_printed(runs: Runs) -> Frame:
     table = {name: f"{layer}; {five}" for name, layer, five in PRINTED["tables"]["table_7"]["rows"]}
     rows = rows[rows.model.isin(list(table))]
     told = (rows.text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
-    return claimed(rows.assign(verdict=told, value=rows.text, low=None), "{model}", "{model}")
+    return tidy.claimed(rows.assign(verdict=told, value=rows.text, low=None), "{model}", "{model}")
 
 
 def zeroing_and_retaining(runs: Runs) -> Frame:
     five, retain = ({"attack": x, "k": 5, "config.layer": None} for x in ("zero", "retain"))
-    rows, base = (matching(runs["attack"], match) for match in (five, retain))
+    rows, base = (tidy.matching(runs["attack"], match) for match in (five, retain))
     apart = versus(rows, "nll", base, ATTACKED, ("attack",))
-    return claimed(apart, "{model}, {corpus}", "{corpus}")
+    return tidy.claimed(apart, "{model}, {corpus}", "{corpus}")
 
 
 def zeroing_three(runs: Runs) -> Frame:
-    rows, base = (matching(runs["attack"], x) for x in ({"attack": "zero", "k": 3}, WHOLE))
+    rows, base = (tidy.matching(runs["attack"], x) for x in ({"attack": "zero", "k": 3}, WHOLE))
     apart = versus(rows, "nll", base, ATTACKED, ("attack", "k"))
-    return claimed(apart, "{model}, {corpus}", "{corpus}")
+    return tidy.claimed(apart, "{model}, {corpus}", "{corpus}")
 
 
 def macdrop_under_attack(runs: Runs) -> Frame:
@@ -304,26 +284,21 @@ def always_dropped(runs: Runs) -> Frame:
 
 
 def dropped(runs: Runs, settings: Match, what: str, sign: int) -> Frame:
-    rows, base = (matching(runs["adapted"], match) for match in (settings, ALONE))
+    rows, base = (tidy.matching(runs["adapted"], match) for match in (settings, ALONE))
     apart = versus(rows, what, base, ADAPTED, ("trained.macdrop.",))
-    return claimed(apart, "{model}, {trained.adapter}, {corpus}", METHOD, sign)
+    return tidy.claimed(apart, "{model}, {trained.adapter}, {corpus}", METHOD, sign)
 
 
-PAPER = Paper(
-    "massive_weights",
-    PRINTED,
-    {
-        "attack": lambda rows, _: untrained(rows),
-        "analysis": lambda rows, _: analyses(rows),
-        "removal": lambda rows, _: removals(rows),
-        "adapted": lambda rows, _: adapted(rows),
-        "tuning": lambda _, curves: dropping(curves),
-    },
-    (table_1, table_4, table_5, table_7, table_8, macdrop, macdrop_questions, attacks, removal,
-     needed, explained),
-    (figure_3, figure_4, figure_6, figure_7, removal_by_ratio, needed_by_ratio, perplexity_by_k),
-    (as_printed, zeroing_and_retaining, zeroing_three, macdrop_under_attack, macdrop_on_tasks,
-     always_dropped, by_entropy),
-    ("train/macdrop",),
-    SETTINGS,
-)  # fmt: skip
+# Drawn of the removals.
+by_entropy, removal = massive_removal.by_entropy, massive_removal.removal
+needed, explained = massive_removal.needed, massive_removal.explained
+removal_by_ratio = massive_removal.removal_by_ratio
+needed_by_ratio = massive_removal.needed_by_ratio
+KINDS = {
+    "attack": lambda rows, _: untrained(rows),
+    "analysis": lambda rows, _: analyses(rows),
+    "removal": lambda rows, _: removals(rows),
+    "adapted": lambda rows, _: adapted(rows),
+    "tuning": lambda _, curves: dropping(curves),
+}
+CURVES = ("train/macdrop",)

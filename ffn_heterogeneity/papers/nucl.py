@@ -7,20 +7,10 @@ from collections.abc import Sequence
 import pandas
 
 from ffn_heterogeneity.papers.printed import printed
-from ffn_heterogeneity.report.paper import Paper, Runs
-from ffn_heterogeneity.report.records import (
-    IDLE,
-    Frame,
-    Match,
-    cells,
-    claimed,
-    labelled,
-    matching,
-    points,
-    records,
-    scores,
-)
+from ffn_heterogeneity.report import tidy
+from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import two_proportions
+from ffn_heterogeneity.report.tidy import Frame, Match
 from ffn_heterogeneity.report.versus import versus
 
 PRINTED = printed("nucl")
@@ -77,25 +67,25 @@ def removals(rows: Frame, shown: Sequence[str] = ("model", *REMOVAL[:4])) -> Fra
     measured = rows[rows.what == "perplexity"]
     rows = rows[rows.criterion.notna() & rows["run"].isin(measured["run"])].copy()
     idle = rows.criterion == "none"
-    rows.loc[idle, [*REMOVAL[1:], *SIZE]] = IDLE
+    rows.loc[idle, [*REMOVAL[1:], *SIZE]] = tidy.IDLE
     rows.loc[idle, "layers"] = "all"
     rows["draws"] = (rows.criterion == "random") | rows.lose.str.startswith("random:")
-    return records(rows, REMOVED, shown, {"draws": True})
+    return tidy.records(rows, REMOVED, shown, {"draws": True})
 
 
 def trainings(rows: Frame) -> Frame:
     """Fine-tuning with and without NUCL; its own task's accuracy is "score"."""
     rows = rows[rows[TARGETS].notna() & rows["shape.layers"].isna()]
     shown = ("model", "data.task", "data.path", VARIANT, WEIGHT, TARGETS)
-    rows = records(rows, TUNED, shown, {TARGETS: bool}, (NUCL,))
-    own = scores(rows, {task: (task, None) for task in rows["data.task"].dropna().unique()})
+    rows = tidy.records(rows, TUNED, shown, {TARGETS: bool}, (NUCL,))
+    own = tidy.scores(rows, {task: (task, None) for task in rows["data.task"].dropna().unique()})
     own = own[own.what == own["data.task"]].assign(what=SCORE)
     return pandas.concat([rows, own], ignore_index=True)
 
 
 def lowest(rows: Frame, labels: Sequence[str]) -> Frame:
     """Of the records with equal labels the one whose last validation loss is lowest."""
-    losses = cells(rows, {NLL: NLL}).groupby("record")["value"].mean()
+    losses = tidy.cells(rows, {NLL: NLL}).groupby("record")["value"].mean()
     found = rows.drop_duplicates("record")
     found = found.assign(loss=found["record"].map(losses)).sort_values("loss", kind="stable")
     found = found[found.loss.notna()].drop_duplicates([*labels, "from"])
@@ -103,11 +93,11 @@ def lowest(rows: Frame, labels: Sequence[str]) -> Frame:
 
 
 def against_standard(rows: Frame, what: str, every: Frame, how: str = "difference") -> Frame:
-    return versus(rows, what, matching(every, STANDARD), TUNED, (NUCL,), how)
+    return versus(rows, what, tidy.matching(every, STANDARD), TUNED, (NUCL,), how)
 
 
 def times_unpruned(rows: Frame, every: Frame) -> Frame:
-    base, free = matching(every, UNPRUNED), (*REMOVAL, *SIZE)
+    base, free = tidy.matching(every, UNPRUNED), (*REMOVAL, *SIZE)
     return versus(rows, "perplexity", base, REMOVED, free, "ratio")
 
 
@@ -117,51 +107,51 @@ def times_unpruned(rows: Frame, every: Frame) -> Frame:
 def table_2(runs: Runs) -> Frame:
     every = runs["training"]
     labels = {"Model size": ("{model}", SIZES), "column": ("{data.task}", DATA)}
-    rows = labelled(matching(every, {**MSTD, **OUTGOING}), labels, "here: {data.task}")
+    rows = tidy.labelled(tidy.matching(every, {**MSTD, **OUTGOING}), labels, "here: {data.task}")
     return against_standard(lowest(rows, list(labels)), SCORE, every, "percent")
 
 
 def table_3(runs: Runs) -> Frame:
-    every = matching(runs["training"], DATA["GSM8K"])
+    every = tidy.matching(runs["training"], DATA["GSM8K"])
     labels = {"Weight matrices": ("{losses.nucl.targets}", PLACES)}
-    best = lowest(labelled(matching(every, MSTD), labels), list(labels))
+    best = lowest(tidy.labelled(tidy.matching(every, MSTD), labels), list(labels))
     gains = against_standard(best, SCORE, every, "percent")
     return gains.assign(column="Relative gain (in %)")
 
 
 def table_4(runs: Runs) -> Frame:
-    rows = matching(runs["removal"], {"layers": "all", "ratio": [0.25, IDLE]})
+    rows = tidy.matching(runs["removal"], {"layers": "all", "ratio": [0.25, tidy.IDLE]})
     labels = {"Pruning": ("25%", {"0%": UNPRUNED}), "Method": METHOD}
-    return labelled(scores(rows, TASKS, "Average"), labels)
+    return tidy.labelled(tidy.scores(rows, TASKS, "Average"), labels)
 
 
 def table_5(runs: Runs) -> Frame:
-    rows = matching(runs["removal"], {**ENTROPY, "layers": ["bottom", "top", "odd", "even"]})
-    rows = scores(rows, TASKS, "Average accuracy")
-    return labelled(rows[rows.what == "Average accuracy"], {"Layers": LAYERS})
+    rows = tidy.matching(runs["removal"], {**ENTROPY, "layers": ["bottom", "top", "odd", "even"]})
+    rows = tidy.scores(rows, TASKS, "Average accuracy")
+    return tidy.labelled(rows[rows.what == "Average accuracy"], {"Layers": LAYERS})
 
 
 def table_8(runs: Runs) -> Frame:
-    rows = matching(runs["training"], {**OUTGOING, "data.task": ["gsm8k", "mbpp"]})
+    rows = tidy.matching(runs["training"], {**OUTGOING, "data.task": ["gsm8k", "mbpp"]})
     methods = {"Standard fine-tuning": STANDARD, "NUCL fine-tuning": MSTD}
     models = {f"Gemma-{size}": match for size, match in SIZES.items()}
     labels = {"Task": ("{data.task}", SCORES), "Method": ("NUCL {losses.nucl.variant}", methods)}
     labels["column"] = ("{model}", models)
-    best = lowest(labelled(rows, labels), list(labels))
+    best = lowest(tidy.labelled(rows, labels), list(labels))
     return best[best.what == SCORE]
 
 
 def gains(runs: Runs) -> Frame:
     """Of the paper's Tables 7 and 8, and of ours."""
     labels = {"task": ("{data.task}", DATA), "model": "{model}"}
-    rows = labelled(matching(runs["training"], OUTGOING), labels, "here")
-    standard, ours = (lowest(matching(rows, x), list(labels)) for x in (STANDARD, MSTD))
+    rows = tidy.labelled(tidy.matching(runs["training"], OUTGOING), labels, "here")
+    standard, ours = (lowest(tidy.matching(rows, x), list(labels)) for x in (STANDARD, MSTD))
     own = [x[x.what == SCORE] for x in (standard, ours)]
     hows = ("difference", "percent", "z")
     apart = [against_standard(ours, SCORE, runs["training"], how) for how in hows]
     columns = dict(zip(GAINS, (*own, *apart), strict=True))
     tables = (PRINTED["tables"][key] for key in ("table_7", "table_8"))
-    return pandas.concat([*map(gains_of, tables), cells(rows, columns)], ignore_index=True)
+    return pandas.concat([*map(gains_of, tables), tidy.cells(rows, columns)], ignore_index=True)
 
 
 def gains_of(table: dict) -> Frame:
@@ -180,11 +170,11 @@ def gains_of(table: dict) -> Frame:
 def finetuning(runs: Runs) -> Frame:
     rows = runs["training"]
     columns = {"validation NLL": NLL, "less standard": against_standard(rows, NLL, rows)}
-    columns |= dict(iter(scores(rows[rows.task.notna()]).groupby("what", sort=False)))
+    columns |= dict(iter(tidy.scores(rows[rows.task.notna()]).groupby("what", sort=False)))
     labels = {"model": "{model}", "data": "{data.task}", "loss": "{losses.nucl.variant}"}
     labels["connections"] = ("{losses.nucl.targets}", PLACES)
     labels["alpha"] = "{losses.nucl.weight:g}"
-    return labelled(cells(rows, columns), labels, "here")
+    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
 
 
 def removal(runs: Runs) -> Frame:
@@ -192,9 +182,9 @@ def removal(runs: Runs) -> Frame:
     columns = {"perplexity": "perplexity", "x unpruned": times_unpruned(rows, rows)}
     columns["% of parameters"] = "parameters_removed_percent"
     columns |= {"norm of lambda": "largest_lambda_norm", "condition": "largest_condition"}
-    columns |= dict(iter(scores(rows).groupby("what", sort=False)))
+    columns |= dict(iter(tidy.scores(rows).groupby("what", sort=False)))
     labels = {"model": "{model}", "method": METHOD, "layers": LAYERS}
-    return labelled(cells(rows, columns), labels, "here")
+    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
 
 
 # ---- figures and claims
@@ -211,17 +201,17 @@ def figure_3(runs: Runs) -> Frame:
 def over_training(runs: Runs, value: dict[str, str]) -> Frame:
     """A panel for each model and variant."""
     ((name, what),) = value.items()
-    rows = matching(runs["curves"], OUTGOING)
+    rows = tidy.matching(runs["curves"], OUTGOING)
     rows = rows[rows.what == what].assign(column=name)
-    return points(rows, "{model}, {losses.nucl.variant}", "alpha = {losses.nucl.weight:g}")
+    return tidy.points(rows, "{model}, {losses.nucl.variant}", "alpha = {losses.nucl.weight:g}")
 
 
 def figure_4(runs: Runs) -> Frame:
-    rows = matching(runs["removal"], ENTROPY)
+    rows = tidy.matching(runs["removal"], ENTROPY)
     rows = times_unpruned(rows[rows.layers.str.startswith("pair:")], runs["removal"])
     pair = rows.layers.str.removeprefix("pair:").astype(int)
     rows = rows.assign(pair=pair, column="perplexity x unpruned")
-    return points(rows, "by perplexity (ours)", "{model}", "pair")
+    return tidy.points(rows, "by perplexity (ours)", "{model}", "pair")
 
 
 def entropy_of_mstd(runs: Runs) -> Frame:
@@ -233,35 +223,29 @@ def loss_of_mstd(runs: Runs) -> Frame:
 
 
 def mstd_against_gini(runs: Runs, what: str) -> Frame:
-    rows = matching(runs["training"], {**MSTD, **OUTGOING})
-    apart = versus(rows, what, matching(runs["training"], {VARIANT: "gini"}), TUNED, (VARIANT,))
-    return claimed(apart, "{model}, {data.task}", "alpha = {losses.nucl.weight:g}", -1)
+    rows = tidy.matching(runs["training"], {**MSTD, **OUTGOING})
+    apart = versus(
+        rows, what, tidy.matching(runs["training"], {VARIANT: "gini"}), TUNED, (VARIANT,)
+    )
+    return tidy.claimed(apart, "{model}, {data.task}", "alpha = {losses.nucl.weight:g}", -1)
 
 
 def by_entropy(runs: Runs) -> Frame:
-    return claimed(against_chance(runs, ENTROPY), "{model}, {layers}", "entropy", -1)
+    return tidy.claimed(against_chance(runs, ENTROPY), "{model}, {layers}", "entropy", -1)
 
 
 def by_weak_criteria(runs: Runs) -> Frame:
-    return claimed(against_chance(runs, WEAK), "{model}, {layers}", METHOD)
+    return tidy.claimed(against_chance(runs, WEAK), "{model}, {layers}", METHOD)
 
 
 def against_chance(runs: Runs, settings: Match) -> Frame:
-    rows, base = (matching(runs["removal"], match) for match in (settings, METHODS["Random"]))
+    rows, base = (tidy.matching(runs["removal"], match) for match in (settings, METHODS["Random"]))
     return versus(rows, "perplexity", base, REMOVED, REMOVAL[:3])
 
 
-PAPER = Paper(
-    "nucl",
-    PRINTED,
-    {
-        "removal": lambda rows, _: removals(rows),
-        "training": lambda rows, _: trainings(rows),
-        "curves": lambda _, curves: trainings(curves),
-    },
-    (table_2, table_3, table_4, table_5, table_8, gains, finetuning, removal),
-    (figure_2, figure_3, figure_4),
-    (entropy_of_mstd, loss_of_mstd, by_entropy, by_weak_criteria),
-    (NLL, ENTROPY_OF_WEIGHTS),
-    SETTINGS,
-)
+KINDS = {
+    "removal": lambda rows, _: removals(rows),
+    "training": lambda rows, _: trainings(rows),
+    "curves": lambda _, curves: trainings(curves),
+}
+CURVES = (NLL, ENTROPY_OF_WEIGHTS)

@@ -8,18 +8,10 @@ import numpy as np
 import pandas
 
 from ffn_heterogeneity.papers.printed import printed
-from ffn_heterogeneity.report.paper import Paper, Runs
-from ffn_heterogeneity.report.records import (
-    Frame,
-    as_row,
-    cells,
-    claimed,
-    labelled,
-    matching,
-    points,
-    records,
-)
+from ffn_heterogeneity.report import tidy
+from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
+from ffn_heterogeneity.report.tidy import Frame
 from ffn_heterogeneity.report.versus import by_seed, versus
 
 PRINTED = printed("p32")
@@ -52,7 +44,7 @@ SETTINGS = dict.fromkeys((*SAME, "objective"))
 def classifiers(rows: Frame) -> Frame:
     """Runs on labelled rows: "score" in percent, of the best evaluation; how far from average."""
     rows = rows[(rows.objective == "labels") & rows.pooling.notna()]
-    rows = records(rows, SAME, ("data.task", *POOLING, "losses."), {"pooling": bool})
+    rows = tidy.records(rows, SAME, ("data.task", *POOLING, "losses."), {"pooling": bool})
     best = rows[rows.what.str.startswith(BEST)]
     name = best.set_index("run").what.str.removeprefix(BEST)
     test = rows[rows.what == "test/" + rows["run"].map(name).astype(object)]
@@ -77,7 +69,7 @@ def classifiers(rows: Frame) -> Frame:
 
 
 def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
-    rows, other = (matching(runs["classifier"], match) for match in (settings, base))
+    rows, other = (tidy.matching(runs["classifier"], match) for match in (settings, base))
     return versus(rows, what, other, SAME, ("pooling", "lambda_rate"))
 
 
@@ -86,48 +78,48 @@ def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
 
 def scores(rows: Frame, labels: dict, here: str = "here: {model}") -> Frame:
     """A row of a table: the tasks' scores, and where there are nine their mean."""
-    return labelled(rows[rows.what == SCORE], {**labels, "column": "{data.task}"}, here)
+    return tidy.labelled(rows[rows.what == SCORE], {**labels, "column": "{data.task}"}, here)
 
 
 def table_1(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], {**BASELINE, **WHOLE})
+    rows = tidy.matching(runs["classifier"], {**BASELINE, **WHOLE})
     rows = rows[rows.what == "parameters"].drop_duplicates("model").assign(differs="")
     depth = rows[rows.blocks.notna()]
     depth = depth.assign(value=depth.blocks.astype(float))
     columns = {"# Transformer Blocks": depth, "# Parameters": rows}
-    return labelled(cells(rows, columns), {"Model": "{model}"}, "here")
+    return tidy.labelled(tidy.cells(rows, columns), {"Model": "{model}"}, "here")
 
 
 def table_2(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], WHOLE)
+    rows = tidy.matching(runs["classifier"], WHOLE)
     return scores(rows, {"Model": "{model}", "Method": ("{pooling}", PAPERS_NAMES)}, "here")
 
 
 def table_3(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": False})
+    rows = tidy.matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": False})
     return scores(rows, {"Num Blocks": "{blocks}"})
 
 
 def table_4(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": True})
+    rows = tidy.matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": True})
     return scores(rows, {"Num Blocks": "{blocks}"})
 
 
 def table_5(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], WHOLE).drop_duplicates(["data.task", "model", "what"])
+    rows = tidy.matching(runs["classifier"], WHOLE).drop_duplicates(["data.task", "model", "what"])
     columns = {"# Train Samples": "train/rows", "Avg. Input Length": "train/tokens_a_row"}
-    return labelled(cells(rows, columns), {"Dataset": "{data.task}"}, "here: {model}")
+    return tidy.labelled(tidy.cells(rows, columns), {"Dataset": "{data.task}"}, "here: {model}")
 
 
 def table_6(runs: Runs) -> Frame:
-    return scores(matching(runs["classifier"], WHOLE), {"Method": METHOD})
+    return scores(tidy.matching(runs["classifier"], WHOLE), {"Method": METHOD})
 
 
 # ---- ours
 
 
 def paired(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], WHOLE)
+    rows = tidy.matching(runs["classifier"], WHOLE)
     first = rows[rows["data.task"].isin(list(PRINTED["majority"]))].drop_duplicates("record")
     majority = first["data.task"].map(PRINTED["majority"])
     columns = {
@@ -138,38 +130,38 @@ def paired(runs: Runs) -> Frame:
         DEPTH: DEPTH,
         PEAK: PEAK,
     }
-    return labelled(cells(rows, columns), LABELS, "here")
+    return tidy.labelled(tidy.cells(rows, columns), LABELS, "here")
 
 
 def test_sets(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], WHOLE)
+    rows = tidy.matching(runs["classifier"], WHOLE)
     tested = against(runs, WHOLE, BASELINE, TEST)
-    return labelled(cells(rows, {"score": TEST, "less Baseline": tested}), LABELS, "here")
+    return tidy.labelled(tidy.cells(rows, {"score": TEST, "less Baseline": tested}), LABELS, "here")
 
 
 def figure_2(runs: Runs) -> Frame:
     """Data sets ordered by size, means over seeds."""
-    rows = matching(runs["classifier"], {"pooling": "p32", **WHOLE})
+    rows = tidy.matching(runs["classifier"], {"pooling": "p32", **WHOLE})
     sizes = rows[rows.what == "train/rows"].set_index("run")["value"]
     rows = rows[rows.what == "lambda"].assign(column="raw lambda")
     rows = rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
     shared = {"{data.task}, the model's rate": {"lambda_rate": None}}
-    return points(rows, "{model}", ("{data.task}", shared), "layer")
+    return tidy.points(rows, "{model}", ("{data.task}", shared), "layer")
 
 
 def figure_3(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
+    rows = tidy.matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
     rows = rows[(rows.what == SCORE) & rows.pooling.isin(["last", "p32"])]
     rows = rows.assign(column="Spearman's correlation (%)", differs="")
     several = rows.groupby(["model", "pooling"])["data.fraction"].transform("nunique") > 1
-    return points(rows[several], "{model}", METHOD, "data.fraction")
+    return tidy.points(rows[several], "{model}", METHOD, "data.fraction")
 
 
 def figure_4(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0})
+    rows = tidy.matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0})
     rows = rows[rows.what == SCORE].assign(column="score (%)", differs="")
     several = rows.groupby(["model", "data.task"]).blocks.transform("nunique") > 1
-    return points(rows[several], "{model}", "{data.task}", "blocks")
+    return tidy.points(rows[several], "{model}", "{data.task}", "blocks")
 
 
 # ---- claims
@@ -193,7 +185,7 @@ def gains() -> Frame:
 
 
 def with_ours(paper: Frame, ours: Frame) -> Frame:
-    return pandas.concat([paper, claimed(ours, "{model}", "{data.task}")], ignore_index=True)
+    return pandas.concat([paper, tidy.claimed(ours, "{model}", "{data.task}")], ignore_index=True)
 
 
 def above_baseline(runs: Runs) -> Frame:
@@ -241,29 +233,29 @@ def overthinking(runs: Runs) -> Frame:
 
 
 def peak_at_best_depth(runs: Runs) -> Frame:
-    rows = matching(runs["classifier"], {**OURS, **WHOLE})
+    rows = tidy.matching(runs["classifier"], {**OURS, **WHOLE})
     rows = rows[rows.what == PEAK].assign(low=None)
     best = {key: best_depth(its) for key, its in depths(runs).items()}
     keys = list(zip(rows.model, rows["data.task"], strict=True))
     told = [OPEN if key not in best else HOLDS if best[key] == peak else FAILS
             for key, peak in zip(keys, rows["value"], strict=True)]  # fmt: skip
-    return claimed(rows.assign(verdict=told), "{model}", "{data.task}, seed {seed}")
+    return tidy.claimed(rows.assign(verdict=told), "{model}", "{data.task}, seed {seed}")
 
 
 def gap_grows(runs: Runs) -> Frame:
     """Seed by seed, the gain on a fifth of STS-B's rows less that on all."""
-    rows = matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
+    rows = tidy.matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
     rows = rows[rows.what == SCORE]
     made = []
     for _, its in rows.groupby("model"):
         sides = {}
         for share in (0.2, 1.0):
-            at = matching(its, {"data.fraction": share})
-            ours, base = (by_seed(matching(at, match)) for match in (OURS, BASELINE))
+            at = tidy.matching(its, {"data.fraction": share})
+            ours, base = (by_seed(tidy.matching(at, match)) for match in (OURS, BASELINE))
             sides[share] = {seed: ours[seed] - base[seed] for seed in ours if seed in base}
         apart = [x - sides[1.0][seed] for seed, x in sides[0.2].items() if seed in sides[1.0]]
-        made.append(its.head(1).assign(**as_row(interval(apart))))
-    return claimed(pandas.concat(made) if made else rows.head(0), "{model}", "stsb")
+        made.append(its.head(1).assign(**tidy.as_row(interval(apart))))
+    return tidy.claimed(pandas.concat(made) if made else rows.head(0), "{model}", "stsb")
 
 
 def regressions(column: str, low: bool) -> Frame:
@@ -304,14 +296,5 @@ def above_average(runs: Runs) -> Frame:
     return with_ours(ablation("P-32", "Avg.Pool"), against(runs, {**OURS, **WHOLE}, AVERAGE))
 
 
-PAPER = Paper(
-    "p32",
-    PRINTED,
-    {"classifier": lambda rows, _: classifiers(rows)},
-    (table_1, table_2, table_3, table_4, table_5, table_6, paired, test_sets),
-    (figure_2, figure_3, figure_4),
-    (above_baseline, by_1_5_points, rising_with_depth, overthinking, peak_at_best_depth, gap_grows,
-     samples_tell, length_tells, average_above_baseline, above_average),
-    ("train/loss",),
-    SETTINGS,
-)  # fmt: skip
+KINDS = {"classifier": lambda rows, _: classifiers(rows)}
+CURVES = ("train/loss",)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
-from ffn_heterogeneity.report import frame, records, stats, tables
+from ffn_heterogeneity.report import frame, stats, tables, tidy
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
-from ffn_heterogeneity.report.records import Frame, is_missing, spread
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
 from ffn_heterogeneity.report.tables import markdown_table, number
+from ffn_heterogeneity.report.tidy import Frame, is_missing, spread
 
 Runs = Mapping[str, Frame]
 UNTOLD = (
@@ -36,23 +36,21 @@ class Paper(NamedTuple):
         "figures": {key: {caption, x, xlabel, log, heat}}, "ours": {"tables": {key: {title, labels,
         notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated}}}; null is not
         printed, or cut off in the copy at hand.
+      functions: by name. Of a table: runs -> rows with a column for each label, the name of their
+        cell in "column" (else "what"), and in "from" what the row says of itself; several rows of
+        a cell are its seeds. Rows whose labels are those of a printed row stand below it; the
+        others follow. A printed table without a function is one that nobody can measure here. Of
+        a figure: runs -> points: columns "panel", "value" (the name of y), "line", "seed", "x",
+        "y". Of a claim: runs -> rows: "run on", the name of a part, its value and "verdict".
       kinds: name -> what picks its runs from the rows of all and from their curves.
-      tables: runs -> rows with a column for each label, the name of their cell in "column" (else
-        "what"), and in "from" what the row says of itself; several rows of a cell are its seeds.
-        Rows whose labels are those of a printed row stand below it; the others follow. A printed
-        table without a function is one that nobody can measure here.
-      figures: runs -> points: columns "panel", "value" (the name of y), "line", "seed", "x", "y".
-      claims: runs -> rows: "run on", the name of a part, its value and its "verdict".
       curves: the measurements of metrics.jsonl that are read.
       settings: setting -> what it is in runs whose config does not have it.
     """
 
     name: str
     printed: Mapping[str, Any]
+    functions: Mapping[str, Callable[[Runs], Frame]]
     kinds: Mapping[str, Callable[[Frame, Frame], Frame]]
-    tables: Sequence[Callable[[Runs], Frame]]
-    figures: Sequence[Callable[[Runs], Frame]]
-    claims: Sequence[Callable[[Runs], Frame]]
     curves: Sequence[str]
     settings: Mapping[str, Any]
 
@@ -96,9 +94,9 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
 
 def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
     """(run -> its state, kind -> rows) of the runs at `paths`."""
-    curves = records.known(records.plain(frame.curves(*paths, what=paper.curves)), paper.settings)
-    rows = records.known(records.plain(frame.results(*paths)), paper.settings)
-    rows = records.evaluated(rows)
+    curves = tidy.known(tidy.plain(frame.curves(*paths, what=paper.curves)), paper.settings)
+    rows = tidy.known(tidy.plain(frame.results(*paths)), paper.settings)
+    rows = tidy.evaluated(rows)
     states = dict.fromkeys(rows["run"], "finished")
     for run, step in curves.groupby("run", sort=False)["step"].max().items():
         states.setdefault(run, f"not finished, at step {step}")
@@ -118,13 +116,11 @@ def _not_begun(paths: Sequence[str]) -> Iterator[str]:
 def draw_all(paper: Paper, runs: Runs) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures, then ours."""
     yield draw_claims(paper, runs)
-    tables = {make.__name__: make for make in paper.tables}
-    figures = {make.__name__: make for make in paper.figures}
     for source in (paper.printed, paper.printed["ours"]):
         for key, texts in source["tables"].items():
-            yield draw_table(key, tables.get(key), texts, runs)
+            yield draw_table(key, paper.functions.get(key), texts, runs)
         for key, texts in source["figures"].items():
-            yield draw_figure(key, figures[key], texts, runs)
+            yield draw_figure(key, paper.functions[key], texts, runs)
 
 
 # ---- tables
@@ -217,10 +213,9 @@ def _title(key: str, texts: Mapping[str, Any]) -> str:
 def draw_claims(paper: Paper, runs: Runs) -> Drawn:
     """Every claim wherever it can be looked at."""
     rows = []
-    for make in paper.claims:
-        texts = paper.printed["claims"][make.__name__]
+    for key, texts in paper.printed["claims"].items():
         found: dict[str, dict[str, tuple[list, str]]] = {}
-        for row in make(runs).to_dict("records"):
+        for row in paper.functions[key](runs).to_dict("records"):
             parts = found.setdefault(str(row["run on"]), {})
             parts.setdefault(str(row["part"]), ([], row["verdict"]))[0].append(spread(row))
         for name, parts in found.items():

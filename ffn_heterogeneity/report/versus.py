@@ -10,7 +10,8 @@ import pandas
 
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import units
-from ffn_heterogeneity.report.records import (
+from ffn_heterogeneity.report.stats import middle
+from ffn_heterogeneity.report.tidy import (
     ABSENT,
     OWN,
     Frame,
@@ -20,7 +21,6 @@ from ffn_heterogeneity.report.records import (
     last,
     text_of,
 )
-from ffn_heterogeneity.report.stats import middle
 
 
 def versus(

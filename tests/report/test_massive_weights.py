@@ -17,8 +17,8 @@ from ffn_heterogeneity import papers
 from ffn_heterogeneity.papers.printed import printed
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.paper import write_paper
-from ffn_heterogeneity.report.records import evaluated, plain
 from ffn_heterogeneity.report.stats import student
+from ffn_heterogeneity.report.tidy import evaluated, plain
 
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
            "piqa", "winogrande", "mean")  # fmt: skip
