@@ -14,7 +14,7 @@ AUXILIARY = ("teacher",)
 
 
 def is_auxiliary(path: str) -> bool:
-    """Whether a leaf belongs to one of those roots."""
+    """True if a leaf belongs to one of those roots."""
     return path.split("/")[0] in AUXILIARY
 
 

@@ -137,6 +137,20 @@ def test_no_class_name_stands_twice():
     assert not {name: paths for name, paths in where.items() if len(paths) > 1}
 
 
+def test_docstrings_open_with_what_the_thing_is():
+    """Not with a question word: "What a task is"."""
+    question = re.compile(r"(What|Who|Where|How|Whether|Which|When|Whose)\b")
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, kinds)]
+        for node in nodes:
+            name, text = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
+            if question.match(text) and not name.startswith("_"):
+                found.append(f"{path.name}: {name}: {text.splitlines()[0]}")
+    assert not found, found
+
+
 def test_the_trainer_names_no_paper():
     """What a paper adds reaches train/ through registries, specs and configs."""
     papers = r"nucl|jreg|massive|macdrop|p32|fusion"

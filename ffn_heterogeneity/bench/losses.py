@@ -1,4 +1,4 @@
-"""What the losses cost, measured: NUCL against the paper's listing, chunked against plain NLL."""
+"""The measured cost of the losses: NUCL against the paper's listing, chunked against plain NLL."""
 
 from __future__ import annotations
 

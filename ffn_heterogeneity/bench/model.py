@@ -1,4 +1,4 @@
-"""What a model costs, measured: forward, training step, perplexity, generation, beside a peer's."""
+"""The measured cost of a model: forward, training step, perplexity, generation, beside a peer's."""
 
 from __future__ import annotations
 

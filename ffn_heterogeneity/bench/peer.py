@@ -33,7 +33,7 @@ class Torch:
         self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 
     def about(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """Facts that the figures depend on."""
         import torch  # pyright: ignore[reportMissingImports]
 
         blas = next(s for s in torch.__config__.show().split(", ") if "BLAS_INFO" in s)

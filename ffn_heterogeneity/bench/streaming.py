@@ -1,4 +1,4 @@
-"""What streaming surgery costs, measured: time beside a plain copy of the directory, and memory."""
+"""The measured cost of streaming surgery: time beside a plain copy of the directory, and memory."""
 
 from __future__ import annotations
 

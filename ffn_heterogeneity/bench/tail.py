@@ -1,4 +1,4 @@
-"""What a training step does after its gradients, beside the optimiser's update alone."""
+"""The part of a training step after its gradients, beside the optimiser's update alone."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> floa
 
 
 def machine() -> dict[str, Any]:
-    """What times depend on: processor or card, cores, versions."""
+    """Facts that times depend on: processor or card, cores, versions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
@@ -117,7 +117,7 @@ def _ratio_of_medians(rows: np.ndarray) -> np.ndarray:
 
 
 def figures(seconds: np.ndarray, compiled: jax.stages.Compiled) -> dict[str, float]:
-    """What is reported of one program; temporary memory is that beside inputs and outputs."""
+    """The reported figures of one program; temporary memory is that beside inputs and outputs."""
     return {
         "median_ms": 1e3 * float(np.median(seconds)),
         "fastest_ms": 1e3 * float(np.min(seconds)),

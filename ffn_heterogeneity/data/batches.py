@@ -26,7 +26,7 @@ STATE_VERSION = 2
 
 @dataclasses.dataclass
 class Feed:
-    """What pipelines of batches have in common.
+    """The common base of pipelines of batches.
 
     Attributes:
       config: a `settings.DataConfig`.
@@ -77,7 +77,7 @@ class BatchIterator:
         return self._held[0]
 
     def get_state(self) -> dict[str, Any]:
-        """Where the consumer stands: plain dicts, ints and strings."""
+        """The consumer's position: plain dicts, ints and strings."""
         state = self._iterator.get_state()
         return {"version": STATE_VERSION, "pipeline": dict(self._identity), "position": state}
 

@@ -285,7 +285,7 @@ def batch_of(
 
 
 def shared_rows(lengths: Sequence[int], groups: int, together: int) -> list[list[int]]:
-    """Which rows stand together, by their places: groups of at most `together`, filled alike.
+    """Groups of rows that stand together, by their places: at most `together` each, filled alike.
 
     The longest first, each to the group that has the fewest tokens and room.
     """

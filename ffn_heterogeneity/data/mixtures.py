@@ -178,7 +178,7 @@ def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | No
 
 @dataclasses.dataclass(frozen=True)
 class TaskQuestion:
-    """What a model is asked, what its answer is compared with, and where it stands."""
+    """A question to a model, the answer to compare with, and its place in the data."""
 
     prompt: str
     reference: Any

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the documents read so far (by the reader, which runs ahead of training)."""
+    """Counts of the documents read so far (by the reader, which runs ahead of training)."""
 
     documents: int = 0
     kept: int = 0
@@ -259,7 +259,7 @@ def shift(ids: Sequence[int], scored: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def last_scored(scored: Sequence[bool]) -> int:
-    """How many ids there are up to the last one in the loss; 0: none is."""
+    """The number of ids up to the last one in the loss; 0: none is."""
     places = np.flatnonzero(scored[1:])  # the first id is never predicted
     return int(places[-1]) + 2 if len(places) else 0
 

@@ -1,4 +1,4 @@
-"""Where records come from: text, JSONL and parquet files, or a data set of the Hugging Face hub.
+"""Sources of records: text, JSONL and parquet files, or a data set of the Hugging Face hub.
 
 A source is random access (`len(source)`, `source[i] -> dict`), as grain wants it, and can say where
 row i stands (`source.where(i)`), so that every error names file and line. Text and JSONL are read

@@ -26,7 +26,7 @@ TULU = "chat_template='tulu' uses the built-in form"
 
 
 def render_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
-    """What `tokenizer.apply_chat_template(messages, tokenize=False, **options)` returns.
+    """Text of a chat, as `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
 
     Raises:
       DataError: the template refuses the conversation.

@@ -9,7 +9,7 @@ from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, run_cod
 
 
 def extract(completion: str) -> str:
-    """What was generated before the first "[DONE]"; all of it where there is none."""
+    """The text before the first "[DONE]"; all of it where there is none."""
     return completion.partition(END)[0]
 
 

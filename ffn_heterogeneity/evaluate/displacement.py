@@ -1,4 +1,4 @@
-"""How far each block turns the residual stream, in any model (JREG, section 3)."""
+"""Angular displacement of the residual stream by each block, in any model (JREG, section 3)."""
 
 from __future__ import annotations
 

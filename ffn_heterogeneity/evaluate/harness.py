@@ -74,7 +74,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for a context without tokens."""
+        """The token that stands for an empty context."""
         for found in (self.tokenizer.bos_token_id, self.eot_token_id):
             if found is not None:
                 return found

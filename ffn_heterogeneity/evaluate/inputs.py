@@ -24,7 +24,7 @@ Settings = TypeVar("Settings")
 
 
 def options_of(config: ConfigDict) -> RunOptions:
-    """How an evaluation computes."""
+    """Run options of an evaluation."""
     return RunOptions(compute_dtype=choose_dtype(config.compute_dtype))
 
 

@@ -1,4 +1,4 @@
-"""What each neuron's loss alone costs: the forward pass goes on from the state before its layer."""
+"""The cost of losing each neuron alone; the forward pass starts at the state before its layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where massive activations begin, and which weights make them (MW, section 2)."""
+"""The layer where massive activations begin, and the weights that make them (MW, section 2)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ffn_heterogeneity.wording import check_choice
 
 
 def run(config: ConfigDict, workdir: epath.Path) -> dict:
-    """What `config.evaluation` or `config.analysis` names; returns what `results.json` holds.
+    """Runs what `config.evaluation` or `config.analysis` names; returns what `results.json` holds.
 
     Raises:
       ValueError: a setting or a file is unusable; the message names it.

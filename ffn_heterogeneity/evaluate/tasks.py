@@ -27,7 +27,7 @@ SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
 
 
 class NamedTasks(NamedTuple):
-    """What one name of `config.tasks` stands for.
+    """The tasks that one name of `config.tasks` stands for.
 
     Attributes:
       roots: {name: the harness's task or group}; one, or the tasks of a tag.

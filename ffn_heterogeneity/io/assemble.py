@@ -33,7 +33,7 @@ class Stored:
 
 
 def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
-    """Whether no element is NaN or infinite; 16-bit types are checked by their exponent bits."""
+    """True if no element is NaN or infinite; 16-bit types are checked by their exponent bits."""
     flat = array.reshape(-1)
     infinity = _EXPONENTS.get(array.dtype)
     for start in range(0, flat.size, chunk):

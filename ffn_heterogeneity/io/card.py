@@ -67,7 +67,7 @@ def write_card(
 
 
 def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
-    """What `results.json`, and so the card, says of a model made from another.
+    """The facts in `results.json`, and so on the card, of a model made from another.
 
     Args:
       protocol: what makes the numbers comparable: text, window, windows, tokens, dtype ...

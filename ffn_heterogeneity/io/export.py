@@ -137,7 +137,7 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def local_directory(directory: epath.Path) -> Iterator[Path]:
-    """Where to write a directory: beside its place and then moved; or, for a bucket, on this
+    """A directory to write: beside its place and then moved; or, for a bucket, on this
     machine's disk and then copied, config.json last: without it a directory is no model."""
     if not is_bucket(directory):
         with atomic_path(directory, directory=True) as temporary:

@@ -102,7 +102,7 @@ def lock(handle: int) -> bool | None:
 
 
 def is_bucket(path: str | os.PathLike) -> bool:
-    """Whether it is an object store's ("gs://..."): nothing can be moved or appended to there."""
+    """True if it is an object store's ("gs://..."): nothing can be moved or appended to there."""
     return "://" in os.fspath(path)
 
 
@@ -183,7 +183,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def once(folder: str | os.PathLike | None, name: str, function: Callable[[], Any]) -> Any:
-    """What `function()` returns, as plain data; kept in `<folder>/<name>.json`, where it is found.
+    """The result of `function()`, as plain data; kept in `<folder>/<name>.json`, where it is found.
 
     A result is known by its name alone: whoever gives the folder sees to it that all settings are
     the same (`io.workdir.prepare_workdir`). Without a folder nothing is kept.

@@ -1,4 +1,4 @@
-"""Whether a file or a directory is still what it was: looked at, not read whole."""
+"""Fingerprints that tell whether a file or directory has changed, without reading it whole."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def fingerprint(path: str | os.PathLike) -> str:
 
 
 def of_model(directory: str | os.PathLike) -> dict[str, str]:
-    """What results.json says of the model that a run wrote, so that a report knows it again
-    wherever both are moved; nothing of one in a bucket, which would have to be read."""
+    """The fingerprint, for results.json, of the model that a run wrote.
+
+    By it a report knows the model again wherever both are moved. Nothing of one in a bucket, which
+    would have to be read.
+    """
     found = fingerprint(directory) if os.path.isdir(directory) else ""
     return {"model_fingerprint": found}
 

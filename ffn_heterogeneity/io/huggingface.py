@@ -117,7 +117,7 @@ def read_pretrained(
 
 
 def structure_section(directory: str | os.PathLike) -> dict:
-    """What config.json says of kept structure (io/structure.py); empty: there is none."""
+    """The section of config.json on kept structure (io/structure.py); empty: there is none."""
     own = read_object(Path(directory) / "config.json").get(NATIVE_KEY, {})
     section = own.get(KEY, {}) if isinstance(own, dict) else None
     if not isinstance(section, dict):

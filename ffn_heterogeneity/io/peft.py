@@ -47,7 +47,7 @@ OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds adapters alone."""
+    """True if a directory holds adapters alone."""
     return (path / CONFIG).is_file() and not (path / "config.json").exists()
 
 

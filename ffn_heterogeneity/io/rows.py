@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,15 @@ def measurement(name: str, value: Any, where: Mapping[str, Any]) -> Iterator[dic
 
 
 def _special(results: dict[str, Any]) -> Iterator[dict]:
-    """What has a form of its own, taken out of the results: the best evaluation, neurons named."""
+    """What has a form of its own, taken out of the results: a benchmark's rounds and ratios, the
+    best evaluation, neurons named."""
+    if "benchmark" in results:
+        for program, seconds in results.pop("seconds", {}).items():
+            rounds = {"n": len(seconds)}
+            yield _row(f"seconds/{program}", statistics.median(seconds), rounds)
+        for pair, (ratio, low, high) in results.pop("ratios", {}).items():
+            ends = {"low": low, "high": high, "how": "bootstrap"}
+            yield _row(f"ratios/{pair}", ratio, ends)
     best = results.pop("best", None)
     if isinstance(best, Mapping):
         split, _, name = str(best["metric"]).partition("/")

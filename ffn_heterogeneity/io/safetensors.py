@@ -88,7 +88,7 @@ def places(path: str | os.PathLike) -> dict[str, tuple[int, int]]:
 
 
 def is_there(directory: str | os.PathLike) -> bool:
-    """Whether `open_directory` has something to open."""
+    """True if `open_directory` has something to open."""
     return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
 
 

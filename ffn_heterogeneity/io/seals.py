@@ -27,7 +27,7 @@ def temporary_path_class(directory: epath.Path) -> type[atomicity.TemporaryPath]
 
 
 def problem(folder: epath.Path) -> str | None:
-    """What is wrong with the files of a sealed folder, or None."""
+    """The fault in the files of a sealed folder, or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         sums = {name: (size, checksum) for name, (size, checksum) in manifest.items()}

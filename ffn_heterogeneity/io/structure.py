@@ -1,4 +1,4 @@
-"""What a plain checkpoint cannot say of a model: masks, adapters, P, and the kernels they touch.
+"""Structure that a plain checkpoint cannot hold: masks, adapters, P, and the kernels they touch.
 
 A directory that keeps its structure holds
 

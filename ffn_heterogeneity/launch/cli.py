@@ -1,4 +1,4 @@
-"""What launchers in scripts/ share: flags, help, the work directory, one line for an error."""
+"""The launchers' common parts: flags, help, the work directory, one line for an error."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
 
 
 def home() -> Path:
-    """Where `configs/` and `scripts/` stand: in an installed package, or its repository."""
+    """The directory of `configs/` and `scripts/`: in an installed package, or its repository."""
     package = Path(__file__).resolve().parents[1]
     bundled = package / "_bundled"
     return bundled if bundled.is_dir() else package.parent
@@ -186,7 +186,7 @@ def find_config(spec: str) -> str:
 
 
 def load_config(spec: str) -> ConfigDict:
-    """What `get_config` of "file.py" or "file.py:argument" returns.
+    """The config that `get_config` of "file.py" or "file.py:argument" returns.
 
     Raises:
       UsageError: no such file, no such function, an argument it does not take.
@@ -245,7 +245,7 @@ def _one_line() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong; with its type where that is no user's error, or says too little alone."""
+    """An error's message; with its type where that is no user's error, or says too little alone."""
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         text += f": pip install 'ffn-heterogeneity[{EXTRAS[error.name]}]'"
@@ -273,7 +273,7 @@ def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """What is printed inside goes nowhere once the pipe is closed (`--help | head`)."""
+    """A context that ends quietly once the pipe it prints to is closed (`--help | head`)."""
     try:
         yield
         sys.stdout.flush()

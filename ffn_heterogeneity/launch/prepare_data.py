@@ -112,7 +112,7 @@ def check_config(config: ConfigDict) -> None:
 
 
 def settings_of(config: ConfigDict) -> Settings:
-    """How documents become tokens, from the config."""
+    """Settings of turning documents into tokens, from the config."""
     layout = corpora.Layout(
         text_field=config.text_field,
         separator=config.separator,
@@ -173,7 +173,7 @@ def trained_tokenizer(
 
 
 def estimate(chunks: list[corpora.Chunk], tokenizer: Any, settings: Settings) -> dict[str, Any]:
-    """What a run would make, from a sample of the input; prints it and writes nothing."""
+    """Estimates what a run would make, from a sample of the input; prints it and writes nothing."""
     texts = sample_texts(chunks, settings.layout, SAMPLE_BYTES)
     texts = [text for text in itertools.islice(texts, 10_000) if text.strip()]
     tokeniser, start = Tokeniser(tokenizer, settings), time.monotonic()

@@ -42,7 +42,7 @@ class PointRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it has results; whose they are was checked when the sweep began."""
+        """True if it has results; whose they are was checked when the sweep began."""
         return (self.directory / "results.json").exists()
 
 
@@ -269,7 +269,7 @@ def run_alone(kind: str, task: PointRun, command_line: Sequence[str]) -> str | N
 def conclude(
     tasks: Sequence[PointRun], todo: Sequence[PointRun], failed: Mapping[str, str], shared: Shared
 ) -> dict[str, Any]:
-    """What `run` returns; see there."""
+    """The results of `run`; see there."""
     finished = sum(task.finished for task in tasks)
     compiled = f"; train steps compiled: {shared.compilations}" if shared.programs else ""
     say(f"{finished} of {len(tasks)} points finished{compiled}")
@@ -289,7 +289,7 @@ def conclude(
 
 
 def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> str:
-    """How much there is to do, before the first run says how long one takes."""
+    """The amount of work, before the first run says how long one takes."""
     text = f"{len(todo)} runs to do, {sum(task.finished for task in tasks)} finished before"
     configs = [task.config.to_dict() for task in todo if kind == "train"]
     trained = [config for config in configs if "batch_size" in config]  # not a run of stages

@@ -98,7 +98,7 @@ def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: f
 
 
 def diverged(workdir: epath.Path) -> list[epath.Path]:
-    """What attempts left whose loss was not finite."""
+    """The folders of attempts whose loss was not finite."""
     return [*workdir.glob("diverged_*")]
 
 
@@ -192,7 +192,7 @@ def facts_of(config: TrainConfig, built: Built, model: Model) -> dict[str, Any]:
 
 
 def head_facts(objective: Objective, model: Model, params: dict) -> dict[str, Any]:
-    """What the head tells of its leaves."""
+    """The head's facts of its leaves."""
     head = make_head(model.config, objective.head) if objective.head else None
     return {} if head is None else plain(head.says(params[ROOT]))
 
@@ -218,7 +218,7 @@ def make_loop(
 
 
 def validation_hooks(config: TrainConfig, built: Built, data: Data) -> tuple[Hook, ...]:
-    """What is measured between steps: every held-out set, on the weights as an export has them."""
+    """The measurements between steps: every held-out set, on the weights as an export has them."""
     if not data.held_out:
         say("no validation data: nothing is evaluated and no checkpoint is the best")
         return ()

@@ -20,7 +20,7 @@ from ffn_heterogeneity.wording import check_known
 
 
 class TermValue(NamedTuple):
-    """What a term returns: `total / denominator` is its value.
+    """The value of a term: `total / denominator`.
 
     Sum and denominator stay apart so that accumulation, packing and data parallelism are exact:
     both are summed over micro-batches and devices before they are divided.
@@ -38,7 +38,7 @@ class TermValue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TermContext:
-    """What a run tells every term that it builds, beside the term's own settings.
+    """The facts of a run that every term may use, beside the term's own settings.
 
     Attributes:
       name: of this instance; prefix of its metrics. Two instances of one term have two names.

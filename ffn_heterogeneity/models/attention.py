@@ -31,7 +31,7 @@ KERNELS = ("auto", "xla", "plain", "cudnn", "splash")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees, and what a kernel may skip without reading it.
+    """The keys that each query sees, and what a kernel may skip without reading it.
 
     An array inside a compiled program has no values to check, so what holds of every place of it
     is said beside it. `Mask(array)` claims nothing and suits the plain and the fused kernel.
@@ -80,7 +80,7 @@ def attention_mask(
 
 
 def tree_mask(subtree_ends_bt: jax.Array) -> jax.Array:
-    """Who is whose ancestor in rows of tokens in depth-first order: bool [B, T, S].
+    """Ancestors in rows of tokens in depth-first order: bool [B, T, S].
 
     Place t lies below place s (or is it) iff s <= t < subtree_ends[s].
     """
@@ -228,7 +228,7 @@ def blocked_attention(
 
 
 def sink_weights(q_btnh, k_bskh, v_bskh, mask: Mask, *, scale: float, softcap=None) -> jax.Array:
-    """How much of its attention each query gives to the row's first key, float32 [B, T, N].
+    """The share of its attention that each query gives to the row's first key, float32 [B, T, N].
 
     Of the blocked form's own statistics: never T^2 numbers.
     """

@@ -24,7 +24,7 @@ _PROBABILITIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class LayerIO:
-    """What a probe may read of one layer. Unread fields cost nothing: XLA drops them.
+    """The tensors of one layer that a probe may read. Unread fields cost nothing: XLA drops them.
 
     In a layer with `norm_placement` "post" the residual stream is what the norms return:
     attention_input is block_input, ffn_input is middle, and block_output is normed.

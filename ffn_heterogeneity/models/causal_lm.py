@@ -248,7 +248,7 @@ def pool(
 
 
 def finish(config: ModelConfig, params: dict, x_btd: jax.Array) -> Any:
-    """What the head sees: the residual stream after the last layer and the final norm, if any."""
+    """The head's input: the residual stream after the last layer and the final norm, if any."""
     if not config.final_norm:
         return x_btd
     return Norm(config).apply({"params": params.get("final_norm", {})}, x_btd)
@@ -260,7 +260,7 @@ def hold(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def is_in_order(batch: dict) -> bool:
-    """Whether places of a row, its documents and a window say which keys a query sees."""
+    """True if places of a row, its documents and a window say which keys a query sees."""
     return "subtree_ends" not in batch and ("positions" not in batch or "segment_ids" in batch)
 
 

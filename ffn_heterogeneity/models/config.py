@@ -44,13 +44,13 @@ class RopeConfig:
     fraction: float = 1.0
 
     def rotated(self, head_dim: int) -> int:
-        """How many of `head_dim` dimensions are rotated."""
+        """The number of `head_dim` dimensions that are rotated."""
         return int(head_dim * self.fraction)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer.
+    """The settings that may differ from layer to layer.
 
     Attributes:
       ffn_width: m, the number of inner neurons of the feed-forward block.
@@ -232,7 +232,7 @@ class ModelConfig:
 
     @property
     def padding_id(self) -> int | None:
-        """What rows are padded with where the model does not say: the end of a text."""
+        """The id that pads rows where the model does not say: the end of a text."""
         eos = self.eos_id[0] if isinstance(self.eos_id, tuple) else self.eos_id
         return eos if self.pad_id is None else self.pad_id
 
@@ -242,12 +242,12 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether every layer sees both ways."""
+        """True if every layer sees both ways."""
         return not any(layer.causal for layer in self.layers)
 
     @property
     def final_norm(self) -> bool:
-        """Whether a norm follows the last layer: not after one that ends in a norm."""
+        """True if a norm follows the last layer: not after one that ends in a norm."""
         return self.layers[-1].norm_placement == "pre"
 
     @property

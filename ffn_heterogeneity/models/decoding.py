@@ -37,7 +37,7 @@ from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
 
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """Where one layer finds its keys and values, and where it puts the new ones.
+    """One layer's place of keys and values, and of the new ones.
 
     Attributes:
       leaves: {"keys": [B, K, H, S], "values": [B, K, S, H]}, [r, ...] where the layer's slot has

@@ -140,7 +140,7 @@ def rescaled(x: jax.Array, rate: jax.Array) -> jax.Array:
 
 
 def drawn(key: jax.Array, shape: tuple[int, ...], rate: jax.Array) -> jax.Array:
-    """Which elements dropout leaves, bool.
+    """The elements that dropout leaves, bool.
 
     One random word serves two elements: drawing them is most of what dropout costs.
     """

@@ -1,4 +1,4 @@
-"""How a model is computed: dtype, rematerialisation, kernels, layouts on a mesh."""
+"""Options of computing a model: dtype, rematerialisation, kernels, layouts on a mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AMX = "amx_bf16"
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How to compute, never what: any choice gives the same numbers up to rounding.
+    """Options of how to compute, never what: any choice gives the same numbers up to rounding.
 
     Attributes:
       compute_dtype: dtype of activations and of kernels when they are used.
@@ -54,7 +54,7 @@ class RunOptions:
 
     @property
     def wide_products(self) -> bool:
-        """Whether products of bfloat16 come out in float32 before they are rounded.
+        """True if products of bfloat16 come out in float32 before they are rounded.
 
         XLA:CPU keeps only that form on the machine's bfloat16 units; to bfloat16 at once it makes
         a float32 product of it. Accelerators' units round on their way out.

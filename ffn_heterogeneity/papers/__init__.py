@@ -1,4 +1,4 @@
-"""What papers print (JSON), and their tables, figures and claims as functions of runs."""
+"""The papers' printed numbers (JSON), and their tables, figures and claims as functions of runs."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def published(runs: Runs) -> Frame:
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
-    """Whether the last zeta_L lies there, of every seed."""
+    """The last zeta_L, with the verdict whether every seed's lies there."""
     rows = tidy.cells(rows, {"zeta_L": ZETA})
     told = rows["value"].between(low, high).map({True: HOLDS, False: FAILS})
     told = told.where(np.isfinite(rows["value"]), OPEN)

@@ -115,7 +115,7 @@ def analyses(rows: Frame) -> Frame:
 
 
 def dropping(rows: Frame) -> Frame:
-    """What is dropped, step by step."""
+    """Trainings with MacDrop: the share that is dropped, step by step."""
     rows = tunings(rows)
     rows = rows[rows["macdrop.p0"].fillna(0).astype(bool)]
     shown = ("model", *(f"macdrop.{key}" for key in ("scope", "curriculum", "a", "p0")))

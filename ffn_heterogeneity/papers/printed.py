@@ -1,4 +1,4 @@
-"""What papers print, as JSON: captions, labels, columns and rows."""
+"""The papers' printed numbers, as JSON: captions, labels, columns and rows."""
 
 from __future__ import annotations
 

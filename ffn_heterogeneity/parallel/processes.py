@@ -109,7 +109,7 @@ def _of_slurm(name: str) -> int:
 
 
 def is_main() -> bool:
-    """Whether this process writes what is written once: metrics, results, the exported model."""
+    """True if this process writes what is written once: metrics, results, the exported model."""
     return jax.process_index() == 0
 
 

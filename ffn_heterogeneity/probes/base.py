@@ -1,4 +1,4 @@
-"""What a probe is."""
+"""The interface of a probe."""
 
 from __future__ import annotations
 

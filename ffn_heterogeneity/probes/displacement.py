@@ -24,7 +24,7 @@ POSITIONS = ("all", "last")
 
 
 def counted_tokens(batch: dict, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Which tokens enter the averages: {positions: bool [B, T]}.
+    """The tokens that enter the averages: {positions: bool [B, T]}.
 
     Padding (segment 0) never does; "last" is the last token of each document alone.
     """

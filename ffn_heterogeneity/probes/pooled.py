@@ -18,7 +18,7 @@ from ffn_heterogeneity.probes.base import Probe
 
 
 def pooled_places(segment_ids_rt: jax.Array, first: bool, examples: int = 1) -> jax.Array:
-    """Where the pooled token of each example stands, int32 [R, E]: its first or last one.
+    """The place of each example's pooled token, int32 [R, E]: its first or last one.
 
     A row's examples are its segments 1 to `examples`; 0 is padding.
     """

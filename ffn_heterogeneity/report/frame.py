@@ -60,7 +60,7 @@ def results(*directories: str | os.PathLike) -> pandas.DataFrame:
 
 
 def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.DataFrame:
-    """What runs measured while they trained (metrics.jsonl), also of those that have not ended.
+    """Measurements of runs while they train (metrics.jsonl), also of those that have not ended.
 
     Args:
       what: names of measurements, with their split: "validation/nll"; none: all of them.

@@ -1,4 +1,4 @@
-"""What runs are to each other: who read a model that another wrote, and what data has two names."""
+"""Links between runs: one read a model that another wrote, or the same data under another name."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ffn_heterogeneity.wording import spans
 
 
 class Seed(NamedTuple):
-    """What one seed of a run came to.
+    """The results of one seed of a run.
 
     Attributes:
       values: "final.validation/nll" -> number or text, as results.json has them.
@@ -37,7 +37,7 @@ class Seed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a work directory holds.
+    """The contents of a work directory.
 
     Attributes:
       path: as it was given.

@@ -129,7 +129,7 @@ def two_proportions(first: float, second: float, n: int | None) -> float | None:
 
 
 def verdict(value: Any, sign: int) -> str:
-    """Whether a number lies above 0 (sign 1), or below (-1): all of its interval, if it has one."""
+    """Tells whether a number lies above 0 (sign 1), or below (-1): all of its interval, if any."""
     if value is None or not math.isfinite(middle(value)):
         return OPEN
     ends = value[1:3] if isinstance(value, Spread) else (value, value)

@@ -66,7 +66,7 @@ def shorter(paths: Sequence[str]) -> list[str]:
 
 
 def directory(output: str | os.PathLike) -> epath.Path:
-    """Where a report goes.
+    """The directory of a report.
 
     Raises:
       ValueError: it is a file.

@@ -68,7 +68,7 @@ def known(rows: Frame, defaults: Match) -> Frame:
 
 
 def fits(row: Match, match: Match) -> bool:
-    """Whether every setting is as wanted, or one of a list; None: missing; `bool`: truthy."""
+    """True if every setting is as wanted, or one of a list; None: missing; `bool`: truthy."""
     for name, wanted in match.items():
         value = None if is_missing(row.get(name)) else row[name]
         several = wanted if isinstance(wanted, list) else [wanted]
@@ -126,12 +126,12 @@ def _filled(text: str, row: Match) -> str:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether there is no value: None, NaN or pandas' NA."""
+    """True if there is no value: None, NaN or pandas' NA."""
     return value is None or value is pandas.NA or (isinstance(value, float) and math.isnan(value))
 
 
 def among(name: str, names: Sequence[str]) -> bool:
-    """Whether it is one of them, or begins with one that ends in "."."""
+    """True if it is one of them, or begins with one that ends in "."."""
     return any(name == one or (one.endswith(".") and name.startswith(one)) for one in names)
 
 

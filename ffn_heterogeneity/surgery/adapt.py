@@ -166,7 +166,7 @@ def insert_macdrop(
 
 
 def assumed_layer(settings: Mapping[str, Any]) -> str:
-    """What `insert_macdrop` takes of shapes alone; "" where the settings name the layer."""
+    """The layer that `insert_macdrop` takes of shapes alone; "" where the settings name it."""
     if settings_of(macdrop.Macdrop, settings).layer is not None:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""What the survivors take over from the neurons that go: W_rest += Lambda^T W_gone.
+"""Compensation: the survivors take over from the neurons that go, W_rest += Lambda^T W_gone.
 
 Lambda [gone, survivors] says how much of each survivor stands for a neuron that goes:
 

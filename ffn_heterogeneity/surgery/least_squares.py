@@ -35,7 +35,7 @@ def solve_together(
     outgoing_rows: Callable[[np.ndarray], np.ndarray],
     ridge: float = 0.0,
 ) -> tuple[Callable[[slice], np.ndarray], dict]:
-    """What the survivors' outgoing weights gain.
+    """The gain of the survivors' outgoing weights.
 
     Args:
       vectors: E [m, p], no entry larger than 1.

@@ -1,4 +1,4 @@
-"""What is to be removed from a model: by which criterion, how much, where; and the choice."""
+"""Plans of a removal: by which criterion, how much, where; and the choice."""
 
 from __future__ import annotations
 

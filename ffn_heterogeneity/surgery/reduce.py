@@ -46,7 +46,7 @@ class Removal(Plan):
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
-    """What `settings` (configs/prune.py) remove, in memory; the model itself is untouched.
+    """A copy of the model without the neurons that `settings` (configs/prune.py) remove.
 
     Args:
       settings: of `Removal`.
@@ -151,7 +151,7 @@ def results_of(
     removed: Mapping[int, np.ndarray],
     reports: list[dict],
 ) -> dict:
-    """What `results.json` holds.
+    """The contents of `results.json`.
 
     Args:
       configs: before and after.

@@ -1,4 +1,4 @@
-"""What each neuron does on bos and on calibration text: for criteria that look at activations."""
+"""Activations of each neuron on bos and on calibration text: for criteria that look at them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers, how many neurons, which ones."""
+"""The choice of layers, of the number of neurons, and of neurons."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _parse_layers(text: str) -> list[int]:
 
 
 def removal_count(width: int, *, ratio: float | None = None, count: int | None = None) -> int:
-    """How many of `width` neurons go: `count`, or floor(ratio * width + 1e-9) [our rounding].
+    """The number of neurons that go: `count`, or floor(ratio * width + 1e-9) [our rounding].
 
     Raises:
       ValueError: not exactly one of them is given, ratio is outside [0, 1), or nothing would stay.

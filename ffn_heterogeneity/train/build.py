@@ -61,7 +61,7 @@ OBJECTIVES: dict[str, Callable[[TrainConfig, ModelConfig], Objective]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is computed of a batch without training on it.
+    """The programs of a batch that is not trained on.
 
     Attributes:
       model, mesh: an `AbstractMesh` where nothing is to be compiled.
@@ -107,7 +107,7 @@ class Built(Evaluation):
     shardings: tuple[Any, Any, Any]
 
     def program(self, config: TrainConfig) -> Program:
-        """What the loop of a run with `config` calls step by step."""
+        """The program that the loop of a run with `config` calls step by step."""
         trained = sorted(path for path, trains in self.trainable.items() if trains)
         return Program(
             self.train_step,
@@ -182,7 +182,7 @@ def build(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Built
 def build_evaluation(
     config: TrainConfig, model: ModelConfig, params: Any, mesh: Mesh | AbstractMesh
 ) -> Evaluation:
-    """What `config` says about a batch that is not trained on; errors as `build`."""
+    """Builds what `config` says about a batch that is not trained on; errors as `build`."""
     objective = objective_of(config, model)
     terms = make_terms(config.losses_with(objective.terms), model, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model, mesh, trained=False))
@@ -240,7 +240,7 @@ def _frozen_where_unread(
 
 
 def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
-    """Which kernels are made whole in the step though their factors have a product of their own,
+    """The kernels made whole in the step though their factors have a product of their own,
     and what reads them."""
     readers: dict[tuple[str, ...], list[str]] = {}
     for slot in slots(params):
@@ -353,7 +353,7 @@ def _term(context: TermContext, group: Mapping[str, Any], monitor: bool) -> tupl
 
 
 def run_options(config: TrainConfig, mesh: Mesh | AbstractMesh) -> causal_lm.RunOptions:
-    """How a run computes: "auto" resolved on the mesh's platform; shardings on several devices."""
+    """A run's options: "auto" resolved on the mesh's platform; shardings on several devices."""
     platform = causal_lm.platform_of(mesh)
     on_mesh = partition.run_shardings(mesh) if mesh.size > 1 else {}
     unroll: int | bool = config.unroll or True

@@ -1,4 +1,4 @@
-"""What the loop says, and how it hears a signal."""
+"""The loop's lines on the console, and its hearing of signals."""
 
 from __future__ import annotations
 

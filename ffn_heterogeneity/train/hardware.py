@@ -1,4 +1,4 @@
-"""What devices can do: vendors' figures by name, or measured on the machine at hand."""
+"""Peak figures of devices: the vendors' by name, or measured on the machine at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, read from its HLO text."""
+"""Bytes that a compiled program moves between devices, read from its HLO text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run measures between its steps, how it remembers the best, and how it hears a signal."""
+"""Hooks between the steps of a run: measuring, remembering the best, hearing a signal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Best:
             raise ValueError(f"best_mode={self.mode!r}: choose 'min' or 'max'")
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Whether the metric has never been as good. One that is not finite is no value.
+        """True if the metric has never been as good. One that is not finite is no value.
 
         Raises:
           ValueError: `metrics` lacks it.
@@ -94,7 +94,7 @@ class Throughput:
 
 
 class Stopping:
-    """Whether a signal has come, heard by all processes at the same step.
+    """Signals, heard by all processes at the same step.
 
     Of several processes one alone may get it: it then goes with the next batch (`wanted`), and all
     read from that step's metrics that they are to stop (`hear`).

@@ -33,7 +33,7 @@ class TrainingDiverged(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """When the loop does what.
+    """The loop's schedule.
 
     Attributes:
       steps: optimiser steps of the whole run.
@@ -88,7 +88,7 @@ class Program:
 
 @dataclasses.dataclass
 class LoopResult:
-    """How a run ended; `stopped` is None after the last step, else the signal's name.
+    """The end of a run; `stopped` is None after the last step, else the signal's name.
 
     `best` is `{"step", "metric", "value"}` (None: nothing was evaluated). With `keep_best` its
     parameters are `Checkpoints(workdir / "checkpoints").restore(state, best["step"])`; step 0 is

@@ -142,13 +142,15 @@ class TrainConfig:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the run starts from random weights: it has a shape, and no model is named."""
+        """True if the run starts from random weights: it has a shape, and no model is named."""
         return not self.model and self.shape is not None
 
     @property
     def static(self) -> Hashable:
-        """What programs are made of beside the model, its leaves and the mesh: two configs with
-        the same, which differ in `FREE` fields alone, can use the same ones."""
+        """The settings that programs are made of, beside the model, its leaves and the mesh.
+
+        Configs that differ in `FREE` fields alone can use the same programs.
+        """
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

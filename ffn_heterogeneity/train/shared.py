@@ -50,5 +50,5 @@ class Shared:
 
     @property
     def compilations(self) -> int:
-        """How often a train step was compiled so far; at most once a program."""
+        """The number of times a train step was compiled so far; at most once a program."""
         return sum(built.train_step._cache_size() for built in self._built.values())

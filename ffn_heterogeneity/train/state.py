@@ -1,4 +1,4 @@
-"""What a training step reads and writes, and the split into trainable and frozen leaves."""
+"""The state of a training step, and the split into trainable and frozen leaves."""
 
 from __future__ import annotations
 

@@ -96,6 +96,26 @@ def test_a_run_over_seeds_is_its_seeds_and_settings_are_columns(runs):
     assert last.value.item() == results["final"]["validation/nll"]
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "docs/results/benchmarks").glob("*.json")))
+def test_rounds_of_a_benchmark_are_its_median(path):
+    results = json.loads(path.read_text())
+    rows = rows_of(results)
+    assert rows and not [row for row in rows if "layer" in row]
+    found = {row["what"]: row for row in rows}
+    for program, seconds in results.get("seconds", {}).items():
+        row = found[f"seconds/{program}"]
+        assert (row["value"], row["n"]) == (np.median(seconds), len(seconds))
+    for pair, (ratio, low, high) in results.get("ratios", {}).items():
+        row = found[f"ratios/{pair}"]
+        assert (row["value"], row["low"], row["high"], row["how"]) == (
+            ratio,
+            low,
+            high,
+            "bootstrap",
+        )
+    assert not [what for what in found if not listed(what)]
+
+
 def test_curves_are_those_of_metrics(runs, tmp_path):
     """Also of a run that has not ended; of a measurement a layer a row for each."""
     curves = fh.curves(runs / "train", what=["train/loss", "validation/nll"])

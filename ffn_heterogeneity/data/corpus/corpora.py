@@ -47,7 +47,7 @@ _BLOCK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a document is, and how large a chunk.
+    """The form of a document, and the size of a chunk.
 
     Attributes:
       text_field: of JSONL, parquet and hub records.

@@ -79,7 +79,7 @@ def prepare(
 def make_plan(
     inputs: Sequence[Mapping[str, Any]], settings: Settings, tokenizer: Any, name: str
 ) -> dict[str, Any]:
-    """What the shards are a function of; two plans that are equal make equal shards.
+    """Everything that the shards are a function of; equal plans make equal shards.
 
     Args:
       inputs: the fingerprint of each.

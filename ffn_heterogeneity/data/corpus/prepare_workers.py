@@ -1,4 +1,4 @@
-"""Who makes the shards: this process, or several others that each have a copy of the tokenizer."""
+"""The makers of shards: this process, or several that each have a copy of the tokenizer."""
 
 from __future__ import annotations
 

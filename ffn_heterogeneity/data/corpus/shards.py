@@ -44,7 +44,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def tokenizer_facts(tokenizer: Any, name: str = "") -> dict[str, Any]:
-    """What a manifest says of a tokenizer.
+    """A manifest's facts of a tokenizer.
 
     The fingerprint is a SHA-256 of the vocabulary with its ids and of the ids of a probe text, so
     it does not depend on where the tokenizer was read from.

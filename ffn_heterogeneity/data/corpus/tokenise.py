@@ -27,7 +27,7 @@ def _nothing(size: int, tokens: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How documents become tokens.
+    """Settings of turning documents into tokens.
 
     Attributes:
       layout: what a document is.
@@ -124,7 +124,7 @@ def write_shard(
 
 
 def note(directory: Path, name: str) -> Path:
-    """Where it is written, until the manifest is there, that a shard is whole."""
+    """The file that says, until the manifest is there, that a shard is whole."""
     return directory / PROGRESS / f"{name}.json"
 
 

@@ -1,4 +1,4 @@
-"""What a task is: how a record becomes a prompt and a target."""
+"""The interface of a task: how a record becomes a prompt and a target."""
 
 from __future__ import annotations
 

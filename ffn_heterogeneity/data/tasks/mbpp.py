@@ -32,7 +32,7 @@ def tests_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def setup_of(record: Mapping[str, Any]) -> str:
-    """What must run before the tests: "test_setup_code", or "test_imports" of the sanitized set."""
+    """Code to run before the tests: "test_setup_code", or "test_imports" of the sanitized set."""
     if "test_imports" in record:
         return "\n".join(texts_of(record, "test_imports"))
     return text_of(record, "test_setup_code") if "test_setup_code" in record else ""

@@ -160,7 +160,7 @@ def wsc(row: Mapping[str, Any], fields: Fields) -> Example:
 
 
 def wsc_spans(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What holds "span1_text", "span2_text" and "span2_index": "target", or the row itself."""
+    """The holder of "span1_text", "span2_text" and "span2_index": "target", or the row itself."""
     return mapping_of(row, "target") if "target" in row else row
 
 

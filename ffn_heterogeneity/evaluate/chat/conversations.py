@@ -52,7 +52,7 @@ SPEC_BENCH_TEMPERATURE = 0.0
 
 
 class Question(NamedTuple):
-    """What is asked, turn by turn; `reference`: good answers to the turns, where there are any."""
+    """A question, turn by turn; `reference`: good answers to the turns, where there are any."""
 
     id: int | str
     category: str
@@ -132,7 +132,7 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
 
 
 def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
-    """How many turns, and how many of them went wrong in which way.
+    """The number of turns, and of those that went wrong, by kind.
 
     One that had no room is not counted among the empty ones.
     """

@@ -176,7 +176,7 @@ def make_endpoint(settings: JudgeSettings) -> Endpoint:
 
 
 def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
-    """What is to be judged, the models' names, and how many questions lack an answer."""
+    """The jobs to be judged, the models' names, and the number of questions without an answer."""
     questions = read_questions(settings.benchmark, settings.data_root, settings.limit)
     files = [settings.answers]
     if settings.mode == "pairwise":
@@ -231,7 +231,7 @@ class Judge:
         return row
 
     def is_of(self, row: Mapping[str, Any], job: Job) -> bool:
-        """Whether a row judges just this: the same models, and the same answers in its prompts."""
+        """True if a row judges just this: the same models, and the same answers in its prompts."""
         prompts = self._prompts(job).items()
         asked = self._names | {f"{game}user_prompt": prompt for game, (_, prompt) in prompts}
         return all(row.get(key) == value for key, value in asked.items())

@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answer is read. The words are ours, the marks MT-bench's."""
+"""A judge's prompts, and reading its answers. The words are ours, the marks MT-bench's."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ WAY_OUT = (
 
 
 class Mechanism(NamedTuple):
-    """What programs are locked in with.
+    """A mechanism that locks programs in.
 
     Attributes:
       name: "bwrap", "namespaces" or "none".

@@ -70,7 +70,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
       passed: it ran to its last line, within its limits.

@@ -1,4 +1,4 @@
-"""What the sandbox asks of Linux: namespaces, mounts, privileges, a filter of system calls.
+"""The sandbox's calls to Linux: namespaces, mounts, privileges, a filter of system calls.
 
 Standard library only, and nothing from this package: a bare interpreter imports it, also inside
 the sandbox (evaluate/sandbox/sandbox_child.py).

@@ -1,4 +1,4 @@
-"""What BERT and RoBERTa share: an encoder with a norm after every sum, and how its files name it.
+"""BERT's and RoBERTa's common part: an encoder with a norm after every sum, and its files' names.
 
 Learned positions and token types, norms, biases and plain FFNs with exact GELU. The heads that such
 models were pre-trained with have no place here.
