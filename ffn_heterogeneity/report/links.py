@@ -73,5 +73,6 @@ def _writer(name: str, places: Mapping[str, str]) -> str | None:
     place = name and os.path.realpath(name)
     if place in places or os.path.isabs(name) or "/" not in name:
         return places.get(place)
-    ends = [path for place, path in places.items() if place.endswith("/" + os.path.normpath(name))]
+    end = "/" + os.path.normpath(name)
+    ends = [path for place, path in places.items() if place.endswith(end)]
     return ends[0] if len(ends) == 1 else None
