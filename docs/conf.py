@@ -29,7 +29,10 @@ autodoc_preserve_defaults = True
 # A name that is documented nowhere is an error (-n -W): only those of other projects are let go.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(jax|jaxlib|flax|numpy|np|pandas|typing|collections|os|pathlib|etils|epath|ml_collections)\..*"),
+    (
+        "py:.*",
+        r"(jax|jaxlib|flax|numpy|np|pandas|typing|collections|os|pathlib|etils|epath|ml_collections)\..*",
+    ),
 ]
 
 

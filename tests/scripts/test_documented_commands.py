@@ -60,7 +60,7 @@ ELSEWHERE = {
 
 def commands(page: str) -> list[str]:
     """Indented blocks: continued lines joined, comments gone."""
-    text = (REPOSITORY / page).read_text()
+    text = re.sub(r"```.*?```", "", (REPOSITORY / page).read_text(), flags=re.S)
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
