@@ -55,7 +55,7 @@ lint: $(BASE)
 
 docs: $(BASE)
 	@$(PIP) -e .[all,docs]
-	@$(BIN)/python -m sphinx -q -n -W --keep-going docs build/docs
+	@$(BIN)/python -m sphinx -E -q -n -W --keep-going docs build/docs
 	@echo "build/docs/index.html"
 
 clean:

@@ -41,8 +41,11 @@ def test_it_builds_whole(tmp_path):
     face = {f"ffn_heterogeneity.{name}" for name in fh._FACE}
     assert face <= documented and "ffn_heterogeneity.losses.terms.LossTerm" in documented
     assert "ffn_heterogeneity.losses.TERMS" in documented
+    for page, registry in (("surgery", fh.surgery.SURGERIES), ("losses", fh.losses.TERMS)):
+        text = (out / "reference" / f"{page}.html").read_text()
+        assert [name for name in registry if name not in text] == []
     makefile = (REPOSITORY / "Makefile").read_text()
-    assert "-m sphinx -q -n -W --keep-going docs build/docs" in makefile
+    assert "-m sphinx -E -q -n -W --keep-going docs build/docs" in makefile
 
 
 @pytest.mark.parametrize(
