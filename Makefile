@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint     (PYTHON=python3.12 chooses another interpreter)
+# make demo | test | test-all | lint | docs     (PYTHON=python3.12 chooses another interpreter)
 PYTHON ?= python3
 PYVER := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV := .venv
@@ -13,12 +13,13 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(if $(CONSTR
 BASE := $(VENV)/.base-$(PYVER)
 TEST := $(VENV)/.test-$(PYVER)$(if $(PARITY),-parity)
 
-.PHONY: help models demo test test-all lint clean
+.PHONY: help models demo test test-all lint docs clean
 help:
 	@echo "make demo      a real model in, NUCL fine-tuning and entropy pruning out (runs/demo/report.md)"
 	@echo "make test      the tests, under 15 minutes on 2 cores"
 	@echo "make test-all  with the slow ones"
 	@echo "make lint      ruff, basedpyright"
+	@echo "make docs      the site, build/docs/index.html"
 
 # Another Python than the environment's: it is made anew.
 $(BASE): pyproject.toml setup.py $(CONSTRAINTS)
@@ -51,6 +52,11 @@ lint: $(BASE)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docs: $(BASE)
+	@$(PIP) -e .[all,docs]
+	@$(BIN)/python -m sphinx -E -q -n -W --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

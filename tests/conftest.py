@@ -62,6 +62,7 @@ REQUIREMENTS = {
     "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
     "datatrove": (lambda: _has("datatrove"), "datatrove is not installed (extra `datatrove`)"),
     "wandb": (lambda: _has("wandb"), "wandb is not installed (extra `wandb`)"),
+    "sphinx": (lambda: _has("furo") and _has("myst_parser"), "sphinx is missing (extra `docs`)"),
     "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
     "namespaces": (lambda: _locks("namespaces"), "user namespaces are not allowed here (sandbox)"),
     "bwrap": (lambda: _locks("bwrap"), "bubblewrap (bwrap) is not installed (sandbox)"),
@@ -174,6 +175,11 @@ def wandb():
     import wandb
 
     return wandb
+
+
+@pytest.fixture(scope="session")
+def sphinx() -> None:
+    """The extra `docs`."""
 
 
 @pytest.fixture(scope="session")

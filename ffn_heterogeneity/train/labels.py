@@ -35,7 +35,7 @@ def labels(config: Any, model: ModelConfig) -> Objective:
       config: a `settings.TrainConfig`.
 
     Raises:
-      ValueError (DataError is one): settings that cannot be.
+      ValueError: settings that cannot be (DataError is one).
     """
     own, settings = config.own, settings_of(LabelSettings, config.data)
     task = task_of(settings, own)

@@ -17,16 +17,19 @@ from tiny_models import REPOSITORY, TEXT, WIDE, byte_tokenizer, random_params, r
 
 from ffn_heterogeneity.io.gguf_export import save_gguf
 
-PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md")
+PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md",
+         "docs/howto/prune.md", "docs/howto/add-a-loss.md", "docs/howto/slurm.md")  # fmt: skip
+DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
 SMALL = [
-    (r"/train\.py(?!.*_recover)|ffnh train|sweep\.py.*(jreg_pre|nucl_fine)", "--config.steps=2 "
+    (r"/train\.py(?!.*(_recover|p32_glue))|ffnh train|sweep(\.py)? .*(jreg_pre|nucl_fine)", "--config.steps=2 "
      "--config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
     (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
      "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 "
      "--config.shape.layers=2 --config.shape.n_heads=2 "
      "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
+    (r"p32_glue", "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
     (r"jreg_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
@@ -49,6 +52,7 @@ ELSEWHERE = {
     r"^source |^export ": "settings of a shell",
     r"^\.\.\. ": "a variation in words",
     r"^scripts/launch/": "printed word for word (test_launch.py)",
+    r"launcher=submitit": "there is no cluster (tests/launch/test_sweep_table.py)",
     r"harness\.py": "the harness reads whole tasks (tests/evaluate/test_tasks.py)",
     r"benchmark\.py": "minutes (tests/bench)",
     r"gsm8k(?!.*dry_run)": "from the hub, where there is a network",
@@ -57,7 +61,7 @@ ELSEWHERE = {
 
 def commands(page: str) -> list[str]:
     """Indented blocks: continued lines joined, comments gone."""
-    text = (REPOSITORY / page).read_text()
+    text = re.sub(r"```.*?```", "", (REPOSITORY / page).read_text(), flags=re.S)
     lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     text = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines()]
@@ -121,7 +125,7 @@ def test_every_command_runs(after_demo, page, shared_data, torch):
 def test_no_page_is_forgotten():
     with_commands = {
         str(path.relative_to(REPOSITORY))
-        for path in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+        for path in [REPOSITORY / "README.md", *DOCS]
         if any(not re.match(r"[A-Z_]+=", line) for line in commands(path))
     }
     assert with_commands <= {*PAGES, "docs/performance.md", "docs/reproduce.md"}
@@ -131,7 +135,7 @@ def test_no_page_is_forgotten():
 def test_what_pages_point_to_is_there():
     """Links, and paths in words or commands: in a clean clone git has them as well."""
     rooms = "docs|configs|scripts|tests|ffn_heterogeneity|notebooks"
-    for page in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
+    for page in [*REPOSITORY.glob("*.md"), *DOCS]:
         # (Diffs make their files, and are applied: test_adding.py.)
         text = re.sub(r"```diff.*?```", "", page.read_text(), flags=re.S)
         linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
