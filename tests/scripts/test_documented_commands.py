@@ -6,6 +6,7 @@ what SMALL says. What cannot run on a machine without network is in ELSEWHERE, w
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -22,14 +23,16 @@ PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
 SMALL = [
-    (r"/train\.py(?!.*(_recover|p32_glue))|ffnh train|sweep(\.py)? .*(jreg_pre|nucl_fine)", "--config.steps=2 "
-     "--config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
+    (r"/train\.py(?!.*(_recover|p32_glue))|ffnh train|sweep(\.py)? .*(jreg_pre|nucl_fine)",
+     "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
     (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
      "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 "
      "--config.shape.layers=2 --config.shape.n_heads=2 "
      "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
-    (r"p32_glue", "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1"),
+    (r"p32_glue", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
+     "--config.lengths=(128,)"),
+    (r"sweep=poolings", "--only=seed=0,pooling=last"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
     (r"jreg_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
@@ -82,6 +85,14 @@ def after_demo(tmp_path_factory):
     demo.mkdir(parents=True)
     for name in ("train", "heldout"):
         (demo / f"{name}.txt").write_text(TEXT * (50_000 // len(TEXT)))
+    # Rows of MRPC's form and of RTE's, and a table of one's own.
+    pair = {"#1 String": "A b.", "#2 String": "A c.", "sentence1": "A b.", "sentence2": "A c."}
+    rows = [pair | {"label": i % 2} for i in range(16)]
+    for name in ("train", "validation"):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("rows", "more"):
+        text = "".join(f"a sentence {i},{'yes' if i % 2 else 'no'}\n" for i in range(40))
+        (root / f"{name}.csv").write_text("text,label\n" + text)
     data = REPOSITORY.parent / "shared" / "data"
     if data.is_dir():
         (root / "data").symlink_to(data.resolve())
