@@ -295,8 +295,9 @@ def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> st
     trained = [config for config in configs if "batch_size" in config]  # not a run of stages
     steps = sum(config["steps"] * max(1, len(config["seeds"])) for config in trained)
     if steps:
-        rows, length = trained[0]["batch_size"], trained[0]["seq_len"]
-        text += f"; {steps:,} steps of {rows} x {length}, {steps * rows * length:,} tokens"
+        rows, length = trained[0]["batch_size"], trained[0].get("seq_len")
+        text += f"; {steps:,} steps of {rows}"
+        text += f" x {length}, {steps * rows * length:,} tokens" if length else " rows"
     return f"{text}; the first run will tell the time" if todo else text
 
 
