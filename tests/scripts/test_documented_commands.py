@@ -31,7 +31,7 @@ SMALL = [
      "--config.shape.layers=2 --config.shape.n_heads=2 "
      "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
     (r"p32_glue", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
-     "--config.lengths=(128,)"),
+     "--config.lengths=(32,)"),
     (r"sweep=poolings", "--only=seed=0,pooling=last"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
