@@ -53,7 +53,7 @@ def as_plain_text(app, what, name, obj, options, lines):
 
 
 def no_field_numbers(app, what, name, obj, skip, options):
-    """Of named tuples: "Alias for field number 0" says nothing."""
+    """A hook that leaves out fields of named tuples: "Alias for field number 0" says nothing."""
     return type(obj).__name__ == "_tuplegetter" or None
 
 

@@ -95,8 +95,8 @@ def measurement(name: str, value: Any, where: Mapping[str, Any]) -> Iterator[dic
 
 
 def _special(results: dict[str, Any]) -> Iterator[dict]:
-    """What has a form of its own, taken out of the results: a benchmark's rounds and ratios, the
-    best evaluation, neurons named."""
+    """Rows of what has a form of its own, which is taken out of the results: a benchmark's rounds
+    and ratios, the best evaluation, neurons named."""
     if "benchmark" in results:
         for program, seconds in results.pop("seconds", {}).items():
             rounds = {"n": len(seconds)}

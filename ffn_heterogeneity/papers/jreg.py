@@ -25,21 +25,41 @@ READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "positions", "compute_dtype")
 SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
 BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: bool}
-TRAINED = ("model", "revision", "tokenizer", "batch_size", "seq_len", "steps", "dropout", "freeze",
-           "compute_dtype", "train_only", "eval.max_batches", "shape.", "data.", "optimizer.",
-           "losses.", "monitors.")  # fmt: skip
+TRAINED = (
+    "model",
+    "revision",
+    "tokenizer",
+    "batch_size",
+    "seq_len",
+    "steps",
+    "dropout",
+    "freeze",
+    "compute_dtype",
+    "train_only",
+    "eval.max_batches",
+    "shape.",
+    "data.",
+    "optimizer.",
+    "losses.",
+    "monitors.",
+)
 # Settings of losses that count where JREG has no weight.
-ALWAYS = (WEIGHT, "losses.jreg.final_norm", "losses.jreg.positions", "losses.jreg.term",
-          "losses.nll.")  # fmt: skip
+ALWAYS = (
+    WEIGHT,
+    "losses.jreg.final_norm",
+    "losses.jreg.positions",
+    "losses.jreg.term",
+    "losses.nll.",
+)
 # The paper's names are not the numbers of parameters.
 SIZE = "{shape.layers}x{shape.d_model}/{shape.ffn_width}"
-SIZES = (SIZE, {
-    name: dict(zip(SHAPE, shape, strict=True))
-    for name, shape in {"170M": (12, 768, 2048), "1B": (16, 2048, 5376),
-                        "3.4B": (30, 3072, 8192)}.items()})  # fmt: skip
+SHAPES = {"170M": (12, 768, 2048), "1B": (16, 2048, 5376), "3.4B": (30, 3072, 8192)}
+SIZES = (SIZE, {name: dict(zip(SHAPE, x, strict=True)) for name, x in SHAPES.items()})
 READING = "{model}, h_L {reading} the final norm"
-NAME = ("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}, {steps:,d} steps",
-        {READING: ANALYSIS, "baseline, {steps:,d} steps": BASELINE})  # fmt: skip
+NAME = (
+    "lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}, {steps:,d} steps",
+    {READING: ANALYSIS, "baseline, {steps:,d} steps": BASELINE},
+)
 LOSS = ("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}", {"baseline": BASELINE})
 ROW = {"Size": SIZES, "Method": ("JREG (ours)", {"Baseline": BASELINE})}
 ROW["alpha"] = ("{losses.jreg.alpha:.1f}", {"-": BASELINE})
@@ -242,7 +262,8 @@ def within(rows: Frame, low: float, high: float) -> Frame:
 
 
 def rising(runs: Runs) -> Frame:
-    """It grows from each fifth of training to the next; else between all evaluated steps."""
+    """The growth of zeta_L from each fifth of training to the next; else from evaluation to
+    evaluation."""
     rows = over_steps(runs)
     finished = rows["run"].isin(runs["pretraining"]["run"]) & rows[WEIGHT].fillna(0).eq(0)
     rows = rows[(rows.what == ZETA) & (rows.series.notna() | finished)]

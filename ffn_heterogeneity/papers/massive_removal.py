@@ -20,16 +20,20 @@ CHANCE = nucl.METHODS["Random"]
 PRUNED = {"model": "{model}", "share of neurons": "{ratio}"}
 RULE = (
     "{criterion}, {compensation}, reverse {reverse}, {protect} spared, on {calibration_corpus}",
-    nucl.METHODS | {
+    nucl.METHODS
+    | {
         "Random, {protect} spared": {**CHANCE, "protect": bool},
         "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": bool},
-        "{criterion}": nucl.PLAIN, "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
+        "{criterion}": nucl.PLAIN,
+        "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
         "{criterion}, {compensation}": nucl.FREELY,
-    })  # fmt: skip
+    },
+)
 # What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
 LOST = printed("massive_weights")["lost"]
-NEEDED = ("", {"entropy": ENTROPY, "chance": CHANCE} | {
-    f"entropy, {who} lost": {**ENTROPY, "lose": lose} for lose, who in LOST.items()})  # fmt: skip
+NEEDED = ("", {"entropy": ENTROPY, "chance": CHANCE})
+for lose, who in LOST.items():
+    NEEDED[1][f"entropy, {who} lost"] = {**ENTROPY, "lose": lose}
 # As many as a figure can hold: chance, and rules that do better at most shares.
 SHOWN = ["random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair"]
 
@@ -62,21 +66,26 @@ def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
 def removal(runs: Runs) -> Frame:
     every = runs["removal"]
     rows = tidy.matching(every, {"lose": ["", tidy.IDLE]})
-    made = tidy.cells(rows, {"NLL": "nll", "less unpruned": harm(rows, every),
-                        "less entropy": than(rows, ENTROPY, every, "windows"),
-                        "less chance": than(rows, CHANCE, every)})  # fmt: skip
-    return tidy.labelled(made, {**PRUNED, "method": RULE}, HERE)
+    columns = {
+        "NLL": "nll",
+        "less unpruned": harm(rows, every),
+        "less entropy": than(rows, ENTROPY, every, "windows"),
+        "less chance": than(rows, CHANCE, every),
+    }
+    return tidy.labelled(tidy.cells(rows, columns), {**PRUNED, "method": RULE}, HERE)
 
 
 def needed(runs: Runs) -> Frame:
     every = runs["removal"]
     rows = tidy.matching(every, {"criterion": "entropy", "compensation": "none", **nucl.FREELY})
     fixed = tidy.matching(rows, {"draws": False})
-    made = tidy.cells(rows, {
-        "NLL": "nll", "less entropy": than(rows, ENTROPY, every, "windows"),
+    columns = {
+        "NLL": "nll",
+        "less entropy": than(rows, ENTROPY, every, "windows"),
         "of entropy's advantage": of_advantage(fixed, ENTROPY, CHANCE, every),
-    })  # fmt: skip
-    return tidy.labelled(made, {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}, HERE)
+    }
+    labels = {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}
+    return tidy.labelled(tidy.cells(rows, columns), labels, HERE)
 
 
 def explained(runs: Runs) -> Frame:
@@ -84,9 +93,8 @@ def explained(runs: Runs) -> Frame:
     rows = tidy.matching(every, {"criterion": "random", "reverse": False, "compensation": "none"})
     columns = {"NLL": "nll", "less chance": than(rows, CHANCE, every)}
     columns["of entropy's advantage"] = of_advantage(rows, CHANCE, ENTROPY, every)
-    return tidy.labelled(
-        tidy.cells(rows, columns), {**PRUNED, "spared": ("{protect}", {"nobody": CHANCE})}, HERE
-    )
+    labels = {**PRUNED, "spared": ("{protect}", {"nobody": CHANCE})}
+    return tidy.labelled(tidy.cells(rows, columns), labels, HERE)
 
 
 def at(rows: Frame, values: Mapping[str, Any], x: str, line: Any) -> Frame:

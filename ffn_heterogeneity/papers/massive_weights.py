@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas
 
@@ -26,16 +26,27 @@ TASKS = PRINTED["tasks"]
 MEAN, LONG = "mean accuracy (%)", ("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande")
 
 WHOLE = {"attack": "zero", "k": 0}
-ATTACKS = ("top-{k} {attack}", {
-    "-": WHOLE, "top-5 zeroing": {"attack": "zero", "k": 5},
-    "top-5 retaining": {"attack": "retain", "k": 5}})  # fmt: skip
+ATTACKS = (
+    "top-{k} {attack}",
+    {
+        "-": WHOLE,
+        "top-5 zeroing": {"attack": "zero", "k": 5},
+        "top-5 retaining": {"attack": "retain", "k": 5},
+    },
+)
 READ = {"model": "{model}", "text": "{corpus}"}
 ALONE, ITS_STEP = {P0: tidy.IDLE}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
-METHOD = (f"{{trained.adapter}}, {{{SCOPE}}}, {{{CURRICULUM}}}, p0 {{{P0}:.1f}}", {
-    f"{{trained.adapter}}, {{{SCOPE}}}, exp, a {{{A}}}, p0 {{{P0}:.1f}}": {CURRICULUM: "exp"}} | {
-    name + more: {"trained.adapter": name.lower()} | its
-    for name in ("LoRA", "DoRA") for more, its in (("", ALONE), (" + MacDrop", ITS_STEP))
-})  # fmt: skip
+DROPPED = f"{{trained.adapter}}, {{{SCOPE}}}, "
+METHOD = (
+    DROPPED + f"{{{CURRICULUM}}}, p0 {{{P0}:.1f}}",
+    {
+        DROPPED + f"exp, a {{{A}}}, p0 {{{P0}:.1f}}": {CURRICULUM: "exp"},
+        "LoRA": {"trained.adapter": "lora", **ALONE},
+        "LoRA + MacDrop": {"trained.adapter": "lora", **ITS_STEP},
+        "DoRA": {"trained.adapter": "dora", **ALONE},
+        "DoRA + MacDrop": {"trained.adapter": "dora", **ITS_STEP},
+    },
+)
 TUNED = {"model": "{model}", "method": METHOD, "attack": ("{attack} {k}", {"-": WHOLE})}
 
 # Of a training what its evaluations carry, as "trained.<key>".
@@ -75,15 +86,20 @@ def tunings(rows: Frame) -> Frame:
     return rows[rows.prepare.astype(bool) & rows.prepare.notna()]
 
 
+def adapter_of(prepared: Sequence[str]) -> str:
+    """The surgeries before a training but MacDrop: "lora", "nf4 + dora"."""
+    return " + ".join(name for name in prepared if name != "macdrop")
+
+
 def adapted(rows: Frame) -> Frame:
     """Models with trained adapters, attacked or as they are, with "trained.<key>" of how.
 
     "trained.adapter" is "lora" or "nf4 + dora"; "macdrop.<key>" are idle where nothing was dropped.
     """
     tuned = tunings(rows).drop_duplicates("run").set_index("run")
-    used = tuned.prepare.map(" + ".join)
-    tuned["adapter"] = used.str.replace(" + macdrop", "", regex=False)
-    drops = used.str.contains("macdrop") & tuned["macdrop.p0"].fillna(0).astype(bool)
+    tuned["adapter"] = tuned.prepare.map(adapter_of)
+    prepared = tuned.prepare.map(lambda names: "macdrop" in names).astype(bool)
+    drops = prepared & tuned["macdrop.p0"].fillna(0).astype(bool)
     for name in tuned.filter(regex=r"^macdrop\."):
         readers = READ_BY.get(name, list(tuned["macdrop.curriculum"]))
         tuned[name] = tuned[name].where(
@@ -109,8 +125,8 @@ def analyses(rows: Frame) -> Frame:
     ranks = rows[(rows.what == "massive_rank") & (rows["value"] <= 5)].sort_values("value")
     five = ranks.groupby("run").neuron.agg(lambda all: ", ".join(map(str, all)))
     found = rows[rows.what == "layer"].set_index("run")["value"]
-    rows = rows.assign(model=two_names(rows), five=rows["run"].map(five).astype(object),
-                       found=rows["run"].map(found).astype(object))  # fmt: skip
+    rows = rows.assign(model=two_names(rows))
+    rows["five"], rows["found"] = (rows["run"].map(x).astype(object) for x in (five, found))
     return tidy.records(rows, ("model", "config.layer", "token", "five"), ("model", "five"))
 
 
@@ -184,12 +200,14 @@ def unattacked(rows: Frame, what: str, same: tuple[str, ...], how: str = "differ
 
 def macdrop(runs: Runs) -> Frame:
     rows = runs["adapted"]
-    made = tidy.cells(rows, {
-        "NLL": "nll", "less adapter alone": alone(rows, "nll"),
+    columns = {
+        "NLL": "nll",
+        "less adapter alone": alone(rows, "nll"),
         "less unattacked": unattacked(rows, "nll", ADAPTED),
-        "accuracy": MEAN, "accuracy less adapter alone": alone(rows, MEAN),
-    })  # fmt: skip
-    return tidy.labelled(made, READ | TUNED, "here")
+        "accuracy": MEAN,
+        "accuracy less adapter alone": alone(rows, MEAN),
+    }
+    return tidy.labelled(tidy.cells(rows, columns), READ | TUNED, "here")
 
 
 def macdrop_questions(runs: Runs) -> Frame:
@@ -200,11 +218,12 @@ def macdrop_questions(runs: Runs) -> Frame:
 
 def attacks(runs: Runs) -> Frame:
     rows = runs["attack"]
-    asked = {f"{name} less unattacked": unattacked(rows, name, ATTACKED, "questions")
-             for name in TASKS}  # fmt: skip
-    nll = {"NLL less unattacked": unattacked(rows, "nll", ATTACKED, "windows")}
-    made = tidy.cells(rows, {"perplexity": "perplexity", **nll, **asked})
-    return tidy.labelled(made, {**READ, "attack": "{attack}", "k": "{k}"}, "here")
+    columns = {"perplexity": "perplexity"}
+    columns["NLL less unattacked"] = unattacked(rows, "nll", ATTACKED, "windows")
+    for name in TASKS:
+        columns[f"{name} less unattacked"] = unattacked(rows, name, ATTACKED, "questions")
+    labels = {**READ, "attack": "{attack}", "k": "{k}"}
+    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
 
 
 # ---- figures
@@ -278,7 +297,8 @@ def macdrop_on_tasks(runs: Runs) -> Frame:
 
 
 def always_dropped(runs: Runs) -> Frame:
-    """Not that it stands the attack: LoRA beside gate and up keeps those neurons alive."""
+    """The positive control. It need not stand the attack: LoRA beside gate and up keeps those
+    neurons alive in training."""
     always = {SCOPE: "massive", CURRICULUM: "constant", P0: 1.0}
     return dropped(runs, {"attack": "zero", "k": 3, **always}, "nll", -1)
 

@@ -22,16 +22,30 @@ REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", 
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 REMOVED = ("model", *REMOVAL, *SIZE, *EVALUATION)  # equal in the runs of a removal
-TUNED = ("model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only",
-         "data.", "optimizer.", "losses.")  # fmt: skip
+TUNED = (
+    "model",
+    "revision",
+    "seq_len",
+    "batch_size",
+    "steps",
+    "dropout",
+    "freeze",
+    "train_only",
+    "data.",
+    "optimizer.",
+    "losses.",
+)
 
 # Method of Table 4 (below the six: ours) -> the settings that make a removal it.
 FREELY = {"reverse": False, "protect": ""}
 PLAIN = {"compensation": "none", "lose": "", **FREELY}
 METHODS = PRINTED["methods"]
 METHOD = ("{criterion}, {compensation}, reverse {reverse}", METHODS)
-WEAK = {"criterion": ["similarity", "magnitude"], **FREELY,
-        "compensation": ["none", "sum", "least_squares"]}  # fmt: skip
+WEAK = {
+    "criterion": ["similarity", "magnitude"],
+    **FREELY,
+    "compensation": ["none", "sum", "least_squares"],
+}
 # config.layers counts from 0, the paper from 1; in Gemma-2 layer 0 is local.
 LAYERS = ("{layers}", PRINTED["layers"])
 TASKS = PRINTED["tasks"]
@@ -84,7 +98,7 @@ def trainings(rows: Frame) -> Frame:
 
 
 def lowest(rows: Frame, labels: Sequence[str]) -> Frame:
-    """Of the records with equal labels the one whose last validation loss is lowest."""
+    """The records whose last validation loss is lowest among those with their labels."""
     losses = tidy.cells(rows, {NLL: NLL}).groupby("record")["value"].mean()
     found = rows.drop_duplicates("record")
     found = found.assign(loss=found["record"].map(losses)).sort_values("loss", kind="stable")
@@ -142,7 +156,7 @@ def table_8(runs: Runs) -> Frame:
 
 
 def gains(runs: Runs) -> Frame:
-    """Of the paper's Tables 7 and 8, and of ours."""
+    """Gains and their z, of the paper's Tables 7 and 8 and of ours."""
     labels = {"task": ("{data.task}", DATA), "model": "{model}"}
     rows = tidy.labelled(tidy.matching(runs["training"], OUTGOING), labels, "here")
     standard, ours = (lowest(tidy.matching(rows, x), list(labels)) for x in (STANDARD, MSTD))
@@ -155,6 +169,7 @@ def gains(runs: Runs) -> Frame:
 
 
 def gains_of(table: dict) -> Frame:
+    """The paper's gains, from the scores that a table prints."""
     found = {tuple(row[:2]): row[2:] for row in table["rows"]}
     made = []
     for task in dict.fromkeys(row[0] for row in table["rows"]):
@@ -191,16 +206,15 @@ def removal(runs: Runs) -> Frame:
 
 
 def figure_2(runs: Runs) -> Frame:
-    return over_training(runs, {"entropy a neuron (nats)": ENTROPY_OF_WEIGHTS})
+    return over_training(runs, "entropy a neuron (nats)", ENTROPY_OF_WEIGHTS)
 
 
 def figure_3(runs: Runs) -> Frame:
-    return over_training(runs, {"validation NLL": NLL})
+    return over_training(runs, "validation NLL", NLL)
 
 
-def over_training(runs: Runs, value: dict[str, str]) -> Frame:
+def over_training(runs: Runs, name: str, what: str) -> Frame:
     """A panel for each model and variant."""
-    ((name, what),) = value.items()
     rows = tidy.matching(runs["curves"], OUTGOING)
     rows = rows[rows.what == what].assign(column=name)
     return tidy.points(rows, "{model}, {losses.nucl.variant}", "alpha = {losses.nucl.weight:g}")
@@ -224,9 +238,8 @@ def loss_of_mstd(runs: Runs) -> Frame:
 
 def mstd_against_gini(runs: Runs, what: str) -> Frame:
     rows = tidy.matching(runs["training"], {**MSTD, **OUTGOING})
-    apart = versus(
-        rows, what, tidy.matching(runs["training"], {VARIANT: "gini"}), TUNED, (VARIANT,)
-    )
+    base = tidy.matching(runs["training"], {VARIANT: "gini"})
+    apart = versus(rows, what, base, TUNED, (VARIANT,))
     return tidy.claimed(apart, "{model}, {data.task}", "alpha = {losses.nucl.weight:g}", -1)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     import pandas
 
 CONFIG, INPUTS, METRICS, SETTINGS = "config.json", "inputs.json", "metrics.jsonl", "config."
-SWEEP = "sweep.json"
+SWEEP, SAMPLES = "sweep.json", "samples"
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
 # What is read of a run, and how much of one file and of all files of an archive.
 READ = (CONFIG, INPUTS, RESULTS, ROWS)
 MAX_FILE, MAX_ARCHIVE = 64 << 20, 4 << 30
 # Folders of a run that hold no runs.
-_LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", "samples", "tensorboard")
+_LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", SAMPLES, "tensorboard")
 _Rows = list[dict[str, Any]]
 
 
@@ -56,7 +57,7 @@ def results(*directories: str | os.PathLike) -> pandas.DataFrame:
       ImportError: pandas is not installed.
       ValueError: there is no run in a directory, or a file is damaged; the message names it.
     """
-    return _frame(directories, _measured, READ)
+    return _frames(directories, READ)[0]
 
 
 def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.DataFrame:
@@ -71,41 +72,54 @@ def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.
     Raises:
       ImportError, ValueError: see `results`.
     """
-    read = functools.partial(_steps, frozenset(what))
-    return _frame(directories, read, (*READ, METRICS))
+    return both(*directories, what=what)[1]
 
 
-def _frame(
+def both(
+    *directories: str | os.PathLike, what: Sequence[str] = ()
+) -> tuple[pandas.DataFrame, pandas.DataFrame]:
+    """`results` and `curves`, read in one go: models and data have the same names in the two."""
+    return _frames(directories, (*READ, METRICS), frozenset(what))
+
+
+def _frames(
     directories: Sequence[str | os.PathLike],
-    read_rows_of: Callable[[_Folder], _Rows | None],
     read: Sequence[str],
-) -> pandas.DataFrame:
-    try:
-        import pandas
-    except ImportError:
-        raise ImportError("this needs pandas: pip install 'ffn-heterogeneity[plots]'") from None
+    what: frozenset[str] = frozenset(),
+) -> tuple[pandas.DataFrame, pandas.DataFrame]:
+    """(results, curves) of the runs; `read`: names of the files that are opened."""
+    if importlib.util.find_spec("pandas") is None:
+        raise ImportError("this needs pandas: pip install 'ffn-heterogeneity[plots]'")
     if not directories:
         raise ValueError("no run given: name the work directories of runs, or folders of them")
-    rows: _Rows = []
     runs: dict[str, Facts] = {}
+    measured: _Rows = []
+    steps: _Rows = []
     for directory in directories:
         folders = list(_folders(os.fspath(directory), read))
         if not folders and not (epath.Path(directory) / SWEEP).exists():
             raise ValueError(f"{directory} holds no run: no {CONFIG} is in it or below it")
         for folder, config in _runs(folders):
-            own = read_rows_of(folder) if folder.path not in runs else None
-            if own is None:
+            if folder.path in runs:
                 continue
-            if not own and METRICS not in read:
-                place = os.path.join(folder.path, RESULTS)
-                raise ValueError(f"{place} holds no measurement: is it damaged?")
             runs[folder.path] = _facts(folder, config)
-            seed = {"seed": config["seed"]} if isinstance(config.get("seed"), int) else {}
-            rows += [{**seed, **row, "run": folder.path} for row in own]
-    frame = pandas.DataFrame(rows, columns=[*FIELDS, "run"])
+            own = {"run": folder.path}
+            if isinstance(config.get("seed"), int):
+                own["seed"] = config["seed"]
+            measured += [own | row for row in _measured(folder)]
+            steps += [own | row for row in _steps(folder, what)]
+    told = {row["run"] for row in (*measured, *steps)}
+    settings = _settings({path: facts for path, facts in runs.items() if path in told})
+    return _frame(measured, settings), _frame(steps, settings)
+
+
+def _frame(rows: _Rows, settings: pandas.DataFrame) -> pandas.DataFrame:
+    import pandas
+
     kinds = {str: "object", int: "Int64", float: "float64"}
+    frame = pandas.DataFrame(rows, columns=[*FIELDS, "run"])
     frame = frame.astype({field: kinds[kind] for field, kind in FIELDS.items()})
-    return frame.join(_settings(runs), on="run")
+    return frame.join(settings, on="run")
 
 
 def _facts(folder: _Folder, config: Mapping[str, Any]) -> Facts:
@@ -123,10 +137,11 @@ def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
     table = pandas.DataFrame(index=list(runs))
     table["model"] = model_names(runs.values())
     table["origin"] = pandas.Series({path: wrote.get(path) for path in runs}, dtype=object)
-    columns = pandas.DataFrame.from_dict(
-        {path: {SETTINGS + key: _hashable(x) for key, x in run.config.items()}
-         for path, run in runs.items()}, orient="index",
-    )  # fmt: skip
+    values = {
+        path: {SETTINGS + key: _hashable(x) for key, x in run.config.items()}
+        for path, run in runs.items()
+    }
+    columns = pandas.DataFrame.from_dict(values, orient="index")
     return table.join(columns[sorted(columns)])
 
 
@@ -146,30 +161,36 @@ def _runs(folders: Sequence[_Folder]) -> Iterator[tuple[_Folder, dict[str, Any]]
         yield folder, configs.get(folder.path, {})
 
 
-def _measured(folder: _Folder) -> _Rows | None:
-    """The measurements; None: there are none yet, or those of the folders below, of which this one
-    only tells the mean."""
+def _measured(folder: _Folder) -> _Rows:
+    """The measurements; none yet, or none but those of the folders below, of which this one only
+    tells the mean."""
     if not {RESULTS, ROWS} & set(folder.texts):
-        return None
+        return []
     values: dict[str, Any] = {}
     if RESULTS in folder.texts:
         values = _object(folder, RESULTS)
         if "seeds" in values or "stages" in values:
-            return None
+            return []
     if ROWS in folder.texts:
         return read_rows(folder.texts[ROWS], os.path.join(folder.path, ROWS))
-    return rows_of(values)
+    rows = rows_of(values)
+    if not rows:
+        place = os.path.join(folder.path, RESULTS)
+        raise ValueError(f"{place} holds no measurement: is it damaged?")
+    return rows
 
 
-def _steps(names: frozenset[str], folder: _Folder) -> _Rows | None:
-    if METRICS not in folder.texts:
-        return None
-    source = os.path.join(folder.path, METRICS)
-    rows = []
-    for line in parse_metrics(folder.texts[METRICS], source):
+def _steps(folder: _Folder, names: frozenset[str]) -> _Rows:
+    """Of a step that was written twice the later row holds."""
+    lines = parse_metrics(folder.texts.get(METRICS, ""), os.path.join(folder.path, METRICS))
+    values = {}
+    for line in lines:
         for name, value in line.items():
             if name != "step" and (not names or name in names):
-                rows += measurement(name, value, {"step": line["step"]})
+                values[line["step"], name] = value
+    rows: _Rows = []
+    for (step, name), value in values.items():
+        rows += measurement(name, value, {"step": step})
     return rows
 
 
@@ -193,20 +214,24 @@ def _file(path: str) -> str | None:
     for end in ARCHIVES:
         archive, found, member = path.partition(f"{end}/")
         if found and os.path.isfile(archive + end):
-            return _members(archive + end).get(os.path.normpath(member))
+            place = archive + end
+            return _members(place, os.path.getmtime(place)).get(os.path.normpath(member))
     place = epath.Path(path)
     return _text(place) if place.exists() else None
 
 
 @functools.lru_cache(maxsize=2)
-def _members(archive: str) -> dict[str, str]:
-    """The texts of all files of an archive that are read for their units."""
+def _members(archive: str, written: float) -> dict[str, str]:
+    """The texts of an archive that hold units; `written`: when, to tell it from a newer one."""
+    texts = {}
     with tarfile.open(archive) as file:
-        return {
-            os.path.normpath(one.name): file.extractfile(one).read().decode()
-            for one in file
-            if one.isfile() and one.size <= MAX_FILE and one.name.endswith((RESULTS, ".jsonl"))
-        }
+        for member in file:
+            path = os.path.normpath(member.name)
+            folder, name = os.path.split(path)
+            holds = name == RESULTS or os.path.basename(folder) == SAMPLES
+            if holds and member.isfile() and member.size <= MAX_FILE:
+                texts[path] = file.extractfile(member).read().decode()
+    return texts
 
 
 def _folders(directory: str, read: Sequence[str]) -> Iterator[_Folder]:

@@ -94,8 +94,8 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
 
 def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
     """(run -> its state, kind -> rows) of the runs at `paths`."""
-    curves = tidy.known(tidy.plain(frame.curves(*paths, what=paper.curves)), paper.settings)
-    rows = tidy.known(tidy.plain(frame.results(*paths)), paper.settings)
+    read = frame.both(*paths, what=paper.curves)
+    rows, curves = (tidy.known(tidy.plain(one), paper.settings) for one in read)
     rows = tidy.evaluated(rows)
     states = dict.fromkeys(rows["run"], "finished")
     for run, step in curves.groupby("run", sort=False)["step"].max().items():
@@ -145,8 +145,10 @@ def draw_table(
             if any(cells.get(column) is not None for column in columns):
                 rows.setdefault(name, {}).pop("here", None)
                 rows[name][origin] = cells
-    table = [(*name, origin, *(cells.get(column) for column in columns))
-             for name, origins in rows.items() for origin, cells in origins.items()]  # fmt: skip
+    table = []
+    for name, origins in rows.items():
+        for origin, cells in origins.items():
+            table.append((*name, origin, *(cells.get(column) for column in columns)))
     notes = (*texts.get("notes", ()), *filter(None, [texts.get("unit")]))
     return Drawn(key, _title(key, texts), (*labels, "from", *columns), table, notes)
 
@@ -182,21 +184,27 @@ def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, 
             own.setdefault(row["column"], []).append(value)
     orders = [_order(made[name]) for name in labels]
     for key in sorted(groups, key=lambda key: [x[y] for x, y in zip(orders, key, strict=False)]):
-        each = {record: {column: stats.over(values) for column, values in cells.items()}
-                for record, cells in groups[key].items()}  # fmt: skip
+        each = {
+            record: {column: stats.over(values) for column, values in cells.items()}
+            for record, cells in groups[key].items()
+        }
         if _agree(each.values()):
             first = {column: x for cells in reversed(each.values()) for column, x in cells.items()}
             yield key[:-1], key[-1], first
             continue
         for record, cells in each.items():
-            others = [told[one] for one in each]
-            apart = [f", {name} {x}" for name, x in told[record].items()
-                     if any(x != other.get(name) for other in others)]  # fmt: skip
-            yield key[:-1], key[-1] + "".join(apart), cells
+            apart = _apart(told[record], [told[one] for one in each])
+            yield key[:-1], key[-1] + apart, cells
+
+
+def _apart(own: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
+    """The settings of a record that others do not have: ", layer 2"."""
+    differing = [name for name in own if any(own[name] != other.get(name) for other in others)]
+    return "".join(f", {name} {own[name]}" for name in differing)
 
 
 def _agree(each: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether no cell has two values."""
+    """True if no cell has two values."""
     found: dict[str, set[str]] = {}
     for cells in each:
         for column, value in cells.items():
@@ -214,16 +222,19 @@ def draw_claims(paper: Paper, runs: Runs) -> Drawn:
     """Every claim wherever it can be looked at."""
     rows = []
     for key, texts in paper.printed["claims"].items():
+        stated = (texts["statement"], texts["stated"])
         found: dict[str, dict[str, tuple[list, str]]] = {}
         for row in paper.functions[key](runs).to_dict("records"):
             parts = found.setdefault(str(row["run on"]), {})
             parts.setdefault(str(row["part"]), ([], row["verdict"]))[0].append(spread(row))
         for name, parts in found.items():
-            told = [(part, stats.over([x for x in values if x is not None]), verdict)
-                    for part, (values, verdict) in parts.items()]  # fmt: skip
-            rows.append((*texts.values(), name, *whole(told)))
+            told = []
+            for part, (values, verdict) in parts.items():
+                value = stats.over([x for x in values if x is not None])
+                told.append((part, value, verdict))
+            rows.append((*stated, name, *whole(told)))
         if not found:
-            rows.append((*texts.values(), None, None, OPEN))
+            rows.append((*stated, None, None, OPEN))
     header = ("statement", "stated", "run on", "measured", "verdict")
     return Drawn("claims", "Claims: what the numbers below say", header, rows, (UNTOLD,))
 
@@ -245,24 +256,27 @@ def draw_figure(
     key: str, make: Callable[[Runs], Frame], texts: Mapping[str, Any], runs: Runs
 ) -> Drawn:
     """A figure, and its points."""
-    made, x = make(runs), texts.get("x", "step")
+    made, x_name = make(runs), texts.get("x", "step")
     rows, panels = [], []
     for (title, ylabel), its in made.groupby(["panel", "value"], sort=False, observed=True):
         lines = []
         for line, of_line in its.groupby("line", sort=False, observed=True):
             seeds = []
             for seed, of_seed in of_line.groupby("seed", sort=False, dropna=False):
-                seeds.append(dict(sorted(zip(of_seed["x"], of_seed["y"], strict=True))))
+                values = dict(zip(of_seed["x"], of_seed["y"], strict=True))
+                seeds.append({x: values[x] for x in sorted(values)})
                 name = None if is_missing(seed) else seed
                 rows += [(title, ylabel, line, name, *point) for point in seeds[-1].items()]
             lines.append(of_seeds(line, seeds))
-        panels.append(Panel(title, lines, texts.get("xlabel", x), ylabel, texts.get("log", False)))
+        panels.append(
+            Panel(title, lines, texts.get("xlabel", x_name), ylabel, texts.get("log", False))
+        )
     figure, several = None, made["value"].nunique()
     if panels and texts.get("heat"):
         figure = heat(panels)
     elif panels:
         figure = draw(panels, columns=several if several > 1 else min(3, len(panels)))
-    header = ("panel", "value", "line", "seed", x, "y")
+    header = ("panel", "value", "line", "seed", x_name, "y")
     return Drawn(key, _title(key, texts), header, rows, (), figure)
 
 

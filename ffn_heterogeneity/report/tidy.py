@@ -136,9 +136,12 @@ def among(name: str, names: Sequence[str]) -> bool:
 
 
 def records(
-    rows: Frame, same: Sequence[str], shown: Sequence[str] = (), drawn: Match | None = None,
+    rows: Frame,
+    same: Sequence[str],
+    shown: Sequence[str] = (),
+    drawn: Match | None = None,
     always: Sequence[str] = (),
-) -> Frame:  # fmt: skip
+) -> Frame:
     """The rows of runs as records, in the order of what is shown of them.
 
     A loss of weight 0 is none: its other settings are no difference, nor is the weight.
@@ -163,15 +166,17 @@ def records(
         for run, values in zip(runs.index, runs[names].itertuples(index=False), strict=True)
     }
     vary = [name for name in sorted(names) if len({x[name] for x in texts.values()} - {IDLE}) > 1]
-    ranks = {run: [_rank(row.get(name)) for name in shown]
-             for run, row in zip(runs.index, runs.to_dict("records"), strict=True)}  # fmt: skip
+    rows_of_runs = dict(zip(runs.index, runs.to_dict("records"), strict=True))
+    ranks = {run: [_rank(row.get(name)) for name in shown] for run, row in rows_of_runs.items()}
     numbers: dict[tuple, int] = {}
     taken: dict[tuple, str] = {}
     made = {}
     for run in sorted(texts, key=lambda run: (ranks[run], run not in with_tasks)):
         number = numbers.setdefault(tuple(texts[run].values()), len(numbers))
-        seed = runs.at[run, "seed"] if drawn and fits(runs.loc[run], drawn) else None
-        seed = run if drawn and fits(runs.loc[run], drawn) and is_missing(seed) else seed
+        seed = None
+        if drawn and fits(rows_of_runs[run], drawn):
+            seed = rows_of_runs[run]["seed"]
+            seed = run if is_missing(seed) else seed  # every run is a draw of its own
         if taken.setdefault((number, str(seed)), run) == run:
             its = {name: texts[run][name] for name in vary if texts[run][name] != IDLE}
             differs = [f", {name} {x}" for name, x in its.items() if not among(name, shown)]
@@ -209,6 +214,7 @@ def cells(rows: Frame, columns: Mapping[str, Any]) -> Frame:
 
 
 def text_of(value: Any) -> str:
+    """A setting as text, equal where the settings are: JSON, "unset" where it is missing."""
     if isinstance(value, str) and value == IDLE:
         return IDLE
     if is_missing(value):
@@ -260,7 +266,7 @@ def scores(rows: Frame, tasks: Mapping[str, Sequence] | None = None, mean: str =
 
 
 def last(rows: Frame) -> Frame:
-    """Of each measurement of a run the last step's."""
+    """The last step's row of each measurement of a run."""
     names = ["run", "what", "task", "shots", "layer", "neuron"]
     return rows.sort_values("step", kind="stable").drop_duplicates(names, keep="last")
 

@@ -24,9 +24,14 @@ from ffn_heterogeneity.report.tidy import (
 
 
 def versus(
-    rows: Frame, what: str, base: Frame, same: Sequence[str], free: Sequence[str] = (),
-    how: str = "difference", goal: Frame | None = None,
-) -> Frame:  # fmt: skip
+    rows: Frame,
+    what: str,
+    base: Frame,
+    same: Sequence[str],
+    free: Sequence[str] = (),
+    how: str = "difference",
+    goal: Frame | None = None,
+) -> Frame:
     """Each record's measurement against that of the record in `base` with the same settings.
 
     A row a record; "how" is "absent" where one of the two was not measured.
@@ -45,9 +50,15 @@ def versus(
 
 
 def _against(
-    rows: Frame, what: str, others: Sequence[Frame], same: Sequence[str], free: Sequence[str],
-    compute: Callable[..., Any], *, itself: bool = False,
-) -> Frame:  # fmt: skip
+    rows: Frame,
+    what: str,
+    others: Sequence[Frame],
+    same: Sequence[str],
+    free: Sequence[str],
+    compute: Callable[..., Any],
+    *,
+    itself: bool = False,
+) -> Frame:
     every = (name for name in rows.columns if name not in OWN)
     on = [name for name in every if among(name, same) and not among(name, free)]
     found: list[dict[tuple, Frame]] = []
@@ -71,11 +82,9 @@ def _groups(rows: Frame, what: str, on: Sequence[str]) -> Iterator[tuple[tuple, 
     """(settings to be equal, rows) of each record; one that was not measured has an absent one."""
     own = last(rows[rows.what == what])
     others = rows[~rows["record"].isin(own["record"])].drop_duplicates("record")
-    own = (
-        pandas.concat([own, others.assign(what=what, **as_row(None))], ignore_index=True)
-        if len(others)
-        else own
-    )
+    if len(others):
+        absent = others.assign(what=what, **as_row(None))
+        own = pandas.concat([own, absent], ignore_index=True)
     for _, group in own.groupby("record"):
         yield tuple(text_of(group[name].iat[0]) for name in on), group
 
@@ -87,9 +96,10 @@ def by_seed(group: Frame) -> dict[Any, float]:
 
 
 def differences(own: Mapping[Any, float], other: Mapping[Any, float]) -> list[float]:
-    """Of the seeds that both have; a side without chance (None) meets every seed of the other.
+    """Differences seed by seed, of the seeds that both have.
 
-    Where the two have no seed in common: of the means, one value.
+    A side without chance (None) meets every seed of the other. Where the two have no seed in
+    common: of the means, one value.
     """
     if not own or not other:
         return []

@@ -46,6 +46,14 @@ def test_one_seed_and_what_cannot_be_told(report, tmp_path, change, statement, v
     assert claim(report("jreg", [base, other]), statement)[1] == verdict
 
 
+def test_every_seed_has_to_lie_within(report, tmp_path):
+    runs = [pretrain(tmp_path / "base", 0.0, RISING)]
+    runs += [pretrain(tmp_path / f"j{i}", 1.0, {20: (zeta, 3.9)}, seed=i)
+             for i, zeta in enumerate((0.0, 0.5))]  # fmt: skip
+    measured, verdict = claim(report("jreg", runs), "zeta_L is 0")
+    assert measured == "lambda 1, alpha 1 0.25 [0, 0.5] range n=2" and verdict == "does not hold"
+
+
 def test_several_seeds_decide_by_their_interval():
     for values, sign, told in (
         ([1.0, 1.1, 0.9], 1, "holds"), ([1.0, 1.1, 0.9], -1, "does not hold"),

@@ -300,6 +300,15 @@ def test_whose_model_a_run_read(tmp_path):
     assert origin("3", "1", "2") is None
 
 
+def test_a_model_that_moved_is_known_by_the_end_of_its_path(tmp_path):
+    """Unless two runs have that end."""
+    paths = [make(tmp_path / place / "runs" / "a", results={"nll": 1.0}) for place in "xy"]
+    used = make(tmp_path / "used", results={"nll": 1.0}, config=CONFIG | {"model": "runs/a/model"})
+    found = (fh.results(*given, used).set_index("run").origin for given in (paths[:1], paths))
+    one, two = (frame.loc[[used]] for frame in found)
+    assert set(one) == {paths[0]} and two.isna().all()
+
+
 def test_equal_means_differ_by_nothing():
     """Not by the -5e-17 that a mean over seeds leaves."""
     assert str(bootstrap([1e-17, -9e-17, -7e-17]).mean) == "0.0"

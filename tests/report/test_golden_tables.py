@@ -50,8 +50,12 @@ def same(one, other) -> bool:
     return one == other
 
 
+# Their rows stand in another order: analyses before trainings or after them; gains by task.
+MOVED = {("jreg", "table_7"), ("jreg", "models"), ("jreg", "claims"), ("nucl", "gains")}
+
+
 def check(name: str, found: dict) -> None:
-    """The order of a figure's points, and of rows that the paper has not, is none of theirs."""
+    """Equal rows, in equal order; a figure's points in any."""
     assert found.keys() == GOLDEN[name].keys()
     for key, table in GOLDEN[name].items():
         assert found[key]["header"] == table["header"], key
@@ -61,6 +65,9 @@ def check(name: str, found: dict) -> None:
             assert row is not None, (key, wanted)
             rest.remove(row)
         assert not rest, key
+        if "seed" not in table["header"] and (name, key) not in MOVED:
+            pairs = zip(table["rows"], found[key]["rows"], strict=True)
+            assert all(all(map(same, *pair)) for pair in pairs), key
 
 
 @pytest.mark.parametrize(("name", "build"), [("nucl", nucl_runs), ("jreg", jreg_runs)])

@@ -196,7 +196,7 @@ def test_adapters_attacked(report, tmp_path):
         own = {"windows": (nll, nll), "model": f"{path}/model", "answers": wrong if k else right}
         runs.append(attack(tmp_path / f"control_{k}", "zero", k, float(np.exp(nll)), **own))
     path = tmp_path / "exp"
-    runs.append(adapted(path, ["nf4", "dora", "macdrop"], 0.8, 0, "exp"))
+    runs.append(adapted(path, ["nf4", "macdrop", "dora"], 0.8, 0, "exp"))
     runs.append(attack(tmp_path / "exp_0", "zero", 0, 20.0, model=f"{path}/model"))
     tables = report("massive_weights", runs)
     assert "unset" not in tables["text"]
@@ -207,7 +207,7 @@ def test_adapters_attacked(report, tmp_path):
              for r in rows if r["text"] == "c4"}  # fmt: skip
     assert other["LoRA", "zero 3"] == pytest.approx(5.5) and len(other) == 8
     rows = {(r["method"], r["attack"]): r for r in rows if r["text"] == "wikitext"}
-    assert len(rows) == 11
+    assert len(rows) == 11 and ("nf4 + dora, massive, exp, a 0.01, p0 0.8", "-") in rows
     for name in ("LoRA", "DoRA"):
         assert float(rows[name, "zero 3"]["NLL"].split()[0]) == pytest.approx(4.5)
         drops = rows[f"{name} + MacDrop", "zero 3"]

@@ -92,7 +92,7 @@ def test_means_and_gains_are_those_of_their_rows():
 
 @pytest.mark.parametrize("name", papers.NAMES)
 def test_what_is_drawn_has_its_function(name):
-    """Of runs alone; a row has a cell for every label and column."""
+    """A function of runs alone; a row has a cell for every label and column."""
     texts, functions = printed(name), papers.load(name).functions
     ours = texts["ours"]
     drawn = {*texts["claims"], *texts["figures"], *ours["figures"]}

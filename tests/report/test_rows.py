@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tarfile
 import time
@@ -128,6 +129,36 @@ def test_curves_are_those_of_metrics(runs, tmp_path):
     begun = fh.curves(tmp_path / "begun")
     assert list(begun[begun.what == "psi"].layer) == [1, 2] and set(begun.model) == {"m"}
     assert np.isnan(begun[begun.step == 2].value.item()) and set(begun.seed) == {3}
+
+
+def test_a_step_that_was_written_twice_has_its_later_row(tmp_path):
+    """As after a crash; a training's row and an evaluation's of one step are both there."""
+    rows = [{"step": 1, "train/loss": 3.0}, {"step": 1, "train/loss": 2.0},
+            {"step": 1, "validation/nll": 5.0}]  # fmt: skip
+    write_run(tmp_path / "run", {"model": "m"}, rows=rows)
+    curves = fh.curves(tmp_path / "run")
+    assert dict(zip(curves.what, curves.value, strict=True)) == {"loss": 2.0, "nll": 5.0}
+
+
+def test_results_and_curves_read_together_name_models_alike(tmp_path):
+    """A run that has not ended may have another model of the same short name."""
+    write_run(tmp_path / "a", {"model": "x/small"}, {"nll": 1.0})
+    write_run(tmp_path / "b", {"model": "y/small"}, rows=[{"step": 1, "train/loss": 2.0}])
+    measured, curves = frames.both(tmp_path)
+    assert (set(measured.model), set(curves.model)) == ({"x/small"}, {"y/small"})
+
+
+def test_the_units_of_an_archive_that_was_written_again(tmp_path):
+    path = tmp_path / "all.tar"
+    for i, windows in enumerate(([1.0, 2.0], [3.0, 4.0])):
+        run = tmp_path / str(i) / "run"
+        write_run(run, {"model": "m"}, {"nll": 1.0, "nll_windows": windows})
+        with tarfile.open(path, "w") as archive:
+            archive.add(run, "run")
+        os.utime(path, (i, i))
+        row = fh.results(path).iloc[0]
+        assert frames.units(row.run, row.units) == dict(enumerate(windows))
+    assert frames.units(f"{path}/nobody", "results.json:nll_windows") == {}
 
 
 def test_archives_are_read_as_what_is_in_them(runs, tmp_path):

@@ -48,7 +48,7 @@ def dashes(line: str) -> bool:
 
 
 def numbers(text: str) -> set[str]:
-    """As they are written, but for thousands' commas and zeros that say nothing."""
+    """The numbers as they are written, but for thousands' commas and zeros that say nothing."""
     return {plain(one) for one in NUMBER.findall(text)}
 
 
