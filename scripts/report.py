@@ -10,13 +10,14 @@ Reads config.json, results.json and metrics.jsonl of the runs' work directories,
 while they run; a run over seeds is shown as mean [low, high]. Differences and ratios are against
 the first run. Writes <output>/compare.md and compare.png (of one run: report.md and report.png).
 
---paper=nucl takes directories of runs and sweeps, or archives of them, and writes <output>/nucl.md,
-each table and figure beside the paper's own numbers; what was not measured is "-". --benchmarks
-takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
+A directory of a sweep, or an archive, stands for every run in it. --paper=nucl writes
+<output>/nucl.md, each table and figure beside the paper's own numbers; what was not measured is
+"-". --benchmarks takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 
@@ -25,7 +26,6 @@ from absl import flags
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.report.benchmarks import write_page
-from ffn_heterogeneity.report.compare import write_report
 
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
 _OUTPUT = flags.DEFINE_string(
@@ -44,14 +44,18 @@ def main() -> None:
     if _BENCHMARKS.value:
         print(write_page(RUNS, _OUTPUT.value or "docs"), end="")
         return
-    if _PAPER.value:
-        output = _OUTPUT.value or f"runs/{_PAPER.value}-{time.strftime('%Y%m%d-%H%M%S')}"
-        print(papers.write(_PAPER.value, RUNS, output), end="")
-        print(f"{output}/{_PAPER.value}.md", file=sys.stderr)
-        return
-    name = "compare" if len(RUNS) > 1 else "report"
+    if importlib.util.find_spec("pandas") is None:
+        raise ImportError("reports need pandas: pip install 'ffn-heterogeneity[plots]'")
+    from ffn_heterogeneity.report.compare import write_report
+    from ffn_heterogeneity.report.paper import write_paper
+
+    name = _PAPER.value or ("compare" if len(RUNS) > 1 else "report")
     output = _OUTPUT.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    print(write_report(RUNS, output, name), end="")
+    if _PAPER.value:
+        text = write_paper(papers.load(name), RUNS, output)
+    else:
+        text = write_report(RUNS, output, name)
+    print(text, end="")
     print(f"{output}/{name}.md", file=sys.stderr)
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from ffn_heterogeneity.papers.printed import printed
+import json
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ffn_heterogeneity.report.paper import Paper
 
 NAMES = ["nucl", "jreg", "massive_weights", "p32"]
+
+
+@functools.cache
+def printed(name: str) -> dict[str, Any]:
+    """{"paper": its title, "tables": {key: {caption, labels, columns, rows, notes}}, "figures":
+    {key: caption}}.
+
+    A row holds its labels, then its numbers (null: not printed, or cut off in the copy at hand).
+    """
+    return json.loads((resources.files(__package__) / f"{name}.json").read_text())
 
 
 def load(name: str) -> Paper:
@@ -21,28 +30,7 @@ def load(name: str) -> Paper:
     Raises:
       ImportError: pandas is not installed.
     """
-    try:
-        module = importlib.import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "pandas":
-            raise
-        hint = "a paper's report needs pandas: pip install 'ffn-heterogeneity[plots]'"
-        raise ImportError(hint) from None
-
     from ffn_heterogeneity.report.paper import Paper
 
-    texts = printed(name)
-    return Paper(name, texts, vars(module), module.KINDS, module.CURVES, module.SETTINGS)
-
-
-def write(name: str, paths: Sequence[str], output: str | os.PathLike) -> str:
-    """Writes the report of a paper; see `report.paper.write_paper`.
-
-    Raises:
-      ImportError: pandas is not installed.
-    """
-    paper = load(name)
-
-    from ffn_heterogeneity.report.paper import write_paper
-
-    return write_paper(paper, paths, output)
+    module = importlib.import_module(f"{__name__}.{name}")
+    return Paper(name, printed(name), vars(module), module.KINDS, module.CURVES, module.SETTINGS)

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.papers import nucl
-from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.papers import nucl, printed
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.tidy import Frame, Match

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import pandas
 
-from ffn_heterogeneity.papers import massive_removal, nucl
+from ffn_heterogeneity.papers import massive_removal, nucl, printed
 from ffn_heterogeneity.papers.jreg import two_names
 from ffn_heterogeneity.papers.massive_removal import CORPORA, HERE, at, corpus, removals
-from ffn_heterogeneity.papers.printed import printed
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas
 
-from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import two_proportions

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict

@@ -2,112 +2,189 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas
 
 from ffn_heterogeneity.report import stats, tables
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
-from ffn_heterogeneity.report.runs import Run, read_runs, union
-from ffn_heterogeneity.report.stats import middle, number_of
+from ffn_heterogeneity.report.frame import SETTINGS, everything
+from ffn_heterogeneity.report.stats import middle
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
+from ffn_heterogeneity.report.tidy import Frame, last, plain, spread, text_of
+from ffn_heterogeneity.wording import spans
 
-FIRST_ROWS = ("first.", "final.", "best.", "tokens_per_second", "compile_seconds")
+FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
 MAX_PANELS = 6
 DIGITS = 6
 NOTE = "In brackets: Student's 95% interval over n seeds. Curves: means, bands lowest to highest."
 
 
+class Runs(NamedTuple):
+    """Runs, those of one "label" the seeds of one work directory.
+
+    Attributes:
+      settings: a row a run; "folder" is the work directory, "label" its path below the directory
+        that all of them lie in.
+      rows: what was measured, without rows of single layers.
+      curves: likewise, of every step.
+    """
+
+    settings: Frame
+    rows: Frame
+    curves: Frame
+
+
 def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "compare") -> str:
     """Writes `<output>/<name>.md` and, where there are curves, `<name>.png`; returns the text.
 
+    Args:
+      paths: work directories; of sweeps, folders and archives every run in them.
+
     Raises:
-      ValueError: `output` is a file; none of the runs is given, one is given twice or is no run, or
-        a file in it is damaged.
+      ValueError: `output` is a file; a path is no run or holds none, or a file in it is damaged.
     """
     output, runs = tables.directory(output), read_runs(paths)
-    labels = [run.label for run in runs]
+    labels = runs.settings["label"].unique()
     picture = save_if(draw_runs(runs), output / f"{name}.png")
-    states = [(run.label, run.state, run.path) for run in runs]
-    parts = ["# " + ", ".join(labels), markdown_table(("run", "state", "directory"), states)]
-    if len(runs) > 1:
-        rows = differing_keys(runs)
-        table = markdown_table(("config key", *labels), rows)
-        parts += ["## Config keys that differ", table if rows else "None: the configs are equal."]
+    rows = differing_keys(runs)
+    keys = markdown_table(("config key", *labels), rows) if rows else "None: the configs are equal."
     header, rows = numbers(runs)
-    parts += ["## Numbers", markdown_table(header, rows) if rows else "None yet."]
-    if len(runs) > 1:
-        parts.append(f"Differences and ratios are against {labels[0]}.")
-    if any(len(run.seeds) > 1 for run in runs):
-        parts.append(NOTE)
-    parts += ["## Curves", picture or "No run has any."]
-    notes = [f"- {run.label}: {note}" for run in runs for note in run.notes]
-    parts += ["## Notes", "\n".join(notes)] if notes else []
+    table = markdown_table(header, rows) if rows else "None yet."
+    notes = [f"- {note}." for note in notes_of(runs)]
+    several = len(labels) > 1
+    parts = [
+        "# " + ", ".join(labels),
+        markdown_table(("run", "state", "directory"), list(states(runs))),
+        *(["## Config keys that differ", keys] if several else []),
+        *("## Numbers", table),
+        *([f"Differences and ratios are against {labels[0]}."] if several else []),
+        *([NOTE] if len(runs.settings) > len(labels) else []),
+        *("## Curves", picture or "No run has any."),
+        *(["## Notes", "\n".join(notes)] if notes else []),
+    ]
     return tables.write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
 
 
-def differing_keys(runs: Sequence[Run]) -> list[list[str]]:
+def read_runs(paths: Sequence[str]) -> Runs:
+    """The runs in some directories, in the order of the paths."""
+    places = [path if "://" in path else os.path.realpath(path) for path in map(os.fspath, paths)]
+    rows, curves, settings = everything(*places)
+    folders = settings.index.str.replace(r"/seed_\d+$", "", regex=True)
+    settings["folder"] = folders
+    # Of a run over seeds the folders of the seeds.
+    settings = settings[~settings.index.isin(folders[folders != settings.index])]
+    names = settings.folder.unique()
+    labels = dict(zip(names, tables.shorter(names), strict=True))
+    settings = settings.assign(label=settings.folder.map(labels))
+    rows, curves = (
+        plain(one[one.layer.isna()]).assign(label=one["run"].map(settings["label"]))
+        for one in (rows, curves)
+    )
+    return Runs(settings, rows, curves)
+
+
+def states(runs: Runs) -> Iterator[tuple[str, str, str]]:
+    """(label, how far it is, work directory) of each."""
+    for (label, folder), its in runs.settings.groupby(["label", "folder"], sort=False):
+        steps = runs.curves[runs.curves["label"] == label]["step"]
+        state = f"not finished, at step {steps.max()}" if len(steps) else "not begun"
+        state = "finished" if set(its.index) <= set(runs.rows["run"]) else state
+        yield label, f"{len(its)} seeds, {state}" if len(its) > 1 else state, folder
+
+
+def differing_keys(runs: Runs) -> list[list[str]]:
     """[key, a value per run] of the config keys that are not the same in all runs.
 
     As JSON: "1" and 1 are told apart, and so are 1 and true.
     """
-    rows = []
-    for key in sorted(union(run.config for run in runs)):
-        cells = [json.dumps(r.config[key]) if key in r.config else UNKNOWN for r in runs]
-        if len(set(cells)) > 1:
-            rows.append([key, *cells])
-    return rows
+    settings = runs.settings.drop_duplicates("label").filter(regex=f"^{SETTINGS}")
+    rows = [[key.removeprefix(SETTINGS), *map(text_of, its)] for key, its in settings.items()]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): a value per run, and after each but the first what it is to the first's."""
-    header = ["", runs[0].label]
-    for run in runs[1:]:
-        header += [run.label, "difference", "ratio"]
-    names = union(seed.values for run in runs for seed in run.seeds.values())
-    names.sort(key=lambda name: [not name.startswith(start) for start in FIRST_ROWS])  # stable
+def numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): a value per run, and after each but the first what it is to the first's.
+
+    The last evaluation's; of a run that has not ended the last so far.
+    """
+    first, *others = runs.settings["label"].unique()
+    header = ["", first] + [x for label in others for x in (label, "difference", "ratio")]
+    begun = runs.curves[runs.curves.what.str.startswith("validation/")]
+    begun = begun[~begun["run"].isin(runs.rows["run"])]
+    found = last(pandas.concat([runs.rows, begun], ignore_index=True))
+    names = (found.task.astype(object) + " ").where(found.task.notna(), "") + found.what
+    cells: dict[str, dict[str, Any]] = {}
+    for (name, label), its in found.groupby([names, "label"], sort=False):
+        values = [spread(row) for row in its.to_dict("records")]
+        means = list(map(middle, values))
+        cells.setdefault(name, {})[label] = (
+            stats.interval(means) if len(set(means)) > 1 else values[0]
+        )
     rows = []
-    for name in names:
-        first, *others = (_value(run, name) for run in runs)
-        row = [name, number(first, DIGITS)]
-        for value in others:
-            row += [number(value, DIGITS), *_against(middle(value), middle(first))]
+    for name in sorted(cells, key=lambda name: [not name.startswith(x) for x in FIRST_ROWS]):
+        base = cells[name].get(first)
+        row = [name, number(base, DIGITS)]
+        for value in map(cells[name].get, others):
+            row += [number(value, DIGITS), *_against(middle(value), middle(base))]
         rows.append(row)
     return header, rows
 
 
-def _value(run: Run, name: str) -> Any:
-    """The number, text, or the interval over the seeds that have it; None: none has."""
-    found = [seed.values[name] for seed in run.seeds.values() if name in seed.values]
-    if len(set(found)) < 2:
-        return found[0] if found else None
-    if any(number_of(value) is None for value in found):
-        return ", ".join(union([str(value)] for value in found))
-    return stats.interval(found)
-
-
-def _against(value: Any, first: Any) -> tuple[str, str]:
+def _against(value: float | None, first: float | None) -> tuple[str, str]:
     """(difference, ratio) of numbers; of means over seeds."""
-    if None in (number_of(value), number_of(first)):
+    if value is None or first is None:
         return UNKNOWN, UNKNOWN
     sign = "+" if value > first else ""
     return sign + number(value - first), number(value / first, 5) if first else UNKNOWN
 
 
-def choose_panels(runs: Sequence[Run]) -> list[str]:
+def notes_of(runs: Runs) -> Iterator[str]:
+    """What a reader has to know."""
+    for run, label in runs.settings[~runs.settings.index.isin(runs.rows["run"])]["label"].items():
+        yield f"{label}: without results: {os.path.basename(run)}"
+    bad = runs.curves[~np.isfinite(runs.curves["value"])]
+    for (label, what), its in bad.groupby(["label", "what"], sort=False):
+        yield f"{label}: {what} is not finite, first at step {its['step'].min()}"
+    for (label, run), its in runs.curves.groupby(["label", "run"], sort=False):
+        if lost := _lost(its):
+            yield f"{label}: {run}/metrics.jsonl lacks the rows of steps {spans(lost)}"
+
+
+def _lost(curves: Frame) -> list[int]:
+    """Steps of a training of which a crash took the rows."""
+    there = set(curves[curves.what.str.startswith("train/")]["step"])
+    return [step for step in range(1, curves["step"].max()) if there and step not in there]
+
+
+def choose_panels(runs: Runs) -> list[str]:
     """Metrics to draw: validation and training loss, then what most runs have."""
-    having = [union(run.curves) for run in runs]
-    names = [x for x in union(having) if x.startswith("validation/") or x in FIRST_PANELS]
-    names.sort(key=lambda name: -sum(name in others for others in having))
-    return union([[x for x in FIRST_PANELS if x in names], names])[:MAX_PANELS]
+    having = runs.curves.groupby("what", sort=False)["label"].nunique()
+    names = having.sort_values(ascending=False, kind="stable").index
+    names = [x for x in names if x.startswith("validation/") or x in FIRST_PANELS]
+    return [*dict.fromkeys([*(x for x in FIRST_PANELS if x in names), *names])][:MAX_PANELS]
 
 
-def draw_runs(runs: Sequence[Run]):
+def draw_runs(runs: Runs):
     """The matplotlib figure: a panel per metric, a colour per run; None where nothing has begun."""
-    panels = [
-        Panel(name, [of_seeds(r.label, [x[name] for x in r.curves if name in x]) for r in runs])
-        for name in choose_panels(runs)
-    ]
+    each = dict(iter(runs.curves.groupby("run")))
+    panels = []
+    for name in choose_panels(runs):
+        lines = []
+        for label, its in runs.settings.groupby("label", sort=False):
+            curves = [_curve(each[run], name) for run in its.index if run in each]
+            lines.append(of_seeds(label, [curve for curve in curves if curve]))
+        panels.append(Panel(name, lines))
     return draw(panels) if panels else None
+
+
+def _curve(curves: Frame, name: str) -> dict[int, float]:
+    """{step: value}, NaN where it is not finite or its row is lost."""
+    its = curves[curves.what == name]
+    points = dict(zip(its["step"], its["value"].where(np.isfinite(its["value"])), strict=True))
+    lost = _lost(curves) if points and name.startswith("train/") else ()
+    return points | dict.fromkeys(lost, np.nan)

@@ -8,8 +8,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -29,14 +28,7 @@ READ = (CONFIG, INPUTS, RESULTS, ROWS)
 MAX_FILE, MAX_ARCHIVE = 64 << 20, 4 << 30
 # Folders of a run that hold no runs.
 _LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", SAMPLES, "tensorboard")
-_Rows = list[dict[str, Any]]
-
-
-class _Folder(NamedTuple):
-    """A directory that holds files of a run: its path, and their texts by name."""
-
-    path: str
-    texts: dict[str, str]
+_Texts = dict[str, str]  # file's name -> text
 
 
 def results(*directories: str | os.PathLike) -> pandas.DataFrame:
@@ -57,7 +49,7 @@ def results(*directories: str | os.PathLike) -> pandas.DataFrame:
       ImportError: pandas is not installed.
       ValueError: there is no run in a directory, or a file is damaged; the message names it.
     """
-    return _frames(directories, READ)[0]
+    return everything(*directories, read=READ)[0]
 
 
 def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.DataFrame:
@@ -72,48 +64,42 @@ def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.
     Raises:
       ImportError, ValueError: see `results`.
     """
-    return both(*directories, what=what)[1]
+    return everything(*directories, what=what)[1]
 
 
-def both(
-    *directories: str | os.PathLike, what: Sequence[str] = ()
-) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """`results` and `curves`, read in one go: models and data have the same names in the two."""
-    return _frames(directories, (*READ, METRICS), frozenset(what))
+def everything(
+    *directories: str | os.PathLike,
+    what: Sequence[str] = (),
+    read: Sequence[str] = (*READ, METRICS),
+) -> tuple[pandas.DataFrame, pandas.DataFrame, pandas.DataFrame]:
+    """(results, curves, settings), read in one go: models and data have the same names in them.
 
-
-def _frames(
-    directories: Sequence[str | os.PathLike],
-    read: Sequence[str],
-    what: frozenset[str] = frozenset(),
-) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """(results, curves) of the runs; `read`: names of the files that are opened."""
+    `settings` has a row a run, its path the index, of those that have not begun too; `read` are the
+    names of the files that are opened.
+    """
     if importlib.util.find_spec("pandas") is None:
         raise ImportError("this needs pandas: pip install 'ffn-heterogeneity[plots]'")
     if not directories:
         raise ValueError("no run given: name the work directories of runs, or folders of them")
     runs: dict[str, Facts] = {}
-    measured: _Rows = []
-    steps: _Rows = []
-    for directory in directories:
-        folders = list(_folders(os.fspath(directory), read))
+    measured, steps = [], []
+    for directory in map(os.fspath, directories):
+        folders = dict(_folders(directory, read))
         if not folders and not (epath.Path(directory) / SWEEP).exists():
             raise ValueError(f"{directory} holds no run: no {CONFIG} is in it or below it")
-        for folder, config in _runs(folders):
-            if folder.path in runs:
-                continue
-            runs[folder.path] = _facts(folder, config)
-            own = {"run": folder.path}
-            if isinstance(config.get("seed"), int):
-                own["seed"] = config["seed"]
-            measured += [own | row for row in _measured(folder)]
-            steps += [own | row for row in _steps(folder, what)]
-    told = {row["run"] for row in (*measured, *steps)}
-    settings = _settings({path: facts for path, facts in runs.items() if path in told})
-    return _frame(measured, settings), _frame(steps, settings)
+        for path, config in _configs(folders).items():
+            if path not in runs:
+                texts = folders[path]
+                runs[path] = _facts(path, texts, config)
+                seed = config.get("seed")
+                own = {"run": path, "seed": seed if isinstance(seed, int) else None}
+                measured += [own | row for row in _measured(path, texts)]
+                steps += [own | row for row in _steps(path, texts, what)]
+    settings = _settings(runs)
+    return _frame(measured, settings), _frame(steps, settings), settings
 
 
-def _frame(rows: _Rows, settings: pandas.DataFrame) -> pandas.DataFrame:
+def _frame(rows: Sequence[Mapping[str, Any]], settings: pandas.DataFrame) -> pandas.DataFrame:
     import pandas
 
     kinds = {str: "object", int: "Int64", float: "float64"}
@@ -122,10 +108,9 @@ def _frame(rows: _Rows, settings: pandas.DataFrame) -> pandas.DataFrame:
     return frame.join(settings, on="run")
 
 
-def _facts(folder: _Folder, config: Mapping[str, Any]) -> Facts:
-    wrote = _object(folder, RESULTS).get("model_fingerprint", "") if RESULTS in folder.texts else ""
-    inputs = _object(folder, INPUTS) if INPUTS in folder.texts else {}
-    return Facts(flatten_config(config), inputs, wrote)
+def _facts(path: str, texts: _Texts, config: Mapping[str, Any]) -> Facts:
+    inputs, found = (_object(path, texts, name) for name in (INPUTS, RESULTS))
+    return Facts(flatten_config(config), inputs, found.get("model_fingerprint", ""))
 
 
 def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
@@ -134,64 +119,55 @@ def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
 
     spell_alike(runs.values())
     wrote = origins(runs)
-    table = pandas.DataFrame(index=list(runs))
-    table["model"] = model_names(runs.values())
-    table["origin"] = pandas.Series({path: wrote.get(path) for path in runs}, dtype=object)
     values = {
         path: {SETTINGS + key: _hashable(x) for key, x in run.config.items()}
         for path, run in runs.items()
     }
     columns = pandas.DataFrame.from_dict(values, orient="index")
+    table = pandas.DataFrame({"model": model_names(runs.values())}, index=list(runs))
+    table["origin"] = pandas.Series({path: wrote.get(path) for path in runs}, dtype=object)
     return table.join(columns[sorted(columns)])
 
 
-def _runs(folders: Sequence[_Folder]) -> Iterator[tuple[_Folder, dict[str, Any]]]:
-    """(folder, config) of each; one of a seed, or without a config, has its parent's."""
+def _configs(folders: Mapping[str, _Texts]) -> dict[str, dict[str, Any]]:
+    """The config of each folder; one of a seed, or without a config, has its parent's."""
     configs: dict[str, dict[str, Any]] = {}
-    for folder in folders:
-        parent, name = os.path.split(folder.path)
-        own = _object(folder, CONFIG) if CONFIG in folder.texts else None
+    for path, texts in folders.items():
+        parent, name = os.path.split(path)
         seed = name.removeprefix("seed_")
-        if parent in configs and seed != name and seed.isdigit():
-            own = configs[parent] | {"seed": int(seed)} | (own or {})
-        elif own is None:
-            own = configs.get(parent)
-        if own is not None:
-            configs[folder.path] = own
-        yield folder, configs.get(folder.path, {})
+        above = configs.get(parent, {})
+        if above and seed != name and seed.isdigit():
+            above = above | {"seed": int(seed)}
+        elif CONFIG in texts:
+            above = {}
+        configs[path] = above | _object(path, texts, CONFIG)
+    return configs
 
 
-def _measured(folder: _Folder) -> _Rows:
+def _measured(path: str, texts: _Texts) -> list[dict[str, Any]]:
     """The measurements; none yet, or none but those of the folders below, of which this one only
     tells the mean."""
-    if not {RESULTS, ROWS} & set(folder.texts):
+    values = _object(path, texts, RESULTS)
+    if "seeds" in values or "stages" in values:
         return []
-    values: dict[str, Any] = {}
-    if RESULTS in folder.texts:
-        values = _object(folder, RESULTS)
-        if "seeds" in values or "stages" in values:
-            return []
-    if ROWS in folder.texts:
-        return read_rows(folder.texts[ROWS], os.path.join(folder.path, ROWS))
+    if ROWS in texts:
+        return read_rows(texts[ROWS], os.path.join(path, ROWS))
     rows = rows_of(values)
-    if not rows:
-        place = os.path.join(folder.path, RESULTS)
+    if RESULTS in texts and not rows:
+        place = os.path.join(path, RESULTS)
         raise ValueError(f"{place} holds no measurement: is it damaged?")
     return rows
 
 
-def _steps(folder: _Folder, names: frozenset[str]) -> _Rows:
+def _steps(path: str, texts: _Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Of a step that was written twice the later row holds."""
-    lines = parse_metrics(folder.texts.get(METRICS, ""), os.path.join(folder.path, METRICS))
     values = {}
-    for line in lines:
+    for line in parse_metrics(texts.get(METRICS, ""), os.path.join(path, METRICS)):
         for name, value in line.items():
             if name != "step" and (not names or name in names):
                 values[line["step"], name] = value
-    rows: _Rows = []
     for (step, name), value in values.items():
-        rows += measurement(name, value, {"step": step})
-    return rows
+        yield from measurement(name, value, {"step": step})
 
 
 def units(run: str, spec: str) -> dict[Any, float]:
@@ -204,40 +180,33 @@ def units(run: str, spec: str) -> dict[Any, float]:
     name, _, key = spec.partition(":")
     text = _file(os.path.join(run, name))
     if name.endswith(".jsonl"):
-        rows = map(json.loads, (text or "").splitlines())
+        rows = map(json.loads, text.splitlines())
         return {row["doc_id"]: float(row[key]) for row in rows if key in row}
     return dict(enumerate(json.loads(text or "{}").get(key, ())))
 
 
-def _file(path: str) -> str | None:
-    """The text of a file of a run, in a folder or an archive; None: it is not there."""
+# ---- files, in folders and in archives
+
+
+def _file(path: str) -> str:
+    """The text of a file of a run, in a folder or an archive; "" if it is not there."""
     for end in ARCHIVES:
         archive, found, member = path.partition(f"{end}/")
         if found and os.path.isfile(archive + end):
-            place = archive + end
-            return _members(place, os.path.getmtime(place)).get(os.path.normpath(member))
+            return _members(archive + end).get(os.path.normpath(member), "")
     place = epath.Path(path)
-    return _text(place) if place.exists() else None
+    return _text(place) if place.exists() else ""
 
 
-@functools.lru_cache(maxsize=2)
-def _members(archive: str, written: float) -> dict[str, str]:
-    """The texts of an archive that hold units; `written`: when, to tell it from a newer one."""
-    texts = {}
-    with tarfile.open(archive) as file:
-        for member in file:
-            path = os.path.normpath(member.name)
-            folder, name = os.path.split(path)
-            holds = name == RESULTS or os.path.basename(folder) == SAMPLES
-            if holds and member.isfile() and member.size <= MAX_FILE:
-                texts[path] = file.extractfile(member).read().decode()
-    return texts
-
-
-def _folders(directory: str, read: Sequence[str]) -> Iterator[_Folder]:
-    """Those that hold a file that is read, parents first."""
+def _folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, _Texts]]:
+    """(path, texts) of those that hold a file that is read, parents first."""
     if directory.endswith(ARCHIVES):
-        yield from _archived(directory, read)
+        found: dict[str, _Texts] = {}
+        for member, text in _members(directory).items():
+            folder, name = os.path.split(member)
+            if name in read:
+                found.setdefault(os.path.normpath(os.path.join(directory, folder)), {})[name] = text
+        yield from sorted(found.items())
         return
     root = epath.Path(directory)
     if not root.is_dir():
@@ -248,15 +217,22 @@ def _folders(directory: str, read: Sequence[str]) -> Iterator[_Folder]:
         files = {path.name: path for path in place.iterdir()}
         texts = {name: _text(files[name]) for name in read if name in files}
         if texts:
-            yield _Folder(os.fspath(place), texts)
+            yield os.fspath(place), texts
         below = (files[name] for name in sorted(files, reverse=True) if name not in _LEAVES)
         places += [path for path in below if path.is_dir()]
 
 
-def _archived(path: str, read: Sequence[str]) -> Iterator[_Folder]:
-    """The folders of an archive, as <archive>/<folder>. Nothing is written anywhere."""
-    found: dict[str, dict[str, str]] = {}
-    total = 0
+def _members(archive: str) -> _Texts:
+    """Path in an archive -> text, of what is read of runs. Nothing is written anywhere."""
+    if not os.path.isfile(archive):
+        raise ValueError(f"{archive} is no archive: there is no such file")
+    return _read_archive(archive, os.path.getmtime(archive))
+
+
+@functools.lru_cache(maxsize=2)
+def _read_archive(path: str, written: float) -> _Texts:
+    """`written`: when the archive was, to tell it from a newer one."""
+    texts, total = {}, 0
     try:
         with tarfile.open(path) as archive:
             for member in archive:
@@ -264,15 +240,14 @@ def _archived(path: str, read: Sequence[str]) -> Iterator[_Folder]:
                 if total > MAX_ARCHIVE:
                     raise ValueError(f"{path} holds more than {MAX_ARCHIVE >> 30} GiB")
                 folder, name = os.path.split(member.name)
-                if name not in read or not member.isfile():
-                    continue
-                _check_size(member.size, f"{path}: {member.name}")
-                text = archive.extractfile(member).read().decode()
-                found.setdefault(os.path.normpath(folder), {})[name] = text
+                wanted = name in (*READ, METRICS) or os.path.basename(folder) == SAMPLES
+                if wanted and member.isfile():
+                    _check_size(member.size, f"{path}: {member.name}")
+                    text = archive.extractfile(member).read().decode()
+                    texts[os.path.normpath(member.name)] = text
     except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no archive that can be read: {error}") from None
-    for folder in sorted(found):
-        yield _Folder(os.path.normpath(os.path.join(path, folder)), found[folder])
+    return texts
 
 
 def _text(path: epath.Path) -> str:
@@ -288,14 +263,15 @@ def _check_size(size: int, name: str) -> None:
         raise ValueError(f"{name} has {size:,} bytes, more than the {MAX_FILE:,} that are read")
 
 
-def _object(folder: _Folder, name: str) -> dict[str, Any]:
-    path = Path(folder.path) / name
+def _object(path: str, texts: _Texts, name: str) -> dict[str, Any]:
+    """The object in a file of JSON; empty where there is no such file."""
+    place = os.path.join(path, name)
     try:
-        value = json.loads(folder.texts[name])
+        value = json.loads(texts.get(name, "{}"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{place} is no JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise ValueError(f"{path} holds {str(value)[:40]!r} where names and values should be")
+        raise ValueError(f"{place} holds {str(value)[:40]!r} where names and values should be")
     return dict(value)
 
 

@@ -94,7 +94,7 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
 
 def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
     """(run -> its state, kind -> rows) of the runs at `paths`."""
-    read = frame.both(*paths, what=paper.curves)
+    read = frame.everything(*paths, what=paper.curves)[:2]
     rows, curves = (tidy.known(tidy.plain(one), paper.settings) for one in read)
     rows = tidy.evaluated(rows)
     states = dict.fromkeys(rows["run"], "finished")

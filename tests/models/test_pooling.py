@@ -17,7 +17,7 @@ from ffn_heterogeneity.models.causal_lm import abstract_params, finish, forward
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import PRESETS, count_parameters
 from ffn_heterogeneity.models.options import RunOptions
-from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.pooled import pooled_places
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,16 @@ from tiny_models import run_script
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.report import compare
-from ffn_heterogeneity.report.compare import choose_panels, differing_keys, draw_runs, numbers
+from ffn_heterogeneity.report.compare import (
+    choose_panels,
+    differing_keys,
+    draw_runs,
+    notes_of,
+    numbers,
+    read_runs,
+    states,
+)
 from ffn_heterogeneity.report.compare import write_report as write
-from ffn_heterogeneity.report.runs import read_runs
 from ffn_heterogeneity.report.stats import Spread, bootstrap, interval, over
 from ffn_heterogeneity.report.tables import number
 
@@ -38,7 +46,7 @@ def results_of(nlls, **more):
         "first": {"step": 0, "validation/nll": nlls[0]},
         "final": {"step": 2 * (len(nlls) - 1), "validation/nll": nlls[-1]},
         "best": {"step": 2 * best, "metric": "validation/nll", "value": nlls[best]},
-        "history": [{"step": 0}], **more,
+        **more,
     }  # fmt: skip
 
 
@@ -48,35 +56,37 @@ def table(paths):
     return {row[0]: row[1:] for row in rows}
 
 
+def labels_of(paths):
+    return [label for label, _, _ in states(read_runs(paths))]
+
+
 @pytest.fixture
 def two(tmp_path):
     other = CONFIG | {"nucl": {"alpha": 10.0, "targets": ["a|b"]}, "on": 1, "extra": "1"}
-    a = results_of([3.0, 2.0, 2.5], tokens_per_second=100.0, parameters=1000, only=7, device="x|y")
-    b = results_of([3.0, 1.5, 1.0], tokens_per_second=150.0, parameters=900, mesh={"data": 2})
+    a = results_of([3.0, 2.0, 2.5], tokens_per_second=100.0, parameters=1000, only=7, zero=0)
+    b = results_of([3.0, 1.5, 1.0], tokens_per_second=150.0, parameters=900, layers=[1, 2], zero=2)
     return [make(tmp_path / "a", trained([3.0, 2.0, 2.5], [4, 3, 2, 1]), a),
             make(tmp_path / "b", trained([3.0, 1.5, 1.0], [4, 2, 1, 0.5]), b, other)]  # fmt: skip
 
 
 def test_only_the_differing_keys_are_listed(two, tmp_path):
+    """Of a run that has not begun too."""
     assert differing_keys(read_runs(two)) == [
-        ["extra", "-", '"1"'], ["nucl.alpha", "0.0", "10.0"], ["on", "true", "1"]]  # fmt: skip
+        ["extra", "unset", '"1"'], ["nucl.alpha", "0", "10"], ["on", "true", "1"]]  # fmt: skip
     assert differing_keys(read_runs([two[0], make(tmp_path / "c")])) == []
 
 
 def test_numbers_side_by_side_with_difference_and_ratio(two):
     rows = table(two)
-    assert rows["final.validation/nll"] == ["2.5", "1", "-1.5", "0.4"]
-    assert rows["best.value"] == ["2", "1", "-1", "0.5"]
-    assert rows["best.step"] == ["2", "4", "+2", "2"]
+    assert rows["validation/nll"] == ["2.5", "1", "-1.5", "0.4"]
+    assert rows["validation/best/nll"] == ["2", "1", "-1", "0.5"]
     assert rows["parameters"] == ["1,000", "900", "-100", "0.9"]
     # What one run alone has is there all the same, and a ratio to 0 is none.
-    assert rows["only"] == ["7", "-", "-", "-"] and rows["mesh.data"] == ["-", "2", "-", "-"]
-    assert rows["first.step"] == ["0", "0", "0", "-"]
-    # Lists and the history are no rows.
+    assert rows["only"] == ["7", "-", "-", "-"] and rows["zero"] == ["0", "2", "+2", "-"]
+    # Values a layer are no rows.
     assert list(rows) == [
-        "first.step", "first.validation/nll", "final.step", "final.validation/nll", "best.step",
-        "best.metric", "best.value", "tokens_per_second", "parameters", "only", "device",
-        "mesh.data"]  # fmt: skip
+        "validation/best/nll", "validation/nll", "tokens_per_second", "parameters", "only",
+        "zero"]  # fmt: skip
 
 
 def test_every_run_is_against_the_first(tmp_path):
@@ -94,7 +104,7 @@ def test_compressed_and_evaluated_runs_have_tables_and_no_figure(tmp_path):
     (tmp_path / "out" / "compare.png").write_text("of an earlier comparison")
     text, rows = write([a, b], tmp_path / "out"), table([a, b])
     assert rows["parameters_after"] == ["75", "-", "-", "-"]
-    assert rows["reverse"] == ["-", "False", "-", "-"] and rows["nll"] == ["-", "nan", "-", "-"]
+    assert rows["nll"] == ["-", "nan", "-", "-"] and "removed" not in rows
     assert "No run has any." in text and "configs are equal" in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["compare.md"]
 
@@ -103,13 +113,14 @@ def test_a_run_that_is_not_finished(tmp_path):
     path = make(tmp_path / "run", trained([3.0, "nan", 2.0, 2.5], [4, 3, 2, 1, 0, -1, -2]))
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "validation/nl')
-    run, begun = read_runs([path, make(tmp_path / "begun")])
-    assert run.state == "not finished, at step 7" and not run.finished
-    assert run.seeds[0].values == {"first.step": 0, "first.validation/nll": 3.0, "final.step": 6,
-                                   "final.validation/nll": 2.5}  # fmt: skip
-    assert run.notes[0] == "without results.json: run."
-    assert begun.state == "not begun" and begun.seeds[0].values == {} and not begun.curves
-    assert "2.5" in write([path, str(tmp_path / "begun")], tmp_path / "out")
+    begun = make(tmp_path / "begun")
+    runs = read_runs([path, begun])
+    assert list(states(runs)) == [
+        ("run", "not finished, at step 7", path), ("begun", "not begun", begun)]  # fmt: skip
+    assert numbers(runs)[1] == [["validation/nll", "2.5", "-", "-", "-"]]
+    notes = list(notes_of(runs))
+    assert notes[:2] == ["run: without results: run", "begun: without results: begun"]
+    assert "2.5" in write([path, begun], tmp_path / "out")
 
 
 # ---- seeds
@@ -121,20 +132,18 @@ def seeds(tmp_path):
     make(path, results={"seeds": [0, 1, 2], "summary": {}, "runs": []})
     for seed, nlls, rate in ((0, [3.0, 2.0], 10.0), (1, [3.0, 4.0], 20.0), (2, [6.0, 0.0], 60.0)):
         rows = trained(nlls, [seed + 1.0, seed + 2.0] + [9.0] * (seed == 1))
-        results = results_of(nlls, tokens_per_second=rate, parameters=5, device=f"cpu{seed % 2}")
+        results = results_of(nlls, tokens_per_second=rate, parameters=5, layers=[seed])
         make(path / f"seed_{seed}", rows, results)
     return str(path)
 
 
 def test_seeds_are_means_with_intervals(seeds, tmp_path):
     one = make(tmp_path / "one", trained([3.0, 2.5]), results_of([3.0, 2.5]))
-    (run, _), rows = read_runs([seeds, one]), table([one, seeds])
-    assert run.state == "3 seeds, finished" and run.notes == []
+    runs, rows = read_runs([seeds, one]), table([one, seeds])
+    assert next(states(runs)) == ("seeds", "3 seeds, finished", seeds) and not list(notes_of(runs))
     low, high = interval([2.0, 4.0, 0.0])[1:3]
     cells = ["2.5", f"2 [{low:.6g}, {high:.6g}] t n=3", "-0.5", "0.8"]
-    assert rows["final.validation/nll"] == cells
-    assert rows["parameters"][1] == "5" and rows["device"][1] == "cpu0, cpu1"
-    assert "summary" not in str(rows) and "seeds" not in rows
+    assert rows["validation/nll"] == cells and rows["parameters"][1] == "5"
     assert compare.NOTE in write([one, seeds], tmp_path / "out")
     assert compare.NOTE not in write([one], tmp_path / "out", "report")
 
@@ -155,31 +164,33 @@ def test_seeds_that_are_missing_or_running(tmp_path):
     for seed, nlls in ((10, [3.0, 2.0, 1.0]), (9, [5.0, 4.0])):
         make(tmp_path / "run" / f"seed_{seed}", trained(nlls))
     (tmp_path / "run" / "seed_11").mkdir()
-    (run,) = read_runs([str(tmp_path / "run")])
-    assert run.state == "2 seeds, not finished, at step 4" and list(run.seeds) == [9, 10]
-    assert run.notes == ["without results.json: seed_9, seed_10."]
-    (tmp_path / "run" / "results.json").write_text(json.dumps({"seeds": [9, 10, 12]}))
-    (run,) = read_runs([str(tmp_path / "run")])
-    assert run.notes == ["without results.json: seed_9, seed_10, seed_12."]
+    runs = read_runs([str(tmp_path / "run")])
+    state = "2 seeds, not finished, at step 4"
+    assert list(states(runs)) == [("run", state, str(tmp_path / "run"))]
+    assert not len(runs.rows) and runs.curves["run"].nunique() == 2
+    assert list(notes_of(runs)) == [
+        "run: without results: seed_10", "run: without results: seed_9"]  # fmt: skip
 
 
 def test_a_nan_of_one_seed_is_seen(tmp_path):
     make(tmp_path / "run")
     for seed, nll in ((0, 2.0), (1, "nan"), (2, "inf")):
         path = make(tmp_path / "run" / f"seed_{seed}", trained([3.0, nll]), {"nll": nll})
-    (run,) = runs = read_runs([str(tmp_path / "run")])
+    runs = read_runs([str(tmp_path / "run")])
     assert table([str(tmp_path / "run")])["nll"] == ["nan [nan, nan] t n=3"]
     line = draw_runs(runs).axes[0].lines[0].get_xydata()
     np.testing.assert_array_equal(line, [[0, 3], [2, np.nan]])
-    assert run.notes[-1] == "validation/nll is not finite, first at step 2."
-    (inf,) = read_runs([path])
-    assert math.isnan(inf.curves[0]["validation/nll"][2]), "inf is a gap too"
+    assert list(notes_of(runs)) == ["run: validation/nll is not finite, first at step 2"]
+    assert np.isnan(draw_runs(read_runs([path])).axes[0].lines[0].get_ydata()[1]), "inf is a gap"
 
 
 def test_rows_that_a_crash_took_are_a_gap_and_a_note(tmp_path):
     rows = [row for row in trained([3.0, 2.0], range(9)) if row["step"] not in (3, 4, 6)]
-    (run,) = runs = read_runs([make(tmp_path / "run", rows)])
-    assert run.notes[1:] == ["metrics.jsonl lacks the rows of steps 3 to 4, 6."]
+    path = make(tmp_path / "run", rows)
+    runs = read_runs([path])
+    assert list(notes_of(runs))[1:] == [
+        f"run: {path}/metrics.jsonl lacks the rows of steps 3 to 4, 6"
+    ]
     drawn = draw_runs(runs).axes[1].lines[0].get_xydata()
     np.testing.assert_array_equal(drawn[:, 0], range(1, 10))
     np.testing.assert_array_equal(np.isnan(drawn[:, 1]), [x in (3, 4, 6) for x in range(1, 10)])
@@ -218,7 +229,7 @@ def test_panels(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("results.json", "{", "results.json is not valid JSON"),
+        ("results.json", "{", "results.json is no JSON"),
         ("results.json", "[1]", r"results.json holds '\[1\]' where names"),
         ("config.json", "3", "config.json holds '3'"),
         ("metrics.jsonl", '{"st\n{"step": 1}\n', "metrics.jsonl, line 1 is not JSON"),
@@ -235,22 +246,31 @@ def test_damaged_files_are_named(tmp_path, file, content, words):
 
 def test_what_is_no_run_is_said(tmp_path):
     path = make(tmp_path / "runs" / "a")
-    with pytest.raises(ValueError, match="there are runs in it: a"):
-        read_runs([path, str(tmp_path / "runs")])
-    with pytest.raises(ValueError, match="is no run: it holds no config.json; give a run's"):
+    with pytest.raises(ValueError, match="none is no directory of runs"):
         read_runs([str(tmp_path / "none")])
     with pytest.raises(ValueError, match="is a file"):
         write([path], tmp_path / "runs" / "a" / "config.json")
     (tmp_path / "link").symlink_to(path)
-    for again in (path + "/", f"{path}/../a", str(tmp_path / "link")):
-        with pytest.raises(ValueError, match="are the same run: name each once"):
-            read_runs([path, again])
+    again = [path, path + "/", f"{path}/../a", str(tmp_path / "link")]
+    assert list(states(read_runs(again))) == [("a", "not begun", path)], "one run is one run"
+
+
+def test_a_sweep_is_its_runs(two, tmp_path):
+    """As an archive of it is."""
+    (tmp_path / "sweep").mkdir()
+    for path in two:
+        Path(path).rename(tmp_path / "sweep" / Path(path).name)
+    with tarfile.open(tmp_path / "sweep.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "sweep", "sweep")
+    inside, outside = (numbers(read_runs([tmp_path / x])) for x in ("sweep.tar.xz", "sweep"))
+    assert outside == inside and outside[0] == ["", "a", "b", "difference", "ratio"]
 
 
 def test_labels_are_below_the_common_directory(tmp_path):
     paths = [make(tmp_path / x / "seed_0") for x in ("a", "b")]
-    assert [run.label for run in read_runs([paths[0] + "/"])] == ["seed_0"]
-    assert [run.label for run in read_runs(paths)] == ["a/seed_0", "b/seed_0"]
+    assert labels_of([paths[0] + "/"]) == ["a"] and labels_of(paths) == ["a", "b"]
+    other = [make(tmp_path / x / "run") for x in ("c", "d")]
+    assert labels_of(other) == ["c/run", "d/run"]
 
 
 def test_from_the_command_line(two, tmp_path):
@@ -261,7 +281,7 @@ def test_from_the_command_line(two, tmp_path):
     assert not (tmp_path / "out").exists()
     done = run_script("report", "--compare", *two, output)
     assert done.code == 0 and done.out == (tmp_path / "out" / "compare.md").read_text()
-    assert "![compare](compare.png)" in done.out and r"x\|y" in done.out
+    assert "![compare](compare.png)" in done.out and "tokens_per_second" in done.out
     again = run_script("report", two[0], output, two[1])  # not needed where there are several
     assert again.out == done.out
     one = run_script("report", two[0], output)

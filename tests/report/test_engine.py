@@ -24,11 +24,11 @@ from builders import (
 )
 from tiny_models import run_script
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
+from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.jreg import TASKS
-from ffn_heterogeneity.papers.printed import printed
 from ffn_heterogeneity.report.paper import draw_all, gather, write_paper
-from ffn_heterogeneity.report.runs import read_runs
 from ffn_heterogeneity.report.stats import Spread, interval
 
 PUBLISHED = "zeta_L of a published model"
@@ -160,9 +160,9 @@ def test_one_text_under_two_paths_is_one_text(report, tmp_path):
     for path, text in zip(paths, ("1", "1", "2"), strict=True):
         inputs = {"text": text, "model": "m", "gone": "0"}
         (tmp_path / path / "inputs.json").write_text(json.dumps(inputs))
-    x, y, z = (run.config for run in read_runs(paths))
-    assert (x["text"], y["text"], z["text"]) == ("wiki.txt", "wiki.txt", "other.txt")
-    assert y["data_root"] == "../wiki.txt" and "gone" not in y
+    frame = fh.results(*paths).drop_duplicates("run").set_index("run")
+    assert list(frame["config.text"]) == ["wiki.txt", "wiki.txt", "other.txt"]
+    assert frame["config.data_root"][paths[1]] == "../wiki.txt" and "config.gone" not in frame
     assert {row["from"] for row in report("nucl", paths[:2])["removal"]} == {"here"}
     rows = report("nucl", paths, "both")["removal"]
     assert {row["from"] for row in rows} == {'here, text "wiki.txt"', 'here, text "other.txt"'}

@@ -14,7 +14,7 @@ from tiny_models import config_of
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
-from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.paper import write_paper
 from ffn_heterogeneity.report.stats import student

@@ -10,8 +10,8 @@ import pytest
 from builders import claim, lines, write_run
 from scipy.stats import linregress, ttest_rel
 
+from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.p32 import TASKS, gains
-from ffn_heterogeneity.papers.printed import printed
 
 TABLES = printed("p32")["tables"]
 # Scores of seeds 0, 1, 2 and raw lambdas of three blocks.

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from ffn_heterogeneity import papers
-from ffn_heterogeneity.papers.printed import printed
+from ffn_heterogeneity.papers import printed
 
 NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
 

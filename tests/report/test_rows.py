@@ -144,7 +144,7 @@ def test_results_and_curves_read_together_name_models_alike(tmp_path):
     """A run that has not ended may have another model of the same short name."""
     write_run(tmp_path / "a", {"model": "x/small"}, {"nll": 1.0})
     write_run(tmp_path / "b", {"model": "y/small"}, rows=[{"step": 1, "train/loss": 2.0}])
-    measured, curves = frames.both(tmp_path)
+    measured, curves, _ = frames.everything(tmp_path)
     assert (set(measured.model), set(curves.model)) == ({"x/small"}, {"y/small"})
 
 
