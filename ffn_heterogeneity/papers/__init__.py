@@ -33,4 +33,5 @@ def load(name: str) -> Paper:
     from ffn_heterogeneity.report.paper import Paper
 
     module = importlib.import_module(f"{__name__}.{name}")
-    return Paper(name, printed(name), vars(module), module.KINDS, module.CURVES, module.SETTINGS)
+    functions = vars(getattr(module, "ALSO", module)) | vars(module)
+    return Paper(name, printed(name), functions, module.KINDS, module.CURVES, module.SETTINGS)

@@ -25,7 +25,7 @@ READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "positions", "compute_dtype")
 SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
 BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: bool}
-TRAINED = (
+TRAINED = [
     "model",
     "revision",
     "tokenizer",
@@ -35,6 +35,8 @@ TRAINED = (
     "dropout",
     "freeze",
     "compute_dtype",
+]
+TRAINED += [
     "train_only",
     "eval.max_batches",
     "shape.",
@@ -42,15 +44,10 @@ TRAINED = (
     "optimizer.",
     "losses.",
     "monitors.",
-)
+]
 # Settings of losses that count where JREG has no weight.
-ALWAYS = (
-    WEIGHT,
-    "losses.jreg.final_norm",
-    "losses.jreg.positions",
-    "losses.jreg.term",
-    "losses.nll.",
-)
+ALWAYS = (WEIGHT, *(f"losses.jreg.{key}" for key in ("final_norm", "positions", "term")))
+ALWAYS += ("losses.nll.",)
 # The paper's names are not the numbers of parameters.
 SIZE = "{shape.layers}x{shape.d_model}/{shape.ffn_width}"
 SHAPES = {"170M": (12, 768, 2048), "1B": (16, 2048, 5376), "3.4B": (30, 3072, 8192)}
@@ -168,8 +165,7 @@ def paired(runs: Runs) -> Frame:
 
 
 def against_baseline(runs: Runs, what: str) -> Frame:
-    ours, base = (tidy.matching(runs["pretraining"], match) for match in (OURS, BASELINE))
-    return versus(ours, what, base, TRAINED, (WEIGHT, ALPHA))
+    return versus(runs["pretraining"], what, OURS, BASELINE, TRAINED, (WEIGHT, ALPHA))
 
 
 def models(runs: Runs) -> Frame:

@@ -49,17 +49,16 @@ def removals(rows: Frame) -> Frame:
 
 def than(rows: Frame, base: Match, every: Frame, how: str = "difference") -> Frame:
     """The loss less that after another removal of as many neurons of the same model."""
-    return versus(rows, "nll", tidy.matching(every, base), nucl.REMOVED, nucl.REMOVAL, how)
+    return versus(every, "nll", rows, base, nucl.REMOVED, nucl.REMOVAL, how)
 
 
 def harm(rows: Frame, every: Frame) -> Frame:
     free = (*nucl.REMOVAL, *nucl.SIZE)
-    return versus(rows, "nll", tidy.matching(every, UNPRUNED), nucl.REMOVED, free, "windows")
+    return versus(every, "nll", rows, UNPRUNED, nucl.REMOVED, free, "units")
 
 
 def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
-    base, goal = tidy.matching(every, base), tidy.matching(every, goal)
-    return versus(rows, "nll", base, nucl.REMOVED, nucl.REMOVAL, goal=goal)
+    return versus(every, "nll", rows, base, nucl.REMOVED, nucl.REMOVAL, goal=goal)
 
 
 def removal(runs: Runs) -> Frame:
@@ -68,7 +67,7 @@ def removal(runs: Runs) -> Frame:
     columns = {
         "NLL": "nll",
         "less unpruned": harm(rows, every),
-        "less entropy": than(rows, ENTROPY, every, "windows"),
+        "less entropy": than(rows, ENTROPY, every, "units"),
         "less chance": than(rows, CHANCE, every),
     }
     return tidy.labelled(tidy.cells(rows, columns), {**PRUNED, "method": RULE}, HERE)
@@ -80,7 +79,7 @@ def needed(runs: Runs) -> Frame:
     fixed = tidy.matching(rows, {"draws": False})
     columns = {
         "NLL": "nll",
-        "less entropy": than(rows, ENTROPY, every, "windows"),
+        "less entropy": than(rows, ENTROPY, every, "units"),
         "of entropy's advantage": of_advantage(fixed, ENTROPY, CHANCE, every),
     }
     labels = {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}

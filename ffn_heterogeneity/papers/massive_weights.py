@@ -188,13 +188,15 @@ def table_5(runs: Runs) -> Frame:
 # ---- ours
 
 
-def alone(rows: Frame, what: str, how: str = "difference") -> Frame:
+def alone(rows: Frame, what: str, how: str = "difference", these: Match | None = None) -> Frame:
     """Less the adapter that was trained without MacDrop."""
-    return versus(rows, what, tidy.matching(rows, ALONE), ADAPTED, ("trained.macdrop.",), how)
+    return versus(rows, what, these or {}, ALONE, ADAPTED, ("trained.macdrop.",), how)
 
 
-def unattacked(rows: Frame, what: str, same: tuple[str, ...], how: str = "difference") -> Frame:
-    return versus(rows, what, tidy.matching(rows, WHOLE), same, ("attack", "k"), how)
+def unattacked(
+    rows: Frame, what: str, same: Sequence[str], how: str = "difference", these: Match | None = None
+) -> Frame:
+    return versus(rows, what, these or {}, WHOLE, same, ("attack", "k"), how)
 
 
 def macdrop(runs: Runs) -> Frame:
@@ -211,16 +213,16 @@ def macdrop(runs: Runs) -> Frame:
 
 def macdrop_questions(runs: Runs) -> Frame:
     rows = runs["adapted"]
-    made = tidy.cells(rows, {name: alone(rows, name, "questions") for name in TASKS})
+    made = tidy.cells(rows, {name: alone(rows, name, "units") for name in TASKS})
     return tidy.labelled(made, TUNED, "here")
 
 
 def attacks(runs: Runs) -> Frame:
     rows = runs["attack"]
     columns = {"perplexity": "perplexity"}
-    columns["NLL less unattacked"] = unattacked(rows, "nll", ATTACKED, "windows")
+    columns["NLL less unattacked"] = unattacked(rows, "nll", ATTACKED, "units")
     for name in TASKS:
-        columns[f"{name} less unattacked"] = unattacked(rows, name, ATTACKED, "questions")
+        columns[f"{name} less unattacked"] = unattacked(rows, name, ATTACKED, "units")
     labels = {**READ, "attack": "{attack}", "k": "{k}"}
     return tidy.labelled(tidy.cells(rows, columns), labels, "here")
 
@@ -276,14 +278,13 @@ def as_printed(runs: Runs) -> Frame:
 
 def zeroing_and_retaining(runs: Runs) -> Frame:
     five, retain = ({"attack": x, "k": 5, "config.layer": None} for x in ("zero", "retain"))
-    rows, base = (tidy.matching(runs["attack"], match) for match in (five, retain))
-    apart = versus(rows, "nll", base, ATTACKED, ("attack",))
+    apart = versus(runs["attack"], "nll", five, retain, ATTACKED, ("attack",))
     return tidy.claimed(apart, "{model}, {corpus}", "{corpus}")
 
 
 def zeroing_three(runs: Runs) -> Frame:
-    rows, base = (tidy.matching(runs["attack"], x) for x in ({"attack": "zero", "k": 3}, WHOLE))
-    apart = versus(rows, "nll", base, ATTACKED, ("attack", "k"))
+    three = {"attack": "zero", "k": 3}
+    apart = unattacked(runs["attack"], "nll", ATTACKED, these=three)
     return tidy.claimed(apart, "{model}, {corpus}", "{corpus}")
 
 
@@ -303,16 +304,11 @@ def always_dropped(runs: Runs) -> Frame:
 
 
 def dropped(runs: Runs, settings: Match, what: str, sign: int) -> Frame:
-    rows, base = (tidy.matching(runs["adapted"], match) for match in (settings, ALONE))
-    apart = versus(rows, what, base, ADAPTED, ("trained.macdrop.",))
+    apart = alone(runs["adapted"], what, these=settings)
     return tidy.claimed(apart, "{model}, {trained.adapter}, {corpus}", METHOD, sign)
 
 
-# Drawn of the removals.
-by_entropy, removal = massive_removal.by_entropy, massive_removal.removal
-needed, explained = massive_removal.needed, massive_removal.explained
-removal_by_ratio = massive_removal.removal_by_ratio
-needed_by_ratio = massive_removal.needed_by_ratio
+ALSO = massive_removal  # its tables, figures and claim
 KINDS = {
     "attack": lambda rows, _: untrained(rows),
     "analysis": lambda rows, _: analyses(rows),

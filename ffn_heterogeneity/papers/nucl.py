@@ -22,30 +22,16 @@ REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", 
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 REMOVED = ("model", *REMOVAL, *SIZE, *EVALUATION)  # equal in the runs of a removal
-TUNED = (
-    "model",
-    "revision",
-    "seq_len",
-    "batch_size",
-    "steps",
-    "dropout",
-    "freeze",
-    "train_only",
-    "data.",
-    "optimizer.",
-    "losses.",
-)
+TUNED = ["model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only"]
+TUNED += ["data.", "optimizer.", "losses."]
 
 # Method of Table 4 (below the six: ours) -> the settings that make a removal it.
 FREELY = {"reverse": False, "protect": ""}
 PLAIN = {"compensation": "none", "lose": "", **FREELY}
 METHODS = PRINTED["methods"]
 METHOD = ("{criterion}, {compensation}, reverse {reverse}", METHODS)
-WEAK = {
-    "criterion": ["similarity", "magnitude"],
-    **FREELY,
-    "compensation": ["none", "sum", "least_squares"],
-}
+WEAK = {"criterion": ["similarity", "magnitude"], **FREELY}
+WEAK["compensation"] = ["none", "sum", "least_squares"]
 # config.layers counts from 0, the paper from 1; in Gemma-2 layer 0 is local.
 LAYERS = ("{layers}", PRINTED["layers"])
 TASKS = PRINTED["tasks"]
@@ -54,12 +40,7 @@ TASKS = PRINTED["tasks"]
 SIZES = {x: {"model": [f"gemma2_{x.lower()}", f"gemma-2-{x.lower()}"]} for x in ("2B", "9B", "27B")}
 DATA = {"GSM8K": {"data.task": "gsm8k"}, "MBPP": {"data.task": "mbpp"}}
 SCORES = {"GSM8K (accuracy in %)": DATA["GSM8K"], "MBPP (3-shot success rate in %)": DATA["MBPP"]}
-PLACES = {
-    "FFN outgoing": {TARGETS: ("ffn_out",)},
-    "FFN incoming (linear)": {TARGETS: ("ffn_in_linear",)},
-    "FFN incoming (gated)": {TARGETS: ("ffn_in_gated",)},
-    "Attention outgoing": {TARGETS: ("attention_out",)},
-}
+PLACES = {name: {TARGETS: (target,)} for name, target in PRINTED["targets"].items()}
 STANDARD, MSTD = {WEIGHT: [0, None]}, {WEIGHT: bool, VARIANT: "mstd"}
 OUTGOING = PLACES["FFN outgoing"]
 GAINS = PRINTED["ours"]["tables"]["gains"]["columns"]
@@ -107,12 +88,11 @@ def lowest(rows: Frame, labels: Sequence[str]) -> Frame:
 
 
 def against_standard(rows: Frame, what: str, every: Frame, how: str = "difference") -> Frame:
-    return versus(rows, what, tidy.matching(every, STANDARD), TUNED, (NUCL,), how)
+    return versus(every, what, rows, STANDARD, TUNED, (NUCL,), how)
 
 
 def times_unpruned(rows: Frame, every: Frame) -> Frame:
-    base, free = tidy.matching(every, UNPRUNED), (*REMOVAL, *SIZE)
-    return versus(rows, "perplexity", base, REMOVED, free, "ratio")
+    return versus(every, "perplexity", rows, UNPRUNED, REMOVED, (*REMOVAL, *SIZE), "ratio")
 
 
 # ---- tables
@@ -237,9 +217,8 @@ def loss_of_mstd(runs: Runs) -> Frame:
 
 
 def mstd_against_gini(runs: Runs, what: str) -> Frame:
-    rows = tidy.matching(runs["training"], {**MSTD, **OUTGOING})
-    base = tidy.matching(runs["training"], {VARIANT: "gini"})
-    apart = versus(rows, what, base, TUNED, (VARIANT,))
+    ours, base = MSTD | OUTGOING, {VARIANT: "gini"}
+    apart = versus(runs["training"], what, ours, base, TUNED, (VARIANT,))
     return tidy.claimed(apart, "{model}, {data.task}", "alpha = {losses.nucl.weight:g}", -1)
 
 
@@ -252,8 +231,8 @@ def by_weak_criteria(runs: Runs) -> Frame:
 
 
 def against_chance(runs: Runs, settings: Match) -> Frame:
-    rows, base = (tidy.matching(runs["removal"], match) for match in (settings, METHODS["Random"]))
-    return versus(rows, "perplexity", base, REMOVED, REMOVAL[:3])
+    base = METHODS["Random"]
+    return versus(runs["removal"], "perplexity", settings, base, REMOVED, REMOVAL[:3])
 
 
 KINDS = {

@@ -20,19 +20,8 @@ TASKS = PRINTED["tables"]["table_6"]["columns"][:-1]
 BEST = "validation/best/"  # the metric of the task, where the best weights were kept
 SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
 POOLING = ("model", "pooling", "lambda_rate", "final_norm", "truncate.blocks", "data.fraction")
-SAME = (
-    *POOLING,
-    "data.task",
-    "prepare",
-    "optimizer.",
-    "epochs",
-    "batch_size",
-    "dropout",
-    "nf4.",
-    "lora.",
-    "losses.",
-    "compute_dtype",
-)
+SAME = [*POOLING, "data.task", "optimizer.", "losses.", "nf4.", "lora."]
+SAME += ["prepare", "epochs", "batch_size", "dropout", "compute_dtype"]
 BASELINE, AVERAGE = {"pooling": "last"}, {"pooling": "average"}
 OURS = {"pooling": "p32", "lambda_rate": bool}
 METHODS = {
@@ -81,8 +70,7 @@ def classifiers(rows: Frame) -> Frame:
 
 
 def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
-    rows, other = (tidy.matching(runs["classifier"], match) for match in (settings, base))
-    return versus(rows, what, other, SAME, ("pooling", "lambda_rate"))
+    return versus(runs["classifier"], what, settings, base, SAME, ("pooling", "lambda_rate"))
 
 
 # ---- the paper's tables

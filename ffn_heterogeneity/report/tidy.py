@@ -58,13 +58,9 @@ def evaluated(rows: Frame) -> Frame:
 
 def known(rows: Frame, defaults: Match) -> Frame:
     """The rows with these settings, of their default where a run does not say."""
-    rows = rows.copy()
-    for name, value in defaults.items():
-        if name not in rows:
-            rows[name] = pandas.Series(value, rows.index, dtype=object)
-        elif value is not None:
-            rows[name] = rows[name].astype(object).where(rows[name].notna(), value)
-    return rows
+    absent = [name for name in defaults if name not in rows]
+    rows = rows.join(pandas.DataFrame(None, rows.index, absent, dtype=object))
+    return rows.fillna({name: value for name, value in defaults.items() if value is not None})
 
 
 def fits(row: Match, match: Match) -> bool:
@@ -92,16 +88,16 @@ def labelled(rows: Frame, labels: Mapping[str, Any], here: Any = "here: {model}"
         first settings that fit. Ordered: those names first, as they stand.
     """
     every = {**labels, "from": here}
-    made = {name: _named(rows, *([x] if isinstance(x, str) else x)) for name, x in every.items()}
+    made = {name: _named(rows, x) for name, x in every.items()}
     made["from"] = made["from"].astype(object) + rows["differs"]
     return rows.assign(**made)
 
 
-def _named(rows: Frame, default: str, names: Mapping[str, Match] | None = None) -> pandas.Series:
-    names, found = names or {}, {}
+def _named(rows: Frame, label: Any) -> pandas.Series:
+    default, names = (label, {}) if isinstance(label, str) else label
     read = {key for text in (default, *names) for key, _ in FORMAT.findall(text)}
     read |= {key for match in names.values() for key in match}
-    runs = rows[["run", *sorted(read.intersection(rows.columns) - {"run"})]]
+    runs, found = rows[["run", *sorted(read.intersection(rows.columns) - {"run"})]], {}
     for row in runs.drop_duplicates("run").to_dict("records"):
         text = next((name for name, match in names.items() if fits(row, match)), default)
         found[row["run"]] = _filled(text, row)

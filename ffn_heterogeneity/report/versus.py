@@ -2,76 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas
 
-from ffn_heterogeneity.report import stats
+from ffn_heterogeneity.report import stats, tidy
 from ffn_heterogeneity.report.frame import units
 from ffn_heterogeneity.report.stats import middle
-from ffn_heterogeneity.report.tidy import (
-    ABSENT,
-    OWN,
-    Frame,
-    among,
-    as_row,
-    is_missing,
-    last,
-    text_of,
-)
+from ffn_heterogeneity.report.tidy import ABSENT, Frame, Match, as_row, is_missing
 
 
 def versus(
-    rows: Frame,
+    every: Frame,
     what: str,
-    base: Frame,
+    these: Frame | Match,
+    base: Match,
     same: Sequence[str],
     free: Sequence[str] = (),
     how: str = "difference",
-    goal: Frame | None = None,
+    goal: Match | None = None,
 ) -> Frame:
-    """Each record's measurement against that of the record in `base` with the same settings.
+    """The measurement of each of these records against that of the record of `base` with the same
+    settings.
 
     A row a record; "how" is "absent" where one of the two was not measured.
 
     Args:
+      these: rows, or what picks their runs; `base` and `goal` pick the others from `every`.
       same: settings that are equal; "losses.": all that begin so.
       free: those of them that are not.
       how: "difference" (seed by seed, Student's interval), "ratio", "percent" (more than the
-        other), "z" (of two proportions), "windows" or "questions" (paired over those, with a
+        other), "z" (of two proportions), "units" (paired over windows or questions, with a
         bootstrap's interval).
       goal: how far it is on the way from the base's value to one of these, in place of `how`.
     """
-    if goal is not None:
-        return _against(rows, what, [base, goal], same, free, _share)
-    return _against(rows, what, [base], same, free, _HOW[how], itself=how == "ratio")
-
-
-def _against(
-    rows: Frame,
-    what: str,
-    others: Sequence[Frame],
-    same: Sequence[str],
-    free: Sequence[str],
-    compute: Callable[..., Any],
-    *,
-    itself: bool = False,
-) -> Frame:
-    every = (name for name in rows.columns if name not in OWN)
-    on = [name for name in every if among(name, same) and not among(name, free)]
-    found: list[dict[tuple, Frame]] = []
-    for other in others:
-        found.append({})
-        for key, group in _groups(other, what, on):
-            found[-1].setdefault(key, group)
-    made = []
+    rows = tidy.matching(every, these) if isinstance(these, Mapping) else these
+    names = (name for name in rows.columns if name not in tidy.OWN)
+    on = [name for name in names if tidy.among(name, same) and not tidy.among(name, free)]
+    others = [tidy.matching(every, match) for match in (base, goal) if match is not None]
+    # Of several records with the same settings the first.
+    found = [dict(reversed(list(_groups(other, what, on)))) for other in others]
+    compute, made = _HOW["share" if goal is not None else how], []
     for key, group in _groups(rows, what, on):
         sides = [groups[key] for groups in found if key in groups]
-        if len(sides) < len(found):
-            continue
-        if itself or all(side["record"].iat[0] != group["record"].iat[0] for side in sides):
+        itself = any(side["record"].iat[0] == group["record"].iat[0] for side in sides)
+        if len(sides) == len(found) and (how == "ratio" or not itself):
             none = any(set(side.how) == {ABSENT} for side in (group, *sides))
             values = as_row(None if none else compute(group, *sides))
             made.append(group.iloc[0].to_dict() | {"seed": None, "units": None, **values})
@@ -80,13 +57,13 @@ def _against(
 
 def _groups(rows: Frame, what: str, on: Sequence[str]) -> Iterator[tuple[tuple, Frame]]:
     """(settings to be equal, rows) of each record; one that was not measured has an absent one."""
-    own = last(rows[rows.what == what])
+    own = tidy.last(rows[rows.what == what])
     others = rows[~rows["record"].isin(own["record"])].drop_duplicates("record")
     if len(others):
         absent = others.assign(what=what, **as_row(None))
         own = pandas.concat([own, absent], ignore_index=True)
     for _, group in own.groupby("record"):
-        yield tuple(text_of(group[name].iat[0]) for name in on), group
+        yield tuple(tidy.text_of(group[name].iat[0]) for name in on), group
 
 
 def by_seed(group: Frame) -> dict[Any, float]:
@@ -111,14 +88,13 @@ def differences(own: Mapping[Any, float], other: Mapping[Any, float]) -> list[fl
     return common or [float(np.mean(list(own.values())) - np.mean(list(other.values())))]
 
 
+def _mean(group: Frame) -> float | None:
+    return middle(stats.over(list(by_seed(group).values())))
+
+
 def _ratio(own: Frame, other: Frame) -> float | None:
-    sides = [list(by_seed(side).values()) for side in (own, other)]
-    means = [middle(stats.over(side)) for side in sides]
-    return means[0] / means[1] if None not in means and means[1] else None
-
-
-def _share(*sides: Frame) -> Any:
-    return stats.share(*map(by_seed, sides))
+    value, base = _mean(own), _mean(other)
+    return value / base if value is not None and base else None
 
 
 def _percent(own: Frame, other: Frame) -> float | None:
@@ -127,7 +103,7 @@ def _percent(own: Frame, other: Frame) -> float | None:
 
 
 def _z(own: Frame, other: Frame) -> float | None:
-    base, score = (middle(stats.over(list(by_seed(side).values()))) for side in (other, own))
+    base, score = _mean(other), _mean(own)
     n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else None
     return None if None in (base, score) else stats.two_proportions(base, score, n)
 
@@ -145,9 +121,8 @@ def _units(group: Frame) -> dict[Any, float]:
     places = zip(group["by"], group["units"], strict=True)
     each = [{} if is_missing(place) else units(run, place) for run, place in places]
     scale = 100 if str(group["units"].iat[0]).startswith("samples/") else 1
-    if len({tuple(one) for one in each}) != 1:
-        return {}
-    return {unit: scale * float(np.mean([one[unit] for one in each])) for unit in each[0]}
+    same = len({tuple(one) for one in each}) == 1
+    return {x: scale * float(np.mean([one[x] for one in each])) for x in each[0] if same}
 
 
 _HOW = {
@@ -155,6 +130,6 @@ _HOW = {
     "ratio": _ratio,
     "percent": _percent,
     "z": _z,
-    "windows": _paired,
-    "questions": _paired,
+    "units": _paired,
+    "share": lambda *sides: stats.share(*map(by_seed, sides)),
 }
