@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 
 from ffn_heterogeneity.papers import printed
+from ffn_heterogeneity.papers.nucl import EVALUATION, TUNED
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
@@ -22,29 +23,10 @@ ZETA, METRICS = RATES["zeta_L"], {**RATES, "validation NLL": NLL}
 DEPTH, ANALYSIS = "angular displacement", {"analysis": "displacement"}
 ORDER = (OPEN, FAILS, HOLDS)  # of a record the first that one of its seeds says
 READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
-EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "positions", "compute_dtype")
+READ = (*EVALUATION, "positions")
 SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
 BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: bool}
-TRAINED = [
-    "model",
-    "revision",
-    "tokenizer",
-    "batch_size",
-    "seq_len",
-    "steps",
-    "dropout",
-    "freeze",
-    "compute_dtype",
-]
-TRAINED += [
-    "train_only",
-    "eval.max_batches",
-    "shape.",
-    "data.",
-    "optimizer.",
-    "losses.",
-    "monitors.",
-]
+TRAINED = [*TUNED, "tokenizer", "compute_dtype", "eval.max_batches", "shape.", "monitors."]
 # Settings of losses that count where JREG has no weight.
 ALWAYS = (WEIGHT, *(f"losses.jreg.{key}" for key in ("final_norm", "positions", "term")))
 ALWAYS += ("losses.nll.",)
@@ -64,7 +46,7 @@ HERE = "here: lambda {losses.jreg.weight:g}, {steps:,d} steps of {batch_size} x 
 LABELS = {"size": SIZES, "loss": LOSS, "steps": "{steps:,d}"}
 RUN_ON = SIZE + ", {steps:,d} steps"
 TASKS = printed("jreg")["tasks"]
-SETTINGS = dict.fromkeys((WEIGHT, ALPHA, *SHAPE, *EVALUATION, "analysis", "series"))
+SETTINGS = dict.fromkeys((WEIGHT, ALPHA, *SHAPE, *READ, "analysis", "series"))
 SETTINGS |= dict.fromkeys(("steps", "batch_size", "seq_len"))
 TABLE_1 = (7.16, 22.2)  # zeta_L of its models: the lowest, the highest
 
@@ -89,7 +71,7 @@ def displacements(rows: Frame) -> Frame:
             raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
         parts.append(its.assign(series=its.path.map(steps > 0)))
     rows = pandas.concat(parts, ignore_index=True)
-    return tidy.records(rows, ("path", "reading", *EVALUATION), ("path", "reading"))
+    return tidy.records(rows, ("path", "reading", *READ), ("path", "reading"))
 
 
 def two_names(rows: Frame) -> pandas.Series:

@@ -6,7 +6,7 @@ Runs find their places by their settings, whoever started them: a sweep, a scrip
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -188,28 +188,18 @@ def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, 
             record: {column: stats.over(values) for column, values in cells.items()}
             for record, cells in groups[key].items()
         }
-        if _agree(each.values()):
-            first = {column: x for cells in reversed(each.values()) for column, x in cells.items()}
+        first = {column: x for cells in reversed(each.values()) for column, x in cells.items()}
+        if all(repr(x) == repr(first[name]) for one in each.values() for name, x in one.items()):
             yield key[:-1], key[-1], first
             continue
         for record, cells in each.items():
-            apart = _apart(told[record], [told[one] for one in each])
-            yield key[:-1], key[-1] + apart, cells
-
-
-def _apart(own: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
-    """The settings of a record that others do not have: ", layer 2"."""
-    differing = [name for name in own if any(own[name] != other.get(name) for other in others)]
-    return "".join(f", {name} {own[name]}" for name in differing)
-
-
-def _agree(each: Iterable[Mapping[str, Any]]) -> bool:
-    """True if no cell has two values."""
-    found: dict[str, set[str]] = {}
-    for cells in each:
-        for column, value in cells.items():
-            found.setdefault(column, set()).add(repr(value))
-    return all(len(values) == 1 for values in found.values())
+            # What others have otherwise: ", layer 2".
+            apart = [
+                f", {name} {x}"
+                for name, x in told[record].items()
+                if any(told[one].get(name) != x for one in each)
+            ]
+            yield key[:-1], key[-1] + "".join(apart), cells
 
 
 def _title(key: str, texts: Mapping[str, Any]) -> str:

@@ -60,7 +60,8 @@ def known(rows: Frame, defaults: Match) -> Frame:
     """The rows with these settings, of their default where a run does not say."""
     absent = [name for name in defaults if name not in rows]
     rows = rows.join(pandas.DataFrame(None, rows.index, absent, dtype=object))
-    return rows.fillna({name: value for name, value in defaults.items() if value is not None})
+    rows = rows.fillna({name: value for name, value in defaults.items() if value is not None})
+    return rows.copy()  # in one piece: columns are added to it
 
 
 def fits(row: Match, match: Match) -> bool:
