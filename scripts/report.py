@@ -6,13 +6,11 @@ Example:
   python scripts/report.py --paper=nucl runs/alpha runs/table4 runs/pairs --out=runs/paper
   python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
 
-Reads config.json, results.json and metrics.jsonl of the runs' work directories, of any script, also
-while they run; a run over seeds is shown as mean [low, high]. Differences and ratios are against
-the first run. Writes <output>/compare.md and compare.png (of one run: report.md and report.png).
-
-A directory of a sweep, or an archive, stands for every run in it. --paper=nucl writes
-<output>/nucl.md, each table and figure beside the paper's own numbers; what was not measured is
-"-". --benchmarks takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
+Reads config.json, results.json and metrics.jsonl of runs, also while they run; a directory of a
+sweep, or an archive, stands for every run in it, seeds for their mean [low, high]. Differences and
+ratios are against the first run. Writes <output>/compare.md and compare.png (one run: report.md);
+--paper=nucl writes <output>/nucl.md, tables and figures beside the paper's numbers, "-" where there
+is none; --benchmarks writes <output>/benchmarks.md of what scripts/benchmark.py left.
 """
 
 from __future__ import annotations
@@ -46,15 +44,14 @@ def main() -> None:
         return
     if importlib.util.find_spec("pandas") is None:
         raise ImportError("reports need pandas: pip install 'ffn-heterogeneity[plots]'")
-    from ffn_heterogeneity.report.compare import write_report
-    from ffn_heterogeneity.report.paper import write_paper
+    from ffn_heterogeneity.report import compare, paper
 
     name = _PAPER.value or ("compare" if len(RUNS) > 1 else "report")
     output = _OUTPUT.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if _PAPER.value:
-        text = write_paper(papers.load(name), RUNS, output)
+        text = paper.write_paper(papers.load(name), RUNS, output)
     else:
-        text = write_report(RUNS, output, name)
+        text = compare.write_report(RUNS, output, name)
     print(text, end="")
     print(f"{output}/{name}.md", file=sys.stderr)
 

@@ -16,12 +16,14 @@ NAMES = ["nucl", "jreg", "massive_weights", "p32"]
 
 @functools.cache
 def printed(name: str) -> dict[str, Any]:
-    """{"paper": its title, "tables": {key: {caption, labels, columns, rows, notes}}, "figures":
-    {key: caption}}.
+    """The JSON of a paper, see `report.paper.Paper`; "@place" in it is what "names" has there.
 
     A row holds its labels, then its numbers (null: not printed, or cut off in the copy at hand).
     """
-    return json.loads((resources.files(__package__) / f"{name}.json").read_text())
+    text = (resources.files(__package__) / f"{name}.json").read_text()
+    for key, value in json.loads(text).get("names", {}).items():
+        text = text.replace(f'"@{key}"', json.dumps(value))
+    return json.loads(text)
 
 
 def load(name: str) -> Paper:

@@ -25,27 +25,12 @@ ORDER = (OPEN, FAILS, HOLDS)  # of a record the first that one of its seeds says
 READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
 READ = (*EVALUATION, "positions")
 SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
-BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: bool}
+BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: tidy.ANY}
 TRAINED = [*TUNED, "tokenizer", "compute_dtype", "eval.max_batches", "shape.", "monitors."]
 # Settings of losses that count where JREG has no weight.
 ALWAYS = (WEIGHT, *(f"losses.jreg.{key}" for key in ("final_norm", "positions", "term")))
 ALWAYS += ("losses.nll.",)
-# The paper's names are not the numbers of parameters.
-SIZE = "{shape.layers}x{shape.d_model}/{shape.ffn_width}"
-SHAPES = {"170M": (12, 768, 2048), "1B": (16, 2048, 5376), "3.4B": (30, 3072, 8192)}
-SIZES = (SIZE, {name: dict(zip(SHAPE, x, strict=True)) for name, x in SHAPES.items()})
-READING = "{model}, h_L {reading} the final norm"
-NAME = (
-    "lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}, {steps:,d} steps",
-    {READING: ANALYSIS, "baseline, {steps:,d} steps": BASELINE},
-)
-LOSS = ("lambda {losses.jreg.weight:g}, alpha {losses.jreg.alpha:g}", {"baseline": BASELINE})
-ROW = {"Size": SIZES, "Method": ("JREG (ours)", {"Baseline": BASELINE})}
-ROW["alpha"] = ("{losses.jreg.alpha:.1f}", {"-": BASELINE})
-HERE = "here: lambda {losses.jreg.weight:g}, {steps:,d} steps of {batch_size} x {seq_len}"
-LABELS = {"size": SIZES, "loss": LOSS, "steps": "{steps:,d}"}
-RUN_ON = SIZE + ", {steps:,d} steps"
-TASKS = printed("jreg")["tasks"]
+TASKS, FIGURE_4 = printed("jreg")["tasks"], printed("jreg")["figures"]["figure_4"]
 SETTINGS = dict.fromkeys((WEIGHT, ALPHA, *SHAPE, *READ, "analysis", "series"))
 SETTINGS |= dict.fromkeys(("steps", "batch_size", "seq_len"))
 TABLE_1 = (7.16, 22.2)  # zeta_L of its models: the lowest, the highest
@@ -86,7 +71,7 @@ def trainings(rows: Frame) -> Frame:
     """Models trained from nothing, without and with JREG."""
     rows = rows[rows["shape.layers"].notna()]
     shown = ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len")
-    return tidy.records(rows, TRAINED, shown, {"shape.layers": bool}, ALWAYS)
+    return tidy.records(rows, TRAINED, shown, {"shape.layers": tidy.ANY}, ALWAYS)
 
 
 def over_steps(runs: Runs) -> Frame:
@@ -101,16 +86,15 @@ def over_steps(runs: Runs) -> Frame:
 
 
 def table_1(runs: Runs) -> Frame:
-    rows = tidy.cells(tidy.matching(runs["displacement"], {"series": False}), RATES)
-    return tidy.labelled(rows, {"Model": "{model}"}, "here: h_L {reading} the final norm")
+    return tidy.cells(tidy.matching(runs["displacement"], {"series": False}), RATES)
 
 
 def table_2(runs: Runs) -> Frame:
-    return tidy.labelled(tidy.scores(runs["pretraining"], TASKS, "avg"), ROW, HERE)
+    return tidy.scores(runs["pretraining"], TASKS, "avg")
 
 
 def table_3(runs: Runs) -> Frame:
-    return tidy.labelled(tidy.cells(runs["pretraining"], RATES), ROW, HERE)
+    return tidy.cells(runs["pretraining"], RATES)
 
 
 def table_7(runs: Runs) -> Frame:
@@ -120,16 +104,13 @@ def table_7(runs: Runs) -> Frame:
     last = rows.groupby("record")["step"].transform("max")
     last = rows.steps.where(rows.steps.notna(), last).astype(float)
     shares = (20, 40, 60, 80, 100)
-    fifths = {f"{x}%": rows[rows["step"] == (x / 100 * last).round()] for x in shares}
-    labels = {"Model": ("{model}", {"trained here": {"shape.layers": bool}})}
-    labels["Size"] = ("-", SIZES[1])
-    here = (f"here: {NAME[0]}", {f"here: {name}": match for name, match in NAME[1].items()})
-    return tidy.labelled(tidy.cells(rows, fifths), labels, here)
+    return tidy.cells(
+        rows, {f"{x}%": rows[rows["step"] == (x / 100 * last).round()] for x in shares}
+    )
 
 
 def figure_5(runs: Runs) -> Frame:
-    rows = tidy.cells(tidy.matching(runs["pretraining"], BASELINE), {"zeta_L": ZETA})
-    return tidy.labelled(rows, {"Size": SIZES, "steps": "{steps:,d}"}, HERE)
+    return tidy.cells(tidy.matching(runs["pretraining"], BASELINE), {"zeta_L": ZETA})
 
 
 def pretraining(runs: Runs) -> Frame:
@@ -138,12 +119,12 @@ def pretraining(runs: Runs) -> Frame:
     tokens = first.assign(value=first.steps * first.batch_size * first.seq_len, low=None)
     columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
     columns |= dict(iter(tidy.scores(rows).groupby("what", sort=False)))
-    return tidy.labelled(tidy.cells(rows, columns), LABELS, "here")
+    return tidy.cells(rows, columns)
 
 
 def paired(runs: Runs) -> Frame:
     columns = {name: against_baseline(runs, what) for name, what in METRICS.items()}
-    return tidy.labelled(tidy.cells(runs["pretraining"], columns), LABELS, "here")
+    return tidy.cells(runs["pretraining"], columns)
 
 
 def against_baseline(runs: Runs, what: str) -> Frame:
@@ -156,30 +137,28 @@ def models(runs: Runs) -> Frame:
     first = rows.drop_duplicates("record")
     columns = {**RATES, "layers": first.assign(value=first["record"].map(layers))}
     columns |= {"tokens": "tokens", "text": first.assign(value=first.text)}
-    labels = {"model": "{model}", "h_L": "{reading} the final norm"}
-    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
+    return tidy.cells(rows, columns)
 
 
 # ---- figures
 
 
 def figure_2(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["displacement"], {"series": False})
-    return by_layer(rows, "{model}", "{reading} the final norm")
+    return by_layer(tidy.matching(runs["displacement"], {"series": False}))
 
 
 def psi(runs: Runs) -> Frame:
-    return by_layer(runs["curves"], SIZES, NAME)
+    return by_layer(runs["curves"])
 
 
-def by_layer(rows: Frame, panel: object, line: object) -> Frame:
+def by_layer(rows: Frame) -> Frame:
     """Displacements at the last step that all seeds of a record have."""
     rows = rows[rows.what == PSI].assign(column=DEPTH)
     step = rows["step"].fillna(0)
     seeds = rows.groupby("record")["run"].transform("nunique")
     having = rows.assign(at=step).groupby(["record", "at"])["run"].transform("nunique")
     last = step.where(having == seeds).groupby(rows["record"]).transform("max")
-    return tidy.points(rows[step == last], panel, line, "layer")
+    return rows[step == last]
 
 
 def figure_4(runs: Runs) -> Frame:
@@ -191,15 +170,15 @@ def figure_4(runs: Runs) -> Frame:
         steps = sorted(its["step"].unique())
         some = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))}
         chosen.append(its[its["step"].isin(some if len(steps) > 1 else ())].sort_values("step"))
-    made = tidy.points(pandas.concat(chosen), "", NAME, "layer")
-    return made.assign(panel=made.line, line=[f"step {step:,d}" for step in made["step"]])
+    made = pandas.concat(chosen)
+    panel = tidy.labelled(made, {"labels": {}, "here": FIGURE_4["line"]})["from"]
+    return made.assign(panel=panel, line=[f"step {step:,d}" for step in made["step"]])
 
 
 def curves(runs: Runs) -> Frame:
     panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
     rows = over_steps(runs)
-    every = {name: rows[rows.what == what] for name, what in panels.items()}
-    return tidy.points(tidy.cells(rows, every), (SIZE, {"checkpoints": ANALYSIS}), NAME)
+    return tidy.cells(rows, {name: rows[rows.what == what] for name, what in panels.items()})
 
 
 # ---- claims
@@ -208,26 +187,25 @@ def curves(runs: Runs) -> Frame:
 def mean_accuracy(runs: Runs) -> Frame:
     rows = runs["pretraining"]
     rows = pandas.concat([rows, tidy.scores(rows, TASKS, "avg")], ignore_index=True)
-    return tidy.claimed(against_baseline({"pretraining": rows}, "avg"), RUN_ON, LOSS)
+    return against_baseline({"pretraining": rows}, "avg")
 
 
 def below_baseline(runs: Runs) -> Frame:
-    return tidy.claimed(against_baseline(runs, ZETA), RUN_ON, LOSS, -1)
+    return against_baseline(runs, ZETA)
 
 
 def no_worse(runs: Runs) -> Frame:
-    return tidy.claimed(against_baseline(runs, NLL), RUN_ON, LOSS, -1)
+    return against_baseline(runs, NLL)
 
 
 def no_jump(runs: Runs) -> Frame:
     rows = tidy.matching(runs["pretraining"], OURS)
-    rows = rows[rows[ALPHA].astype(float) >= 0.5]
-    return tidy.claimed(within(rows, 0.0, 0.005), RUN_ON, LOSS)
+    return within(rows[rows[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
 
 
 def published(runs: Runs) -> Frame:
     rows = tidy.matching(runs["displacement"], {"series": False, "written here": False})
-    return tidy.claimed(within(rows, *TABLE_1), "{reading} the final norm", "{model}")
+    return within(rows, *TABLE_1)
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
@@ -245,8 +223,7 @@ def rising(runs: Runs) -> Frame:
     rows = over_steps(runs)
     finished = rows["run"].isin(runs["pretraining"]["run"]) & rows[WEIGHT].fillna(0).eq(0)
     rows = rows[(rows.what == ZETA) & (rows.series.notna() | finished)]
-    run_on = (RUN_ON, {READING: ANALYSIS})
-    made = [tidy.claimed(rows.head(0), run_on, "")]
+    made = [rows.head(0)]
     for _, its in rows.groupby("record", sort=False):
         table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)
         fifths = [round(x * max(table.columns, default=0) / 5) for x in range(1, 6)]
@@ -254,8 +231,8 @@ def rising(runs: Runs) -> Frame:
         for before, step in pairwise(steps):
             apart = (table[step] - table[before]).tolist()
             told = verdict(interval(apart), 1) if any(apart) else FAILS
-            row = its.head(1).assign(verdict=told, **tidy.as_row(interval(apart)))
-            made.append(tidy.claimed(row, run_on, f"step {step:,d}"))
+            row = its.head(1).assign(verdict=told, part=f"step {step:,d}")
+            made.append(row.assign(**tidy.as_row(interval(apart))))
     return pandas.concat(made, ignore_index=True)
 
 

@@ -13,23 +13,21 @@ from ffn_heterogeneity.report.tidy import Frame, Match
 from ffn_heterogeneity.report.versus import versus
 
 CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}  # known by the path of a text
-HERE = "here: windows of {window}"
 UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
 CHANCE = nucl.METHODS["Random"]
-PRUNED = {"model": "{model}", "share of neurons": "{ratio}"}
 RULE = (
     "{criterion}, {compensation}, reverse {reverse}, {protect} spared, on {calibration_corpus}",
     nucl.METHODS
     | {
-        "Random, {protect} spared": {**CHANCE, "protect": bool},
-        "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": bool},
+        "Random, {protect} spared": {**CHANCE, "protect": tidy.ANY},
+        "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": tidy.ANY},
         "{criterion}": nucl.PLAIN,
         "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
         "{criterion}, {compensation}": nucl.FREELY,
     },
 )
 # What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
-LOST = printed("massive_weights")["lost"]
+LOST, OURS = printed("massive_weights")["lost"], printed("massive_weights")["ours"]["tables"]
 NEEDED = ("", {"entropy": ENTROPY, "chance": CHANCE})
 for lose, who in LOST.items():
     NEEDED[1][f"entropy, {who} lost"] = {**ENTROPY, "lose": lose}
@@ -70,7 +68,8 @@ def removal(runs: Runs) -> Frame:
         "less entropy": than(rows, ENTROPY, every, "units"),
         "less chance": than(rows, CHANCE, every),
     }
-    return tidy.labelled(tidy.cells(rows, columns), {**PRUNED, "method": RULE}, HERE)
+    texts = {**OURS["removal"], "labels": {**OURS["removal"]["labels"], "method": RULE}}
+    return tidy.labelled(tidy.cells(rows, columns), texts)
 
 
 def needed(runs: Runs) -> Frame:
@@ -82,8 +81,7 @@ def needed(runs: Runs) -> Frame:
         "less entropy": than(rows, ENTROPY, every, "units"),
         "of entropy's advantage": of_advantage(fixed, ENTROPY, CHANCE, every),
     }
-    labels = {**PRUNED, "lost": ("{lose}", {"none": ENTROPY})}
-    return tidy.labelled(tidy.cells(rows, columns), labels, HERE)
+    return tidy.cells(rows, columns)
 
 
 def explained(runs: Runs) -> Frame:
@@ -91,16 +89,15 @@ def explained(runs: Runs) -> Frame:
     rows = tidy.matching(every, {"criterion": "random", "reverse": False, "compensation": "none"})
     columns = {"NLL": "nll", "less chance": than(rows, CHANCE, every)}
     columns["of entropy's advantage"] = of_advantage(rows, CHANCE, ENTROPY, every)
-    labels = {**PRUNED, "spared": ("{protect}", {"nobody": CHANCE})}
-    return tidy.labelled(tidy.cells(rows, columns), labels, HERE)
+    return tidy.cells(rows, columns)
 
 
-def at(rows: Frame, values: Mapping[str, Any], x: str, line: Any) -> Frame:
+def at(rows: Frame, values: Mapping[str, Any], x: str) -> Frame:
     """Each record's mean at its setting `x`."""
     rows = tidy.cells(rows, values)
     mean = rows.groupby(["record", "column"], observed=True)["value"].transform("mean")
     rows = rows.assign(value=mean, seed=None).drop_duplicates(["record", "column"])
-    return tidy.points(rows[rows[x] != tidy.IDLE], "{model}", line, x)
+    return rows[rows[x] != tidy.IDLE]
 
 
 def removal_by_ratio(runs: Runs) -> Frame:
@@ -113,9 +110,10 @@ def needed_by_ratio(runs: Runs) -> Frame:
 
 def by_ratio(runs: Runs, settings: Match, line: Any) -> Frame:
     rows = harm(tidy.matching(runs["removal"], {**nucl.PLAIN, **settings}), runs["removal"])
-    return at(rows, {"NLL less unpruned": rows}, "ratio", line)
+    rows = at(rows, {"NLL less unpruned": rows}, "ratio")
+    return rows.assign(line=tidy.labelled(rows, {"labels": {}, "here": line})["from"])
 
 
 def by_entropy(runs: Runs) -> Frame:
-    rows, base = tidy.matching(runs["removal"], ENTROPY), CHANCE | {"protect": "bos:5"}
-    return tidy.claimed(than(rows, base, runs["removal"]), "{model}, {ratio}", "entropy", -1)
+    rows = tidy.matching(runs["removal"], ENTROPY)
+    return than(rows, CHANCE | {"protect": "bos:5"}, runs["removal"])

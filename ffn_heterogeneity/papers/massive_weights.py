@@ -9,7 +9,7 @@ import pandas
 
 from ffn_heterogeneity.papers import massive_removal, nucl, printed
 from ffn_heterogeneity.papers.jreg import two_names
-from ffn_heterogeneity.papers.massive_removal import CORPORA, HERE, at, corpus, removals
+from ffn_heterogeneity.papers.massive_removal import CORPORA, at, corpus, removals
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS
@@ -25,29 +25,7 @@ TASKS = PRINTED["tasks"]
 MEAN, LONG = "mean accuracy (%)", ("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande")
 
 WHOLE = {"attack": "zero", "k": 0}
-ATTACKS = (
-    "top-{k} {attack}",
-    {
-        "-": WHOLE,
-        "top-5 zeroing": {"attack": "zero", "k": 5},
-        "top-5 retaining": {"attack": "retain", "k": 5},
-    },
-)
-READ = {"model": "{model}", "text": "{corpus}"}
 ALONE, ITS_STEP = {P0: tidy.IDLE}, {SCOPE: "massive", CURRICULUM: "step", P0: 0.8}
-DROPPED = f"{{trained.adapter}}, {{{SCOPE}}}, "
-METHOD = (
-    DROPPED + f"{{{CURRICULUM}}}, p0 {{{P0}:.1f}}",
-    {
-        DROPPED + f"exp, a {{{A}}}, p0 {{{P0}:.1f}}": {CURRICULUM: "exp"},
-        "LoRA": {"trained.adapter": "lora", **ALONE},
-        "LoRA + MacDrop": {"trained.adapter": "lora", **ITS_STEP},
-        "DoRA": {"trained.adapter": "dora", **ALONE},
-        "DoRA + MacDrop": {"trained.adapter": "dora", **ITS_STEP},
-    },
-)
-TUNED = {"model": "{model}", "method": METHOD, "attack": ("{attack} {k}", {"-": WHOLE})}
-
 # Of a training what its evaluations carry, as "trained.<key>".
 CARRIED = re.compile(
     r"adapter|steps|batch_size|seq_len|dropout|freeze|export\.weights|train_only|"
@@ -95,7 +73,7 @@ def adapted(rows: Frame) -> Frame:
 
     "trained.adapter" is "lora" or "nf4 + dora"; "macdrop.<key>" are idle where nothing was dropped.
     """
-    tuned = tunings(rows).drop_duplicates("run").set_index("run")
+    tuned = tunings(rows).drop_duplicates("run").set_index("run").copy()
     tuned["adapter"] = tuned.prepare.map(adapter_of)
     prepared = tuned.prepare.map(lambda names: "macdrop" in names).astype(bool)
     drops = prepared & tuned["macdrop.p0"].fillna(0).astype(bool)
@@ -113,7 +91,7 @@ def adapted(rows: Frame) -> Frame:
     own = own.assign(model=own.origin.map(tuned.model), seed=own.origin.map(tuned.seed))
     own = own.join(carried.add_prefix("trained."), on="origin")
     shown = ("model", "text", "trained.adapter", SCOPE, CURRICULUM, A, P0, *ATTACK)
-    return scored(tidy.records(own, ADAPTED, shown, {"trained.adapter": bool}))
+    return scored(tidy.records(own, ADAPTED, shown, {"trained.adapter": tidy.ANY}))
 
 
 def analyses(rows: Frame) -> Frame:
@@ -142,25 +120,26 @@ def dropping(rows: Frame) -> Frame:
 
 def table_1(runs: Runs) -> Frame:
     rows = tidy.matching(runs["attack"], {"k": [0, 5]})
-    texts = {name: tidy.matching(rows, {"corpus": x}) for name, x in CORPORA.items()}
-    columns = {name: x[x.what == "perplexity"] for name, x in texts.items()}
-    made = tidy.labelled(tidy.cells(rows, columns), {"Models": "{model}", "Attack": ATTACKS}, HERE)
-    by = ["Models", "Attack", "from"]
-    means = made.groupby([*by, "column"], observed=True)["value"].mean().groupby(by, observed=True)
-    means = means.agg(["mean", "size"]).reset_index()
-    whole = means[means["size"] == len(CORPORA)].rename(columns={"mean": "value"})
+    rows = tidy.labelled(rows, PRINTED["tables"]["table_1"])
+    texts = {
+        name: rows[(rows.corpus == x) & (rows.what == "perplexity")] for name, x in CORPORA.items()
+    }
     asked = {**{name: name for name in TASKS}, "Avg. (accuracy)": MEAN}
-    tasks = tidy.labelled(tidy.cells(rows, asked), {"Models": "{model}", "Attack": ATTACKS}, HERE)
+    made = tidy.cells(rows, {**texts, **asked})
+    by = ["Models", "Attack", "from"]
+    measured = made[made["column"].isin(list(CORPORA))]
+    means = measured.groupby([*by, "column"], observed=True)["value"].mean()
+    means = means.groupby(by, observed=True).agg(["mean", "size"]).reset_index()
+    whole = means[means["size"] == len(CORPORA)].rename(columns={"mean": "value"})
     whole = whole.assign(column="Avg. (perplexity)")
-    parts = [part.assign(column=part["column"].astype(object)) for part in (made, tasks)]
-    return pandas.concat([*parts, whole[[*by, "column", "value"]]], ignore_index=True)
+    return pandas.concat([made, whole[[*by, "column", "value"]]], ignore_index=True)
 
 
 def table_7(runs: Runs) -> Frame:
     first = runs["analysis"].drop_duplicates("record")
     layer = first.found.map(lambda x: str(int(x))).astype(object)
     columns = {"Layer": first.assign(value=layer), "Indices": first.assign(value=first.five)}
-    return tidy.labelled(tidy.cells(first, columns), {"Models": "{model}"}, "here")
+    return tidy.cells(first, columns)
 
 
 def table_4(runs: Runs) -> Frame:
@@ -173,16 +152,13 @@ def table_8(runs: Runs) -> Frame:
 
 def accuracies(runs: Runs, names: Iterable[str], attack: Match) -> Frame:
     columns = dict(zip((*names, "Avg."), (*TASKS, MEAN), strict=True))
-    rows = tidy.cells(tidy.matching(runs["adapted"], attack), columns)
-    return tidy.labelled(rows, {"Model": "{model}", "Method": METHOD})
+    return tidy.cells(tidy.matching(runs["adapted"], attack), columns)
 
 
 def table_5(runs: Runs) -> Frame:
     rows = tidy.matching(runs["adapted"], {**WHOLE, "trained.adapter": "lora", SCOPE: "massive"})
     rows = rows[rows.what == MEAN]
-    made = tidy.cells(rows, {str(p0): tidy.matching(rows, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)})
-    exp = {f"exp, a = {{{A}:.2f}}": {CURRICULUM: "exp"}}
-    return tidy.labelled(made, {"Curriculum": (f"{{{CURRICULUM}}}", exp)})
+    return tidy.cells(rows, {f"{p0}": tidy.matching(rows, {P0: p0}) for p0 in (0.2, 0.5, 0.8, 1.0)})
 
 
 # ---- ours
@@ -208,13 +184,12 @@ def macdrop(runs: Runs) -> Frame:
         "accuracy": MEAN,
         "accuracy less adapter alone": alone(rows, MEAN),
     }
-    return tidy.labelled(tidy.cells(rows, columns), READ | TUNED, "here")
+    return tidy.cells(rows, columns)
 
 
 def macdrop_questions(runs: Runs) -> Frame:
     rows = runs["adapted"]
-    made = tidy.cells(rows, {name: alone(rows, name, "units") for name in TASKS})
-    return tidy.labelled(made, TUNED, "here")
+    return tidy.cells(rows, {name: alone(rows, name, "units") for name in TASKS})
 
 
 def attacks(runs: Runs) -> Frame:
@@ -223,8 +198,7 @@ def attacks(runs: Runs) -> Frame:
     columns["NLL less unattacked"] = unattacked(rows, "nll", ATTACKED, "units")
     for name in TASKS:
         columns[f"{name} less unattacked"] = unattacked(rows, name, ATTACKED, "units")
-    labels = {**READ, "attack": "{attack}", "k": "{k}"}
-    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
+    return tidy.cells(rows, columns)
 
 
 # ---- figures
@@ -239,29 +213,25 @@ def figure_3(runs: Runs) -> Frame:
     middle = rows[rows.what.isin([f"{x}/median" for x in states.values()])]
     parts.append(middle.assign(line="median", what=middle.what.str.removesuffix("/median")))
     rows = pandas.concat(parts, ignore_index=True)
-    made = tidy.cells(rows, {name: rows[rows.what == what] for name, what in states.items()})
-    return tidy.points(made, "{model}", "", "layer").assign(line=made["line"])
+    return tidy.cells(rows, {name: rows[rows.what == what] for name, what in states.items()})
 
 
 def figure_4(runs: Runs) -> Frame:
-    return at(runs["attack"], {MEAN: MEAN}, "k", "{attack}")
+    return at(runs["attack"], {MEAN: MEAN}, "k")
 
 
 def figure_6(runs: Runs) -> Frame:
     rows = tidy.matching(runs["adapted"], {CURRICULUM: "constant"})
-    line = f"{{trained.adapter}}, {{{SCOPE}}}, {{attack}} {{k}}, {{corpus}}"
-    return at(rows, {MEAN: MEAN, "perplexity": "perplexity"}, P0, line)
+    return at(rows, {MEAN: MEAN, "perplexity": "perplexity"}, P0)
 
 
 def figure_7(runs: Runs) -> Frame:
     rows = tidy.matching(runs["tuning"], {"macdrop.scope": "massive"})
-    rows = rows[rows.what == "train/macdrop"].assign(column="p")
-    exp = {"exp, a = {macdrop.a:.2f}": {"macdrop.curriculum": "exp"}}
-    return tidy.points(rows, "p0 {macdrop.p0:.1f}", ("{macdrop.curriculum}", exp))
+    return rows[rows.what == "train/macdrop"].assign(column="p")
 
 
 def perplexity_by_k(runs: Runs) -> Frame:
-    return at(runs["attack"], {"perplexity": "perplexity"}, "k", "{attack}, {corpus}")
+    return at(runs["attack"], {"perplexity": "perplexity"}, "k")
 
 
 # ---- claims
@@ -273,39 +243,32 @@ def as_printed(runs: Runs) -> Frame:
     table = {name: f"{layer}; {five}" for name, layer, five in PRINTED["tables"]["table_7"]["rows"]}
     rows = rows[rows.model.isin(list(table))]
     told = (rows.text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
-    return tidy.claimed(rows.assign(verdict=told, value=rows.text, low=None), "{model}", "{model}")
+    return rows.assign(verdict=told, value=rows.text, low=None)
 
 
 def zeroing_and_retaining(runs: Runs) -> Frame:
     five, retain = ({"attack": x, "k": 5, "config.layer": None} for x in ("zero", "retain"))
-    apart = versus(runs["attack"], "nll", five, retain, ATTACKED, ("attack",))
-    return tidy.claimed(apart, "{model}, {corpus}", "{corpus}")
+    return versus(runs["attack"], "nll", five, retain, ATTACKED, ("attack",))
 
 
 def zeroing_three(runs: Runs) -> Frame:
     three = {"attack": "zero", "k": 3}
-    apart = unattacked(runs["attack"], "nll", ATTACKED, these=three)
-    return tidy.claimed(apart, "{model}, {corpus}", "{corpus}")
+    return unattacked(runs["attack"], "nll", ATTACKED, these=three)
 
 
 def macdrop_under_attack(runs: Runs) -> Frame:
-    return dropped(runs, {"attack": "zero", "k": 3, **ITS_STEP}, "nll", -1)
+    return alone(runs["adapted"], "nll", these={"attack": "zero", "k": 3, **ITS_STEP})
 
 
 def macdrop_on_tasks(runs: Runs) -> Frame:
-    return dropped(runs, {**WHOLE, **ITS_STEP}, MEAN, 1)
+    return alone(runs["adapted"], MEAN, these={**WHOLE, **ITS_STEP})
 
 
 def always_dropped(runs: Runs) -> Frame:
     """The positive control. It need not stand the attack: LoRA beside gate and up keeps those
     neurons alive in training."""
     always = {SCOPE: "massive", CURRICULUM: "constant", P0: 1.0}
-    return dropped(runs, {"attack": "zero", "k": 3, **always}, "nll", -1)
-
-
-def dropped(runs: Runs, settings: Match, what: str, sign: int) -> Frame:
-    apart = alone(runs["adapted"], what, these=settings)
-    return tidy.claimed(apart, "{model}, {trained.adapter}, {corpus}", METHOD, sign)
+    return alone(runs["adapted"], "nll", these={"attack": "zero", "k": 3, **always})
 
 
 ALSO = massive_removal  # its tables, figures and claim

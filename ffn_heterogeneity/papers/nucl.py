@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas
 
@@ -25,29 +26,17 @@ REMOVED = ("model", *REMOVAL, *SIZE, *EVALUATION)  # equal in the runs of a remo
 TUNED = ["model", "revision", "seq_len", "batch_size", "steps", "dropout", "freeze", "train_only"]
 TUNED += ["data.", "optimizer.", "losses."]
 
-# Method of Table 4 (below the six: ours) -> the settings that make a removal it.
+TABLES, TASKS = PRINTED["tables"], PRINTED["tasks"]
+GAINS = PRINTED["ours"]["tables"]["gains"]
+METHODS = PRINTED["names"]["method"][1]
+OUTGOING = PRINTED["names"]["connections"][1]["FFN outgoing"]
+UNPRUNED, ENTROPY = METHODS["Pre-trained baseline"], METHODS["Entropy-based"]
+STANDARD, MSTD = {WEIGHT: [0, None]}, {WEIGHT: tidy.ANY, VARIANT: "mstd"}
 FREELY = {"reverse": False, "protect": ""}
 PLAIN = {"compensation": "none", "lose": "", **FREELY}
-METHODS = PRINTED["methods"]
-METHOD = ("{criterion}, {compensation}, reverse {reverse}", METHODS)
 WEAK = {"criterion": ["similarity", "magnitude"], **FREELY}
 WEAK["compensation"] = ["none", "sum", "least_squares"]
-# config.layers counts from 0, the paper from 1; in Gemma-2 layer 0 is local.
-LAYERS = ("{layers}", PRINTED["layers"])
-TASKS = PRINTED["tasks"]
-
-# Presets of this library, and the last parts of hub ids.
-SIZES = {x: {"model": [f"gemma2_{x.lower()}", f"gemma-2-{x.lower()}"]} for x in ("2B", "9B", "27B")}
-DATA = {"GSM8K": {"data.task": "gsm8k"}, "MBPP": {"data.task": "mbpp"}}
-SCORES = {"GSM8K (accuracy in %)": DATA["GSM8K"], "MBPP (3-shot success rate in %)": DATA["MBPP"]}
-PLACES = {name: {TARGETS: (target,)} for name, target in PRINTED["targets"].items()}
-STANDARD, MSTD = {WEIGHT: [0, None]}, {WEIGHT: bool, VARIANT: "mstd"}
-OUTGOING = PLACES["FFN outgoing"]
-GAINS = PRINTED["ours"]["tables"]["gains"]["columns"]
 QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
-
-
-UNPRUNED, ENTROPY = METHODS["Pre-trained baseline"], METHODS["Entropy-based"]
 # In runs whose config does not have them.
 SETTINGS = dict.fromkeys((*REMOVAL, *SIZE, *EVALUATION, WEIGHT, VARIANT, TARGETS))
 SETTINGS |= dict.fromkeys(("shape.layers", "data.task", "data.path"))
@@ -72,18 +61,20 @@ def trainings(rows: Frame) -> Frame:
     """Fine-tuning with and without NUCL; its own task's accuracy is "score"."""
     rows = rows[rows[TARGETS].notna() & rows["shape.layers"].isna()]
     shown = ("model", "data.task", "data.path", VARIANT, WEIGHT, TARGETS)
-    rows = tidy.records(rows, TUNED, shown, {TARGETS: bool}, (NUCL,))
+    rows = tidy.records(rows, TUNED, shown, {TARGETS: tidy.ANY}, (NUCL,))
     own = tidy.scores(rows, {task: (task, None) for task in rows["data.task"].dropna().unique()})
     own = own[own.what == own["data.task"]].assign(what=SCORE)
     return pandas.concat([rows, own], ignore_index=True)
 
 
-def lowest(rows: Frame, labels: Sequence[str]) -> Frame:
+def lowest(rows: Frame, texts: Mapping[str, Any]) -> Frame:
     """The records whose last validation loss is lowest among those with their labels."""
+    rows = tidy.labelled(rows, texts)
     losses = tidy.cells(rows, {NLL: NLL}).groupby("record")["value"].mean()
     found = rows.drop_duplicates("record")
     found = found.assign(loss=found["record"].map(losses)).sort_values("loss", kind="stable")
-    found = found[found.loss.notna()].drop_duplicates([*labels, "from"])
+    labels = [*texts["labels"], "from", *(["column"] if "cells" in texts else [])]
+    found = found[found.loss.notna()].drop_duplicates(labels)
     return rows[rows["record"].isin(found["record"])]
 
 
@@ -99,53 +90,43 @@ def times_unpruned(rows: Frame, every: Frame) -> Frame:
 
 
 def table_2(runs: Runs) -> Frame:
-    every = runs["training"]
-    labels = {"Model size": ("{model}", SIZES), "column": ("{data.task}", DATA)}
-    rows = tidy.labelled(tidy.matching(every, {**MSTD, **OUTGOING}), labels, "here: {data.task}")
-    return against_standard(lowest(rows, list(labels)), SCORE, every, "percent")
+    rows = lowest(tidy.matching(runs["training"], MSTD | OUTGOING), TABLES["table_2"])
+    return against_standard(rows, SCORE, runs["training"], "percent")
 
 
 def table_3(runs: Runs) -> Frame:
-    every = tidy.matching(runs["training"], DATA["GSM8K"])
-    labels = {"Weight matrices": ("{losses.nucl.targets}", PLACES)}
-    best = lowest(tidy.labelled(tidy.matching(every, MSTD), labels), list(labels))
-    gains = against_standard(best, SCORE, every, "percent")
+    rows = tidy.matching(runs["training"], MSTD | {"data.task": "gsm8k"})
+    gains = against_standard(lowest(rows, TABLES["table_3"]), SCORE, runs["training"], "percent")
     return gains.assign(column="Relative gain (in %)")
 
 
 def table_4(runs: Runs) -> Frame:
     rows = tidy.matching(runs["removal"], {"layers": "all", "ratio": [0.25, tidy.IDLE]})
-    labels = {"Pruning": ("25%", {"0%": UNPRUNED}), "Method": METHOD}
-    return tidy.labelled(tidy.scores(rows, TASKS, "Average"), labels)
+    return tidy.scores(rows, TASKS, "Average")
 
 
 def table_5(runs: Runs) -> Frame:
     rows = tidy.matching(runs["removal"], {**ENTROPY, "layers": ["bottom", "top", "odd", "even"]})
     rows = tidy.scores(rows, TASKS, "Average accuracy")
-    return tidy.labelled(rows[rows.what == "Average accuracy"], {"Layers": LAYERS})
+    return rows[rows.what == "Average accuracy"]
 
 
 def table_8(runs: Runs) -> Frame:
     rows = tidy.matching(runs["training"], {**OUTGOING, "data.task": ["gsm8k", "mbpp"]})
-    methods = {"Standard fine-tuning": STANDARD, "NUCL fine-tuning": MSTD}
-    models = {f"Gemma-{size}": match for size, match in SIZES.items()}
-    labels = {"Task": ("{data.task}", SCORES), "Method": ("NUCL {losses.nucl.variant}", methods)}
-    labels["column"] = ("{model}", models)
-    best = lowest(tidy.labelled(rows, labels), list(labels))
+    best = lowest(rows, TABLES["table_8"])
     return best[best.what == SCORE]
 
 
 def gains(runs: Runs) -> Frame:
     """Gains and their z, of the paper's Tables 7 and 8 and of ours."""
-    labels = {"task": ("{data.task}", DATA), "model": "{model}"}
-    rows = tidy.labelled(tidy.matching(runs["training"], OUTGOING), labels, "here")
-    standard, ours = (lowest(tidy.matching(rows, x), list(labels)) for x in (STANDARD, MSTD))
+    sides = (tidy.matching(runs["training"], {**OUTGOING, **match}) for match in (STANDARD, MSTD))
+    standard, ours = (lowest(rows, GAINS) for rows in sides)
     own = [x[x.what == SCORE] for x in (standard, ours)]
     hows = ("difference", "percent", "z")
     apart = [against_standard(ours, SCORE, runs["training"], how) for how in hows]
-    columns = dict(zip(GAINS, (*own, *apart), strict=True))
-    tables = (PRINTED["tables"][key] for key in ("table_7", "table_8"))
-    return pandas.concat([*map(gains_of, tables), tidy.cells(rows, columns)], ignore_index=True)
+    made = tidy.cells(ours, dict(zip(GAINS["columns"], (*own, *apart), strict=True)))
+    printed_ones = [gains_of(TABLES[key]) for key in ("table_7", "table_8")]
+    return pandas.concat([*printed_ones, made], ignore_index=True)
 
 
 def gains_of(table: dict) -> Frame:
@@ -157,7 +138,7 @@ def gains_of(table: dict) -> Frame:
         pairs = [found[task, f"{x} fine-tuning"] for x in ("Standard", "NUCL")]
         for model, a, b in zip(table["columns"], *pairs, strict=True):
             z = two_proportions(a, b, QUESTIONS.get(name))
-            cells_of = zip(GAINS, (a, b, b - a, 100 * (b / a - 1), z), strict=True)
+            cells_of = zip(GAINS["columns"], (a, b, b - a, 100 * (b / a - 1), z), strict=True)
             made += [(name, model, "paper", *cell) for cell in cells_of if cell[1] is not None]
     return pandas.DataFrame(made, columns=["task", "model", "from", "column", "value"])
 
@@ -166,10 +147,7 @@ def finetuning(runs: Runs) -> Frame:
     rows = runs["training"]
     columns = {"validation NLL": NLL, "less standard": against_standard(rows, NLL, rows)}
     columns |= dict(iter(tidy.scores(rows[rows.task.notna()]).groupby("what", sort=False)))
-    labels = {"model": "{model}", "data": "{data.task}", "loss": "{losses.nucl.variant}"}
-    labels["connections"] = ("{losses.nucl.targets}", PLACES)
-    labels["alpha"] = "{losses.nucl.weight:g}"
-    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
+    return tidy.cells(rows, columns)
 
 
 def removal(runs: Runs) -> Frame:
@@ -178,8 +156,7 @@ def removal(runs: Runs) -> Frame:
     columns["% of parameters"] = "parameters_removed_percent"
     columns |= {"norm of lambda": "largest_lambda_norm", "condition": "largest_condition"}
     columns |= dict(iter(tidy.scores(rows).groupby("what", sort=False)))
-    labels = {"model": "{model}", "method": METHOD, "layers": LAYERS}
-    return tidy.labelled(tidy.cells(rows, columns), labels, "here")
+    return tidy.cells(rows, columns)
 
 
 # ---- figures and claims
@@ -196,16 +173,14 @@ def figure_3(runs: Runs) -> Frame:
 def over_training(runs: Runs, name: str, what: str) -> Frame:
     """A panel for each model and variant."""
     rows = tidy.matching(runs["curves"], OUTGOING)
-    rows = rows[rows.what == what].assign(column=name)
-    return tidy.points(rows, "{model}, {losses.nucl.variant}", "alpha = {losses.nucl.weight:g}")
+    return rows[rows.what == what].assign(column=name)
 
 
 def figure_4(runs: Runs) -> Frame:
     rows = tidy.matching(runs["removal"], ENTROPY)
     rows = times_unpruned(rows[rows.layers.str.startswith("pair:")], runs["removal"])
     pair = rows.layers.str.removeprefix("pair:").astype(int)
-    rows = rows.assign(pair=pair, column="perplexity x unpruned")
-    return tidy.points(rows, "by perplexity (ours)", "{model}", "pair")
+    return rows.assign(pair=pair, column="perplexity x unpruned")
 
 
 def entropy_of_mstd(runs: Runs) -> Frame:
@@ -218,16 +193,15 @@ def loss_of_mstd(runs: Runs) -> Frame:
 
 def mstd_against_gini(runs: Runs, what: str) -> Frame:
     ours, base = MSTD | OUTGOING, {VARIANT: "gini"}
-    apart = versus(runs["training"], what, ours, base, TUNED, (VARIANT,))
-    return tidy.claimed(apart, "{model}, {data.task}", "alpha = {losses.nucl.weight:g}", -1)
+    return versus(runs["training"], what, ours, base, TUNED, (VARIANT,))
 
 
 def by_entropy(runs: Runs) -> Frame:
-    return tidy.claimed(against_chance(runs, ENTROPY), "{model}, {layers}", "entropy", -1)
+    return against_chance(runs, ENTROPY)
 
 
 def by_weak_criteria(runs: Runs) -> Frame:
-    return tidy.claimed(against_chance(runs, WEAK), "{model}, {layers}", METHOD)
+    return against_chance(runs, WEAK)
 
 
 def against_chance(runs: Runs, settings: Match) -> Frame:

@@ -12,7 +12,7 @@ from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
-from ffn_heterogeneity.report.tidy import Frame
+from ffn_heterogeneity.report.tidy import Frame, Match
 from ffn_heterogeneity.report.versus import by_seed, versus
 
 PRINTED = printed("p32")
@@ -22,20 +22,10 @@ SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
 POOLING = ("model", "pooling", "lambda_rate", "final_norm", "truncate.blocks", "data.fraction")
 SAME = [*POOLING, "data.task", "optimizer.", "losses.", "nf4.", "lora."]
 SAME += ["prepare", "epochs", "batch_size", "dropout", "compute_dtype"]
-BASELINE, AVERAGE = {"pooling": "last"}, {"pooling": "average"}
-OURS = {"pooling": "p32", "lambda_rate": bool}
-METHODS = {
-    "Baseline": BASELINE,
-    "P-32": OURS,
-    "Avg.Pool": AVERAGE,
-    "P-32, lambda at the model's rate": {"pooling": "p32"},
-    "scalar mix (ELMo)": {"pooling": "scalar_mix"},
-}
-PAPERS_NAMES = {"P-32 (ours)" if name == "P-32" else name: its for name, its in METHODS.items()}
-METHOD = ("{pooling}", METHODS)
+METHODS = PRINTED["names"]["method"][1]
+BASELINE, OURS, AVERAGE = (METHODS[name] for name in ("Baseline", "P-32", "Avg.Pool"))
 ALL_BLOCKS = {"truncate.blocks": [0, None]}
 WHOLE = {**ALL_BLOCKS, "data.fraction": 1.0}
-LABELS = {"model": "{model}", "task": "{data.task}", "method": METHOD}
 SETTINGS = dict.fromkeys((*SAME, "objective"))
 
 
@@ -45,7 +35,7 @@ SETTINGS = dict.fromkeys((*SAME, "objective"))
 def classifiers(rows: Frame) -> Frame:
     """Runs on labelled rows: "score" in percent, of the best evaluation; how far from average."""
     rows = rows[(rows.objective == "labels") & rows.pooling.notna()]
-    rows = tidy.records(rows, SAME, ("data.task", *POOLING, "losses."), {"pooling": bool})
+    rows = tidy.records(rows, SAME, ("data.task", *POOLING, "losses."), {"pooling": tidy.ANY})
     best = rows[rows.what.str.startswith(BEST)]
     name = best.set_index("run").what.str.removeprefix(BEST)
     test = rows[rows.what == "test/" + rows["run"].map(name).astype(object)]
@@ -73,13 +63,14 @@ def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
     return versus(runs["classifier"], what, settings, base, SAME, ("pooling", "lambda_rate"))
 
 
-# ---- the paper's tables
+# ---- tables
 
 
-def scores(rows: Frame, labels: dict, here: str = "here: {model}") -> Frame:
-    """Rows of a table with a column for each task. The mean of all nine stays out: MNLI's second
-    set is no column of one run, and nobody has run all of them."""
-    return tidy.labelled(rows[rows.what == SCORE], {**labels, "column": "{data.task}"}, here)
+def scores(runs: Runs, match: Match) -> Frame:
+    """The mean of all nine tasks stays out: MNLI's second set is no column of one run, and nobody
+    has run all of them."""
+    rows = tidy.matching(runs["classifier"], match)
+    return rows[rows.what == SCORE]
 
 
 def table_1(runs: Runs) -> Frame:
@@ -87,36 +78,29 @@ def table_1(runs: Runs) -> Frame:
     rows = rows[rows.what == "parameters"].drop_duplicates("model").assign(differs="")
     depth = rows[rows.blocks.notna()]
     depth = depth.assign(value=depth.blocks.astype(float))
-    columns = {"# Transformer Blocks": depth, "# Parameters": rows}
-    return tidy.labelled(tidy.cells(rows, columns), {"Model": "{model}"}, "here")
+    return tidy.cells(rows, {"# Transformer Blocks": depth, "# Parameters": rows})
 
 
 def table_2(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], WHOLE)
-    return scores(rows, {"Model": "{model}", "Method": ("{pooling}", PAPERS_NAMES)}, "here")
+    return scores(runs, WHOLE)
 
 
 def table_3(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": False})
-    return scores(rows, {"Num Blocks": "{blocks}"})
+    return scores(runs, {**BASELINE, "data.fraction": 1.0, "tuned": False})
 
 
 def table_4(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0, "tuned": True})
-    return scores(rows, {"Num Blocks": "{blocks}"})
+    return scores(runs, {**BASELINE, "data.fraction": 1.0, "tuned": True})
 
 
 def table_5(runs: Runs) -> Frame:
     rows = tidy.matching(runs["classifier"], WHOLE).drop_duplicates(["data.task", "model", "what"])
     columns = {"# Train Samples": "train/rows", "Avg. Input Length": "train/tokens_a_row"}
-    return tidy.labelled(tidy.cells(rows, columns), {"Dataset": "{data.task}"}, "here: {model}")
+    return tidy.cells(rows, columns)
 
 
 def table_6(runs: Runs) -> Frame:
-    return scores(tidy.matching(runs["classifier"], WHOLE), {"Method": METHOD})
-
-
-# ---- ours
+    return scores(runs, WHOLE)
 
 
 def paired(runs: Runs) -> Frame:
@@ -131,13 +115,16 @@ def paired(runs: Runs) -> Frame:
         DEPTH: DEPTH,
         PEAK: PEAK,
     }
-    return tidy.labelled(tidy.cells(rows, columns), LABELS, "here")
+    return tidy.cells(rows, columns)
 
 
 def test_sets(runs: Runs) -> Frame:
     rows = tidy.matching(runs["classifier"], WHOLE)
     tested = against(runs, WHOLE, BASELINE, TEST)
-    return tidy.labelled(tidy.cells(rows, {"score": TEST, "less Baseline": tested}), LABELS, "here")
+    return tidy.cells(rows, {"score": TEST, "less Baseline": tested})
+
+
+# ---- figures
 
 
 def figure_2(runs: Runs) -> Frame:
@@ -145,24 +132,19 @@ def figure_2(runs: Runs) -> Frame:
     rows = tidy.matching(runs["classifier"], {"pooling": "p32", **WHOLE})
     sizes = rows[rows.what == "train/rows"].set_index("run")["value"]
     rows = rows[rows.what == "lambda"].assign(column="raw lambda")
-    rows = rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
-    shared = {"{data.task}, the model's rate": {"lambda_rate": None}}
-    return tidy.points(rows, "{model}", ("{data.task}", shared), "layer")
+    return rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
 
 
 def figure_3(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
-    rows = rows[(rows.what == SCORE) & rows.pooling.isin(["last", "p32"])]
+    rows = scores(runs, {"data.task": "stsb", **ALL_BLOCKS, "pooling": ["last", "p32"]})
     rows = rows.assign(column="Spearman's correlation (%)", differs="")
-    several = rows.groupby(["model", "pooling"])["data.fraction"].transform("nunique") > 1
-    return tidy.points(rows[several], "{model}", METHOD, "data.fraction")
+    return rows[rows.groupby(["model", "pooling"])["data.fraction"].transform("nunique") > 1]
 
 
 def figure_4(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], {**BASELINE, "data.fraction": 1.0})
-    rows = rows[rows.what == SCORE].assign(column="score (%)", differs="")
-    several = rows.groupby(["model", "data.task"]).blocks.transform("nunique") > 1
-    return tidy.points(rows[several], "{model}", "{data.task}", "blocks")
+    rows = scores(runs, {**BASELINE, "data.fraction": 1.0})
+    rows = rows.assign(column="score (%)", differs="")
+    return rows[rows.groupby(["model", "data.task"]).blocks.transform("nunique") > 1]
 
 
 # ---- claims
@@ -187,7 +169,8 @@ def gains() -> Frame:
 
 
 def with_ours(paper: Frame, ours: Frame) -> Frame:
-    return pandas.concat([paper, tidy.claimed(ours, "{model}", "{data.task}")], ignore_index=True)
+    ours = tidy.claimed(ours, PRINTED["claims"]["above_baseline"])
+    return pandas.concat([paper, ours], ignore_index=True)
 
 
 def above_baseline(runs: Runs) -> Frame:
@@ -210,7 +193,7 @@ def depths(runs: Runs) -> dict[tuple[str, str], dict[int, float]]:
                 found.setdefault((model, task), {})[int(n)] = value
     rows = figure_4(runs)
     for (model, task), its in rows.groupby(["model", "data.task"], sort=False):
-        found[model, task] = its.groupby("x")["y"].mean().sort_index().to_dict()
+        found[model, task] = its.groupby("blocks")["value"].mean().sort_index().to_dict()
     return found
 
 
@@ -242,14 +225,12 @@ def peak_at_best_depth(runs: Runs) -> Frame:
     for model, task, peak in zip(rows.model, rows["data.task"], rows["value"], strict=True):
         known = (model, task) in best
         verdicts.append(told(best[model, task] == peak) if known else OPEN)
-    return tidy.claimed(rows.assign(verdict=verdicts), "{model}", "{data.task}, seed {seed}")
+    return rows.assign(verdict=verdicts)
 
 
 def gap_grows(runs: Runs) -> Frame:
     """Seed by seed, the gain on a fifth of STS-B's rows less that on all."""
-    rows = tidy.matching(runs["classifier"], {"data.task": "stsb", **ALL_BLOCKS})
-    rows = rows[rows.what == SCORE]
-    made = []
+    rows, made = scores(runs, {"data.task": "stsb", **ALL_BLOCKS}), []
     for _, its in rows.groupby("model"):
         sides = {}
         for share in (0.2, 1.0):
@@ -258,7 +239,7 @@ def gap_grows(runs: Runs) -> Frame:
             sides[share] = {seed: ours[seed] - base[seed] for seed in ours if seed in base}
         apart = [x - sides[1.0][seed] for seed, x in sides[0.2].items() if seed in sides[1.0]]
         made.append(its.head(1).assign(**tidy.as_row(interval(apart))))
-    return tidy.claimed(pandas.concat(made) if made else rows.head(0), "{model}", "stsb")
+    return pandas.concat(made) if made else rows.head(0)
 
 
 def regressions(column: str, low: bool) -> Frame:

@@ -144,7 +144,7 @@ def _against(value: float | None, first: float | None) -> tuple[str, str]:
 
 
 def notes_of(runs: Runs) -> Iterator[str]:
-    """What a reader has to know."""
+    """Remarks for a reader: what is missing, and what is not finite."""
     for run, label in runs.settings[~runs.settings.index.isin(runs.rows["run"])]["label"].items():
         yield f"{label}: without results: {os.path.basename(run)}"
     bad = runs.curves[~np.isfinite(runs.curves["value"])]

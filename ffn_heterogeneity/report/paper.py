@@ -32,16 +32,16 @@ class Paper(NamedTuple):
     paper's captions, "ours" under titles, "claims".
 
     Attributes:
-      printed: {"paper": its title, "tables": {key: {caption, labels, columns, rows, notes}},
-        "figures": {key: {caption, x, xlabel, log, heat}}, "ours": {"tables": {key: {title, labels,
-        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated}}}; null is not
-        printed, or cut off in the copy at hand.
-      functions: by name. Of a table: runs -> rows with a column for each label, the name of their
-        cell in "column" (else "what"), and in "from" what the row says of itself; several rows of
-        a cell are its seeds. Rows whose labels are those of a printed row stand below it; the
-        others follow. A printed table without a function is one that nobody can measure here. Of
-        a figure: runs -> points: columns "panel", "value" (the name of y), "line", "seed", "x",
-        "y". Of a claim: runs -> rows: "run on", the name of a part, its value and "verdict".
+      printed: {"paper": its title, "tables": {key: {caption, labels, cells, here, columns, rows,
+        notes}}, "figures": {key: {caption, panel, line, x, xlabel, log, heat}}, "ours": {"tables":
+        {key: {title, ..}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated,
+        run on, part, sign}}}; null is not printed, or cut off in the copy at hand.
+      functions: by name. Of a table: runs -> rows, the name of their cell in "column" (else
+        "what"); `tidy.labelled` gives them the labels, unless they have "from". Several rows of a
+        cell are its seeds. Rows whose labels are those of a printed row stand below it; the others
+        follow. A printed table without a function is one that nobody can measure here. Of a
+        figure: runs -> rows that `tidy.points` gives their place. Of a claim: runs -> rows that
+        `tidy.claimed` gives their verdict.
       kinds: name -> what picks its runs from the rows of all and from their curves.
       curves: the measurements of metrics.jsonl that are read.
       settings: setting -> what it is in runs whose config does not have it.
@@ -96,7 +96,7 @@ def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
     """(run -> its state, kind -> rows) of the runs at `paths`."""
     read = frame.everything(*paths, what=paper.curves)[:2]
     rows, curves = (tidy.known(tidy.plain(one), paper.settings) for one in read)
-    rows = tidy.evaluated(rows)
+    rows, curves = tidy.evaluated(rows).copy(), curves.copy()  # in one piece for new columns
     states = dict.fromkeys(rows["run"], "finished")
     for run, step in curves.groupby("run", sort=False)["step"].max().items():
         states.setdefault(run, f"not finished, at step {step}")
@@ -130,8 +130,10 @@ def draw_table(
     key: str, make: Callable[[Runs], Frame] | None, texts: Mapping[str, Any], runs: Runs
 ) -> Drawn:
     """The paper's rows, below each what was measured here; then what the paper has not."""
-    labels, columns = texts["labels"], texts.get("columns", [])
+    labels, columns = list(texts["labels"]), texts.get("columns", [])
     made = make(runs) if make else None
+    if made is not None and "from" not in made:
+        made = tidy.labelled(made, texts)
     # Labels of a row -> where it is from -> column -> cell.
     rows: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in texts.get("rows", ()):
@@ -214,7 +216,9 @@ def draw_claims(paper: Paper, runs: Runs) -> Drawn:
     for key, texts in paper.printed["claims"].items():
         stated = (texts["statement"], texts["stated"])
         found: dict[str, dict[str, tuple[list, str]]] = {}
-        for row in paper.functions[key](runs).to_dict("records"):
+        made = paper.functions[key](runs)
+        made = made if "run on" in made else tidy.claimed(made, texts)
+        for row in made.to_dict("records"):
             parts = found.setdefault(str(row["run on"]), {})
             parts.setdefault(str(row["part"]), ([], row["verdict"]))[0].append(spread(row))
         for name, parts in found.items():
@@ -246,7 +250,7 @@ def draw_figure(
     key: str, make: Callable[[Runs], Frame], texts: Mapping[str, Any], runs: Runs
 ) -> Drawn:
     """A figure, and its points."""
-    made, x_name = make(runs), texts.get("x", "step")
+    made, x_name = tidy.points(make(runs), texts), texts.get("x", "step")
     rows, panels = [], []
     for (title, ylabel), its in made.groupby(["panel", "value"], sort=False, observed=True):
         lines = []

@@ -22,6 +22,7 @@ from ffn_heterogeneity.report.frame import SETTINGS
 from ffn_heterogeneity.report.stats import Spread
 
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
+ANY = "*"  # of a match: the setting has some value
 IDLE = "-"  # of a setting that does not apply to a run
 ABSENT = "absent"  # in "how": asked for, and not measured
 OWN = (*FIELDS, "run", "by", "record", "differs", "told")  # columns that are no setting
@@ -60,16 +61,16 @@ def known(rows: Frame, defaults: Match) -> Frame:
     """The rows with these settings, of their default where a run does not say."""
     absent = [name for name in defaults if name not in rows]
     rows = rows.join(pandas.DataFrame(None, rows.index, absent, dtype=object))
-    rows = rows.fillna({name: value for name, value in defaults.items() if value is not None})
-    return rows.copy()  # in one piece: columns are added to it
+    return rows.fillna({name: value for name, value in defaults.items() if value is not None})
 
 
 def fits(row: Match, match: Match) -> bool:
-    """True if every setting is as wanted, or one of a list; None: missing; `bool`: truthy."""
+    """True if every setting is as wanted, or one of a list; None: missing; ANY: not empty or 0."""
     for name, wanted in match.items():
         value = None if is_missing(row.get(name)) else row[name]
+        value = list(value) if isinstance(value, tuple) else value
         several = wanted if isinstance(wanted, list) else [wanted]
-        if not (bool(value) if wanted is bool else value in several):
+        if not (bool(value) if wanted == ANY else value in several):
             return False
     return True
 
@@ -81,14 +82,16 @@ def matching(rows: Frame, match: Match) -> Frame:
     return rows[rows["run"].isin(chosen)]
 
 
-def labelled(rows: Frame, labels: Mapping[str, Any], here: Any = "here: {model}") -> Frame:
-    """The rows with a column for each label, and "from": `here` with what sets the record apart.
+def labelled(rows: Frame, texts: Mapping[str, Any]) -> Frame:
+    """The rows with a column for each label, and "from": "here" with what sets the record apart.
 
     Args:
-      labels: column -> format, "{steps:,d} steps", or (format, {name: settings}): the name of the
-        first settings that fit. Ordered: those names first, as they stand.
+      texts: of a table, "labels": {column: label}, and of "column" ("cells") and "from" ("here"),
+        where it says them. A label is a format, "{steps:,d} steps", or [format, {name: settings}]:
+        the name of the first settings that fit. Ordered: those names first, as they stand.
     """
-    every = {**labels, "from": here}
+    every = {**texts["labels"], "from": texts.get("here", "here: {model}")}
+    every |= {"column": texts["cells"]} if "cells" in texts else {}
     made = {name: _named(rows, x) for name, x in every.items()}
     made["from"] = made["from"].astype(object) + rows["differs"]
     return rows.assign(**made)
@@ -268,21 +271,27 @@ def last(rows: Frame) -> Frame:
     return rows.sort_values("step", kind="stable").drop_duplicates(names, keep="last")
 
 
-def points(rows: Frame, panel: Any, line: Any, x: str = "step") -> Frame:
-    """Points of a figure: a panel for each label `panel` and each "column", a line for each `line`
-    and what sets its record apart."""
-    rows = labelled(rows[rows[x].notna()], {"panel": panel}, line)
-    return rows.assign(value=rows["column"], line=rows["from"], x=rows[x], y=rows["value"])
+def points(rows: Frame, texts: Mapping[str, Any]) -> Frame:
+    """Points of a figure: a panel for each label "panel" and each "column", a line for each "line"
+    and what sets its record apart; as the rows have them, if they do."""
+    x = texts.get("x", "step")
+    rows = rows[rows[x].notna()]
+    rows = rows.assign(value=rows["column"], x=rows[x], y=rows["value"])
+    made = labelled(rows, {"labels": {"panel": texts["panel"]}, "here": texts["line"]})
+    made = made.rename(columns={"from": "line"})[["panel", "line"]]
+    return rows.assign(**{name: made[name] for name in made if name not in rows})
 
 
-def claimed(rows: Frame, run_on: Any, part: Any, sign: int = 1) -> Frame:
-    """Parts of a claim: a value above 0 (`sign` 1), or below, says that a part holds, unless
+def claimed(rows: Frame, texts: Mapping[str, Any]) -> Frame:
+    """Parts of a claim: a value above 0 ("sign" 1), or below, says that a part holds, unless
     "verdict" does."""
-    rows = labelled(rows, {"part": part}, run_on)
+    made = labelled(rows, {"labels": {"part": texts["part"]}, "here": texts["run on"]})
     if "verdict" not in rows:
         values = map(spread, rows[["value", "low", "high", "n", "how"]].to_dict("records"))
-        rows["verdict"] = [stats.verdict(value, sign) for value in values]
-    return rows.assign(**{"run on": rows["from"]})
+        made["verdict"] = [stats.verdict(value, texts.get("sign", 1)) for value in values]
+    if "part" in rows:
+        made["part"] = rows["part"]
+    return made.rename(columns={"from": "run on"})
 
 
 def spread(row: Match) -> Any:

@@ -101,5 +101,5 @@ def test_what_is_drawn_has_its_function(name):
     for key in drawn:
         assert list(inspect.signature(functions[key]).parameters) == ["runs"], key
     for table in texts["tables"].values():
-        width = len(table["labels"] + table["columns"])
+        width = len(table["labels"]) + len(table["columns"])
         assert all(len(row) == width for row in table["rows"])
