@@ -35,5 +35,4 @@ def load(name: str) -> Paper:
     from ffn_heterogeneity.report.paper import Paper
 
     module = importlib.import_module(f"{__name__}.{name}")
-    functions = vars(getattr(module, "ALSO", module)) | vars(module)
-    return Paper(name, printed(name), functions, module.KINDS, module.CURVES, module.SETTINGS)
+    return Paper(name, printed(name), vars(getattr(module, "ALSO", module)) | vars(module))

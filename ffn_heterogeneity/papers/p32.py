@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pandas
 
 from ffn_heterogeneity.papers import printed
@@ -40,12 +39,11 @@ def classifiers(rows: Frame) -> Frame:
     name = best.set_index("run").what.str.removeprefix(BEST)
     test = rows[rows.what == "test/" + rows["run"].map(name).astype(object)]
     weights = rows[(rows.what == "depth_weights") & (rows.pooling != "average")]
-    depths = weights.groupby("run").layer.max()
+    by_run = weights.groupby("run")
     layers = weights.groupby("model").layer.max()
-    by_run = weights.groupby("run")["value"]
     first = weights.drop_duplicates("run")
-    apart = (weights["value"] - 1 / weights["run"].map(depths).astype(float)).abs()
-    peak = by_run.idxmax().map(weights.layer.astype(float))
+    apart = (weights["value"] - 1 / by_run.layer.transform("max").astype(float)).abs()
+    peak = by_run["value"].idxmax().map(weights.layer.astype(float))
     made = [
         best.assign(what=SCORE, value=100 * best["value"]),
         test.assign(what=TEST, **{end: 100 * test[end] for end in ("value", "low", "high")}),
@@ -54,9 +52,9 @@ def classifiers(rows: Frame) -> Frame:
     ]
     rows = pandas.concat([rows, *made], ignore_index=True)
     blocks = rows["truncate.blocks"].replace(0, None)
-    blocks = blocks.where(blocks.notna(), rows.model.map(layers))
+    blocks = blocks.where(blocks.notna(), rows.model.map(layers)).astype(object)
     tuned = rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names)
-    return rows.assign(blocks=blocks.astype(object), tuned=tuned)
+    return rows.assign(blocks=blocks, tuned=tuned)
 
 
 def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
@@ -168,15 +166,15 @@ def gains() -> Frame:
     return by_method.loc["P-32 (ours)"] - by_method.loc["Baseline"]
 
 
-def with_ours(paper: Frame, ours: Frame) -> Frame:
+def with_ours(paper: Frame, runs: Runs, settings: Match, base: Match) -> Frame:
+    ours = against(runs, {**settings, **WHOLE}, base)
     ours = tidy.claimed(ours, PRINTED["claims"]["above_baseline"])
     return pandas.concat([paper, ours], ignore_index=True)
 
 
 def above_baseline(runs: Runs) -> Frame:
-    mean = gains()["Avg."]
-    paper = on_paper([(model, "mean", gain, verdict(gain, 1)) for model, gain in mean.items()])
-    return with_ours(paper, against(runs, {**OURS, **WHOLE}, BASELINE))
+    parts = [(model, "mean", gain, verdict(gain, 1)) for model, gain in gains()["Avg."].items()]
+    return with_ours(on_paper(parts), runs, OURS, BASELINE)
 
 
 def by_1_5_points(runs: Runs) -> Frame:
@@ -184,60 +182,54 @@ def by_1_5_points(runs: Runs) -> Frame:
     return on_paper([(model, "mean", gain, told(gain >= 1.5)) for model, gain in mean.items()])
 
 
-def depths(runs: Runs) -> dict[tuple[str, str], dict[int, float]]:
-    """(run on, task) -> blocks -> score: of the paper's Tables 3 and 4, and over seeds here."""
+def depths(runs: Runs) -> dict[tuple[str, str], pandas.Series]:
+    """(run on, task) -> scores by blocks: of the paper's Tables 3 and 4, and over seeds here."""
     found = {}
     for key, model in (("table_3", "the paper's BERT"), ("table_4", "the paper's LLAMA-2-7B")):
-        for n, *scores_of in PRINTED["tables"][key]["rows"]:
-            for task, value in zip(TASKS, scores_of, strict=False):
-                found.setdefault((model, task), {})[int(n)] = value
-    rows = figure_4(runs)
-    for (model, task), its in rows.groupby(["model", "data.task"], sort=False):
-        found[model, task] = its.groupby("blocks")["value"].mean().sort_index().to_dict()
+        rows = PRINTED["tables"][key]["rows"]
+        table = pandas.DataFrame([row[1:] for row in rows], [int(row[0]) for row in rows])
+        found |= {(model, task): table[i] for i, task in enumerate(TASKS)}
+    for key, its in figure_4(runs).groupby(["model", "data.task"], sort=False):
+        found[key] = its.groupby("blocks")["value"].mean().sort_index()
     return found
 
 
-def best_depth(scores_at: Mapping[int, float]) -> int:
-    return max(scores_at, key=scores_at.__getitem__)
-
-
-def told_by_depth(runs: Runs, tell: Callable[[Mapping[int, float]], bool]) -> Frame:
+def told_by_depth(runs: Runs, tell: Callable[[pandas.Series], bool]) -> Frame:
     rows = []
     for (run_on, task), its in depths(runs).items():
-        value = f"best at {best_depth(its):.0f} of {max(its):.0f}"
+        value = f"best at {its.idxmax()} of {its.index.max()}"
         rows.append((run_on, task, value, told(tell(its))))
     return pandas.DataFrame(rows, columns=["run on", "part", "value", "verdict"])
 
 
 def rising_with_depth(runs: Runs) -> Frame:
-    return told_by_depth(runs, lambda its: np.all(np.diff([its[n] for n in sorted(its)]) > 0))
+    return told_by_depth(runs, lambda its: its.is_monotonic_increasing and its.is_unique)
 
 
 def overthinking(runs: Runs) -> Frame:
-    return told_by_depth(runs, lambda its: best_depth(its) < max(its))
+    return told_by_depth(runs, lambda its: its.idxmax() < its.index.max())
 
 
 def peak_at_best_depth(runs: Runs) -> Frame:
     rows = tidy.matching(runs["classifier"], {**OURS, **WHOLE})
     rows = rows[rows.what == PEAK].assign(low=None)
-    best = {key: best_depth(its) for key, its in depths(runs).items()}
-    verdicts = []
-    for model, task, peak in zip(rows.model, rows["data.task"], rows["value"], strict=True):
-        known = (model, task) in best
-        verdicts.append(told(best[model, task] == peak) if known else OPEN)
-    return rows.assign(verdict=verdicts)
+    best = {key: its.idxmax() for key, its in depths(runs).items()}
+    places = zip(rows.model, rows["data.task"], strict=True)
+    pairs = [(best.get(place), peak) for place, peak in zip(places, rows["value"], strict=True)]
+    return rows.assign(verdict=[OPEN if n is None else told(n == peak) for n, peak in pairs])
 
 
 def gap_grows(runs: Runs) -> Frame:
     """Seed by seed, the gain on a fifth of STS-B's rows less that on all."""
     rows, made = scores(runs, {"data.task": "stsb", **ALL_BLOCKS}), []
     for _, its in rows.groupby("model"):
-        sides = {}
-        for share in (0.2, 1.0):
-            at = tidy.matching(its, {"data.fraction": share})
-            ours, base = (by_seed(tidy.matching(at, match)) for match in (OURS, BASELINE))
-            sides[share] = {seed: ours[seed] - base[seed] for seed in ours if seed in base}
-        apart = [x - sides[1.0][seed] for seed, x in sides[0.2].items() if seed in sides[1.0]]
+        sides = [
+            by_seed(tidy.matching(its, {"data.fraction": share, **match}))
+            for share in (0.2, 1.0)
+            for match in (OURS, BASELINE)
+        ]
+        seeds = set.intersection(*map(set, sides))
+        apart = [a - b - (c - d) for a, b, c, d in ([x[seed] for x in sides] for seed in seeds)]
         made.append(its.head(1).assign(**tidy.as_row(interval(apart))))
     return pandas.concat(made) if made else rows.head(0)
 
@@ -266,19 +258,19 @@ def length_tells(runs: Runs) -> Frame:
     return regressions("Avg. Input Length", False)
 
 
-def ablation(name: str, base: str) -> Frame:
+def ablation(runs: Runs, name: str, base: str) -> Frame:
     means = {row[0]: row[-1] for row in PRINTED["tables"]["table_6"]["rows"]}
     gain = means[name] - means[base]
-    return on_paper([("LLAMA-2-7B", "mean", gain, verdict(gain, 1))])
+    paper = on_paper([("LLAMA-2-7B", "mean", gain, verdict(gain, 1))])
+    return with_ours(paper, runs, METHODS[name], METHODS[base])
 
 
 def average_above_baseline(runs: Runs) -> Frame:
-    ours = against(runs, {**AVERAGE, **WHOLE}, BASELINE)
-    return with_ours(ablation("Avg.Pool", "Baseline"), ours)
+    return ablation(runs, "Avg.Pool", "Baseline")
 
 
 def above_average(runs: Runs) -> Frame:
-    return with_ours(ablation("P-32", "Avg.Pool"), against(runs, {**OURS, **WHOLE}, AVERAGE))
+    return ablation(runs, "P-32", "Avg.Pool")
 
 
 KINDS = {"classifier": lambda rows, _: classifiers(rows)}

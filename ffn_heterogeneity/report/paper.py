@@ -6,7 +6,7 @@ Runs find their places by their settings, whoever started them: a sweep, a scrip
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -42,17 +42,14 @@ class Paper(NamedTuple):
         follow. A printed table without a function is one that nobody can measure here. Of a
         figure: runs -> rows that `tidy.points` gives their place. Of a claim: runs -> rows that
         `tidy.claimed` gives their verdict.
-      kinds: name -> what picks its runs from the rows of all and from their curves.
-      curves: the measurements of metrics.jsonl that are read.
-      settings: setting -> what it is in runs whose config does not have it.
+        And KINDS, name -> what picks its runs from the rows of all and from their curves; CURVES,
+        the measurements of metrics.jsonl that are read; SETTINGS, what a setting is in runs whose
+        config does not have it.
     """
 
     name: str
     printed: Mapping[str, Any]
-    functions: Mapping[str, Callable[[Runs], Frame]]
-    kinds: Mapping[str, Callable[[Frame, Frame], Frame]]
-    curves: Sequence[str]
-    settings: Mapping[str, Any]
+    functions: Mapping[str, Any]
 
 
 class Drawn(NamedTuple):
@@ -94,21 +91,21 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
 
 def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
     """(run -> its state, kind -> rows) of the runs at `paths`."""
-    read = frame.everything(*paths, what=paper.curves)[:2]
-    rows, curves = (tidy.known(tidy.plain(one), paper.settings) for one in read)
+    of = paper.functions
+    read = frame.everything(*paths, what=of["CURVES"])[:2]
+    rows, curves = (tidy.known(tidy.plain(one), of["SETTINGS"]) for one in read)
     rows, curves = tidy.evaluated(rows).copy(), curves.copy()  # in one piece for new columns
     states = dict.fromkeys(rows["run"], "finished")
     for run, step in curves.groupby("run", sort=False)["step"].max().items():
         states.setdefault(run, f"not finished, at step {step}")
-    return states, {name: make(rows, curves) for name, make in paper.kinds.items()}
+    return states, {name: make(rows, curves) for name, make in of["KINDS"].items()}
 
 
 def _not_begun(paths: Sequence[str]) -> Iterator[str]:
     """The points of sweeps that are not there."""
     for path in map(epath.Path, paths):
         listing = path / "sweep.json"
-        points = read_json(listing)["points"] if listing.exists() else ()
-        for point in points:
+        for point in read_json(listing)["points"] if listing.exists() else ():
             if not (path / point["name"] / "config.json").exists():
                 yield f"{path.name}/{point['name']}"
 
@@ -118,45 +115,40 @@ def draw_all(paper: Paper, runs: Runs) -> Iterator[Drawn]:
     yield draw_claims(paper, runs)
     for source in (paper.printed, paper.printed["ours"]):
         for key, texts in source["tables"].items():
-            yield draw_table(key, paper.functions.get(key), texts, runs)
+            make = paper.functions.get(key)
+            yield draw_table(key, texts, make(runs) if make else None)
         for key, texts in source["figures"].items():
-            yield draw_figure(key, paper.functions[key], texts, runs)
+            yield draw_figure(key, texts, paper.functions[key](runs))
 
 
 # ---- tables
 
 
-def draw_table(
-    key: str, make: Callable[[Runs], Frame] | None, texts: Mapping[str, Any], runs: Runs
-) -> Drawn:
+def draw_table(key: str, texts: Mapping[str, Any], made: Frame | None) -> Drawn:
     """The paper's rows, below each what was measured here; then what the paper has not."""
     labels, columns = list(texts["labels"]), texts.get("columns", [])
-    made = make(runs) if make else None
-    if made is not None and "from" not in made:
-        made = tidy.labelled(made, texts)
     # Labels of a row -> where it is from -> column -> cell.
     rows: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in texts.get("rows", ()):
         origins = rows.setdefault(tuple(row[: len(labels)]), {})
         origins[texts.get("source", "paper")] = dict(zip(columns, row[len(labels) :], strict=True))
-        if make:
+        if made is not None:
             origins["here"] = {}
     if made is not None:
-        columns = columns or list(_order(_columns(made)))
+        made = made if "from" in made else tidy.labelled(made, texts)
+        made = made if "column" in made else made.assign(column=made["what"])
+        columns = columns or list(_order(made["column"]))
         for name, origin, cells in _measured(made, labels):
             if any(cells.get(column) is not None for column in columns):
                 rows.setdefault(name, {}).pop("here", None)
                 rows[name][origin] = cells
-    table = []
-    for name, origins in rows.items():
-        for origin, cells in origins.items():
-            table.append((*name, origin, *(cells.get(column) for column in columns)))
+    table = [
+        (*name, origin, *map(cells.get, columns))
+        for name, origins in rows.items()
+        for origin, cells in origins.items()
+    ]
     notes = (*texts.get("notes", ()), *filter(None, [texts.get("unit")]))
     return Drawn(key, _title(key, texts), (*labels, "from", *columns), table, notes)
-
-
-def _columns(made: Frame):
-    return made["column"] if "column" in made else made["what"]
 
 
 def _order(values: Any) -> dict:
@@ -171,18 +163,15 @@ def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, 
 
     Where the labels leave a cell two values, each record has a row, and "from" says what it is.
     """
-    made = made.assign(column=_columns(made))
-    made["from"] = made["from"].astype(object) if "from" in made else "here"
-    names = ["column", "record", "told", "value", "low", "high", "n", "how"]
-    values = made.reindex(columns=names).to_dict("records")
     # (labels, from) -> record -> column -> the values of its seeds.
     groups: dict[tuple, dict[Any, dict[str, list]]] = {}
-    told = {}
-    for row, *key in zip(values, *(made[name] for name in (*labels, "from")), strict=True):
-        record = None if is_missing(row["record"]) else row["record"]
-        told[record] = {} if record is None else row["told"]
+    names = ["column", "record", "told", "value", "low", "high", "n", "how", *labels, "from"]
+    values = made.reindex(columns=names).fillna({"record": -1}).to_dict("records")
+    told = {row["record"]: row["told"] for row in values}
+    for row in values:
         if (value := spread(row)) is not None:
-            own = groups.setdefault(tuple(key), {}).setdefault(record, {})
+            own = groups.setdefault(tuple(row[name] for name in (*labels, "from")), {})
+            own = own.setdefault(row["record"], {})
             own.setdefault(row["column"], []).append(value)
     orders = [_order(made[name]) for name in labels]
     for key in sorted(groups, key=lambda key: [x[y] for x, y in zip(orders, key, strict=False)]):
@@ -246,30 +235,25 @@ def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
 # ---- figures
 
 
-def draw_figure(
-    key: str, make: Callable[[Runs], Frame], texts: Mapping[str, Any], runs: Runs
-) -> Drawn:
+def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     """A figure, and its points."""
-    made, x_name = tidy.points(make(runs), texts), texts.get("x", "step")
-    rows, panels = [], []
+    made, x_name = tidy.points(made, texts), texts.get("x", "step")
+    rows, panels, figure = [], [], None
+    label, log = texts.get("xlabel", x_name), texts.get("log", False)
     for (title, ylabel), its in made.groupby(["panel", "value"], sort=False, observed=True):
         lines = []
         for line, of_line in its.groupby("line", sort=False, observed=True):
             seeds = []
             for seed, of_seed in of_line.groupby("seed", sort=False, dropna=False):
-                values = dict(zip(of_seed["x"], of_seed["y"], strict=True))
-                seeds.append({x: values[x] for x in sorted(values)})
+                seeds.append(dict(sorted(zip(of_seed["x"], of_seed["y"], strict=True))))
                 name = None if is_missing(seed) else seed
                 rows += [(title, ylabel, line, name, *point) for point in seeds[-1].items()]
             lines.append(of_seeds(line, seeds))
-        panels.append(
-            Panel(title, lines, texts.get("xlabel", x_name), ylabel, texts.get("log", False))
-        )
-    figure, several = None, made["value"].nunique()
-    if panels and texts.get("heat"):
-        figure = heat(panels)
-    elif panels:
-        figure = draw(panels, columns=several if several > 1 else min(3, len(panels)))
+        panels.append(Panel(title, lines, label, ylabel, log))
+    if panels:
+        several = made["value"].nunique()
+        columns = several if several > 1 else 3
+        figure = heat(panels) if texts.get("heat") else draw(panels, columns=columns)
     header = ("panel", "value", "line", "seed", x_name, "y")
     return Drawn(key, _title(key, texts), header, rows, (), figure)
 

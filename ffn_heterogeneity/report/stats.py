@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 DRAWS = 10_000
-NOT_FINITE = ("nan", "inf", "-inf")  # as metrics.jsonl and results.json hold them
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
 # What stands in the brackets of a number, by its `Spread.how`.
 BRACKETS = {
@@ -41,13 +40,6 @@ def middle(value: Any) -> Any:
     return value.mean if isinstance(value, Spread) else value
 
 
-def number_of(value: Any) -> int | float | None:
-    """The number, also where it is written as "nan"; None: it is none."""
-    if isinstance(value, str) and value in NOT_FINITE:
-        return float(value)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 def over(values: Sequence[Any]) -> Any:
     """Mean, lowest and highest of several; the one where they are the same; None of none."""
     if len(set(map(middle, values))) < 2:
@@ -65,10 +57,9 @@ def student(values: Sequence[float]) -> Spread:
     """The mean and its 95% interval, -+ t_{0.975, n-1} s / sqrt(n): infinite for one value."""
     from scipy.special import stdtrit
 
-    n, mean, half = len(values), float(np.mean(values)), math.inf
-    if n > 1:
-        half = float(stdtrit(n - 1, 0.975)) * float(np.std(values, ddof=1)) / n**0.5
-    return Spread(mean, mean - half, mean + half, n, "t")
+    n, mean = len(values), float(np.mean(values))
+    half = stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / n**0.5 if n > 1 else math.inf
+    return Spread(mean, float(mean - half), float(mean + half), n, "t")
 
 
 def bootstrap(values: Sequence[float]) -> Any:
@@ -130,7 +121,7 @@ def two_proportions(first: float, second: float, n: int | None) -> float | None:
 
 def verdict(value: Any, sign: int) -> str:
     """Tells whether a number lies above 0 (sign 1), or below (-1): all of its interval, if any."""
-    if value is None or not math.isfinite(middle(value)):
+    if value is None or isinstance(value, str) or not math.isfinite(middle(value)):
         return OPEN
     ends = value[1:3] if isinstance(value, Spread) else (value, value)
     low, high = sorted(sign * end for end in ends)

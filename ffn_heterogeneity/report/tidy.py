@@ -224,8 +224,8 @@ def text_of(value: Any) -> str:
 
 
 def _rank(value: Any) -> tuple:
-    number = None if is_missing(value) else stats.number_of(value)
-    return (number is None, number or 0, str(value))
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return (not number, value if number else 0, str(value))
 
 
 # ---- accuracies
@@ -278,20 +278,18 @@ def points(rows: Frame, texts: Mapping[str, Any]) -> Frame:
     rows = rows[rows[x].notna()]
     rows = rows.assign(value=rows["column"], x=rows[x], y=rows["value"])
     made = labelled(rows, {"labels": {"panel": texts["panel"]}, "here": texts["line"]})
-    made = made.rename(columns={"from": "line"})[["panel", "line"]]
-    return rows.assign(**{name: made[name] for name in made if name not in rows})
+    own = rows[rows.columns.intersection(["panel", "line"])]
+    return made.assign(line=made["from"]).assign(**own)
 
 
 def claimed(rows: Frame, texts: Mapping[str, Any]) -> Frame:
     """Parts of a claim: a value above 0 ("sign" 1), or below, says that a part holds, unless
     "verdict" does."""
     made = labelled(rows, {"labels": {"part": texts["part"]}, "here": texts["run on"]})
-    if "verdict" not in rows:
-        values = map(spread, rows[["value", "low", "high", "n", "how"]].to_dict("records"))
-        made["verdict"] = [stats.verdict(value, texts.get("sign", 1)) for value in values]
-    if "part" in rows:
-        made["part"] = rows["part"]
-    return made.rename(columns={"from": "run on"})
+    values = map(spread, rows[["value", "low", "high", "n", "how"]].to_dict("records"))
+    told = [stats.verdict(value, texts.get("sign", 1)) for value in values]
+    own = rows[rows.columns.intersection(["part", "verdict"])]
+    return made.assign(verdict=told).assign(**own).rename(columns={"from": "run on"})
 
 
 def spread(row: Match) -> Any:
