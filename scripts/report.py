@@ -7,10 +7,9 @@ Example:
   python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
 
 Reads config.json, results.json and metrics.jsonl of the runs' work directories, of any script, also
-while they run; a run over seeds is shown as mean [low, high]. Differences and ratios are against
-the first run. Writes <output>/compare.md and compare.png (of one run: report.md and report.png).
-
-A directory of a sweep, or an archive, stands for every run in it. --paper=nucl writes
+while they run; a run over seeds is shown as mean [low, high]. A sweep's directory, or an archive,
+stands for every run in it. Differences and ratios are against the first run. Writes
+<output>/compare.md and compare.png (of one run: report.md and report.png). --paper=nucl writes
 <output>/nucl.md, each table and figure beside the paper's own numbers; what was not measured is
 "-". --benchmarks takes results.json of scripts/benchmark.py and writes <output>/benchmarks.md.
 """
@@ -24,13 +23,11 @@ import time
 from absl import flags
 
 from ffn_heterogeneity import papers
+from ffn_heterogeneity.bench.page import write_page
 from ffn_heterogeneity.launch import cli
-from ffn_heterogeneity.report.benchmarks import write_page
 
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
-_OUTPUT = flags.DEFINE_string(
-    "output", None, "Directory to write; default: runs/compare-<date>-<time> (or runs/report-...)."
-)
+_OUTPUT = flags.DEFINE_string("output", None, "Directory; default: runs/<kind>-<date>-<time>.")
 flags.DEFINE_alias("out", "output")
 _PAPER = flags.DEFINE_enum("paper", None, papers.NAMES, "Make this paper's tables and figures.")
 _BENCHMARKS = flags.DEFINE_bool("benchmarks", False, "Make a page of these results.json.")
