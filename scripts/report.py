@@ -22,13 +22,11 @@ import time
 from absl import flags
 
 from ffn_heterogeneity import papers
+from ffn_heterogeneity.bench.page import write_page
 from ffn_heterogeneity.launch import cli
-from ffn_heterogeneity.report.benchmarks import write_page
 
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
-_OUTPUT = flags.DEFINE_string(
-    "output", None, "Directory to write; default: runs/compare-<date>-<time> (or runs/report-...)."
-)
+_OUTPUT = flags.DEFINE_string("output", None, "Directory; default: runs/<kind>-<date>-<time>.")
 flags.DEFINE_alias("out", "output")
 _PAPER = flags.DEFINE_enum("paper", None, papers.NAMES, "Make this paper's tables and figures.")
 _BENCHMARKS = flags.DEFINE_bool("benchmarks", False, "Make a page of these results.json.")

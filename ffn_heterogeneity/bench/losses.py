@@ -10,13 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.bench.timing import Interval, compare, ratio_interval
+from ffn_heterogeneity.bench.timing import Interval, Questions, compare, ratio_interval
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.nucl_rows import VARIANTS
 
 ALPHA = 1e-3
+NUCL_QUESTIONS: Questions = {
+    "What does NUCL add to an update?": ("Times added to the update", r"(.* / .*)", r"W \[.*?(?=;)")
+}
+SIZE, SPENT = r"\[B.*(?=;)", "Times of the value and its gradient"
+NLL_QUESTIONS: Questions = {
+    "What does the loss cost beside bare products?": (SPENT, r"((?:plain|chunked) / .*)", SIZE),
+    "What do few target positions save?": (SPENT, r"(1 target in .* / .*)", SIZE),
+}
 
 
 def benchmark_nucl(

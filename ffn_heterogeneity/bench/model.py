@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import Torch
-from ffn_heterogeneity.bench.timing import machine, paired_interval, said
+from ffn_heterogeneity.bench.timing import Questions, machine, paired_interval, said
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.load import Model
@@ -52,6 +52,19 @@ DTYPES = ("float32", "bfloat16")
 LEARNING_RATE = 1e-6
 PROMPT, NEW = 64, 32  # tokens a row of generation
 PEER = "torch: "
+BESIDE = "Torch's time / ours"
+GENERATED = f"{BESIDE}; `generate n` continues n prompts of {PROMPT} tokens by {NEW}"
+SHAPE, WHOLE = r"^[^,]+|\d+ x \d+ tokens", r"^[^;]+"
+QUESTIONS: Questions = {
+    "Is a training step as fast as torch's?": (BESIDE, rf"{STEP}, (\w+)", SHAPE),
+    "Is a forward pass as fast as torch's?": (BESIDE, r"forward, (\w+)", SHAPE),
+    "Is perplexity as fast as torch's?": (BESIDE, r"perplexity, (\w+)", WHOLE),
+    "Is generating as fast as torch's?": (GENERATED, r"(generate \d+, \w+)", r"^[^,]+"),
+    "Do NUCL and JREG slow a step?": ("With / without", rf"{STEP} \+ (.*) / {STEP}, .*", SHAPE),
+    "Do MacDrop and DoRA slow LoRA steps?": ("Time / LoRA's", rf"{STEP} of (.*) / {STEP}.*", SHAPE),
+    # Of the calls themselves: those with a term have a "+".
+    "Is bfloat16 faster?": ("Time in float32 / bfloat16", r"([^+]+), float32 / bfloat16", WHOLE),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,22 +8,27 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.losses import benchmark_nll, benchmark_nucl
-from ffn_heterogeneity.bench.model import benchmark_model
-from ffn_heterogeneity.bench.streaming import benchmark_streaming
-from ffn_heterogeneity.bench.tail import benchmark_tail
-from ffn_heterogeneity.bench.timing import machine
+from ffn_heterogeneity.bench import losses, model, streaming, tail
+from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.families import preset
 
 BENCHMARKS: dict[str, Callable[[ConfigDict, epath.Path], dict]] = {
-    "model": benchmark_model,
-    "nucl": lambda config, workdir: benchmark_nucl(rounds=config.repetitions),
-    "nll": lambda config, workdir: benchmark_nll(rounds=config.repetitions),
-    "tail": lambda config, workdir: benchmark_tail(config),
-    "streaming": lambda config, workdir: benchmark_streaming(
+    "model": model.benchmark_model,
+    "nucl": lambda config, workdir: losses.benchmark_nucl(rounds=config.repetitions),
+    "nll": lambda config, workdir: losses.benchmark_nll(rounds=config.repetitions),
+    "tail": lambda config, workdir: tail.benchmark_tail(config),
+    "streaming": lambda config, workdir: streaming.benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
     ),
+}
+# The questions that each answers: kept in results.json, sections of docs/benchmarks.md.
+QUESTIONS: dict[str, Questions] = {
+    "model": model.QUESTIONS,
+    "nucl": losses.NUCL_QUESTIONS,
+    "nll": losses.NLL_QUESTIONS,
+    "tail": tail.QUESTIONS,
+    "streaming": streaming.QUESTIONS,
 }
 
 
@@ -37,7 +42,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         raise ValueError(
             f"benchmark {config.name!r}: write scripts/benchmark.py {'|'.join(BENCHMARKS)}"
         )
-    results = {"benchmark": config.name, "machine": machine()}
+    results = {"benchmark": config.name, "questions": QUESTIONS[config.name], "machine": machine()}
     results |= BENCHMARKS[config.name](config, workdir)
     write_results(workdir, results)
     print(workdir / "results.json", file=sys.stderr)

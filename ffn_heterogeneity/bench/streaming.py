@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from ffn_heterogeneity.bench.timing import table
+from ffn_heterogeneity.bench.timing import Questions, ratio_interval, table, table_of_ratios
 from ffn_heterogeneity.io.export import MAX_SHARD_BYTES, write_configs
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig
@@ -37,6 +37,9 @@ print(json.dumps(time.perf_counter() - start))
 PLAN = {"criterion": "entropy", "ratio": 0.25}
 _WATCH_SECONDS = 0.01
 _BLOCK = 1 << 22
+QUESTIONS: Questions = {
+    "What does surgery on disk cost beside a copy?": ("Times", r"(process / copy)", r"^[^,]+")
+}
 
 
 def benchmark_streaming(
@@ -60,12 +63,12 @@ def benchmark_streaming(
         size = sum(path.stat().st_size for path in source.iterdir())
         rows = [_round(source, target) for _ in range(rounds)]
     figures = {name: [row[name] for row in rows] for name in rows[0]}
-    ratio = float(np.median(figures["process_seconds"]) / np.median(figures["copy_seconds"]))
+    ratio = ratio_interval(*(np.array(figures[f"{one}_seconds"]) for one in ("process", "copy")))
     lines = [(name, f"{np.median(x):.2f}", f"{max(x):.2f}") for name, x in figures.items()]
-    lines.append(("process / copy", f"{ratio:.2f}", "-"))
     title = f"{size / 1e9:.2f} GB of {config.family}, {PLAN}, {rounds} rounds"
     tables = [table(title, ("figure", "median", "largest"), lines)]
-    return {"bytes": size, "ratio": ratio, "tables": tables} | figures
+    tables.append(table_of_ratios({"process / copy": ratio}))
+    return {"bytes": size, "ratio": ratio[0], "tables": tables} | figures
 
 
 def _round(source: Path, target: Path) -> dict[str, float]:

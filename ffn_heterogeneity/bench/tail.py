@@ -10,12 +10,20 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import Interval, compare, paired_interval
+from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.step import update_leaves
+
+QUESTIONS: Questions = {
+    "What does a step's tail cost beside optax?": (
+        "Times after the gradients",
+        r"(.* / .*)",
+        r"^\w+",
+    )
+}
 
 
 def benchmark_tail(config: ConfigDict) -> dict:

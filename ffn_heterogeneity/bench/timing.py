@@ -25,6 +25,9 @@ from ffn_heterogeneity.report.tables import markdown_table
 
 # (value, 2.5% bound, 97.5% bound)
 Interval = tuple[float, float, float]
+# A question that ratios of a benchmark answer -> (what the ratios are of; a pattern of their
+# labels, whose first group names a column; a pattern of the size in the first table's title).
+Questions = dict[str, tuple[str, str, str]]
 
 
 def take_turns(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from tiny_models import LLAMA, config_of
 
 from ffn_heterogeneity.bench import model as bench
+from ffn_heterogeneity.bench.page import write_page
 from ffn_heterogeneity.bench.peer import Torch
 from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.report.benchmarks import write_page
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 MODEL = dataclasses.replace(LLAMA, bos_id=None, eos_id=None)
@@ -67,11 +66,13 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     path = tmp_path / "results.json"
     write_json(path, {"benchmark": "model", **again})
     page = write_page([str(path)], tmp_path)
-    assert json.loads(path.read_text())["machine"]["processor"] in page
-    assert all(row in page for row in rows)
-    path.write_text('{"perplexity": 3}')
-    with pytest.raises(ValueError, match="is not the results.json of scripts/benchmark.py"):
-        write_page([str(path)], tmp_path)
+    machine = "[{processor}, {cores} cores, {units}](results.json)".format(**again["machine"])
+    assert page.count(f"| {machine} ") == 2  # of a term, of bfloat16: there is no peer
+    ratios = {row[0]: row[1] for row in again["tables"][1]["rows"]}
+    for columns in (("JREG, bfloat16", "JREG, float32"), ("forward", "train step")):
+        assert " | ".join(columns) in " ".join(page.split())
+    assert ratios.pop("train step + JREG, float32 / bfloat16") not in page
+    assert all(ratio in page for ratio in ratios.values())
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""The page of benchmarks whose results.json were kept: a section a question, a row a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from etils import epath
+
+from ffn_heterogeneity.bench.run import QUESTIONS
+from ffn_heterogeneity.io.files import read_object
+from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, write_text
+
+INTRODUCTION = """# Benchmarks
+
+Made by `scripts/report.py --benchmarks` from results.json of `scripts/benchmark.py`. A row is a run
+and links to its file. Its numbers are ratios of times measured in turns inside that run, with 95%
+intervals, of rounds drawn anew. A CPU without amx_bf16 emulates bfloat16, for torch too.
+"""
+CPU = "{processor}, {cores} cores, {units}"
+
+
+def write_page(paths: Sequence[str], output: str | os.PathLike) -> str:
+    """Writes `<output>/benchmarks.md`, a section for each question answered; returns the text.
+
+    Results that do not hold their questions, as earlier versions wrote them, answer those that
+    their benchmark has now.
+
+    Raises:
+      ValueError: no files; one is not a benchmark's results, or answers no question.
+    """
+    if not paths:
+        raise ValueError("--benchmarks needs the results.json of one benchmark or more")
+    # Sections stand as the benchmarks have them, whatever the order of the files.
+    sections = {(name, how[0]): [] for one in QUESTIONS.values() for name, how in one.items()}
+    for path in map(epath.Path, paths):
+        link = os.path.relpath(path, output)
+        for section, machine, size, ratios in _answers(path):
+            sections.setdefault(section, []).append((f"[{machine}]({link})", size, ratios))
+    parts = [_section(*section, rows) for section, rows in sections.items() if rows]
+    return write_text(epath.Path(output) / "benchmarks.md", "\n".join([INTRODUCTION, *parts]))
+
+
+def _answers(path: epath.Path) -> list[tuple]:
+    """((question, what the ratios are of), machine, size, {column: ratio}), several of a file."""
+    results, answers = read_object(path), []
+    results.setdefault("questions", QUESTIONS.get(str(results.get("benchmark"))))
+    if not all(results.get(key) for key in ("questions", "machine", "tables")):
+        raise ValueError(f"{path} is not the results.json of scripts/benchmark.py")
+    facts, tables = results["machine"], results["tables"]
+    machine = CPU.format(**facts) if facts["device"] == "cpu" else facts["device"]
+    cells = [(row[0], row[-1]) for one in tables for row in one["rows"] if row[-1] != UNKNOWN]
+    for question, (reading, labels, pattern) in results["questions"].items():
+        # What a label has in brackets is of the machine: one column for all machines.
+        found = [(re.fullmatch(labels, name.partition(" (")[0]), cell) for name, cell in cells]
+        ratios = {match[1]: cell for match, cell in found if match}
+        if ratios:
+            size = ", ".join(re.findall(pattern, tables[0]["title"]))
+            answers.append(((question, reading), machine, size, ratios))
+    if not answers:
+        raise ValueError(f"{path} answers none of its benchmark's questions: it has no ratios")
+    return answers
+
+
+def _section(question: str, reading: str, rows: Sequence[tuple[str, str, Mapping]]) -> str:
+    names = dict.fromkeys(name for *_, ratios in rows for name in ratios)
+    # By their numbers: "generate 8" before "generate 32".
+    columns = sorted(names, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
+    cells = [(*where, *(ratios.get(one, UNKNOWN) for one in columns)) for *where, ratios in rows]
+    table = markdown_table(("machine", "size", *columns), cells)
+    return f"## {question}\n\n{reading}:\n\n{table}\n"
