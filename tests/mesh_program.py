@@ -26,6 +26,7 @@ from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import kmeans
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
@@ -245,12 +246,23 @@ def fsdp_gathers() -> list:
     return moved(step.lower(state, batch, jax.device_put(HYPER, placed[2])).compile())
 
 
+def clusters() -> dict:
+    """k-means on eight devices against one: labels that differ, and the columns of K on each."""
+    points = np.random.default_rng(0).normal(size=(240, 50)).astype(np.float32)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    shares = kmeans._gram(jnp.asarray(points), mesh).addressable_shards
+    one, split = (kmeans.cluster(points, 60, mesh=each) for each in (None, mesh))
+    differ = int((one.labels != split.labels).sum())
+    return {"differ": differ, "shares": [share.data.shape for share in shares]}
+
+
 if __name__ == "__main__":
     assert jax.device_count() == 8, jax.device_count()
     chosen = {
         "meshes": compare_meshes,
         "some_meshes": some_meshes,
         "encoders": encoders,
+        "clusters": clusters,
         "generation": generation,
         "nucl": nucl_collectives,
         "fsdp": fsdp_gathers,

@@ -104,7 +104,7 @@ def check_meshes(found: dict) -> None:
 
 @pytest.fixture(scope="module")
 def some_meshes() -> dict:
-    return on_eight_devices("some_meshes", "encoders", "generation")
+    return on_eight_devices("some_meshes", "encoders", "clusters", "generation")
 
 
 def test_meshes_train_as_one_device(some_meshes):
@@ -116,6 +116,11 @@ def test_meshes_train_as_one_device(some_meshes):
 def test_meshes_encode_as_one_device(some_meshes):
     errors = some_meshes["encoders"]
     assert len(errors) == 2 and max(errors.values()) <= 1e-7, errors
+
+
+def test_meshes_cluster_as_one_device(some_meshes):
+    """Every device holds an eighth of the products of all pairs."""
+    assert some_meshes["clusters"] == {"differ": 0, "shares": [[240, 30]] * 8}
 
 
 def test_meshes_generate_as_one_device(some_meshes):

@@ -182,7 +182,7 @@ def by_1_5_points(runs: Runs) -> Frame:
     return on_paper([(model, "mean", gain, told(gain >= 1.5)) for model, gain in mean.items()])
 
 
-def depths(runs: Runs) -> dict[tuple[str, str], pandas.Series]:
+def depths(runs: Runs) -> dict[tuple[str, str], Frame]:
     """(run on, task) -> scores by blocks: of the paper's Tables 3 and 4, and over seeds here."""
     found = {}
     for key, model in (("table_3", "the paper's BERT"), ("table_4", "the paper's LLAMA-2-7B")):
@@ -194,7 +194,7 @@ def depths(runs: Runs) -> dict[tuple[str, str], pandas.Series]:
     return found
 
 
-def told_by_depth(runs: Runs, tell: Callable[[pandas.Series], bool]) -> Frame:
+def told_by_depth(runs: Runs, tell: Callable[[Frame], bool]) -> Frame:
     rows = []
     for (run_on, task), its in depths(runs).items():
         value = f"best at {its.idxmax()} of {its.index.max()}"

@@ -124,8 +124,8 @@ def draw_all(paper: Paper, runs: Runs) -> Iterator[Drawn]:
 # ---- tables
 
 
-def draw_table(key: str, texts: Mapping[str, Any], made: Frame | None) -> Drawn:
-    """The paper's rows, below each what was measured here; then what the paper has not."""
+def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
+    """The paper's rows, below each what was measured here (`made`, or None); then ours."""
     labels, columns = list(texts["labels"]), texts.get("columns", [])
     # Labels of a row -> where it is from -> column -> cell.
     rows: dict[tuple, dict[str, dict[str, Any]]] = {}
@@ -135,8 +135,8 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame | None) -> Drawn:
         if made is not None:
             origins["here"] = {}
     if made is not None:
-        made = made if "from" in made else tidy.labelled(made, texts)
-        made = made if "column" in made else made.assign(column=made["what"])
+        made = made if "from" in made.columns else tidy.labelled(made, texts)
+        made = made if "column" in made.columns else made.assign(column=made["what"])
         columns = columns or list(_order(made["column"]))
         for name, origin, cells in _measured(made, labels):
             if any(cells.get(column) is not None for column in columns):

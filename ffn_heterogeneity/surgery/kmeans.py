@@ -1,0 +1,242 @@
+"""k-means of a layer's neurons, fast where there are about as many neurons as coordinates.
+
+An FFN has m neurons of p coordinates, p about m / 2, and c clusters, c a large share of m. Then the
+products of all pairs, K = X X^T [m, m], serve every start: a step of the greedy k-means++ start
+reads a few rows of K, and a step of Lloyd's is a sum of K's rows over each cluster,
+
+    x_i . mu_k = mean_{j in k} K_ij,    |x_i - mu_k|^2 = K_ii - 2 x_i . mu_k + |mu_k|^2,
+
+m^2 additions in the place of m c p products. Where K would not fit, or has far fewer coordinates
+than neurons to pay for it, products are made in chunks of rows (`products`).
+
+All of a start is one program: nothing comes to the host before the last step. On several devices
+every one holds a share of K's columns, and of the distances.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.surgery.weights import CACHED, blocks
+
+MAX_STEPS = 300
+TOLERANCE = 1e-4  # of the mean variance of a coordinate: scikit-learn's, as the paper's code has it
+ZERO = 1e-6  # a squared distance below this share of the norms is 0: duplicates stay duplicates
+MAX_BYTES = 4 << 30  # of K
+CHUNK = 1024  # rows whose products are made at once, where there is no K
+_dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+class Clusters(NamedTuple):
+    """Clusters of m points, none of them empty.
+
+    Attributes:
+      labels: cluster of each point, int [m].
+      centroids: means of their points, float64 [c, p].
+      sizes: numbers of their points, int [c].
+      inertia: sum of the squared distances of the points to their centroids.
+      share: inertia / sum of the points' squares; 0 where all of them are 0.
+      steps: Lloyd's, of the start that was best.
+    """
+
+    labels: np.ndarray
+    centroids: np.ndarray
+    sizes: np.ndarray
+    inertia: float
+    share: float
+    steps: int
+
+
+def cluster(
+    points: np.ndarray,
+    c: int,
+    *,
+    starts: int = 1,
+    seed: int = 0,
+    seeds: np.ndarray | None = None,
+    tolerance: float = TOLERANCE,
+    products: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    label: str = "",
+) -> Clusters:
+    """The best of `starts` runs of k-means by its inertia; the same for the same arguments.
+
+    Args:
+      points: [m, p], finite. Distances are float32, what is returned float64.
+      seed: of the draws.
+      seeds: c points to start from, in the place of a draw (one start).
+      tolerance: Lloyd's ends where the centroids' squared moves add up to less than this times the
+        mean variance of a coordinate, or no point moves, or after 300 steps.
+      products: whether distances come from products of points and centroids, not from K; None:
+        where K has more than 4 GiB, or p < m / 16.
+      mesh: devices, each of which holds a share of K's columns; None: one device.
+      label: of the progress bar; "" hides it.
+
+    Returns:
+      An empty cluster takes the point that is farthest from its centroid among those that are not
+      alone in theirs; so c = m gives every point a cluster of its own.
+
+    Raises:
+      ValueError: c is outside 1 .. m, or a point is not finite.
+    """
+    m, p = points.shape
+    if not 1 <= c <= m:
+        raise ValueError(f"{c} clusters of {m} neurons: choose 1 to {m}")
+    largest = float(np.abs(points).max())
+    if not math.isfinite(largest):
+        raise ValueError("a weight is NaN or infinite: check the checkpoint")
+    # Scaled by a power of two, so that squares neither vanish nor overflow.
+    data = jnp.asarray(np.ldexp(points, -int(np.frexp(largest)[1])), jnp.float32)
+    if products is None:
+        products = 4 * m * m > MAX_BYTES or 16 * p < m
+    if not products:
+        data = _gram(data, mesh)
+    found = []
+    for key in _bar(jax.random.split(jax.random.key(seed), starts), label):
+        first = _spread(data, key, c, products) if seeds is None else jnp.asarray(seeds)
+        found = [*found, _lloyd(data, first, c, products, tolerance, p)]
+        found = [min(found, key=lambda one: float(one[1]))]
+    labels, _, steps = found[0]
+    return _clusters(points, np.asarray(labels), c, int(steps))
+
+
+def _bar(keys: jax.Array, label: str):
+    from tqdm import tqdm
+
+    return tqdm(keys, desc=label, disable=not label or len(keys) < 2, unit="start", file=sys.stderr)
+
+
+def _clusters(points: np.ndarray, labels: np.ndarray, c: int, steps: int) -> Clusters:
+    order, sizes = np.argsort(labels, kind="stable"), np.bincount(labels, minlength=c)
+    sums = np.add.reduceat(points[order], np.cumsum(sizes) - sizes, dtype=np.float64)
+    centroids = sums / sizes[:, None]
+    inertia = whole = 0.0
+    for part in blocks(points.shape, CACHED):
+        rows = points[part].astype(np.float64)
+        whole += float(np.vdot(rows, rows))
+        rows -= centroids[labels[part]]
+        inertia += float(np.vdot(rows, rows))
+    return Clusters(labels, centroids, sizes, inertia, inertia / whole if whole else 0.0, steps)
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def _gram(points: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    gram = _dot(points, points.T)
+    if mesh is None:
+        return gram
+    spec = jax.sharding.PartitionSpec(None, mesh.axis_names)
+    return jax.lax.with_sharding_constraint(gram, jax.sharding.NamedSharding(mesh, spec))
+
+
+def _norms(data: jax.Array, products: bool) -> jax.Array:
+    return jnp.sum(data * data, 1) if products else jnp.diagonal(data)
+
+
+@functools.partial(jax.jit, static_argnames=("c", "products"))
+def _spread(data: jax.Array, key: jax.Array, c: int, products: bool) -> jax.Array:
+    """Greedy k-means++: each next seed is the best of 2 + log c, drawn by squared distance.
+
+    Args:
+      data: K, or the points where `products`.
+
+    Returns:
+      The points [c] to start from.
+    """
+    norms, trials = _norms(data, products), 2 + int(math.log(c))
+
+    def distances(rows: jax.Array) -> jax.Array:
+        inner = _dot(data[rows], data.T) if products else data[rows]
+        sums = norms[rows, None] + norms
+        apart = sums - 2 * inner
+        return jnp.where(apart < ZERO * sums, 0.0, apart)
+
+    def step(i, carry):
+        seeds, closest, key = carry
+        key, own = jax.random.split(key)
+        sums = jnp.cumsum(closest)
+        drawn = jax.random.uniform(own, (trials,)) * sums[-1]
+        rows = jnp.searchsorted(sums, drawn, side="right", method="compare_all")
+        rows = jnp.minimum(rows, len(norms) - 1)
+        nearer = jnp.minimum(closest, distances(rows))
+        best = jnp.argmin(nearer.sum(1))
+        return seeds.at[i].set(rows[best]), nearer[best], key
+
+    first, key = jax.random.split(key)
+    seeds = jnp.zeros(c, jnp.int32).at[0].set(jax.random.randint(first, (), 0, len(norms)))
+    return jax.lax.fori_loop(1, c, step, (seeds, distances(seeds[:1])[0], key))[0]
+
+
+@functools.partial(jax.jit, static_argnames=("c", "products", "p"))
+def _lloyd(
+    data: jax.Array, seeds: jax.Array, c: int, products: bool, tolerance: float, p: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(labels [m], inertia, steps) from these seeds.
+
+    A centroid is kept as its products with all points, [c, m]; where `products`, as it is, [c, p].
+    """
+    norms = _norms(data, products)
+    m = len(norms)
+    middle = jnp.sum(data.mean(0) ** 2) if products else data.mean()
+    least = tolerance * (norms.mean() - middle) / p
+
+    def nearest(centres, squares):
+        """(label, |mu|^2 - 2 x . mu of it) of every point."""
+        if not products:
+            scores = squares[:, None] - 2 * centres
+            return jnp.argmin(scores, 0).astype(jnp.int32), scores.min(0)
+
+        def one(point):
+            scores = squares - 2 * _dot(centres, point)
+            return jnp.argmin(scores).astype(jnp.int32), scores.min()
+
+        return jax.lax.map(one, data, batch_size=min(CHUNK, m))
+
+    def means(labels):
+        """(centroids, |mu|^2, sizes)."""
+        sizes = jnp.zeros(c).at[labels].add(1.0)
+        centres = jax.ops.segment_sum(data, labels, c) / sizes[:, None]
+        if products:
+            return centres, jnp.sum(centres**2, 1), sizes
+        own = centres[labels, jnp.arange(m)]
+        return centres, jax.ops.segment_sum(own, labels, c) / sizes, sizes
+
+    def step(state):
+        before, centres, squares, _, steps = state
+        labels, score = nearest(centres, squares)
+        inner = (squares[labels] - score) / 2
+        labels = _filled(labels, norms + score, c)
+        moved, new, sizes = means(labels)
+        inner = jax.ops.segment_sum(inner, labels, c) / sizes
+        shift = jnp.sum(jnp.maximum(new + squares - 2 * inner, 0))
+        still = jnp.all(labels == before)
+        return labels, moved, new, jnp.where(still, -1.0, shift), steps + 1
+
+    def going(state):
+        *_, shift, steps = state
+        return (shift > least) & (steps < MAX_STEPS)
+
+    start = (jnp.full(m, -1, jnp.int32), data[seeds], norms[seeds], jnp.inf, jnp.int32(0))
+    _, centres, squares, _, steps = jax.lax.while_loop(going, step, start)
+    labels, score = nearest(centres, squares)
+    return _filled(labels, norms + score, c), jnp.sum(norms + score), steps
+
+
+def _filled(labels: jax.Array, apart: jax.Array, c: int) -> jax.Array:
+    """No cluster empty: each such one, the first first, takes the point farthest from its own."""
+
+    def sizes(labels):
+        return jnp.zeros(c, jnp.int32).at[labels].add(1)
+
+    def fill(labels):
+        now = sizes(labels)
+        farthest = jnp.argmax(jnp.where(now[labels] > 1, apart, -jnp.inf))
+        return labels.at[farthest].set(jnp.argmin(now).astype(labels.dtype))
+
+    return jax.lax.while_loop(lambda labels: sizes(labels).min() == 0, fill, labels)

@@ -1,0 +1,104 @@
+"""k-means of neurons against scikit-learn's, from the same start and from its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn.cluster import KMeans
+
+from ffn_heterogeneity.surgery import kmeans
+from ffn_heterogeneity.surgery.kmeans import cluster
+
+RNG = np.random.default_rng(0)
+POINTS = (RNG.normal(size=(240, 50)) * RNG.gamma(2, 1, size=(240, 1))).astype(np.float32)
+BOTH = pytest.mark.parametrize("products", [False, True])
+
+
+@BOTH
+@pytest.mark.parametrize("c", [1, 5, 60, 180, 240])
+def test_lloyd_ends_where_scikit_learns_does(c, products):
+    seeds = RNG.choice(len(POINTS), c, replace=False)
+    theirs = KMeans(c, init=POINTS[seeds], n_init=1, tol=0, max_iter=300).fit(POINTS)
+    ours = cluster(POINTS, c, seeds=seeds, tolerance=0.0, products=products)
+    assert ours.inertia == pytest.approx(theirs.inertia_, rel=1e-5, abs=1e-6)
+    np.testing.assert_array_equal(ours.labels, theirs.labels_)
+    np.testing.assert_allclose(ours.centroids, theirs.cluster_centers_, atol=1e-5)
+
+
+def test_the_tolerance_is_scikit_learns():
+    seeds = RNG.choice(len(POINTS), 5, replace=False)
+    for tolerance in (0.3, 0.03):
+        theirs = KMeans(5, init=POINTS[seeds], n_init=1, tol=tolerance).fit(POINTS)
+        assert cluster(POINTS, 5, seeds=seeds, tolerance=tolerance).steps == theirs.n_iter_
+
+
+@BOTH
+def test_starts_are_as_good_as_scikit_learns(products):
+    """Its greedy k-means++, over draws; plain seeding by squared distance ends higher."""
+    theirs = [KMeans(60, n_init=1, random_state=i).fit(POINTS).inertia_ for i in range(20)]
+    ours = [cluster(POINTS, 60, seed=i, products=products).inertia for i in range(20)]
+    assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.005)
+    drawn = [RNG.choice(len(POINTS), 60, replace=False) for _ in range(20)]
+    chance = [cluster(POINTS, 60, seeds=seeds, products=products).inertia for seeds in drawn]
+    assert np.mean(ours) < 0.98 * np.mean(chance)
+
+
+def test_the_best_of_several_starts_is_kept_and_one_start_is_the_first():
+    one, many = (cluster(POINTS, 60, starts=n, seed=3) for n in (1, 8))
+    assert many.inertia < one.inertia
+    again = cluster(POINTS, 60, starts=8, seed=3)
+    np.testing.assert_array_equal(many.labels, again.labels)
+    apart = POINTS - many.centroids[many.labels]
+    assert many.inertia == pytest.approx(np.sum(apart.astype(np.float64) ** 2), rel=1e-12)
+    assert many.share == pytest.approx(many.inertia / np.sum(POINTS.astype(np.float64) ** 2))
+
+
+def test_products_of_pairs_are_made_once_for_all_starts(monkeypatch):
+    made, gram = [], kmeans._gram
+    monkeypatch.setattr(kmeans, "_gram", lambda *given: made.append(1) or gram(*given))
+    cluster(POINTS, 60, starts=5)
+    assert made == [1]
+
+
+@BOTH
+def test_duplicates_stay_duplicates(products):
+    """Each in one cluster, of any size, whose centroid is exactly they."""
+    times = np.arange(40) % 7 + 1
+    points = np.repeat(POINTS[:40], times, axis=0)[RNG.permutation(times.sum())]
+    found = cluster(points, 40, products=products)
+    assert found.inertia == 0 and sorted(found.sizes) == sorted(times)
+    np.testing.assert_array_equal(found.centroids[found.labels], points.astype(np.float64))
+
+
+@BOTH
+@pytest.mark.parametrize("c", [41, 100, 160])
+def test_more_clusters_than_unlike_points_are_none_of_them_empty(c, products):
+    points = np.repeat(POINTS[:40], 4, axis=0)
+    found = cluster(points, c, products=products)
+    assert found.sizes.min() >= 1 and found.sizes.sum() == 160 and found.inertia == 0
+
+
+def test_an_empty_cluster_takes_the_farthest_point():
+    """Two seeds are the same point: the second has nobody."""
+    points = np.array([[0.0], [0.0], [1.0], [9.0]], np.float32)
+    found = cluster(points, 2, seeds=np.array([0, 1]), tolerance=0.0)
+    assert found.labels[3] != found.labels[0] and sorted(found.sizes) == [1, 3]
+
+
+@BOTH
+@pytest.mark.parametrize("exponent", [-140, 126])
+def test_tiny_and_huge_weights(exponent, products):
+    scaled = np.ldexp(POINTS.astype(np.float64), exponent)
+    found = cluster(scaled, 60, products=products)
+    np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, products=products).labels)
+
+
+def test_what_cannot_be_clustered_is_refused():
+    for c in (0, 241):
+        with pytest.raises(ValueError, match=f"{c} clusters of 240 neurons: choose 1 to 240"):
+            cluster(POINTS, c)
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            cluster(np.where(POINTS[3, 3] == POINTS, bad, POINTS), 5)
+    zeros = cluster(np.zeros((6, 2), np.float32), 3)
+    assert zeros.inertia == zeros.share == 0 and zeros.sizes.min() == 1
