@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
-from ffn_heterogeneity.surgery import adapt, attack, reduce, truncate
+from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, truncate
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -53,6 +53,7 @@ SURGERIES = {
     surgery.name: surgery
     for surgery in (
         Surgery("prune", reduce.prune, reduce.Removal),
+        Surgery("fuse", fuse.fuse, fuse.Fusion),
         Surgery("lora", adapt.insert_lora, adapt.Lora, abstract=True),
         Surgery("nf4", adapt.quantise, adapt.Quantised, abstract=True),
         Surgery("dora", adapt.insert_dora, adapt.Lora, abstract=True),

@@ -110,7 +110,8 @@ def cluster(
 def _bar(keys: jax.Array, label: str):
     from tqdm import tqdm
 
-    return tqdm(keys, desc=label, disable=not label or len(keys) < 2, unit="start", file=sys.stderr)
+    hidden = not label or len(keys) < 2
+    return tqdm(keys, desc=label, disable=hidden, unit="start", leave=False, file=sys.stderr)
 
 
 def _clusters(points: np.ndarray, labels: np.ndarray, c: int, steps: int) -> Clusters:

@@ -1,0 +1,45 @@
+"""Compression of feed-forward blocks to fewer neurons (MLP Fusion, section IV).
+
+Command:   python scripts/compress.py --config=configs/fuse.py --config.model=<any> \
+             --config.method=fusion --config.ratio=0.25
+Hardware:  any CPU with the model's size in memory three times, and 4 m^2 bytes of a layer's m
+           neurons (340 MB for Gemma-2 2B).
+Hours:     seconds for SmolLM2-135M.
+Paper:     RoBERTa base, the last 8 of 12 layers, 3,072 -> 768 neurons: --config.layers=4-11
+           --config.ratio=0.75 --config.n_init=30. What is trained afterwards is a stage or a
+           training with --config.model=<workdir>/model; P never trains.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import perplexity
+from ffn_heterogeneity.surgery.fuse import Fusion
+
+
+def get_config() -> ConfigDict:
+    # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
+    # before and after, and stands in results.json and the model card.
+    config = perplexity.get_config()
+    config.update(
+        {
+            "surgery": "fuse",
+            # fusion: k-means of neurons, cluster sizes P kept apart | merged: P in the outgoing
+            # weights | sqrt: its root on both sides of the activation | sketch: random mixtures |
+            # hybrid_sketch: the largest third kept, the others mixed.
+            "method": Fusion.method,
+            "ratio": Fusion.ratio,  # the share of every layer's neurons that goes
+            # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
+            "layers": Fusion.layers,
+            "n_init": Fusion.n_init,  # starts of k-means; the paper's tables: 30
+            # Gated neurons are scaled to equal norms and one sign before they are clustered (ours).
+            "canonical": Fusion.canonical,
+            "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
+            "seed": Fusion.seed,
+            # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
+            "dtype": "as_read",
+            # auto | padded | native | deci (configs/prune.py). padded and deci: P multiplied in.
+            "export": "auto",
+            "push": "",  # <owner>/<name>: the model goes to the Hugging Face hub, too
+        }
+    )
+    return config
