@@ -138,15 +138,18 @@ def test_no_class_name_stands_twice():
 
 
 def test_docstrings_open_with_what_the_thing_is():
-    """Not with a question word: "What a task is"."""
-    question = re.compile(r"(What|Who|Where|How|Whether|Which|When|Whose)\b")
+    """Not with a question word or a preposition: "What a task is", "Of a row of that length"."""
+    opening = re.compile(
+        r"(What|Who|Where|How|Whether|Which|When|Whose|Of|By|With|Without|For|In|On|At|As|From|To|Into"
+        r"|Over|Under|Within|Inside|After|Before|Behind|Between|Beside|Among|Through|Per|Via)\b"
+    )
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
     found = []
     for path in PACKAGE.rglob("*.py"):
         nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, kinds)]
         for node in nodes:
             name, text = getattr(node, "name", "the module"), ast.get_docstring(node) or ""
-            if question.match(text) and not name.startswith("_"):
+            if opening.match(text) and not name.startswith("_"):
                 found.append(f"{path.name}: {name}: {text.splitlines()[0]}")
     assert not found, found
 

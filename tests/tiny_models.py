@@ -136,6 +136,15 @@ def save_tiny(directory: Path, config: ModelConfig = LLAMA, params: dict | None 
     return save_pretrained(config, params, directory, tokenizer=byte_tokenizer(), overwrite=True)
 
 
+def save_tiny_reader(directory: Path, family: str = "bert") -> Path:
+    """A model without a head that classifiers start from, with the byte tokenizer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "</s>"
+    config = dataclasses.replace(tiny_of(family, 3), vocab_size=258, pad_id=1, eos_id=None)
+    config = dataclasses.replace(config, max_position=64)
+    return save_pretrained(config, random_params(config), directory, tokenizer=tokenizer)
+
+
 def card_differs(directory: Path, results: dict) -> dict:
     """{number: (the card's, results.json's)} of a model's card, where they are not the same."""
     rows = re.findall(r"^\| (\S+) \| (\S+) \|$", (directory / "README.md").read_text(), re.M)

@@ -45,7 +45,7 @@ class Torch:
         }
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
-        """As `bench.model.Ours.call`."""
+        """The counterpart of `bench.model.Ours.call`."""
         import torch  # pyright: ignore[reportMissingImports]
 
         tokens = torch.tensor(rows.astype(np.int64))

@@ -156,5 +156,5 @@ def table_of_ratios(ratios: Mapping[str, Interval]) -> dict[str, Any]:
 
 
 def said(interval: Interval) -> str:
-    """In digits."""
+    """The ratio and its interval, in digits."""
     return "{:.3f} ({:.3f} .. {:.3f})".format(*interval)

@@ -155,7 +155,7 @@ def pad_to(batch_size: int) -> Any:
 
 
 def finite(batches: Any, limit: int | None) -> Iterator[Batch]:
-    """At most `limit` batches of a grain data set, which is closed then."""
+    """The first batches of a grain data set, at most `limit`; it is closed then."""
     iterator = iter(batches)
     try:
         yield from itertools.islice(iterator, limit)

@@ -1,4 +1,4 @@
-"""From examples to rows: tokens, shifted targets, loss mask, segments and positions.
+"""Examples to rows: tokens, shifted targets, loss mask, segments and positions.
 
 One example becomes token ids `[bos] prompt target [eos]` and then one element of three equal
 arrays: `tokens = ids[:-1]`, `targets = ids[1:]`, and `loss_mask`, true where the TARGET belongs to

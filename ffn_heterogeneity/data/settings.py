@@ -75,7 +75,7 @@ class DataConfig:
 
     @classmethod
     def from_mapping(cls, config: Any) -> DataConfig:
-        """From a dict or `ConfigDict` with these keys; an unknown key names the nearest one."""
+        """Reads a dict or `ConfigDict` with these keys; an unknown key names the nearest one."""
         names = [field.name for field in dataclasses.fields(cls)]
         check_known(config, names, "data setting", DataError)
         return cls(**dict(config))

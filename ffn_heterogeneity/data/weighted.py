@@ -71,7 +71,7 @@ class WeightedPipeline(Feed):
 
 
 class WeightedIterator:
-    """As `batches.BatchIterator`; the state holds every member's own.
+    """A `batches.BatchIterator` over members; the state holds every member's own.
 
     Attributes:
       counts: rows drawn of each member.

@@ -72,7 +72,7 @@ def classify_file(config: ConfigDict, model: Model, workdir: epath.Path) -> dict
     if not answered:
         return results
     given = made[:, 0] if task.regression else made.argmax(1)
-    return results | task_metrics(task, given, data.targets)
+    return results | {"interval": "bootstrap"} | task_metrics(task, given, data.targets)
 
 
 def classify(

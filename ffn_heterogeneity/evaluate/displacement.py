@@ -82,7 +82,7 @@ def displacements(
 
 
 def describe(psi: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Of `displacements`: the readings of all tokens and, under "last", of the last ones, each with
+    """The readings of `displacements`, of all tokens and, under "last", of the last ones, each with
     its jump rates; block influence and its ranking.
 
     Block influence is E[1 - cos] = 2 Psi (before the final norm); "least_influential" lists layers,

@@ -90,7 +90,7 @@ def sinks(model: Model, sentence: str, token: int, options: Any) -> list[float]:
 def magnitudes_by_token(
     model: Model, sentence: str, place: str, token: int, options: Any
 ) -> list[dict[str, Any]]:
-    """Of each token of a sentence: its text and the largest |h_l| at the middle layer, where
+    """The text of each token of a sentence and the largest |h_l| at the middle layer, where
     massive activations have long been there (Figure 2: layer 16 of 32).
 
     Args:

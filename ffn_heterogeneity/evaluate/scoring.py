@@ -32,7 +32,7 @@ LOGIT_BYTES = 2**28
 
 
 class Score(NamedTuple):
-    """Of one continuation: log p (nats, summed over its tokens), and whether greedy decoding would
+    """One continuation's log p (nats, summed over its tokens), and whether greedy decoding would
     produce it."""
 
     logprob: float

@@ -27,7 +27,7 @@ FIELDS: dict[str, type] = {
     "low": float,  # of the interval
     "high": float,
     "n": int,  # of the questions, windows or rows behind the value
-    "how": str,  # the interval was made: Wilson, bootstrap, t
+    "how": str,  # the interval was made: Wilson, bootstrap, normal, t
     "step": int,  # of training
     "layer": int,  # from 1
     "neuron": int,  # from 0

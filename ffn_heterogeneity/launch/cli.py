@@ -282,7 +282,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
-    """Of the longest end of the dotted key that has one, in the first mapping that has any."""
+    """The comment of the dotted key's longest end that has one, in the first mapping with any."""
     ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
     names = [name for end in ends for name in (f"config.{end}", end)]
     return next((tier[name] for tier in said for name in names if name in tier), "")

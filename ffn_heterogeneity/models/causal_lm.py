@@ -294,7 +294,7 @@ def _context(config: ModelConfig, batch: dict, shape: tuple[int, int], packed: b
 
 
 def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
-    """Of the mesh's devices ("cpu", "gpu", "tpu"); where it has none, the default backend."""
+    """The platform of the mesh's devices ("cpu", "gpu", "tpu"), or of the default backend."""
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 

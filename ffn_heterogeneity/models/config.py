@@ -84,7 +84,7 @@ class HeadConfig:
 
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any]) -> HeadConfig:
-        """From settings that JSON can write.
+        """A head with settings that JSON can write.
 
         Raises:
           ConfigError: it cannot.

@@ -1,4 +1,4 @@
-"""From the host to the devices and back, in one process or many."""
+"""Arrays from the host to the devices and back, in one process or many."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ STATES = {
 
 
 def largest(x_btm: jax.Array) -> dict[str, jax.Array]:
-    """Of |x| [B, T, M], float32: "values" [B, T, 32] falling, their "indices", the "median" [B, T].
+    """The largest |x| [B, T, M], float32: "values" [B, T, 32] falling, "indices", "median" [B, T].
 
     Narrower states are filled up with 0 at index -1.
     """

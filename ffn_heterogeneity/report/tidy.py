@@ -1,4 +1,4 @@
-"""From the frame of results to a paper's rows: the helpers of `papers/`, beside plain pandas.
+"""Helpers of `papers/` that turn the frame of results into a paper's rows, beside plain pandas.
 
 A record is what runs that differ in nothing but the seed have in common; a paper says which
 settings have to be equal for that. All helpers take and return rows like those of `fh.results`,

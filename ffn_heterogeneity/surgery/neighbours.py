@@ -59,7 +59,7 @@ class Neighbours:
         self._beyond = np.full(m, -np.inf)
 
     def remove(self, row: int) -> None:
-        """From now on `row` is nobody's neighbour."""
+        """Makes `row` nobody's neighbour from now on."""
         self.alive[row] = False
 
     def nearest(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

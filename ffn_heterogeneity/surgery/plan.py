@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def looks(self) -> str:
-        """At which activations the choice looks: "" (none), "bos" or "text"."""
+        """The activations at which the choice looks: "" (none), "bos" or "text"."""
         if self.criterion in ON_TEXT:
             return "text"
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))

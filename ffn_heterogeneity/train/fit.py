@@ -155,7 +155,7 @@ def what_would_fit(config: TrainConfig, built: Built, room: float) -> str:
 
 
 def check_state(config: TrainConfig, mesh: Mesh) -> str:
-    """Before anything is read: a line of how much there is to do and to hold, from shapes alone.
+    """A line of how much there is to do and to hold, from shapes alone, before anything is read.
 
     Raises:
       ValueError: the training state does not fit by itself, so no batch would help.

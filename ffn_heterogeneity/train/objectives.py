@@ -124,7 +124,7 @@ class Objective:
 
     @property
     def positions(self) -> int:
-        """Of a row of that length, over all axes."""
+        """The positions of the longest row, over all axes."""
         return sum(self.longest.values())
 
     def shapes(self, rows: int, length: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:

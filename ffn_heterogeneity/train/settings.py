@@ -123,7 +123,7 @@ class TrainConfig:
 
     @property
     def adapter_dropout(self) -> float:
-        """Of the prepared adapters' groups, the one that has it."""
+        """The rate of that group of the prepared adapters which has one, else 0."""
         rates = [settings.get("dropout", 0.0) for settings in self.prepare.values()]
         return max(rates, default=0.0)
 

@@ -11,9 +11,10 @@ import time
 import numpy as np
 import pytest
 from builders import jreg_runs, nucl_runs, score, write_run
-from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
+from tiny_models import REPOSITORY, TEXT, config_of, save_tiny, save_tiny_reader
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
 from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of, write_results
 from ffn_heterogeneity.report import frame as frames
 
@@ -52,9 +53,29 @@ def runs(tmp_path_factory):
         fh.run("evaluate", f"analyze:{name}", root / "analyze" / name, own | more)
     fh.run("in_memory", "prune_table", root / "in_memory", own | read)
     fh.run("surgery", "prune", root / "compress", own)
+    answer(root, own)
     return root
 
 
+def answer(root, own):
+    """A classifier, what it says of its rows, and answers to a question in two turns."""
+    rows, reader = root / "labelled.jsonl", save_tiny_reader(root / "reader")
+    labelled = [{"text": text, "label": text[0]} for text in ("low", "high") * 8]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    asked = root / "data/mt_bench/question.jsonl"
+    asked.parent.mkdir(parents=True)
+    asked.write_text('{"question_id": 81, "category": "math", "turns": ["Why?", "How?"]}\n')
+    exact = {"compute_dtype": "float32"}
+    train = {"data.path": str(rows), "data.validation_fraction": 0.25, "fields": "text",
+             "lengths": (16,), "batch_size": 8, "epochs": 1.0, "tensorboard": False}  # fmt: skip
+    fh.run("train", f"p32_glue:{reader},labels", root / "labels", train | exact)
+    said = {"model": str(root / "labels/model"), "input": str(rows)}
+    fh.run("evaluate", "classify", root / "classify", said | exact)
+    talk = {"data_root": str(root / "data"), "max_new_tokens": 2}
+    fh.run("evaluate", "chat", root / "chat", own | talk | exact)
+
+
+INTERVAL = {"low", "high", "n", "how"}
 SCHEMA = {
     "train/seed_0": {"nll": {"split", "step", "seed"}, "nucl": {"split", "step", "seed"},
                      "best/nll": {"split", "step", "seed"}, "seconds": {"seed"}},
@@ -66,6 +87,11 @@ SCHEMA = {
     "in_memory": {"perplexity": {"n", "units", "seed"}, "ffn_widths_after": {"layer", "seed"},
                   "parameters_removed_percent": {"seed"}},
     "compress": {"ffn_widths_after": {"layer", "seed"}, "parameters_after": {"seed"}},
+    "labels": {"accuracy": {"split", "step", "seed", *INTERVAL}, "rows": {"split", "seed"},
+               "classification": {"split", "step", "seed"}, "lambda": {"layer", "seed"},
+               "best/accuracy": {"split", "step", "seed"}, "depth_weights": {"layer", "seed"}},
+    "classify": {"matthews": INTERVAL, "rows": set(), "rows_cut": set()},
+    "chat": {"answered": {"seed"}, "turns": {"seed"}, "turns_no_room": {"seed"}},
 }  # fmt: skip
 
 
@@ -85,6 +111,18 @@ def test_the_rows_of_every_command(runs):
         text = (runs / name / "rows.jsonl").read_text()
         assert [json.loads(line) for line in text.splitlines()] == rows_of(results)
     assert set(everything[everything.what == "h_out"].layer) == {1, 2, 3, 4}
+    assert set(everything.how.dropna()) == {"bootstrap"}
+
+
+def test_the_rows_of_a_judge():
+    """Its server is of no account here: ratings and pairs as they are summed up."""
+    rows = [{"question_id": 1, "turn": turn, "score": 2.0 + turn, "g1_winner": "model_1",
+             "g2_winner": "model_1"} for turn in (1, 2)]  # fmt: skip
+    summaries = [judged(rows, {1: "math"}) for judged in (single_summary, pairwise_summary)]
+    found = {row["what"]: row for one in summaries for row in rows_of(one | {"judged": 2})}
+    assert not [what for what in found if not listed(what)] and found["by_turn/2"]["value"] == 4
+    ends = [(found[name]["how"], found[name]["n"]) for name in ("score", "win_rate")]
+    assert ends == [("normal", 2), ("Wilson", 2)]
 
 
 def test_a_run_over_seeds_is_its_seeds_and_settings_are_columns(runs):

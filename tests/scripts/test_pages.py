@@ -3,6 +3,7 @@
 A number of three and more digits in a table of docs/findings stands as it is written in what its
 page may quote: the committed tables of docs/results, what the paper prints, and the paper's report,
 drawn anew from the archives in docs/results/runs. Of a share a table may write the percentage.
+Sentences may round, and quote what is a step away: a perplexity of an NLL, a difference of runs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import re
 from functools import cache
 
+import numpy as np
 import pytest
 from tiny_models import REPOSITORY
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.report.paper import draw_all, gather
+from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tables import number
 
 DOCS = REPOSITORY / "docs"
@@ -29,6 +33,13 @@ SOURCES = {
     "jreg": (("jreg_*",), ("lesions-*",)),
     "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
     "p32": ((), ("p32-*",)),
+}
+# Page -> numbers of its sentences that nothing measured, and what they are.
+SETTINGS = {
+    "nucl": {"256": "tokens a row"},
+    "jreg": {"4,096": "tokens of the vocabulary"},
+    "massive_weights": {"46,080": "all FFN neurons of SmolLM2", "1,536": "those of a layer"},
+    "p32": {},
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
 
@@ -75,6 +86,58 @@ def quoted(page: str) -> tuple[set[str], set[str]]:
         text += "".join(f"\n{number(value)}" for row in table.rows for value in row)
     shares = " ".join(re.findall(r"[^|]*\] Fieller", text))
     return numbers(text), {f"{100 * float(one):.0f}" for one in numbers(shares)}
+
+
+def sentences(text: str) -> list[str]:
+    """Paragraphs, without tables, code and the targets of links."""
+    away = r"(?s:```.*?```)|`[^`]*`|^\|.*\|$|\]\([^)]*\)"
+    return re.sub(away, "", text, flags=re.M).split("\n\n")
+
+
+def shown(number: str, values: np.ndarray) -> bool:
+    """Whether a value is the number, to the digits shown: 3,060 of 3064.8, 0.020 of 0.02025."""
+    text = number.replace(",", "")
+    digits = len(text.partition(".")[2]) or len(text.rstrip("0")) - len(text)
+    return bool(np.isclose(np.round(values, digits), float(text), rtol=1e-9, atol=1e-9).any())
+
+
+def close(paragraph: str, values: np.ndarray) -> np.ndarray:
+    """The values, and perplexities of NLLs, or NLLs of perplexities, where it speaks of them."""
+    perplexities = np.exp(values[values < 20]) if "perplexity" in paragraph else ()
+    losses = np.log(values[values > 1]) if "NLL" in paragraph else ()
+    return np.concatenate([values, perplexities, losses])
+
+
+def archived(*names: str) -> dict[str, float]:
+    """NLL by run."""
+    frame = fh.results(*(DOCS / f"results/runs/{name}.tar.xz" for name in names))
+    return dict(frame[frame.what == "nll"][["run", "value"]].values)
+
+
+def by_seed(runs: dict[str, float], pattern: str) -> np.ndarray:
+    found = {int(hit[1]): nll for run, nll in runs.items() if (hit := re.search(pattern, run))}
+    return np.array([found[seed] for seed in sorted(found)])
+
+
+def looked_at() -> list[float]:
+    """What only sentences quote: states and lesions, random draws, MacDrop's gain by adapter."""
+    states = fh.results(DOCS / "results/runs/massive-states.tar.xz")
+    states = states[states.what.isin(["intermediate", "h_out", "massive_rank"])]
+    lesions = fh.results(DOCS / "results/runs/lesions-smollm2-135m-instruct.tar.xz")
+    damage = lesions[lesions.what == "damage"]
+    there = damage.layer == 11
+    values = [*states.value, *states.neuron, *lesions[lesions.what == "nll"].value]
+    values += [damage[there].value.median(), damage[~there].value.max()]
+    values += [*damage[there & damage.neuron.isin([1229, 1487])].value]
+    draws = archived("rivals-smollm2-135m-instruct-0.25")
+    chance, spared = (by_seed(draws, rf"random,seed=(\d+),protect={x}$") for x in ("", "massive_5"))
+    runs = archived("macdrop-eval-lora", "macdrop-eval-dora")
+    lora, dora = (
+        by_seed(runs, rf"{x}-p0=0.8,seed=(\d).*k=3$") - by_seed(runs, rf"{x}-p0=0,seed=(\d).*k=3$")
+        for x in ("lora", "dora")
+    )
+    gain = student(list(dora - lora))
+    return [*values, *chance, *(chance - spared), *lora, lora.std(ddof=1), *gain[:3]]
 
 
 def pages(folder: str = "**") -> list:
@@ -143,10 +206,35 @@ def test_numbers_have_a_source(page):
     assert seen > 10
 
 
+@pytest.mark.parametrize("page", SOURCES)
+def test_numbers_in_sentences_have_a_source(page):
+    """Those with a decimal point or three and more digits; every setting is one that is there."""
+    looked = looked_at() if page == "massive_weights" else ()
+    sources, _ = quoted(page)
+    values = np.abs(np.array([*map(float, sources), *looked], float))
+    strange, seen = set(), 0
+    for paragraph in sentences((DOCS / f"findings/{page}.md").read_text()):
+        near = close(paragraph, values)
+        for hit in NUMBER.finditer(paragraph):
+            word = hit[0].rstrip(",")
+            if "." not in word and digits(word) < 3:
+                continue
+            seen += 1
+            share = 100 * values if paragraph[hit.end() :].startswith("%") else ()
+            if plain(word) not in sources and not shown(word, np.concatenate([near, share])):
+                strange.add(word)
+    assert seen > 10 and strange == SETTINGS[page].keys()
+
+
 def test_a_number_without_a_source_is_found():
     """The tests above see a changed digit, a long cell, a percentage that is none."""
     assert numbers("4.88 [4.8, 16,384] n=20, .838, 1e-5") >= {"4.88", "4.8", "16384", ".838"}
     assert plain("0.740") == ".74" and plain("1,000") == "1000" and plain("12.0") == "12"
     assert digits(".0123") == 3 and digits("0.10") == 2
+    assert sentences("a 1.5 [b](3.5.md) `4.5`\n| 5.5 |\n\nd") == ["a 1.5 [b ", "\nd"]
+    values = np.array([3064.8, 0.02025, 4.51e-5, 3.348])
+    assert [shown(x, values) for x in ("3,060", "0.020", "3,065", "0.00005")] == [True] * 4
+    assert not any(shown(x, values) for x in ("3,066", "0.021", "0.0212", "3.35e0", "28.4"))
+    assert shown("28.4", close("a perplexity of 28.4", values))
     sources, shares = quoted("massive_weights")
     assert "4.881" not in sources and "347" in shares and "349" not in shares

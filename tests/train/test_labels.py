@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 
 import numpy as np
 import pytest
-from tiny_models import byte_tokenizer, config_of, random_params, tiny_of
+from tiny_models import config_of, save_tiny_reader
 
 from ffn_heterogeneity.evaluate.classify import classify
-from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import evaluate as evaluating
 from ffn_heterogeneity.launch import train as training
@@ -30,13 +28,8 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 def files(tmp_path_factory):
     """Tiny models of two families, and rows whose label is which half of the alphabet they use."""
     root = tmp_path_factory.mktemp("labels")
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = "</s>"
     for family in ("bert", "roberta", "llama"):
-        config = dataclasses.replace(tiny_of(family, 3), vocab_size=258, pad_id=1, eos_id=None)
-        config = dataclasses.replace(config, max_position=64)
-        params = random_params(config, dtype=np.float32)
-        save_pretrained(config, params, root / family, tokenizer=tokenizer)
+        save_tiny_reader(root / family, family)
     rng = np.random.default_rng(0)
     for name, count in (("train", 60), ("held_out", 21), ("test", 9)):
         rows = []

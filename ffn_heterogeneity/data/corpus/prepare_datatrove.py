@@ -151,7 +151,7 @@ def prepare(
     settings: Settings | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """As `prepare.prepare`, by datatrove's local executor; logs under `progress/datatrove`."""
+    """Does what `prepare.prepare` does, by datatrove; its logs are in `progress/datatrove`."""
     directory = Path(directory)
     steps = chunk_steps(spec, tokenizer, directory, name=name, settings=settings)
     try:

@@ -75,7 +75,7 @@ class Pool:
 
 @contextlib.contextmanager
 def open_pool(tokeniser: Tokeniser, directory: Path, processes: int) -> Iterator[Pool]:
-    """As many processes; 1 is this one."""
+    """A pool of as many processes; 1 is this one."""
     if processes == 1:
         yield Pool(Worker(tokeniser, directory, [0, 0, 0]))
         return

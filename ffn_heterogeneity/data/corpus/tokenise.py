@@ -129,7 +129,7 @@ def note(directory: Path, name: str) -> Path:
 
 
 def shard_name(number: int) -> str:
-    """Of a chunk's shard: in order of names they are in order of numbers."""
+    """The name of a chunk's shard: in order of names they are in order of numbers."""
     return f"shard-{number:06d}"
 
 

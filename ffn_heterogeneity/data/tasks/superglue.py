@@ -165,7 +165,7 @@ def wsc_spans(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def wsc_pairs(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
-    """In training only rows whose pronoun does refer to the phrase: the others have no target."""
+    """The row; none in training if its pronoun does not refer to the phrase: it has no target."""
     return [] if training and word_of(row, BOOLEANS) == "False" else [row]
 
 

@@ -269,6 +269,8 @@ def single_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, An
     half = 1.96 * scores.std(ddof=1) / scores.size**0.5 if scores.size > 1 else math.inf
     mean = float(scores.mean())
     return {
+        "n": scores.size,
+        "interval": "normal",
         "score": mean,
         "score_low": mean - half,
         "score_high": mean + half,
@@ -300,7 +302,7 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
     points = wins + ties / 2
     low, high = wilson_interval(points, len(pairs))
     rates = {"win_rate": points / len(pairs), "win_rate_low": low, "win_rate_high": high}
-    return counts | rates
+    return counts | rates | {"n": len(pairs)}
 
 
 def _judge_all(

@@ -46,7 +46,7 @@ def gsm8k(row: Row) -> Row:
 
 
 def mbpp(row: Row) -> Row:
-    """Of the full set ("text") or the sanitized one ("prompt"); programs are left as they are."""
+    """A row of the full set ("text") or the sanitized one ("prompt"); programs stay as they are."""
     return {
         "task_id": value_of(row, "task_id", int, "a number"),
         "prompt": prompt_of(row, text_of(row, "text" if "text" in row else "prompt")),

@@ -38,7 +38,7 @@ class SandboxError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one program, its children included unless said otherwise.
+    """The limits of one program, its children included unless said otherwise.
 
     Attributes:
       wall_seconds: from its first line on; ample, so that a busy machine changes no score.

@@ -206,7 +206,7 @@ def filter_program() -> bytes:
 
 
 def install_filter() -> None:
-    """From here on, for this process and its children. Needs `prctl(38, 1)` before."""
+    """Binds this process and its children from here on. Needs `prctl(38, 1)` before."""
     code = ctypes.create_string_buffer(filter_program())
     length = struct.pack("HP", (len(code) - 1) // 8, ctypes.addressof(code))
     program = ctypes.create_string_buffer(length)

@@ -108,7 +108,7 @@ def own_name(name: str) -> str:
 def by_tensors(
     config: ModelConfig, values: Mapping[str, Any], names: Collection[str]
 ) -> ModelConfig:
-    """With a pooler iff the file holds one, where config.json does not say.
+    """The config with a pooler iff the file holds one, where config.json does not say.
 
     BERT-base's own names a head that goes without, and its file has a pooler.
     """
