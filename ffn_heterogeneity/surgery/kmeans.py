@@ -190,12 +190,10 @@ def _lloyd(
     def nearest(centres, squares):
         """(label, |mu|^2 - 2 x . mu of it) of every point."""
         if not products:
-            scores = squares[:, None] - 2 * centres
-            return jnp.argmin(scores, 0).astype(jnp.int32), scores.min(0)
+            return _least(squares[:, None] - 2 * centres)
 
         def one(point):
-            scores = squares - 2 * _dot(centres, point)
-            return jnp.argmin(scores).astype(jnp.int32), scores.min()
+            return _least(squares - 2 * _dot(centres, point))
 
         return jax.lax.map(one, data, batch_size=min(CHUNK, m))
 
@@ -227,6 +225,13 @@ def _lloyd(
     _, centres, squares, _, steps = jax.lax.while_loop(going, step, start)
     labels, score = nearest(centres, squares)
     return _filled(labels, norms + score, c), jnp.sum(norms + score), steps
+
+
+def _least(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(first index of the minimum along axis 0, the minimum); XLA's argmin is slow on CPUs."""
+    least, index = scores.min(0), jnp.arange(len(scores), dtype=jnp.int32)
+    index = index.reshape(-1, *(1,) * least.ndim)
+    return jnp.where(scores == least, index, len(scores)).min(0), least
 
 
 def _filled(labels: jax.Array, apart: jax.Array, c: int) -> jax.Array:
