@@ -148,23 +148,28 @@ def fuse_block(
 # ---- methods: (rows, c, settings, seed) -> Made
 
 
-def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
-    """Centroids, and the sizes of their clusters apart."""
+def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, float]:
+    """(centroids, cluster sizes, inertia over the sum of squares), on all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("neurons",)) if jax.device_count() > 1 else None
     found = cluster(joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means")
-    return Made(split(found.centroids, rows), found.sizes, found.share)
+    return split(found.centroids, rows), found.sizes, found.share
+
+
+def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
+    """Centroids, and the sizes of their clusters apart."""
+    return Made(*_clustered(rows, c, asked, seed))
 
 
 def merged(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Fusion, the sizes multiplied into down."""
-    made = fusion(rows, c, asked, seed)
-    return Made(times(made.rows, ("down",), made.factor), None, made.share)
+    centroids, sizes, share = _clustered(rows, c, asked, seed)
+    return Made(times(centroids, ("down",), sizes), None, share)
 
 
 def sqrt(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Fusion, the roots of the sizes multiplied into both sides: up and down."""
-    made = fusion(rows, c, asked, seed)
-    return Made(times(made.rows, ("up", "down"), np.sqrt(made.factor)), None, made.share)
+    centroids, sizes, share = _clustered(rows, c, asked, seed)
+    return Made(times(centroids, ("up", "down"), np.sqrt(sizes)), None, share)
 
 
 def sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
