@@ -25,14 +25,19 @@ def get_config() -> ConfigDict:
             "surgery": "fuse",
             # fusion: k-means of neurons, cluster sizes P kept apart | merged: P in the outgoing
             # weights | sqrt: its root on both sides of the activation | sketch: random mixtures |
-            # hybrid_sketch: the largest third kept, the others mixed.
+            # hybrid_sketch: the largest third kept, the others mixed | structured: the largest kept
+            # | mmd: points that move to where neurons are dense, in `steps` of AdamW, and m / c
+            # after the activation | svd: each kernel as two thin ones, which train | unstructured:
+            # a mask, under which the largest weights stay.
             "method": Fusion.method,
-            "ratio": Fusion.ratio,  # the share of every layer's neurons that goes
+            # The share of every layer's neurons that goes; of weights (svd, unstructured).
+            "ratio": Fusion.ratio,
             # Where: all | top | bottom | even | odd | pair:5 | 0,3,7 | 4-9.
             "layers": Fusion.layers,
             "n_init": Fusion.n_init,  # starts of k-means; the paper's tables: 30
             # Gated neurons are scaled to equal norms and one sign before they are clustered (ours).
             "canonical": Fusion.canonical,
+            "steps": Fusion.steps,
             "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
             "seed": Fusion.seed,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.

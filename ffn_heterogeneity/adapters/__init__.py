@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ffn_heterogeneity.adapters import dora, lora, macdrop, mask, nf4
+from ffn_heterogeneity.adapters import dora, lora, low_rank, macdrop, mask, nf4
 
 Leaves = Mapping[str, jax.Array]
 # A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank", "one",
@@ -64,6 +64,13 @@ ADAPTERS: tuple[Adapter, ...] = (
             "nf4_mean": ("one",),
         },
         base=nf4.kernel,
+    ),
+    Adapter(
+        "low_rank",
+        {"low_rank_a": ("in", "rank"), "low_rank_b": ("rank", "out")},
+        trained=("low_rank_a", "low_rank_b"),
+        base=low_rank.kernel,
+        product=low_rank.product,
     ),
     Adapter("mask", {"mask": ("in", "out")}, kernel=mask.apply_mask),
     Adapter(

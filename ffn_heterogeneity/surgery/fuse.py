@@ -1,6 +1,7 @@
 """Compression of feed-forward blocks to fewer neurons (MLP Fusion, arXiv 2307.08941).
 
-A method makes of m neurons c; a neuron is a row (`neurons.rows_of`):
+A method of `METHODS` makes of m neurons c; those of `entries.ENTRIES`, svd and unstructured, take
+weights out and keep the neurons. A neuron is a row (`neurons.rows_of`):
 
   fusion   k-means; the centroids, and P = the clusters' sizes as a factor after the activation that
            never trains (section IV-B, equation 9): act(x W1~ + b1~) P W2~ + b2.
@@ -10,6 +11,10 @@ A method makes of m neurons c; a neuron is a row (`neurons.rows_of`):
   sketch   S = N(0, 1) / sqrt(c) [m, c]: W1 S, S^T b1, S^T W2 (gated: one S for all [ours]).
   hybrid_sketch   the third of c with the largest |W1_i| |W2_i| kept, the others sketched to the
            rest of c (the authors' code: 256 of 768).
+  structured   the c neurons of largest L1 norm, whole (the authors' code drops rows of W1 and
+           columns of W2 apart, which leaves halves of neurons).
+  mmd      c points that move to where the m are dense (`mmd.support_points`), and m / c as a factor
+           after the activation (equation 14).
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -27,18 +33,20 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.entries import ENTRIES, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
+from ffn_heterogeneity.surgery.mmd import support_points
 from ffn_heterogeneity.surgery.neurons import block_of, canonical, joined, rows_of, split, times
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
 from ffn_heterogeneity.wording import check_choice, settings_of
 
 
 class Made(NamedTuple):
-    """c neurons of m: their rows, P [c] or None, and inertia over the sum of squares or None."""
+    """c neurons of m: their rows, a factor after the activation [c] or None, and how it went."""
 
     rows: dict
     factor: np.ndarray | None = None
-    share: float | None = None
+    facts: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +54,12 @@ class Fusion:
     """The settings of a compression of neurons.
 
     Attributes:
-      method: of `METHODS`.
-      ratio: the share of every layer's neurons that goes.
+      method: of `METHODS` or `entries.ENTRIES`.
+      ratio: the share of every layer's neurons that goes, or of the weights.
       layers: as `selection.layer_subset` reads it.
       n_init: starts of k-means, the best of which is taken; the paper's tables: 30.
       canonical: gated neurons are scaled before they are clustered (`neurons.canonical`) [ours].
+      steps: of AdamW, where the method is mmd.
       spare: so many massive neurons of the massive layer stay as they are [ours].
       seed: of k-means' starts and of sketches.
     """
@@ -60,22 +69,28 @@ class Fusion:
     layers: str = "all"
     n_init: int = 1
     canonical: bool = False
+    steps: int = 100
     spare: int = 0
     seed: int = 0
 
     def __post_init__(self):
-        check_choice("method", self.method, tuple(METHODS))
+        check_choice("method", self.method, (*METHODS, *ENTRIES))
+        if self.spare and self.method in ENTRIES:
+            raise ValueError(f"spare={self.spare}: {self.method} keeps every neuron")
         removal_count(1, ratio=self.ratio)
-        if self.n_init < 1 or self.spare < 0:
-            raise ValueError(f"n_init={self.n_init} must be at least 1, spare={self.spare} 0")
+        for name, least in (("n_init", 1), ("steps", 0), ("spare", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
 
 def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None) -> tuple:
     """A model with fewer neurons in the layers that `settings` name; it stays trainable.
 
     Returns:
-      (the model, {"method", "ratio", "layers", widths and parameters before and after,
-      "inertia_share": inertia over the sum of squares, the mean over layers, and of each layer}).
+      (the model, {"method", "ratio", "layers", widths and parameters before and after, "kept_share"
+      of the weights and biases of the blocks compressed, P not counted;
+      and of the method "inertia_share" (over the sum of squares), or "mmd2" and "mmd2_start": the
+      mean over layers, and with an s, of each layer}).
 
     Raises:
       ValueError: settings out of range, adapters in a block, weights that are not finite, or
@@ -86,29 +101,37 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     asked, config = settings_of(Fusion, settings), model.config
     chosen = layer_subset(asked.layers, config.n_layers)
     massive, spared = _massive(model, asked.spare)
-    widths, new, shares = list(config.ffn_widths), {}, {}
-    blocks = dict(ffn_blocks(jax.tree.map(np.asarray, model.params)))
-    places = [place for place in blocks if place.layer in chosen]
-    for place in tqdm(places, desc=asked.method, unit="block", file=sys.stderr):
-        own = spared if place.layer == massive else spared[:0]
-        new[place], share = fuse_block(blocks[place], place, asked, own)
-        widths[place.layer] = new[place]["down"]["kernel"].shape[0]
-        if share is not None:
-            shares.setdefault(place.layer, []).append(share)
+    widths, new, facts = list(config.ffn_widths), {}, {}
+    every = ffn_blocks(jax.tree.map(np.asarray, model.params))
+    blocks = {place: ffn for place, ffn in every if place.layer in chosen}
+    if asked.method in ENTRIES:
+        for place, ffn in blocks.items():
+            rows_of(ffn, place.layer)  # refuses what cannot be compressed
+        new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
+    else:
+        for place in tqdm(blocks, desc=asked.method, unit="block", file=sys.stderr):
+            own = spared if place.layer == massive else spared[:0]
+            new[place], found = fuse_block(blocks[place], place, asked, own)
+            widths[place.layer] = new[place]["down"]["kernel"].shape[0]
+            for name, value in found.items():
+                facts.setdefault(name, {}).setdefault(place.layer, []).append(value)
     after = config.with_widths(widths)
     params = restack(after, write(model.params, new))
-    total, left = (count_parameters(one)["total"] for one in (config, after))
-    found = {layer: float(np.mean(each)) for layer, each in shares.items()}
+    before, kept = (sum(map(weights, some.values())) for some in (blocks, new))
+    total = count_parameters(config)["total"]
+    left = total - before + kept
     report = dataclasses.asdict(asked) | {
         "ffn_widths_before": list(config.ffn_widths),
         "ffn_widths_after": widths,
         "parameters_before": total,
         "parameters_after": left,
         "parameters_removed_percent": 100.0 * (total - left) / total,
+        "kept_share": kept / before,
     }
-    if found:
-        report["inertia_share"] = float(np.mean(list(found.values())))
-        report["inertia_shares"] = [found.get(layer, 0.0) for layer in range(config.n_layers)]
+    for name, layers in facts.items():
+        means = {layer: float(np.mean(each)) for layer, each in layers.items()}
+        report[name] = float(np.mean(list(means.values())))
+        report[f"{name}s"] = [means.get(layer) for layer in range(config.n_layers)]
     return dataclasses.replace(model, config=after, params=params), report
 
 
@@ -121,8 +144,8 @@ def _massive(model: Model, spare: int) -> tuple[int | None, np.ndarray]:
 
 def fuse_block(
     ffn: dict, place: Place, asked: Fusion, spared: np.ndarray
-) -> tuple[dict, float | None]:
-    """(the block of fewer neurons, those spared first; inertia over the sum of squares or None)."""
+) -> tuple[dict, Mapping[str, float]]:
+    """(the block of fewer neurons, those spared first; the method's facts)."""
     rows = rows_of(ffn, place.layer)
     try:
         rows = canonical(rows) if asked.canonical else rows
@@ -142,17 +165,17 @@ def fuse_block(
     if made.factor is not None:
         factor = np.concatenate([np.ones(len(spared)), made.factor])
         block["neuron_scale"] = factor.astype(np.float32)
-    return block, made.share
+    return block, made.facts
 
 
 # ---- methods: (rows, c, settings, seed) -> Made
 
 
-def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, float]:
-    """(centroids, cluster sizes, inertia over the sum of squares), on all devices."""
+def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, dict]:
+    """(centroids, cluster sizes, facts), on all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("neurons",)) if jax.device_count() > 1 else None
     found = cluster(joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means")
-    return split(found.centroids, rows), found.sizes, found.share
+    return split(found.centroids, rows), found.sizes, {"inertia_share": found.share}
 
 
 def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
@@ -162,14 +185,14 @@ def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
 
 def merged(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Fusion, the sizes multiplied into down."""
-    centroids, sizes, share = _clustered(rows, c, asked, seed)
-    return Made(times(centroids, ("down",), sizes), None, share)
+    centroids, sizes, facts = _clustered(rows, c, asked, seed)
+    return Made(times(centroids, ("down",), sizes), None, facts)
 
 
 def sqrt(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Fusion, the roots of the sizes multiplied into both sides: up and down."""
-    centroids, sizes, share = _clustered(rows, c, asked, seed)
-    return Made(times(centroids, ("up", "down"), np.sqrt(sizes)), None, share)
+    centroids, sizes, facts = _clustered(rows, c, asked, seed)
+    return Made(times(centroids, ("up", "down"), np.sqrt(sizes)), None, facts)
 
 
 def sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
@@ -190,10 +213,26 @@ def hybrid_sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     return Made({part: np.concatenate([row[first], mixed[part]]) for part, row in rows.items()})
 
 
+def structured(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
+    """The neurons whose incoming and outgoing weights have the largest sum of sizes."""
+    order = np.argsort(-np.abs(joined(rows)).sum(1), kind="stable")
+    return Made({part: row[np.sort(order[:c])] for part, row in rows.items()})
+
+
+def mmd(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
+    """Support points, and how many neurons each stands for."""
+    points = joined(rows)
+    found, first, last = support_points(points, c, steps=asked.steps, seed=seed)
+    factor = np.full(c, len(points) / c)
+    return Made(split(found, rows), factor, {"mmd2_start": first, "mmd2": last})
+
+
 METHODS: dict[str, Callable[[dict, int, Fusion, int], Made]] = {
     "fusion": fusion,
     "merged": merged,
     "sqrt": sqrt,
     "sketch": sketch,
     "hybrid_sketch": hybrid_sketch,
+    "structured": structured,
+    "mmd": mmd,
 }

@@ -8,65 +8,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fusing import (
+    CLUSTERED,
+    FIRST,
+    KINDS,
+    NOBODY,
+    apart,
+    block,
+    compressed,
+    fused,
+    logits,
+    model_of,
+    output,
+    repeated,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import LLAMA, our_logits, random_params, run_script, save_tiny, tiny_of
+from tiny_models import LLAMA, run_script, save_tiny, tiny_of
 
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.models.walk import Place
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.fuse import METHODS, Fusion, fuse_block
 from ffn_heterogeneity.surgery.neurons import canonical, joined, rows_of, split
-
-TOKENS = np.random.default_rng(1).integers(2, 29, (2, 9))
-CLUSTERED = ("fusion", "merged", "sqrt")
-KINDS = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-FIRST, NOBODY = Place(0, None, "ffn"), np.zeros(0, int)
-
-
-def model_of(config=LLAMA, params=None) -> Model:
-    return Model(config, random_params(config) if params is None else params, None, "")
-
-
-def logits(model):
-    return our_logits(model.config, model.params, TOKENS)
-
-
-def fused(model, **settings):
-    return SURGERIES["fuse"](model, settings)
-
-
-def block(gated, m=12, d=5, seed=0, dtype=np.float64):
-    rng = np.random.default_rng(seed)
-    names = {"gate": (d, m), "up": (d, m), "down": (m, d)}
-    return {
-        name: {"kernel": rng.normal(size=shape).astype(dtype),
-               "bias": rng.normal(size=shape[1]).astype(dtype)}
-        for name, shape in names.items() if gated or name != "gate"
-    }  # fmt: skip
-
-
-def repeated(ffn, times):
-    """The block with neuron i there times[i] times, in any order."""
-    which = np.random.default_rng(2).permutation(np.repeat(np.arange(len(times)), times))
-    new = {name: {leaf: x[..., which] for leaf, x in ffn[name].items()}
-           for name in ("gate", "up") if name in ffn}  # fmt: skip
-    down = {"kernel": ffn["down"]["kernel"][which], "bias": ffn["down"]["bias"]}
-    return new | {"down": down}
-
-
-def output(ffn, x, act):
-    """The formula, in the dtype of the leaves."""
-
-    def linear(name, y):
-        return y @ ffn[name]["kernel"] + ffn[name]["bias"]
-
-    up = linear("up", x)
-    h = act(linear("gate", x)) * up if "gate" in ffn else act(up)
-    return linear("down", h * ffn.get("neuron_scale", 1.0))
 
 
 def kernels(ffn, act, leaves=None):
@@ -87,16 +53,6 @@ def kernels(ffn, act, leaves=None):
             for g in grads
         ])  # fmt: skip
     return flat @ np.sign(flat).T, flat @ flat.T
-
-
-def apart(one, other):
-    return np.linalg.norm(one - other) / np.linalg.norm(one)
-
-
-def compressed(ffn, method, c, **settings):
-    m = ffn["down"]["kernel"].shape[0]
-    asked = Fusion(method=method, ratio=1 - c / m, **settings)
-    return fuse_block(ffn, FIRST, asked, NOBODY)[0]
 
 
 # ---- exactness
@@ -176,8 +132,8 @@ def test_the_bound_of_appendix_c(seed, c, name):
     ffn = block(gated=False, seed=seed)
     for leaves in ffn.values():
         leaves["bias"][:] = 0
-    few, share = fuse_block(ffn, FIRST, Fusion(ratio=1 - c / 12), NOBODY)
-    eps = np.sqrt(share) * np.linalg.norm(joined(rows_of(ffn, 0)))
+    few, facts = fuse_block(ffn, FIRST, Fusion(ratio=1 - c / 12), NOBODY)
+    eps = np.sqrt(facts["inertia_share"]) * np.linalg.norm(joined(rows_of(ffn, 0)))
     x, act = np.random.default_rng(seed).normal(size=(4, 5)), ACTIVATIONS[name]
     with jax.enable_x64(True):
         error = np.linalg.norm(output(ffn, x, act) - output(few, x, act))
@@ -286,7 +242,9 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
         ({"method": "kmeans"}, "method='kmeans': choose one of"),
         ({"ratio": 1.0}, r"ratio=1.0 is outside \[0, 1\)"),
         ({"n_init": 0}, "n_init=0 must be at least 1"),
+        ({"steps": -1}, "steps=-1 must be at least 0"),
         ({"layers": "9"}, "layer 9 is out of range"),
+        ({"spare": 2, "method": "svd"}, "spare=2: svd keeps every neuron"),
         ({"spare": 20, "ratio": 0.5}, "layer .: of 24 neurons 20 are spared, none left"),
     ],
 )

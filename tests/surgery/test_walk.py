@@ -98,6 +98,7 @@ SETTINGS = {
     "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "truncate": {"blocks": 2},
+    "fuse": {"method": "fusion", "ratio": 0.25},
     "fold": {},
 }
 

@@ -1,0 +1,24 @@
+"""A kernel as the product of two thin ones that train: K = A B, never made whole in a step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def kernel(leaves: dict[str, jax.Array]) -> jax.Array:
+    """A B, [..., in, out]."""
+    return leaves["low_rank_a"] @ leaves["low_rank_b"]
+
+
+def product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
+    """(x A) B: 2 r (in + out) operations a token for K's 2 in out."""
+    return dot(dot(x, leaves["low_rank_a"]), leaves["low_rank_b"])
+
+
+def of_kernel(kernel: np.ndarray, rank: int) -> dict[str, np.ndarray]:
+    """The factors of the closest kernel of that rank, U S and V^T of its singular values, in its
+    dtype; A of orthogonal columns whose lengths are those values."""
+    u, s, v = np.linalg.svd(np.asarray(kernel, np.float64), full_matrices=False)
+    pair = {"low_rank_a": u[:, :rank] * s[:rank], "low_rank_b": v[:rank]}
+    return {name: factor.astype(kernel.dtype) for name, factor in pair.items()}

@@ -1,0 +1,74 @@
+"""MLP Fusion's baselines that keep every neuron: truncated SVD, and weights taken out one by one.
+
+A method is (blocks, kept share of their weights) -> the new blocks; `Place`s stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ffn_heterogeneity.adapters import low_rank
+from ffn_heterogeneity.models.walk import Place
+
+Blocks = Mapping[Place, dict]
+
+
+def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
+    """Each kernel [n, k] as factors of rank floor(share n k / (n + k)), both of which train.
+
+    So many parameters are the share of the kernel's; the paper's 4 / 5 s p is this at k = 4 n. All
+    of them (share 1) would be a rank at which nothing is saved; the rank is at least 1.
+    """
+
+    def factored(leaves: dict) -> dict:
+        n, k = leaves["kernel"].shape
+        rank = max(1, math.floor(share * n * k / (n + k) + 1e-9))
+        rest = {name: leaf for name, leaf in leaves.items() if name != "kernel"}
+        return low_rank.of_kernel(leaves["kernel"], rank) | rest
+
+    return {
+        place: {name: factored(leaves) for name, leaves in ffn.items()}
+        for place, ffn in blocks.items()
+    }
+
+
+def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
+    """A fixed mask on every kernel: the weights of largest size stay, over all blocks together.
+
+    Of weights of one size at the border all stay.
+    """
+    sizes = np.concatenate([
+        np.abs(leaves["kernel"]).ravel() for ffn in blocks.values() for leaves in ffn.values()
+    ])  # fmt: skip
+    gone = math.floor((1 - share) * sizes.size + 1e-9)
+    border = np.partition(sizes, gone)[gone] if gone else 0.0
+
+    def masked(leaves: dict) -> dict:
+        kernel = leaves["kernel"]
+        return leaves | {"mask": (np.abs(kernel) >= border).astype(kernel.dtype)}
+
+    return {
+        place: {name: masked(leaves) for name, leaves in ffn.items()}
+        for place, ffn in blocks.items()
+    }
+
+
+ENTRIES: dict[str, Callable[[Blocks, float], dict[Place, dict]]] = {
+    "svd": svd,
+    "unstructured": unstructured,
+}
+
+
+def weights(ffn: Mapping[str, Mapping[str, np.ndarray]]) -> int:
+    """Numbers of a block that count and train: unmasked weights, factors, biases; not P."""
+    total = 0
+    for leaves in ffn.values():
+        if isinstance(leaves, Mapping):
+            own = {name: leaf for name, leaf in leaves.items() if name != "mask"}
+            total += sum(leaf.size for leaf in own.values())
+            if "mask" in leaves:
+                total -= int((np.asarray(leaves["mask"]) == 0).sum())
+    return total

@@ -1,0 +1,88 @@
+"""Support points of a layer's neurons, by maximum mean discrepancy (MLP Fusion, appendix B-B).
+
+c points y begin as rows x of the m neurons and move so that
+
+    MMD^2 = mean k(x, x') - 2 mean k(x, y) + mean k(y, y')
+
+falls, means over all pairs, each with itself too. The paper leaves the kernel open; the authors'
+code has sum over b of exp(-d / b), d the Euclidean distance, b = 1, 2, 4, 8, 16 times a quarter of
+the mean distance between two of the m + c points, made anew at each step, no part of the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ffn_heterogeneity.surgery.kmeans import ZERO
+
+RATE, DECAY = 1e-2, 1e-2  # of AdamW: the authors' code, torch's default
+
+
+def support_points(
+    points: np.ndarray, c: int, *, steps: int = 100, seed: int = 0
+) -> tuple[np.ndarray, float, float]:
+    """(c points [c, p], MMD^2 at the start, at the end), in float32, by AdamW on all points.
+
+    Args:
+      points: [m, p], m >= c.
+      steps: of AdamW; 0: the rows that were drawn.
+    """
+    rows = np.random.default_rng(seed).permutation(len(points))[:c]
+    data = jnp.asarray(points, jnp.float32)
+    found, first, last = _moved(data, data[rows], steps)
+    return np.asarray(found), float(first), float(last)
+
+
+def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
+    """MMD^2 of two sets of points, [m, p] and [c, p]."""
+    within, between, among = _distances(x, x), _distances(x, y), _distances(y, y)
+    base = jax.lax.stop_gradient(_base(within.sum(), between, among))
+    xx, xy, yy = (_kernel(one, base).mean() for one in (within, between, among))
+    return xx - 2 * xy + yy
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _moved(x: jax.Array, y: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The x stand still: of their pairs the gradient needs the sum of distances alone."""
+    optimizer, within = optax.adamw(RATE, weight_decay=DECAY), _distances(x, x).sum()
+
+    def loss(y):
+        between, among = _distances(x, y), _distances(y, y)
+        base = jax.lax.stop_gradient(_base(within, between, among))
+        return _kernel(among, base).mean() - 2 * _kernel(between, base).mean()
+
+    def step(carry, _):
+        y, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(y), state, y)
+        return (y + updates, state), None
+
+    (moved, _), _ = jax.lax.scan(step, (y, optimizer.init(y)), length=steps)
+    return moved, discrepancy(x, y), discrepancy(x, moved)
+
+
+def _distances(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Euclidean, [m, c]; where two points are one, 0 with gradient 0 (sqrt's is infinite there)."""
+    sums = jnp.sum(a * a, 1)[:, None] + jnp.sum(b * b, 1)
+    squares = sums - 2 * jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
+    apart = squares > ZERO * sums
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), 0.0)
+
+
+def _base(within: jax.Array, between: jax.Array, among: jax.Array) -> jax.Array:
+    m, c = between.shape
+    pairs = (m + c) * (m + c - 1)
+    return (within + 2 * between.sum() + among.sum()) / pairs / 4
+
+
+def _kernel(distances: jax.Array, base: jax.Array) -> jax.Array:
+    """exp(-d / (16 base)) and its powers 2, 4, 8, 16, added up."""
+    total = power = jnp.exp(-distances / (16 * base))
+    for _ in range(4):
+        power = power * power
+        total = total + power
+    return total
