@@ -77,11 +77,13 @@ def describe(name: str, results: dict) -> str:
     if "k" in results:
         indices = ", ".join(map(str, results["indices"][:3])) + (", .." if results["k"] > 3 else "")
         return f"{results['attack']} {results['k']} of layer {results['layer']} ({indices})"
-    if "removed" not in results:
+    if "parameters_removed_percent" not in results:
         return name
+    what = f"compressed by {results.get('method')}"
+    if "removed" in results:
+        what = f"removed {sum(map(len, results['removed'])):,} neurons by {results['criterion']}"
     return (
-        f"removed {sum(map(len, results['removed'])):,} neurons by {results['criterion']}: "
-        f"{results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
+        f"{what}: {results['parameters_before']:,} -> {results['parameters_after']:,} parameters "
         f"({results['parameters_removed_percent']:.1f}% gone)"
     )
 

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from tiny_models import LLAMA, run_script, save_tiny, tiny_of
 
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery import SURGERIES
@@ -228,7 +229,8 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     for name, export in (("kept", "auto"), ("padded", "padded")):
         done = run_script("compress", *own, f"--workdir={tmp_path}/{name}",
                           f"--config.export={export}")  # fmt: skip
-        assert done.code == 0, done.err
+        total = count_parameters(LLAMA)["total"]
+        assert done.code == 0 and f"compressed by fusion: {total:,} -> " in done.err, done.err
     kept, padded = (load_model(f"{tmp_path}/{name}/model") for name in ("kept", "padded"))
     scales = [layer["ffn"].get("neuron_scale") for layer in unstack(kept.params)["layers"]]
     assert all(scale is not None and scale.sum() == 24 for scale in scales)
