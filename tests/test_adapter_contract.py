@@ -28,6 +28,10 @@ def quantised(kernel):
 # name -> (rng, kernel [..., in, out]) -> leaves
 ADAPTER_LEAVES = {
     "nf4": lambda rng, kernel: jax.tree.map(np.asarray, quantised(kernel)),
+    "low_rank": lambda rng, kernel: {
+        "low_rank_a": rng.normal(size=(*kernel.shape[:-1], 3)).astype(np.float32) / 8,
+        "low_rank_b": rng.normal(size=(*kernel.shape[:-2], 3, kernel.shape[-1])).astype(np.float32),
+    },
     "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
     "lora": lambda rng, kernel: {
         "lora_a": rng.normal(size=(*kernel.shape[:-1], 2)).astype(np.float32),
