@@ -21,7 +21,7 @@ FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_sec
 FIRST_PANELS = ("validation/nll", "train/loss")
 MAX_PANELS = 6
 DIGITS = 6
-NOTE = "In brackets: Student's 95% interval over n seeds. Curves: means, bands lowest to highest."
+NOTE = "Curves of several seeds are means, with bands from the lowest to the highest."
 
 
 class Runs(NamedTuple):
@@ -61,10 +61,10 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
         "# " + ", ".join(labels),
         markdown_table(("run", "state", "directory"), list(states(runs))),
         *(["## Config keys that differ", keys] if several else []),
-        *("## Numbers", table),
+        *("## Numbers", table, *tables.legend(table)),
         *([f"Differences and ratios are against {labels[0]}."] if several else []),
-        *([NOTE] if len(runs.settings) > len(labels) else []),
         *("## Curves", picture or "No run has any."),
+        *([NOTE] if len(runs.settings) > len(labels) else []),
         *(["## Notes", "\n".join(notes)] if notes else []),
     ]
     return tables.write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")

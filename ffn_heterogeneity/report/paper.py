@@ -269,8 +269,6 @@ def _section(one: Drawn, picture: str) -> str:
         return "\n\n".join([title, *one.notes, f"Points: {one.key}.csv.", picture])
     rows = [[number(x) for x in row] for row in one.rows]
     text = " ".join(cell for row in rows for cell in row)
-    legend = [why for how, why in stats.BRACKETS.items() if f"] {how} n=" in text]
-    notes = list(one.notes)
-    notes += ["In brackets, " + "; ".join(legend) + "."] if legend else []
+    notes = [*one.notes, *tables.legend(text)]
     notes += ['"-": not measured here, or not printed.'] if any("-" in row for row in rows) else []
     return "\n\n".join([title, markdown_table(one.header, rows), *notes])

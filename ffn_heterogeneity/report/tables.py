@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path
-from ffn_heterogeneity.report.stats import Spread
+from ffn_heterogeneity.report.stats import BRACKETS, Spread
 
 UNKNOWN = "-"
 
@@ -45,6 +45,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
         return "| " + " | ".join([row[0].ljust(widths[0]), *padded[1:]]) + " |"
 
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+def legend(text: str) -> list[str]:
+    """The line that explains what stands in brackets, if anything does."""
+    found = [why for how, why in BRACKETS.items() if f"] {how} n=" in text]
+    return ["In brackets, " + "; ".join(found) + "."] if found else []
 
 
 def csv_text(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
