@@ -50,8 +50,8 @@ def ffn_blocks(params: dict) -> Iterator[tuple[Place, dict]]:
         block = {name: ffn[name] for name in BLOCK if name in ffn}
         if any("kernel" not in leaves for leaves in block.values() if isinstance(leaves, dict)):
             raise ValueError(
-                f"layer {layer}: its FFN holds codes or factors in place of kernels: fold the model "
-                "first (surgery fold)"
+                f"layer {layer}: its FFN holds codes or factors in place of kernels: fold the "
+                "model first (surgery fold)"
             )
         for expert, own in _by_expert(block, block["down"]):
             yield Place(layer, expert, "ffn"), own
