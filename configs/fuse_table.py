@@ -6,7 +6,7 @@ Command:   python scripts/sweep.py --config=configs/fuse_table.py --sweep=method
            --sweep=seeds: the clustered methods over three starts; --sweep=ratios: fusion and SVD.
 Hardware:  one CPU or accelerator with the model's size in host memory three times. The model is
            loaded once; nothing but numbers is written.
-Hours:     SmolLM2-135M, 40 windows of 512: one to two minutes a point on 2 cores (mmd: ten).
+Hours:     SmolLM2-135M, 40 windows of 512: one to two minutes a point on 2 cores, mmd half an hour.
 Paper:     no such table: it trains what it compresses. Here an untrained clustering of a language
            model is as bad as noise, which is what this shows.
 

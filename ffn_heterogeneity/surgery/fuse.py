@@ -120,7 +120,10 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     before, kept = (sum(map(weights, some.values())) for some in (blocks, new))
     total = count_parameters(config)["total"]
     left = total - before + kept
-    report = dataclasses.asdict(asked) | {
+    report = {
+        "method": asked.method,
+        "ratio": asked.ratio,
+        "layers": asked.layers,
         "ffn_widths_before": list(config.ffn_widths),
         "ffn_widths_after": widths,
         "parameters_before": total,

@@ -78,6 +78,6 @@ def test_tables_of_runs_by_hand(name, build, tmp_path):
 def test_tables_of_the_archives():
     """Read without being unpacked."""
     folder = REPOSITORY / "docs/results/runs"
-    later = ("p32", "massive")
+    later = ("p32", "massive", "fusion")
     paths = [os.fspath(x) for x in sorted(folder.glob("*.tar.xz")) if not x.name.startswith(later)]
     check("massive_weights", drawn("massive_weights", paths, folder))
