@@ -58,7 +58,7 @@ def student(values: Sequence[float]) -> Spread:
     from scipy.special import stdtrit
 
     n, mean = len(values), float(np.mean(values))
-    mean = mean if abs(mean) > 1e-12 else 0.0  # sums that are equal may differ by 5e-17
+    mean = 0.0 if abs(mean) < 1e-12 else mean  # sums that are equal may differ by 5e-17
     half = stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / n**0.5 if n > 1 else math.inf
     return Spread(mean, float(mean - half), float(mean + half), n, "t")
 

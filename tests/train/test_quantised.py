@@ -102,7 +102,7 @@ def test_what_cannot_act_refuses_by_name(trained):
         ("prune", {"criterion": "entropy", "ratio": 0.25}),
         ("attack", {"attack": "zero", "k": 2, "layer": None, "token": None}),
     ):
-        with pytest.raises(ValueError, match="is quantised: fold the model first"):
+        with pytest.raises(ValueError, match="holds codes or factors in place of kernels: fold"):
             SURGERIES[name](kept, settings)
     with pytest.raises(ValueError, match="has adapters: quantise before"):
         SURGERIES["nf4"](kept, {"targets": "ffn/"})
