@@ -37,12 +37,13 @@ def get_config() -> ConfigDict:
             "n_init": Fusion.n_init,  # starts of k-means; the paper's tables: 30
             # Gated neurons are scaled to equal norms and one sign before they are clustered (ours).
             "canonical": Fusion.canonical,
-            "steps": Fusion.steps,
+            "steps": Fusion.steps,  # of mmd's AdamW
             "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
             "seed": Fusion.seed,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
-            # auto | padded | native | deci (configs/prune.py). padded and deci: P multiplied in.
+            # auto | padded | native | deci (configs/prune.py). The weights that other tools read
+            # have P multiplied in; this library reads it apart, but from padded.
             "export": "auto",
             "push": "",  # <owner>/<name>: the model goes to the Hugging Face hub, too
         }

@@ -3,7 +3,8 @@
 Command:   python scripts/sweep.py --config=configs/fuse_table.py --sweep=methods \
              --config.model=<any> --config.text=<wiki.test.raw> --config.max_windows=40 \
              --workdir=runs/fusion
-           --sweep=seeds: the clustered methods over three starts; --sweep=ratios: fusion and SVD.
+           --sweep=seeds: fusion, also in canonical form, over three seeds; --sweep=ratios: fusion
+           and SVD.
 Hardware:  one CPU or accelerator with the model's size in host memory three times. The model is
            loaded once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: one to two minutes a point on 2 cores, mmd half an hour.

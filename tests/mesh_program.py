@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
 from ffn_heterogeneity.evaluate.generate import Generator, Sampling
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
@@ -26,7 +27,7 @@ from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery import kmeans
+from ffn_heterogeneity.surgery import SURGERIES, kmeans
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
@@ -253,7 +254,13 @@ def clusters() -> dict:
     shares = kmeans._gram(jnp.asarray(points), mesh).addressable_shards
     one, split = (kmeans.cluster(points, 60, mesh=each) for each in (None, mesh))
     differ = int((one.labels != split.labels).sum())
-    return {"differ": differ, "shares": [share.data.shape for share in shares]}
+    model = Model(LLAMA, random_params(LLAMA), None, "")
+    _, report = SURGERIES["fuse"](model, {"ratio": 0.5})
+    return {
+        "differ": differ,
+        "shares": [share.data.shape for share in shares],
+        "inertia_share": report["inertia_share"],
+    }
 
 
 if __name__ == "__main__":

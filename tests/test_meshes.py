@@ -12,8 +12,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_models import REPOSITORY, batch_of, tiny_of
+from tiny_models import LLAMA, REPOSITORY, batch_of, random_params, tiny_of
 
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
@@ -21,6 +22,7 @@ from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
@@ -119,8 +121,11 @@ def test_meshes_encode_as_one_device(some_meshes):
 
 
 def test_meshes_cluster_as_one_device(some_meshes):
-    """Every device holds an eighth of the products of all pairs."""
-    assert some_meshes["clusters"] == {"differ": 0, "shares": [[240, 30]] * 8}
+    """Every device holds an eighth of the products of all pairs; the surgery uses them all."""
+    found = some_meshes["clusters"]
+    _, report = SURGERIES["fuse"](Model(LLAMA, random_params(LLAMA), None, ""), {"ratio": 0.5})
+    assert found["inertia_share"] == pytest.approx(report["inertia_share"], rel=1e-6)
+    assert (found["differ"], found["shares"]) == (0, [[240, 30]] * 8)
 
 
 def test_meshes_generate_as_one_device(some_meshes):

@@ -35,7 +35,7 @@ FOLDER, KEY = "structure", "structure"
 
 
 def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those leaves of an unstacked tree that folding would lose, and the kernels they touch."""
+    """The leaves of an unstacked tree that folding would lose, and the kernels they touch."""
     own = {name for adapter in ADAPTERS for name in adapter.leaves}
     touched = set()
     for path in leaves:

@@ -27,7 +27,7 @@ def printed(name: str) -> dict[str, Any]:
 
 
 def load(name: str) -> Paper:
-    """The report of a paper of `NAMES`.
+    """The report of a paper of `NAMES`; a module's ALSO is another that holds functions of it.
 
     Raises:
       ImportError: pandas is not installed.

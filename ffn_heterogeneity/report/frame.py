@@ -160,7 +160,7 @@ def _measured(path: str, texts: _Texts) -> list[dict[str, Any]]:
 
 
 def _steps(path: str, texts: _Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Of a step that was written twice the later row holds."""
+    """The rows of metrics.jsonl; of a step that was written twice the later one holds."""
     values = {}
     for line in parse_metrics(texts.get(METRICS, ""), os.path.join(path, METRICS)):
         for name, value in line.items():

@@ -19,8 +19,8 @@ Blocks = Mapping[Place, dict]
 def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
     """Each kernel [n, k] as factors of rank floor(share n k / (n + k)), both of which train.
 
-    So many parameters are the share of the kernel's; the paper's 4 / 5 s p is this at k = 4 n. All
-    of them (share 1) would be a rank at which nothing is saved; the rank is at least 1.
+    The factors then have at most that share of the kernel's parameters; the paper's 4 / 5 s p is
+    this at k = 4 n. The rank is at least 1.
     """
 
     def factored(leaves: dict) -> dict:
@@ -40,9 +40,8 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
 
     Of weights of one size at the border all stay.
     """
-    sizes = np.concatenate([
-        np.abs(leaves["kernel"]).ravel() for ffn in blocks.values() for leaves in ffn.values()
-    ])  # fmt: skip
+    kernels = [leaves["kernel"] for ffn in blocks.values() for leaves in ffn.values()]
+    sizes = np.concatenate([np.abs(kernel).ravel() for kernel in kernels])
     gone = math.floor((1 - share) * sizes.size + 1e-9)
     border = np.partition(sizes, gone)[gone] if gone else 0.0
 

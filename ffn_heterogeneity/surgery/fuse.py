@@ -32,12 +32,21 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
+from ffn_heterogeneity.parallel.partition import make_mesh
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.entries import ENTRIES, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
-from ffn_heterogeneity.surgery.neurons import block_of, canonical, joined, rows_of, split, times
-from ffn_heterogeneity.surgery.selection import layer_subset, removal_count
+from ffn_heterogeneity.surgery.neurons import (
+    block_of,
+    canonical,
+    check_plain,
+    joined,
+    rows_of,
+    split,
+    times,
+)
+from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
 from ffn_heterogeneity.wording import check_choice, settings_of
 
 
@@ -75,8 +84,9 @@ class Fusion:
 
     def __post_init__(self):
         check_choice("method", self.method, (*METHODS, *ENTRIES))
-        if self.spare and self.method in ENTRIES:
-            raise ValueError(f"spare={self.spare}: {self.method} keeps every neuron")
+        for name in ("spare", "canonical"):
+            if getattr(self, name) and self.method in ENTRIES:
+                raise ValueError(f"{name}={getattr(self, name)}: {self.method} keeps every neuron")
         removal_count(1, ratio=self.ratio)
         for name, least in (("n_init", 1), ("steps", 0), ("spare", 0)):
             if getattr(self, name) < least:
@@ -106,7 +116,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
         for place, ffn in blocks.items():
-            rows_of(ffn, place.layer)  # refuses what cannot be compressed
+            check_plain(ffn, place.layer)
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
         for place in tqdm(blocks, desc=asked.method, unit="block", file=sys.stderr):
@@ -154,7 +164,7 @@ def fuse_block(
         rows = canonical(rows) if asked.canonical else rows
     except ValueError as error:
         raise ValueError(f"layer {place.layer}: {error}") from None
-    m = len(joined(rows))
+    m = len(rows["down", "kernel"])
     c = m - removal_count(m, ratio=asked.ratio) - len(spared)
     if c < 1:
         raise ValueError(f"layer {place.layer}: of {m} neurons {len(spared)} are spared, none left")
@@ -175,8 +185,8 @@ def fuse_block(
 
 
 def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, dict]:
-    """(centroids, cluster sizes, facts), on all devices."""
-    mesh = jax.make_mesh((jax.device_count(),), ("neurons",)) if jax.device_count() > 1 else None
+    """(centroids, cluster sizes, facts), on all devices of this process."""
+    mesh = make_mesh(tensor=-1, devices=jax.local_devices())
     found = cluster(joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means")
     return split(found.centroids, rows), found.sizes, {"inertia_share": found.share}
 
@@ -210,16 +220,16 @@ def hybrid_sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     kept = round(c / 3)
     down = np.linalg.norm(rows["down", "kernel"], axis=1)
     kernels = [row for (name, leaf), row in rows.items() if leaf == "kernel" and name != "down"]
-    order = np.argsort(-down * np.linalg.norm(np.concatenate(kernels, 1), axis=1), kind="stable")
-    first, rest = np.sort(order[:kept]), np.sort(order[kept:])
+    first = highest(down * np.linalg.norm(np.concatenate(kernels, 1), axis=1), kept)
+    rest = np.setdiff1d(np.arange(len(down)), first)
     mixed = sketch({part: row[rest] for part, row in rows.items()}, c - kept, asked, seed).rows
     return Made({part: np.concatenate([row[first], mixed[part]]) for part, row in rows.items()})
 
 
 def structured(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """The neurons whose incoming and outgoing weights have the largest sum of sizes."""
-    order = np.argsort(-np.abs(joined(rows)).sum(1), kind="stable")
-    return Made({part: row[np.sort(order[:c])] for part, row in rows.items()})
+    kept = highest(np.abs(joined(rows)).sum(1), c)
+    return Made({part: row[kept] for part, row in rows.items()})
 
 
 def mmd(rows: dict, c: int, asked: Fusion, seed: int) -> Made:

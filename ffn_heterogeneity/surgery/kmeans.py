@@ -76,7 +76,7 @@ def cluster(
         mean variance of a coordinate, or no point moves, or after 300 steps.
       products: whether distances come from products of points and centroids, not from K; None:
         where K has more than 4 GiB, or p < m / 16.
-      mesh: devices, each of which holds a share of K's columns; None: one device.
+      mesh: devices, each of which holds a share of K's columns; None, or by products: one device.
       label: of the progress bar; "" hides it.
 
     Returns:
@@ -98,12 +98,13 @@ def cluster(
         products = 4 * m * m > MAX_BYTES or 16 * p < m
     if not products:
         data = _gram(data, mesh)
-    found = []
-    for key in _bar(jax.random.split(jax.random.key(seed), starts), label):
+
+    def run(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         first = _spread(data, key, c, products) if seeds is None else jnp.asarray(seeds)
-        found = [*found, _lloyd(data, first, c, products, tolerance, p)]
-        found = [min(found, key=lambda one: float(one[1]))]
-    labels, _, steps = found[0]
+        return _lloyd(data, first, c, products, tolerance, p)
+
+    keys = jax.random.split(jax.random.key(seed), starts)
+    labels, _, steps = min(map(run, _bar(keys, label)), key=lambda one: float(one[1]))
     return _clusters(points, np.asarray(labels), c, int(steps))
 
 

@@ -7,10 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from ffn_heterogeneity.adapters import KERNEL_LEAVES
-from ffn_heterogeneity.surgery.weights import finite_kernel
+from ffn_heterogeneity.io.assemble import all_finite
+from ffn_heterogeneity.paths import flatten
 
 # A part of a neuron's row: what it is of the block.
 Part = tuple[str, str]
+
+
+def check_plain(ffn: dict, layer: int) -> None:
+    """Refuses a block with leaves beside kernels and biases, or numbers that are not finite.
+
+    Raises:
+      ValueError: names the layer and the leaf.
+    """
+    for path, leaf in flatten(ffn).items():
+        if path.split("/")[-1] not in KERNEL_LEAVES:
+            raise ValueError(f"layer {layer} has ffn/{path}: fold the model first (surgery fold)")
+        if not all_finite(np.asarray(leaf)):
+            raise ValueError(f"layer {layer}: ffn/{path} holds NaN or infinity: check the file")
 
 
 def rows_of(ffn: dict, layer: int) -> dict[Part, np.ndarray]:
@@ -20,21 +34,14 @@ def rows_of(ffn: dict, layer: int) -> dict[Part, np.ndarray]:
     form is ours]. Biases are [m, 1]. float64 where a leaf is, else float32.
 
     Raises:
-      ValueError: the block has leaves beside kernels and biases, or a weight is not finite.
+      ValueError: see `check_plain`.
     """
-    beside = [
-        f"ffn/{name}" if not isinstance(leaf, dict) else f"ffn/{name}/{own}"
-        for name, leaf in ffn.items()
-        for own in (leaf if isinstance(leaf, dict) else [""])
-        if own not in KERNEL_LEAVES
-    ]
-    if beside:
-        raise ValueError(f"layer {layer} has {beside[0]}: fold the model first (surgery fold)")
+    check_plain(ffn, layer)
     rows = {}
     for name in ("gate", "up", "down"):
         if name not in ffn:
             continue
-        kernel = finite_kernel(ffn[name], f"layer {layer}: ffn/{name}/kernel")
+        kernel = np.asarray(ffn[name]["kernel"])
         rows[name, "kernel"] = kernel if name == "down" else kernel.T
         if name != "down" and "bias" in ffn[name]:
             rows[name, "bias"] = np.asarray(ffn[name]["bias"])[:, None]

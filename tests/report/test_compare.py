@@ -70,7 +70,7 @@ def two(tmp_path):
 
 
 def test_only_the_differing_keys_are_listed(two, tmp_path):
-    """Of a run that has not begun too."""
+    """A run that has not begun has some too."""
     assert differing_keys(read_runs(two)) == [
         ["extra", "unset", '"1"'], ["nucl.alpha", "0", "10"], ["on", "true", "1"]]  # fmt: skip
     assert differing_keys(read_runs([two[0], make(tmp_path / "c")])) == []
@@ -256,7 +256,7 @@ def test_what_is_no_run_is_said(tmp_path):
 
 
 def test_a_sweep_is_its_runs(two, tmp_path):
-    """As an archive of it is."""
+    """An archive of it, too."""
     (tmp_path / "sweep").mkdir()
     for path in two:
         Path(path).rename(tmp_path / "sweep" / Path(path).name)

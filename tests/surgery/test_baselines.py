@@ -35,7 +35,7 @@ from ffn_heterogeneity.surgery.mmd import discrepancy, support_points
 
 
 def test_the_discrepancy_is_its_formula():
-    """In float64, from differences; mean distances without the pairs of a point with itself."""
+    """Numpy's float64 of differences; a point's distance to itself is in no mean distance."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(14, 6)), rng.normal(size=(5, 6))
 
@@ -124,7 +124,7 @@ def test_a_mask_keeps_the_largest_weights_of_all_blocks():
 
 
 def test_structured_pruning_takes_whole_neurons():
-    """Those of the smallest sum of sizes, as numpy has it; what stays is bit for bit as it was."""
+    """The smallest sums of sizes go, as numpy has them; what stays is bit for bit as it was."""
     ffn = block(gated=True, dtype=np.float32)
     few = compressed(ffn, "structured", 7)
     sums = sum(np.abs(ffn[x]["kernel"]).sum(0) + np.abs(ffn[x]["bias"]) for x in ("gate", "up"))
