@@ -6,9 +6,12 @@ Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --
            python scripts/analyze.py --config=configs/analyze.py:massive --config.model=<any>
            python scripts/analyze.py --config=configs/analyze.py:lesions --config.model=<any> \
              --config.text=<text>
+           python scripts/analyze.py --config=configs/analyze.py:ntk --config.model=<any> \
+             --config.data.path=<sst2 validation.jsonl>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores;
-           lesions an hour or two (it prints as it goes, and goes on where it was stopped).
+           lesions an hour or two (it prints as it goes, and goes on where it was stopped); ntk of
+           MiniLM-L6 on 872 sentences a minute a method.
 Paper:     JREG, Table 1: next-word prediction on 100 samples of LAMBADA. Whether h_L is taken
            before or after the final norm, and over which tokens, is not stated: all are computed.
 
@@ -19,19 +22,20 @@ in which it removes layers (JREG, section 3). A directory of checkpoints, or --c
 gives the curves over training (its Figure 4). massive: every state's largest magnitudes when bos
 stands alone, the layer and the neurons that massive activations come from, and what bos does in
 other places of a sentence (House of Cards, section 2, Figures 2 and 3). lesions: what the loss of
-one neuron alone costs, of every neuron of the massive layer and of some others.
+one neuron alone costs, of every neuron of the massive layer and of some others. ntk: how far
+compressing one feed-forward block moves its outputs and its tangent kernel (MLP Fusion, Table I).
 """
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import perplexity
+from configs import fuse, perplexity
 
 
 def get_config(analysis: str = "connectivity") -> ConfigDict:
     config = ConfigDict(
         {
-            "analysis": analysis,  # connectivity | displacement | massive | lesions
+            "analysis": analysis,  # connectivity | displacement | massive | lesions | ntk
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
             "model": "",
             "revision": placeholder(str),  # branch, tag or commit of a hub id
@@ -50,6 +54,21 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         config.token = placeholder(int)  # instead of bos
         config.others = 300  # neurons of other layers, drawn by the seed
         config.seed = 0
+        return config
+    if analysis == "ntk":
+        config.layer = 0  # whose block is compressed and looked at, from 0
+        methods = ("fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd", "svd")
+        config.methods = (*methods, "structured", "unstructured")  # as in configs/fuse.py
+        config.against = ()  # directories of other models that are compared with the whole one
+        config.update({key: fuse.get_config()[key] for key in ("n_init", "canonical", "steps")})
+        config.ratio = 0.75  # the paper's 3,072 -> 768 neurons
+        config.data = ConfigDict({"task": "sst2", "path": ""})  # rows as in configs/p32_glue.py
+        config.fields = ""
+        config.max_rows = 0  # the first so many; 0: all
+        config.batch_size = 32
+        config.seed = 0  # of the methods, and of the head of a model that has none
+        config.seeds = ()  # or of several runs
+        config.compute_dtype = "float32"
         return config
     # Of displacement alone:
     config.revisions = ()  # of a hub id, one checkpoint each: ('step1000', 'step2000')

@@ -12,6 +12,7 @@ from ffn_heterogeneity.adapters import ADAPTERS, nf4
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.unused import unused_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.plan import Plan
@@ -98,7 +99,7 @@ def test_adapter_in_a_model(adapter):
             if adapter.base:
                 del part["kernel"]
     params = restack(config, tree)
-    assert causal_lm.unused_leaves(config, params) == ()
+    assert unused_leaves(config, params) == ()
     paths = flatten(params)
     for rules in (
         partition.DEFAULT_TRAINABLE_RULES,

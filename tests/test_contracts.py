@@ -34,6 +34,7 @@ from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.unused import unused_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
@@ -125,7 +126,7 @@ def test_the_examples_of_a_script_use_keys_it_has(name):
 def test_family(name):
     config = tiny_of(name)
     params = random_params(config)
-    assert causal_lm.unused_leaves(config, params) == ()
+    assert unused_leaves(config, params) == ()
     batch = batch_of(config.vocab_size)
 
     @jax.jit

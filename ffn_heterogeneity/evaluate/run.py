@@ -13,6 +13,7 @@ from ffn_heterogeneity.evaluate.answers import check_answers, evaluate_answers
 from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.conversations import answer_questions, check_chat
 from ffn_heterogeneity.evaluate.classify import check_classify, classify_file
+from ffn_heterogeneity.evaluate.compressions import check_ntk, ntk
 from ffn_heterogeneity.evaluate.connectivity import connectivity
 from ffn_heterogeneity.evaluate.displacement import displacement
 from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
@@ -146,4 +147,5 @@ EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]]
     "displacement": (check_inputs, displacement),
     "massive": (lambda config: None, massive),
     "lesions": (check_lesions, lesions),
+    "ntk": (check_ntk, ntk),
 }

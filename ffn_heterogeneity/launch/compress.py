@@ -16,8 +16,8 @@ from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.io.rows import write_results
-from ffn_heterogeneity.models.causal_lm import check_leaves
 from ffn_heterogeneity.models.options import choose_dtype
+from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.streaming import compress_directory
 from ffn_heterogeneity.wording import check_choice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import run_stack, segmentation
-from ffn_heterogeneity.paths import flatten
 
 # The part of a step's dropout key that the embeddings draw from; the layers split the whole of it.
 _EMBEDDING_KEY = 0xE3BED
@@ -92,6 +90,7 @@ def forward(
     probes: tuple = (),
     per_layer: dict | None = None,
     dropout: tuple[jax.Array, jax.Array | None] | None = None,
+    nudges: jax.Array | None = None,
 ) -> dict:
     """Hidden states after the final norm, and what the probes saw.
 
@@ -106,6 +105,8 @@ def forward(
       probes: `probes.base.Probe` instances with distinct names.
       per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
       dropout: (key, rate), where a rate None drops in adapters alone; or None for none.
+      nudges: [L, B, T, D], added to what the FFNs return: the gradient of a zero there is that of
+        the output, token by token.
 
     Returns:
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; of a model
@@ -137,7 +138,8 @@ def forward(
             rngs = {DROP: jax.random.fold_in(extra["dropout_key"], 2)}
             drop = None if dropout[1] is None else (extra["dropout_key"], dropout[1])
         rotary, mask = context[index]
-        x, seen = block.apply({"params": layer_params}, x, rotary, mask, drop, rngs=rngs)
+        leaves = {"params": layer_params} | extra["beside"]
+        x, seen = block.apply(leaves, x, rotary, mask, drop, rngs=rngs)
         if with_cosine:
             value, link = linked_cosine(seen.block_input, seen.block_output, link)
             seen = dataclasses.replace(seen, block_cosine=value)
@@ -151,11 +153,7 @@ def forward(
         }
         return (hold(x, options.activations), link), results
 
-    extra: dict = {"probes": per_layer or {}}
-    if probes:
-        extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
-    if dropout is not None:
-        extra["dropout_key"] = jax.random.split(dropout[0], config.n_layers)
+    extra = _of_layers(config, probes, per_layer, dropout, nudges)
     # Laid out, and under vmap batched, as x is; what it holds means nothing on the way forward.
     link = jax.lax.stop_gradient(x) if with_cosine else None
     (x, link), seen = run_stack(
@@ -174,6 +172,17 @@ def forward(
     if config.pooler:
         pooled["pooled"] = pool(config, params, hidden, batch.get("segment_ids"), options)
     return {"hidden": hidden, "probes": seen, **pooled}
+
+
+def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[str, Any]:
+    """[L, ...] leaves, of which every layer is given its slice."""
+    beside = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
+    extra: dict[str, Any] = {"probes": per_layer or {}, "beside": beside}
+    if probes:
+        extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
+    if dropout is not None:
+        extra["dropout_key"] = jax.random.split(dropout[0], config.n_layers)
+    return extra
 
 
 def embed(
@@ -338,53 +347,3 @@ def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     if config.final_softcap is not None:
         values = config.final_softcap * jnp.tanh(values / config.final_softcap)
     return values
-
-
-def unused_leaves(
-    config: ModelConfig,
-    params: dict,
-    run: Callable[[dict, Any], Any] | None = None,
-    batch: Any = None,
-) -> tuple[str, ...]:
-    """Paths of leaves that nothing depends on (0.02 s; sees through scan and remat).
-
-    Args:
-      run: (params, batch) -> a tree of all that counts; None: the model's own logits (an encoder's
-        outputs).
-      batch: shapes for `run`.
-    """
-    from jax.interpreters import partial_eval
-
-    def own(params: dict, batch: Any) -> Any:
-        outputs = forward(config, params, batch)
-        return logits(config, params, outputs["hidden"]) if config.lm_head else outputs
-
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    batch = {"tokens": jax.ShapeDtypeStruct((1, 2), jnp.int32)} if batch is None else batch
-    jaxpr = jax.make_jaxpr(run or own)(abstract, batch).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    paths = flatten(abstract)
-    return tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
-
-
-def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
-    """Refuses a tree that holds leaves nobody reads (Flax is silent about them).
-
-    Args:
-      beside: a root that others read ("task_head").
-
-    Raises:
-      ValueError: names the leaves.
-    """
-    unused = unused_leaves(config, params)
-    refuse_unused(config, [path for path in unused if path.split("/")[0] != beside])
-
-
-def refuse_unused(config: ModelConfig, unused: Sequence[str]) -> None:
-    """Raises ValueError, which names the leaves, where there are any."""
-    if unused:
-        more = " ..." if len(unused) > 8 else ""
-        raise ValueError(
-            f"{len(unused)} leaves are never used by the {config.family} model: "
-            f"{', '.join(unused[:8])}{more}"
-        )

@@ -62,4 +62,6 @@ class FeedForward(nn.Module):
             state_btm = act(up_btm)
         scale = neuron_factor({name: optional_leaf(self, name) for name in FFN_LEAVES})
         scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
-        return linear(config.d_model, config.ffn_bias, name="down")(scaled_btm), state_btm
+        y_btd = linear(config.d_model, config.ffn_bias, name="down")(scaled_btm)
+        # Where `causal_lm.forward` is given nudges: a zero whose gradient is the output's own.
+        return self.perturb("output", y_btd), state_btm

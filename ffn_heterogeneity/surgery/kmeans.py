@@ -92,19 +92,19 @@ def cluster(
     largest = float(np.abs(points).max())
     if not math.isfinite(largest):
         raise ValueError("a weight is NaN or infinite: check the checkpoint")
-    # Scaled by a power of two, so that squares neither vanish nor overflow.
-    data = jnp.asarray(np.ldexp(points, -int(np.frexp(largest)[1])), jnp.float32)
     if products is None:
         products = 4 * m * m > MAX_BYTES or 16 * p < m
-    if not products:
-        data = _gram(data, mesh)
 
     def run(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         first = _spread(data, key, c, products) if seeds is None else jnp.asarray(seeds)
         return _lloyd(data, first, c, products, tolerance, p)
 
-    keys = jax.random.split(jax.random.key(seed), starts)
-    labels, _, steps = min(map(run, _bar(keys, label)), key=lambda one: float(one[1]))
+    with jax.enable_x64(False):  # the same draws and clusters in any mode
+        # Scaled by a power of two, so that squares neither vanish nor overflow.
+        data = jnp.asarray(np.ldexp(points, -int(np.frexp(largest)[1])), jnp.float32)
+        data = data if products else _gram(data, mesh)
+        keys = jax.random.split(jax.random.key(seed), starts)
+        labels, _, steps = min(map(run, _bar(keys, label)), key=lambda one: float(one[1]))
     return _clusters(points, np.asarray(labels), c, int(steps))
 
 

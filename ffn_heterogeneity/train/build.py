@@ -23,6 +23,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.stack import layer_names, slots
+from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, nodes, unflatten
 from ffn_heterogeneity.probes import PROBES
@@ -230,10 +231,10 @@ def _frozen_where_unread(
         on_params = [term(params) for term in seen.terms if term.on == "params"]
         return values, outputs.get("predictions"), on_params
 
-    unread = causal_lm.unused_leaves(seen.model, settled, computed, batch)
-    own = set(unread) and set(causal_lm.unused_leaves(seen.model, settled))
+    unread = unused_leaves(seen.model, settled, computed, batch)
+    own = set(unread) and set(unused_leaves(seen.model, settled))
     kept = f"{ROOT}/"  # of another task
-    causal_lm.refuse_unused(
+    refuse_unused(
         seen.model, [path for path in unread if path in own and not path.startswith(kept)]
     )
     return mask | dict.fromkeys(unread, False), tuple(path for path in unread if mask[path])

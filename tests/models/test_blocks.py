@@ -20,6 +20,7 @@ from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.plan import Plan
@@ -149,7 +150,7 @@ def test_a_block_of_one_token_equals_its_formula(name):
 
 def test_initial_trees_hold_what_is_read_and_nothing_else():
     params = causal_lm.init(NEOX, jax.random.key(0))
-    causal_lm.check_leaves(NEOX, params)
+    check_leaves(NEOX, params)
     for path, leaf in flatten(params).items():
         if path.endswith("bias"):
             assert not np.any(leaf), path

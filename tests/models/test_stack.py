@@ -29,6 +29,7 @@ from ffn_heterogeneity.models.stack import (
     tree_segments,
     unstack,
 )
+from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import DISPLACEMENT
@@ -163,14 +164,14 @@ def test_full_remat_saves_memory():
 
 
 def test_unread_leaves_are_refused(params):
-    causal_lm.check_leaves(CONFIG, params)
+    check_leaves(CONFIG, params)
     tree = unflatten({**flatten(params)})
     tree["stack"]["segment_0"]["slot_1"]["ffn"]["up"]["lora_z"] = jnp.ones((2, 3, 3))
     with pytest.raises(ValueError, match="segment_0/slot_1/ffn/up/lora_z"):
-        causal_lm.check_leaves(CONFIG, tree)
+        check_leaves(CONFIG, tree)
     tied = {**params, "head": {"kernel": jnp.ones((16, 37))}}
     with pytest.raises(ValueError, match="head/kernel"):
-        causal_lm.check_leaves(CONFIG, tied)
+        check_leaves(CONFIG, tied)
 
 
 def test_missing_and_misshapen_leaves_are_named(params):

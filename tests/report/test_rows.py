@@ -51,6 +51,9 @@ def runs(tmp_path_factory):
     for name in ("connectivity", "displacement", "massive"):
         more = read if name == "displacement" else {}
         fh.run("evaluate", f"analyze:{name}", root / "analyze" / name, own | more)
+    (root / "few.csv").write_text("sentence,label\na b,0\nc d,1\n")
+    few = {"data.path": str(root / "few.csv"), "methods": ("svd",)}
+    fh.run("evaluate", "analyze:ntk", root / "analyze" / "ntk", own | few)
     fh.run("in_memory", "prune_table", root / "in_memory", own | read)
     fh.run("surgery", "prune", root / "compress", own)
     answer(root, own)

@@ -1,0 +1,168 @@
+"""Errors of one compressed feed-forward block: its outputs and its tangent kernel (MLP Fusion,
+section V-B, Table I and Figure 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.data import labelled
+from ffn_heterogeneity.data.glue import get_task
+from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings
+from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
+from ffn_heterogeneity.evaluate.ntk import tangent_kernels, token_states
+from ffn_heterogeneity.heads import with_head
+from ffn_heterogeneity.heads.classification import Classification
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.models.config import HeadConfig
+from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
+from ffn_heterogeneity.paths import replaced, subtree
+from ffn_heterogeneity.report.figures import bar_figure
+from ffn_heterogeneity.report.tables import markdown_table, number
+from ffn_heterogeneity.surgery.fuse import Fusion, fuse
+from ffn_heterogeneity.wording import settings_of
+
+# The block that returns its bias alone: what an output's error is worth is seen beside its.
+BIAS = "bias_only"
+# Of the block itself, and of the residual stream behind it.
+OUTPUTS = {"output_error": "y", "block_error": "block"}
+
+
+def check_ntk(config: ConfigDict) -> None:
+    """Refuses what is cheap to refuse, before a model is loaded; errors as `ntk`."""
+    check_least(config, {"batch_size": 1, "max_rows": 0, "layer": 0})
+    if not config.methods and not config.against:
+        raise ValueError("nothing is compared: give --config.methods or --config.against")
+    for method in tuple(config["methods"]):
+        _fusion(config, method)
+    settings = settings_of(LabelSettings, config.data)
+    if settings.path:
+        labelled.open_rows(settings.path)
+
+
+def ntk(config: ConfigDict, workdir: epath.Path) -> dict:
+    """The analysis "ntk": of every method of compression, and of other models, how far a layer's
+    outputs and kernels are from the whole model's.
+
+    The head is the model's own; where it has none, one drawn by the seed.
+
+    Returns:
+      {"layer", "rows", "tokens", "kernel_norm" and "sgd_kernel_norm" (Frobenius, of the whole
+      model's), and of each: {"ntk_error", "sgd_ntk_error": |K - K'|_F; "output_error",
+      "block_error": |y - y'|, averaged over tokens, and "..._words": over those that are no special
+      tokens; "kept_share" of the block's weights}}.
+
+    Raises:
+      ValueError: as `load_model`, `fuse` and `token_states`; rows that cannot be read.
+    """
+    model, layer = load_model(config.model, revision=config.revision), int(config["layer"])
+    if layer >= model.config.n_layers:
+        raise ValueError(f"layer={layer}: the model has {model.config.n_layers} layers")
+    data = _rows(config, model)
+    model = with_random_head(model, config)
+    special = set(tokenizer_of(model).all_special_ids)
+    real = np.arange(max(map(len, data.ids))) < np.array([[len(row)] for row in data.ids])
+    words = np.zeros_like(real)
+    for row, ids in zip(words, data.ids, strict=True):
+        row[: len(ids)] = [token not in special for token in ids.tolist()]
+    whole = _measured(config, model, data, "the whole model")
+    results: dict[str, Any] = {
+        "layer": layer + 1,
+        "rows": len(data),
+        "tokens": int(real.sum()),
+        "kernel_norm": float(np.linalg.norm(whole["adam"])),
+        "sgd_kernel_norm": float(np.linalg.norm(whole["sgd"])),
+    }
+    errors = results["errors"] = {}
+    for name, other, kept in _others(config, model):
+        found = _measured(config, other, data, name)
+        errors[name] = errors_of(whole, found, {"": real, "_words": words}) | kept
+        print(f"{name}: NTK error {number(errors[name]['ntk_error'])}", file=sys.stderr)
+    _say(results, workdir)
+    return results
+
+
+def with_random_head(model: Model, config: ConfigDict) -> Model:
+    """The model with a head, drawn by `config.seed` where it has none (dtype of its embedding)."""
+    if model.config.head is not None:
+        return model
+    task = get_task(config.data.task, ("text",), ("a", "b"))
+    head = HeadConfig.of("classification", vars(Classification(outputs=task.outputs)))
+    made, params = with_head(model.config, model.params, head, jax.random.key(config.seed))
+    return dataclasses.replace(model, config=made, params=params)
+
+
+def errors_of(
+    whole: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], counted: Mapping[str, Any]
+) -> dict[str, float]:
+    """The distances of `ntk`'s results; `counted`: suffix -> the tokens averaged over, [N, T]."""
+    found = {
+        "ntk_error": np.linalg.norm(whole["adam"] - other["adam"]),
+        "sgd_ntk_error": np.linalg.norm(whole["sgd"] - other["sgd"]),
+    }
+    for name, state in OUTPUTS.items():
+        apart = np.linalg.norm(np.subtract(whole[state], other[state], dtype=np.float64), axis=-1)
+        found |= {name + suffix: apart[tokens].mean() for suffix, tokens in counted.items()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def _measured(config: ConfigDict, model: Model, data: Encoded, name: str) -> dict[str, Any]:
+    options = {"batch_size": config.batch_size, "options": options_of(config)}
+    seen = token_states(model, data, config.layer, progress=name, **options)
+    ffn = dict(layer_leaves(model.params, "ffn"))[config.layer]
+    kernels = tangent_kernels(model.config, ffn, seen["x"], seen["delta"])
+    return kernels | {state: seen[state] for state in OUTPUTS.values()}
+
+
+def _others(config: ConfigDict, model: Model):
+    """(name, model, further results) of everything that is compared with the whole one."""
+    for method in tuple(config["methods"]):
+        other, report = fuse(model, _fusion(config, method))
+        yield method, other, {"kept_share": report["kept_share"]}
+    for path in tuple(config["against"]):
+        other = load_model(path)
+        own = {"config": dataclasses.replace(other.config, head=model.config.head)}
+        params = {**other.params, "task_head": model.params["task_head"]}
+        yield epath.Path(path).name, dataclasses.replace(other, params=params, **own), {}
+    yield BIAS, without_kernel(model, config.layer), {}
+
+
+def without_kernel(model: Model, layer: int) -> Model:
+    """The model whose FFN in that layer returns its bias, whatever it reads."""
+    params = unstack(model.params)
+    kernel = np.zeros_like(subtree(params["layers"][layer], "ffn/down/kernel"))
+    params["layers"][layer] = replaced(params["layers"][layer], "ffn/down/kernel", kernel)
+    return dataclasses.replace(model, params=restack(model.config, params))
+
+
+def _fusion(config: ConfigDict, method: str) -> Fusion:
+    return settings_from(Fusion, config, method=method, layers=str(config.layer), spare=0)
+
+
+def _rows(config: ConfigDict, model: Model) -> Encoded:
+    """The first `max_rows` rows of the data."""
+    settings = settings_of(LabelSettings, config.data)
+    fields = tuple(part for part in config.fields.split(",") if part)
+    task = get_task(settings.task, fields, ("a", "b"))
+    source = labelled.open_rows(settings.path or task.hub, "validation")
+    form = Form(model.config.is_encoder, model.config.padding_id, model.config.max_position)
+    data = labelled.encode_rows(task, source, tokenizer_of(model), form, labelled=False)
+    return labelled.chosen_rows(data, range(min(config.max_rows or len(data), len(data))))
+
+
+def _say(results: Mapping[str, Any], workdir: epath.Path) -> None:
+    """A table on stderr, and the errors of the kernels as bars (Figure 1)."""
+    errors = results["errors"]
+    names = list(dict.fromkeys(name for row in errors.values() for name in row))
+    rows = [[one, *(number(row.get(name)) for name in names)] for one, row in errors.items()]
+    print(markdown_table(("", *names), rows), file=sys.stderr)
+    bars = {one: row["ntk_error"] for one, row in errors.items() if row["ntk_error"] > 0}
+    bar_figure(bars, "NTK approximation error", workdir / "ntk.png")

@@ -1,0 +1,196 @@
+"""The empirical neural tangent kernel of one feed-forward block (MLP Fusion, III-B and Table I).
+
+    K_adam = G sign(G)^T,   K_sgd = G G^T
+
+Row n of G is the gradient of f(example n), the probability of the head's first label, with respect
+to the block's kernels and biases; P is none of them. Of factors and masked kernels it is that of
+what trains: both factors, the weights that the mask leaves.
+
+The gradient of a leaf is a sum over tokens of products a_t b_t^T. One backward pass a batch gives
+what the block reads and the gradients of what it returns, token by token; a and b follow from
+them, and the kernels are added up over columns of the gradients: no example's gradient is ever
+there as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.adapters import KERNEL_LEAVES, neuron_factor
+from ffn_heterogeneity.data.labelled import Encoded, in_order_of_length
+from ffn_heterogeneity.heads import make_head
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.probes.base import Probe
+
+# Numbers of the gradients that are there at once.
+MOST = 1 << 26
+# Leaves of a `Linear` whose gradients are understood.
+_TRAINED = {*KERNEL_LEAVES, "mask", "low_rank_a", "low_rank_b"}
+_STATES = Probe(
+    "ffn_states",
+    lambda seen, batch, per_layer: {
+        "x": seen.ffn_input,
+        "y": seen.ffn_output,
+        "block": seen.block_output,
+    },
+    kind="example",
+)
+
+
+class Outer(NamedTuple):
+    """A leaf's gradient of every example, sum_t a_t b_t^T: a [N, T, i], b [N, T, j]; `mask` [i, j]
+    or None says which entries train."""
+
+    a: jax.Array
+    b: jax.Array
+    mask: jax.Array | None = None
+
+
+def token_states(
+    model: Model,
+    data: Encoded,
+    layer: int,
+    *,
+    batch_size: int = 32,
+    options: RunOptions = RunOptions(),
+    progress: str | None = "gradients",
+) -> dict[str, np.ndarray]:
+    """States around a layer's FFN, and gradients, of every row: [N, longest, D], 0 at padding.
+
+    Returns:
+      {"x": what its first kernels read, "y": what it returns, "block": the residual stream after
+      the block, "delta": the gradient of the row's f with respect to y}.
+
+    Raises:
+      ValueError: something is not finite.
+    """
+    from tqdm import tqdm
+
+    shape = (len(data), max(map(len, data.ids)), model.config.d_model)
+    params, found = jax.device_put(model.params), {}
+    lengths = sorted({*range(32, shape[1], 32), shape[1]})
+    bar = tqdm(total=len(data), desc=progress, disable=None if progress else True, file=sys.stderr)
+    with bar:
+        for rows, batch in in_order_of_length(data, min(batch_size, len(data)), lengths):
+            seen = jax.device_get(_states(model.config, options, layer, params, batch))
+            for name, value in seen.items():
+                value = np.where(batch["segment_ids"][..., None] > 0, value, 0)
+                whole = found.setdefault(name, np.zeros(shape, value.dtype))
+                whole[rows, : value.shape[1]] = value[: len(rows)]
+            bar.update(len(rows))
+    for name, value in found.items():
+        if not np.isfinite(value).all():
+            raise ValueError(f"{model.source}, layer {layer}: {name} is not finite")
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _states(
+    config: ModelConfig, options: RunOptions, layer: int, params: dict, batch: dict
+) -> dict[str, jax.Array]:
+    head = make_head(config, config.head)
+
+    def probability(nudge_btd: jax.Array) -> tuple[jax.Array, dict]:
+        nudges = jnp.zeros((config.n_layers, *nudge_btd.shape), nudge_btd.dtype)
+        outputs = forward(
+            config,
+            params,
+            batch,
+            options=options,
+            probes=(_STATES, *head.probes),
+            nudges=nudges.at[layer].set(nudge_btd),
+        )
+        logits = head.apply(params, outputs, batch, lambda x: x)
+        seen = jax.tree.map(lambda leaf: leaf[layer], outputs["probes"]["ffn_states"])
+        # Of a sum over rows: no row sees another.
+        return jnp.sum(jax.nn.softmax(logits)[:, 0]), seen
+
+    nudge = jnp.zeros((*batch["tokens"].shape, config.d_model), options.compute_dtype)
+    delta, seen = jax.grad(probability, has_aux=True)(nudge)
+    return seen | {"delta": delta}
+
+
+def outer_products(
+    config: ModelConfig, ffn: Mapping[str, Any], x: jax.Array, delta: jax.Array
+) -> Iterator[tuple[str, Outer]]:
+    """(path, gradient) of every leaf of a block that trains.
+
+    Args:
+      ffn: the leaves of one block.
+      x, delta: see `token_states`.
+
+    Raises:
+      ValueError: leaves of adapters other than masks and low-rank factors.
+    """
+    pre = {name: _affine(ffn[name], x) for name in ("gate", "up") if name in ffn}
+    act, scale = ACTIVATIONS[config.activation], neuron_factor(ffn)
+
+    def neurons(pre: dict) -> jax.Array:
+        state = act(pre["gate"]) * pre["up"] if "gate" in pre else act(pre["up"])
+        return state if scale is None else state * jnp.asarray(scale, state.dtype)
+
+    state, pull = jax.vjp(neurons, pre)
+    (before,) = pull(delta @ effective_kernel(ffn["down"]).T.astype(delta.dtype))
+    for name, a, b in [*((name, x, before[name]) for name in pre), ("down", state, delta)]:
+        for leaf, outer in _of_linear(ffn[name], a, b):
+            yield f"{name}/{leaf}", outer
+
+
+def _affine(leaves: Mapping[str, Any], x: jax.Array) -> jax.Array:
+    unknown = sorted(set(leaves) - _TRAINED)
+    if unknown:
+        raise ValueError(f"the kernel of {unknown[0]} is not understood: fold the model first")
+    y = x @ effective_kernel(leaves).astype(x.dtype)
+    return y + leaves["bias"].astype(y.dtype) if "bias" in leaves else y
+
+
+def _of_linear(
+    leaves: Mapping[str, Any], a: jax.Array, b: jax.Array
+) -> Iterator[tuple[str, Outer]]:
+    """(leaf, gradient), of inputs a and gradients b of the outputs."""
+    if "bias" in leaves:
+        yield "bias", Outer(jnp.ones((*b.shape[:2], 1), b.dtype), b)
+    if "kernel" in leaves:
+        yield "kernel", Outer(a, b, leaves.get("mask"))
+        return
+    thin_a, thin_b = (leaves[f"low_rank_{side}"].astype(a.dtype) for side in "ab")
+    yield "low_rank_a", Outer(a, b @ thin_b.T)
+    yield "low_rank_b", Outer(a @ thin_a, b)
+
+
+def tangent_kernels(
+    config: ModelConfig, ffn: Mapping[str, Any], x: np.ndarray, delta: np.ndarray
+) -> dict[str, np.ndarray]:
+    """{"adam": K, "sgd": K}, float64 [N, N]; arguments as of `outer_products`."""
+    made = {name: np.zeros((len(x), len(x))) for name in ("adam", "sgd")}
+    for _, outer in outer_products(config, ffn, jnp.asarray(x), jnp.asarray(delta)):
+        # The narrower side whole, the other in chunks.
+        if outer.a.shape[2] > outer.b.shape[2]:
+            outer = Outer(outer.b, outer.a, None if outer.mask is None else outer.mask.T)
+        columns = max(1, MOST // (len(x) * outer.a.shape[2]))
+        for start in range(0, outer.b.shape[2], columns):
+            part = slice(start, start + columns)
+            mask = None if outer.mask is None else outer.mask[:, part]
+            for name, added in _added(outer.a, outer.b[..., part], mask).items():
+                made[name] += np.asarray(added, np.float64)
+    return made
+
+
+@jax.jit
+def _added(a: jax.Array, b: jax.Array, mask: jax.Array | None) -> dict[str, jax.Array]:
+    g_nij = jnp.einsum("nti,ntj->nij", a, b)
+    g_nij = g_nij if mask is None else g_nij * mask.astype(g_nij.dtype)
+    g = g_nij.reshape(len(g_nij), -1)
+    return {"adam": g @ jnp.sign(g).T, "sgd": g @ g.T}

@@ -1,0 +1,63 @@
+"""Leaves that a model's outputs do not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.models.causal_lm import forward, logits
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.paths import flatten
+
+
+def unused_leaves(
+    config: ModelConfig,
+    params: dict,
+    run: Callable[[dict, Any], Any] | None = None,
+    batch: Any = None,
+) -> tuple[str, ...]:
+    """Paths of leaves that nothing depends on (0.02 s; sees through scan and remat).
+
+    Args:
+      run: (params, batch) -> a tree of all that counts; None: the model's own logits (an encoder's
+        outputs).
+      batch: shapes for `run`.
+    """
+    from jax.interpreters import partial_eval
+
+    def own(params: dict, batch: Any) -> Any:
+        outputs = forward(config, params, batch)
+        return logits(config, params, outputs["hidden"]) if config.lm_head else outputs
+
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    batch = {"tokens": jax.ShapeDtypeStruct((1, 2), jnp.int32)} if batch is None else batch
+    jaxpr = jax.make_jaxpr(run or own)(abstract, batch).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    paths = flatten(abstract)
+    return tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
+
+
+def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
+    """Refuses a tree that holds leaves nobody reads (Flax is silent about them).
+
+    Args:
+      beside: a root that others read ("task_head").
+
+    Raises:
+      ValueError: names the leaves.
+    """
+    unused = unused_leaves(config, params)
+    refuse_unused(config, [path for path in unused if path.split("/")[0] != beside])
+
+
+def refuse_unused(config: ModelConfig, unused: Sequence[str]) -> None:
+    """Raises ValueError, which names the leaves, where there are any."""
+    if unused:
+        more = " ..." if len(unused) > 8 else ""
+        raise ValueError(
+            f"{len(unused)} leaves are never used by the {config.family} model: "
+            f"{', '.join(unused[:8])}{more}"
+        )

@@ -1,0 +1,206 @@
+"""Tangent kernels and output errors of one block, against gradients and products of others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import config_of, random_params, save_tiny_reader, tiny_of
+
+from ffn_heterogeneity.data.labelled import Encoded, Form, encode_texts
+from ffn_heterogeneity.evaluate import ntk
+from ffn_heterogeneity.evaluate import run as evaluation
+from ffn_heterogeneity.evaluate.compressions import BIAS, errors_of, with_random_head
+from ffn_heterogeneity.heads import make_head
+from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.rows import read_rows
+from ffn_heterogeneity.models.causal_lm import RunOptions, forward
+from ffn_heterogeneity.models.stack import layer_leaves
+from ffn_heterogeneity.surgery.fuse import fuse
+
+LAYER = 1
+DOUBLE = RunOptions(compute_dtype=jnp.float64)
+HEAD = config_of("analyze", "ntk")  # of two labels
+
+
+@pytest.fixture(autouse=True)
+def in_double():
+    with jax.enable_x64(True):
+        yield
+
+
+def rows_of(lengths, vocab):
+    rng = np.random.default_rng(3)
+    ids = [rng.integers(2, vocab, length).astype(np.int32) for length in lengths]
+    return Encoded(ids, [np.zeros_like(row) for row in ids], np.full(len(ids), np.nan), 0)
+
+
+def ffn_of(model, layer=LAYER):
+    return dict(layer_leaves(model.params, "ffn"))[layer]
+
+
+def measured(model, data, layer=LAYER):
+    """Kernels by what is under test, and the states."""
+    seen = ntk.token_states(model, data, layer, batch_size=4, options=DOUBLE, progress=None)
+    kernels = ntk.tangent_kernels(model.config, ffn_of(model, layer), seen["x"], seen["delta"])
+    return kernels | seen
+
+
+def by_gradients(model, data, layer=LAYER):
+    """Row by row, without padding: whole gradients of the leaves that train."""
+    config, head, rows = model.config, make_head(model.config, model.config.head), []
+    for ids in data.ids:
+        batch = {"tokens": ids[None], "segment_ids": np.ones((1, len(ids)), np.int32)}
+
+        def first(params, batch=batch):
+            outputs = forward(config, params, batch, options=DOUBLE, probes=head.probes)
+            return jax.nn.softmax(head.apply(params, outputs, batch, lambda x: x))[0, 0]
+
+        ffn = dict(layer_leaves(jax.grad(first)(model.params), "ffn"))[layer]
+        ffn.pop("neuron_scale", None)
+        leaves = [
+            leaf for linear in ffn.values() for name, leaf in linear.items() if name != "mask"
+        ]
+        rows.append(np.concatenate([np.ravel(leaf) for leaf in leaves]))
+    g = np.stack(rows)
+    return {"adam": g @ np.sign(g).T, "sgd": g @ g.T}
+
+
+def tiny_reader(family):
+    config = tiny_of(family, 3)
+    return with_random_head(Model(config, random_params(config, dtype=np.float64), None, ""), HEAD)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("bert", None), ("llama", None), ("llama", "fusion"), ("bert", "svd"),
+     ("bert", "unstructured"), ("roberta", "mmd"), ("gemma2", "svd")],
+)  # fmt: skip
+def test_kernels_are_those_of_whole_gradients(family, method, monkeypatch):
+    """Post-norm and pre-norm, plain and gated; P, factors and masks; padding; in many chunks."""
+    model = tiny_reader(family)
+    if method:
+        model, _ = fuse(model, {"method": method, "ratio": 0.5, "layers": str(LAYER), "steps": 2})
+    data = rows_of((5, 9, 3, 7, 4), model.config.vocab_size)
+    monkeypatch.setattr(ntk, "MOST", 500)
+    found, wanted = measured(model, data), by_gradients(model, data)
+    for name, kernel in wanted.items():
+        assert np.abs(found[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
+
+
+def test_adapters_are_refused():
+    model = tiny_reader("llama")
+    ffn = ffn_of(model)
+    ffn = {**ffn, "up": ffn["up"] | {"lora_a": np.zeros((3, 2))}}
+    x = jnp.zeros((1, 2, model.config.d_model))
+    with pytest.raises(ValueError, match="lora_a is not understood: fold the model first"):
+        ntk.tangent_kernels(model.config, ffn, x, x)
+
+
+def test_the_head_is_the_seeds_and_a_trained_one_stays():
+    config = tiny_of("bert", 3)
+    bare = Model(config, random_params(config), None, "")
+    one = with_random_head(bare, HEAD)
+    other = with_random_head(bare, config_of("analyze", "ntk", seed=1))
+    kernels = [model.params["task_head"]["out"]["kernel"] for model in (one, other)]
+    assert np.abs(kernels[0] - kernels[1]).max() > 0
+    assert with_random_head(one, config_of("analyze", "ntk", seed=1)) is one
+
+
+def test_errors_are_norms_of_differences():
+    rng = np.random.default_rng(0)
+    whole, other = ({"adam": rng.normal(size=(3, 3)), "sgd": rng.normal(size=(3, 3)),
+                     "y": rng.normal(size=(2, 4, 5)), "block": rng.normal(size=(2, 4, 5))}
+                    for _ in range(2))  # fmt: skip
+    counted = np.array([[True, True, False, False], [True, False, False, False]])
+    found = errors_of(whole, other, {"": counted})
+    places = ((0, 0), (0, 1), (1, 0))
+    for name, state in (("output_error", "y"), ("block_error", "block")):
+        apart = [np.sqrt(((whole[state] - other[state])[place] ** 2).sum()) for place in places]
+        assert found[name] == pytest.approx(sum(apart) / 3)
+    square = ((whole["adam"] - other["adam"]) ** 2).sum()
+    assert found["ntk_error"] == pytest.approx(square**0.5)
+
+
+@pytest.fixture
+def reader(tmp_path):
+    directory = save_tiny_reader(tmp_path / "reader")
+    rows = ["a film of charm\n", "tedious\n", "no wit, no heart\n", "warm and wise\n", "it is\n"]
+    lines = [
+        f'{{"sentence": "{text.strip()}", "label": "{i % 2}"}}\n' for i, text in enumerate(rows)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    return {"model": str(directory), "data__path": str(tmp_path / "rows.jsonl"), "layer": LAYER}
+
+
+def analysed(reader, workdir, **settings):
+    return evaluation.run(config_of("analyze", "ntk", **reader, **settings), workdir)
+
+
+def test_the_analysis(reader, tmp_path):
+    results = analysed(reader, tmp_path / "w", max_rows=4, steps=2, against=(reader["model"],))
+    assert results["rows"] == 4 and results["layer"] == LAYER + 1
+    errors = results["errors"]
+    assert set(errors) == {*HEAD.methods, "reader", BIAS}
+    assert errors["reader"]["ntk_error"] == errors["reader"]["output_error"] == 0
+    for name in ("output_error", "block_error"):  # the same function before any training
+        assert errors["merged"][name] == pytest.approx(errors["fusion"][name], rel=1e-4)
+    assert errors["merged"]["ntk_error"] != pytest.approx(errors["fusion"]["ntk_error"], rel=1e-2)
+    # What the block that says nothing lacks: the outputs themselves, but for the bias.
+    model = load_model(reader["model"])
+    config = config_of("analyze", "ntk", **reader)
+    texts = [("a film of charm",), ("tedious",), ("no wit, no heart",), ("warm and wise",)]
+    ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 1, 64))
+    data = Encoded(ids, types, np.full(4, np.nan), 0)
+    y = measured(with_random_head(model, config), data)["y"]
+    own = np.linalg.norm(y - ffn_of(model)["down"]["bias"], axis=-1)
+    real = np.arange(y.shape[1]) < np.array([[len(row)] for row in ids])
+    assert errors[BIAS]["output_error"] == pytest.approx(own[real].mean(), rel=1e-4)
+    rows = read_rows((tmp_path / "w" / "rows.jsonl").read_text(), "rows.jsonl")
+    assert {"errors/svd/ntk_error", "errors/svd/kept_share"} <= {row["what"] for row in rows}
+    assert (tmp_path / "w" / "ntk.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layer": 3}, "layer=3: the model has 3 layers"),
+        ({"layer": -1}, "layer=-1 must be at least 0"),
+        ({"methods": ()}, "nothing is compared"),
+        ({"methods": ("fused",)}, "method='fused'"),
+        ({"ratio": 1.5}, "ratio=1.5"),
+        ({"data__path": "nowhere.jsonl"}, "nowhere.jsonl"),
+    ],
+)
+def test_bad_settings_are_refused(reader, tmp_path, settings, words):
+    with pytest.raises((ValueError, OSError), match=words):
+        analysed(reader | settings, tmp_path / "w")
+    assert not (tmp_path / "w" / "results.json").exists()
+
+
+def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
+    """MiniLM's first layer, 16 sentences of SST-2, float64."""
+    import transformers
+
+    model = with_random_head(load_model(minilm_dir, dtype=np.float64), HEAD)
+    lines = (shared_data / "glue_sst2/validation.jsonl").read_text().splitlines()[:16]
+    texts = [(line.split('"sentence": "')[1].split('"')[0],) for line in lines]
+    ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 0, 128))
+    found = measured(model, Encoded(ids, types, np.full(16, np.nan), 0), 0)
+
+    kind = transformers.BertForSequenceClassification
+    other = kind.from_pretrained(minilm_dir, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        other.classifier.weight.copy_(
+            torch.tensor(np.asarray(model.params["task_head"]["out"]["kernel"]).T)
+        )
+        other.classifier.bias.zero_()
+    block, rows = other.bert.encoder.layer[0], []
+    leaves = [*block.intermediate.dense.parameters(), *block.output.dense.parameters()]
+    for row in ids:
+        chance = other(torch.tensor(row[None].astype(np.int64))).logits.softmax(-1)[0, 0]
+        rows.append(torch.cat([x.ravel() for x in torch.autograd.grad(chance, leaves)]).numpy())
+    g = np.stack(rows)
+    for name, kernel in (("adam", g @ np.sign(g).T), ("sgd", g @ g.T)):
+        assert np.abs(found[name] - kernel).max() <= 1e-8 * np.abs(kernel).max(), name
