@@ -111,7 +111,7 @@ def some_meshes() -> dict:
 
 def test_meshes_train_as_one_device(some_meshes):
     found = some_meshes["some_meshes"]
-    assert len(found) == 1
+    assert len(found) == 2
     check_meshes(found)
 
 

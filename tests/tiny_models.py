@@ -61,7 +61,7 @@ def tiny_of(family: str, layers: int = 6) -> ModelConfig:
     if family == "gpt_neox":
         # It has no grouped queries, heads fill the width, and a quarter of a head rotates.
         sizes |= {"d_model": 16, "n_heads": 2, "head_dim": 8}
-    if config.is_encoder:
+    if config.position_rows:
         sizes |= {"d_model": 16, "n_kv_heads": 4, "max_position": 24}
     ids = {"bos_id": 0, "eos_id": 1, "pad_id": None}
     config = dataclasses.replace(config, layers=kept, **sizes, **ids)

@@ -31,14 +31,14 @@ from ffn_heterogeneity.paths import path_str
 CHUNK, MIN_BUCKET = 16, 16
 
 
-def bucket(size: int) -> int:
-    """The smallest of 16, 24, 32, 48, 64, 96 ... that holds `size`."""
+def bucket(size: int, most: int = sys.maxsize) -> int:
+    """The smallest of 16, 24, 32, 48, 64, 96 ... that holds `size`; no more than `most`."""
     power = MIN_BUCKET
     while power < size:
         if power * 3 // 2 >= size:
-            return power * 3 // 2
+            return min(power * 3 // 2, most)
         power *= 2
-    return power
+    return min(power, most)
 
 
 class Generator:
@@ -111,9 +111,7 @@ class Generator:
         ]
         batches = list(_batches(rows, wanted, self.batch_size))
         # Columns that each batch needs at least.
-        lengths = [
-            _width(batch, rows) + bucket(wanted[batch[0]].max_new_tokens) for batch in batches
-        ]
+        lengths = [self._columns(batch, rows, wanted)[1] for batch in batches]
         answers: dict[int, Generation] = {}
         label = progress if isinstance(progress, str) else None
         off = None if label else True
@@ -144,9 +142,15 @@ class Generator:
             )
         return np.concatenate([ids[:1], ids[len(ids) - room + 1 :]])
 
+    def _columns(self, batch: Sequence[int], rows, wanted: Sequence[Sampling]) -> tuple[int, int]:
+        """(columns of a batch's prompts, those of its new tokens too)."""
+        limit, new = self.config.row_limit, wanted[batch[0]].max_new_tokens
+        width = bucket(max(len(rows[i]) for i in batch), limit - new)
+        return width, width + bucket(new, limit - width)
+
     def _generate(self, batch, rows, wanted, length: int) -> dict[int, Generation]:
         first = wanted[batch[0]]
-        width = _width(batch, rows)
+        width, _ = self._columns(batch, rows, wanted)
         tokens = np.zeros((self.batch_size, width), np.int32)
         pads = np.full(self.batch_size, width - 1, np.int32)
         for place, i in enumerate(batch):
@@ -185,11 +189,6 @@ class Generator:
             taken = int(taken)
             yield np.asarray(new)[:, :taken]
             produced += taken
-
-
-def _width(batch: Sequence[int], rows) -> int:
-    """Columns of a batch's prompts."""
-    return bucket(max(len(rows[i]) for i in batch))
 
 
 def _batches(rows, wanted: Sequence[Sampling], size: int) -> Iterator[list[int]]:

@@ -130,7 +130,7 @@ def score(
     if not requests:
         return []
     longest = _check(config, requests)
-    width = bucket(max(min(ROW_TOKENS, batch_tokens), longest))
+    width = bucket(max(min(ROW_TOKENS, batch_tokens), longest), config.row_limit)
     plan = plan_rows(requests, width)
     size = max(1, min(batch_tokens // width, len(plan.rows)))
     batches = [plan.rows[start : start + size] for start in range(0, len(plan.rows), size)]

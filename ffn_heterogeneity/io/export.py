@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -246,7 +247,7 @@ def loads_in(output: str | os.PathLike) -> str:
             "loads in: this library (FFN widths differ by layer; transformers reads the config and "
             "refuses the weights: write it padded for it and vLLM, Llama's as .gguf for llama.cpp)"
         )
-    if str(values["architectures"][0]).endswith("Model"):  # an encoder's
+    if re.search(r"(?<!LMHead)Model$", str(values["architectures"][0])):  # an encoder's
         return "loads in: transformers, this library"
     return "loads in: transformers, vLLM, llama.cpp's converter, this library"
 

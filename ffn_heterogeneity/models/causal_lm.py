@@ -118,7 +118,7 @@ def forward(
     tokens = batch["tokens"]
     positions = row_positions(batch) if config.position_rows else None
     x = embed(config, params, tokens, options, positions, batch.get("token_types"))
-    if config.embedding_norm and dropout is not None and dropout[1] is not None:
+    if config.position_rows and dropout is not None and dropout[1] is not None:
         x = drop_out(x, jax.random.fold_in(dropout[0], _EMBEDDING_KEY), dropout[1])
     options = with_kernel(options, config, tokens.shape[1], is_in_order(batch))
     needs = frozenset().union(*(probe.needs for probe in probes))
@@ -219,7 +219,7 @@ def embed(
 
 def check_length(config: ModelConfig, length: int) -> None:
     """Raises ValueError where a row has more tokens than the model has learned positions."""
-    if config.position_rows and length > config.max_position:
+    if length > config.row_limit:
         raise ValueError(
             f"rows of {length} tokens: a {config.family} model with learned positions has "
             f"{config.max_position} of them"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,10 +122,10 @@ class ModelConfig:
       tied: the output head is the transposed embedding (no meaning without `lm_head`).
       max_position: how many tokens a row may have.
       positions: "rotary", in the layers that have a `rope`, or "learned": a table of first_position
-        + max_position rows is added to the embeddings.
+        + max_position rows is added to the embeddings, which dropout falls on in training.
       first_position: the row of that table for a document's first token (RoBERTa: 2).
       token_types: rows of the table that tells the sentences of a pair apart; 0: there is none.
-      embedding_norm: a norm after the sum of the embeddings, and dropout after it in training.
+      embedding_norm: a norm after the sum of the embeddings, before that dropout.
       pooler: tanh of a linear layer on the first token (BERT).
       attention_dropout: in training attention weights are dropped too, at the run's one rate.
       bos_id, eos_id, pad_id: special token ids; None where the model has none.
@@ -254,6 +255,11 @@ class ModelConfig:
     def position_rows(self) -> int:
         """Rows of the table of learned positions; 0: there is none."""
         return self.first_position + self.max_position if self.positions == "learned" else 0
+
+    @property
+    def row_limit(self) -> int:
+        """Places of the longest row: as many as learned positions; others do not bound it."""
+        return self.max_position if self.position_rows else sys.maxsize
 
     @property
     def scale(self) -> float:

@@ -13,7 +13,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import Model
 
 
-@pytest.mark.parametrize("family", ["bert", "llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["bert", "llama", "gemma2", "gpt2", "gpt_neox"])
 def test_states_are_those_of_transformers(family, torch, tmp_path):
     """The embedding first, the last one behind the final norm where there is one."""
     from transformers import AutoModel
@@ -27,7 +27,7 @@ def test_states_are_those_of_transformers(family, torch, tmp_path):
     for mask in (right, right[:, ::-1]):
         states, real = fh.hidden_states(Model(config, params, None, ""), ids, mask, batch_size=2)
         given = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask.copy() * 1)}
-        if family == "bert":  # positions count the real tokens; its class counts places
+        if config.position_rows:  # positions count the real tokens; their classes count places
             given["position_ids"] = torch.tensor(np.maximum(mask.cumsum(1) - 1, 0))
         with torch.no_grad():
             made = theirs(**given, output_hidden_states=True).hidden_states

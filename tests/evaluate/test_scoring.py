@@ -50,7 +50,7 @@ def alone(config, params, context, continuation) -> tuple[float, bool]:
     return chosen.sum(), bool((logits.argmax(-1) == continuation).all())
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "llama"])
 def test_scores_equal_those_of_each_request_alone(name):
     config = (
         tiny_of(name, layers=4)

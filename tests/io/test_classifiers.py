@@ -87,7 +87,7 @@ def test_the_last_layers_head_is_transformers_own(family, tmp_path, torch):
     made = predicted_logits(back, right)
     # Pooled by the mask and never by a place (transformers #35909, #30004).
     assert np.allclose(predicted_logits(back, left), made, atol=2e-5)
-    for batch in (right,) if config.is_encoder else (right, left):  # BERT's class reads place 0
+    for batch in (right,) if config.position_rows else (right, left):  # theirs count places
         ids = torch.tensor(batch["tokens"], dtype=torch.long)
         mask = torch.tensor(batch["segment_ids"])
         with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_regression_and_somebody_elses_classifier(tmp_path, torch):
 
 
 @pytest.mark.parametrize("pooling", ["p32", "average"])
-@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2", "gpt_neox", "gemma3"])
 def test_the_cards_lines_give_the_same_logits(family, pooling, tmp_path, torch):
     """They are read from the card and run, on a text that a tokenizer reads."""
     config, params = with_labels(family, pooling)

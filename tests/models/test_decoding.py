@@ -23,6 +23,7 @@ OPTIONS = RunOptions()
 MODELS = {
     "gemma2": tiny_of("gemma2"),
     "gemma3": tiny_of("gemma3", layers=8),
+    "gpt2": tiny_of("gpt2", layers=3),
     "gpt_neox": tiny_of("gpt_neox", layers=3),
     "olmo": dataclasses.replace(tiny_of("olmo", layers=3), qkv_clip=0.3),
     "qwen3": tiny_of("qwen3", layers=3),

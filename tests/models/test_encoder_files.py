@@ -123,12 +123,13 @@ def test_configs_that_are_refused(family):
             config_from_hf(config_to_hf(tiny_of(family)) | changes)
 
 
-def test_there_is_no_gguf_of_an_encoder(tmp_path):
-    config = tiny_of("bert", layers=2)
-    with pytest.raises(CheckpointError, match="cannot express this bert model: .* no rotary"):
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_there_is_no_gguf_without_a_rotary_embedding(tmp_path, name):
+    config = tiny_of(name, layers=2)
+    with pytest.raises(CheckpointError, match=f"cannot express this {name} model: .* no rotary"):
         gguf_export.save_gguf(config, random_params(config), tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match="GGUF architecture 'bert' is not known: llama, "):
-        family_from_gguf("bert")
+    with pytest.raises(ConfigError, match=f"GGUF architecture '{name}' is not known: llama, "):
+        family_from_gguf(name)
 
 
 def test_minilm_agrees_on_real_sentences(torch, minilm_dir, shared_data):

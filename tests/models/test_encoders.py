@@ -200,20 +200,22 @@ def test_both_kernels_drop_the_same_probabilities(length, causal):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
-def test_attention_drops_where_the_family_does():
-    params, batch = random_params(BERT), batch_of(BERT.vocab_size)
+@pytest.mark.parametrize("model", [BERT, tiny_of("gpt2", layers=3)], ids=["bert", "gpt2"])
+def test_attention_drops_where_the_family_does(model):
+    params, batch = random_params(model), batch_of(model.vocab_size)
 
     def draws(config, dropout) -> int:
         run = functools.partial(causal_lm.forward, config, batch=batch, dropout=dropout)
         return str(jax.make_jaxpr(run)(params=params)).count("random_bits")
 
-    plain = dataclasses.replace(BERT, attention_dropout=False)
-    assert draws(BERT, DROP) == draws(plain, DROP) + 1, "in the layers' scan"
-    assert draws(BERT, None) == 0, "evaluation"
+    plain = dataclasses.replace(model, attention_dropout=False)
+    assert draws(model, DROP) == draws(plain, DROP) + 1, "in the layers' scan"
+    assert draws(model, None) == 0, "evaluation"
 
 
-def test_embeddings_drop_after_their_norm_in_training():
-    config = dataclasses.replace(BERT, attention_dropout=False)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_embeddings_drop_after_their_sum_in_training(family):
+    config = dataclasses.replace(tiny_of(family, layers=3), attention_dropout=False)
     params, batch = random_params(config), batch_of(config.vocab_size)
     first = Probe("first", lambda seen, batch, _: seen.block_input)
 

@@ -82,6 +82,8 @@ ENCODERS = {
     "roberta_base": 124_055_040,
     "distilroberta_base": 81_527_808,
 }
+# Exact: the tied embedding counted once.
+GPT2 = {"gpt2": 124_439_808}
 # Pythia's paper, Table 1: parameters outside the two embeddings, exact.
 PYTHIA_REST = {
     "70m": 18_915_328, "160m": 85_056_000, "410m": 302_311_424, "1b": 805_736_448,
@@ -174,7 +176,7 @@ def test_gemma2_and_gemma3_attention_patterns():
 
 
 def test_every_preset_has_a_published_size():
-    assert {*PUBLISHED, *ENCODERS} == set(families.PRESETS)
+    assert {*PUBLISHED, *ENCODERS, *GPT2} == set(families.PRESETS)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -190,6 +192,13 @@ def test_encoders_have_the_published_number_of_parameters(name):
         (0, 2, 1) if roberta else (None, None, 0)
     )
     assert config.pooler != roberta
+
+
+def test_gpt2_is_the_published_one():
+    config, _ = families.preset("gpt2")
+    assert families.count_parameters(config)["total"] == GPT2["gpt2"]
+    assert (config.max_position, config.first_position, config.norm_eps) == (1024, 0, 1e-5)
+    assert (config.activation, config.tied, config.eos_id) == ("gelu_tanh", True, 50_256)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -212,7 +221,7 @@ def test_pythia_agrees_with_its_paper_to_the_last_parameter(size):
     assert counts["total"] / 1e6 == PUBLISHED[f"pythia_{size}"]
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS])
+@pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS, *GPT2])
 def test_config_json_round_trip_also_through_transformers(name):
     import transformers
 
@@ -228,7 +237,7 @@ def test_config_json_round_trip_also_through_transformers(name):
     assert families.config_from_hf({k: v for k, v in values.items() if k not in modern}) == config
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS])
+@pytest.mark.parametrize("name", [*PUBLISHED, *ENCODERS, *GPT2])
 def test_a_null_says_that_there_is_no_such_token(name):
     """bos_token_id: null is not the class's default, which is a real token of another model."""
     config, _ = families.preset(name)

@@ -70,7 +70,7 @@ def dump_presets() -> dict:
         totals, groups = {}, []
         for name in families.PRESETS:
             config, _ = families.preset(name)
-            # RoBERTa's vocabulary is odd: it is trained on meshes that do not cut it.
+            # RoBERTa's and GPT-2's vocabularies are odd: meshes that train them do not cut those.
             sizes = MESH if config.vocab_size % 2 == 0 else {"data": 4, "fsdp": 2, "tensor": 1}
             described = describe_state(config, OptimizerConfig(optimizer), abstract_mesh(**sizes))
             size = sum(leaf["bytes_per_device"] for leaf in described.values())

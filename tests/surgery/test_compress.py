@@ -132,7 +132,7 @@ def test_count_reverse_and_random(model, tmp_path):
     assert seeds[0] == seeds[1] != seeds[2]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt2"])
 def test_other_families(torch, tmp_path, family):
     config = tiny_of(family)
     directory = save_tiny(tmp_path / "model", config)

@@ -59,7 +59,7 @@ def kernels(ffn, act, leaves=None):
 # ---- exactness
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("method", CLUSTERED)
 def test_as_many_clusters_as_neurons_is_the_same_model(family, method):
     model = model_of(LLAMA if family == "llama" else tiny_of(family))

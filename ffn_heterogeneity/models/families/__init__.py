@@ -14,6 +14,7 @@ from ffn_heterogeneity.models.families import (
     gemma,
     gemma2,
     gemma3,
+    gpt2,
     gpt_neox,
     llama,
     mistral,
@@ -30,7 +31,8 @@ from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
-_MODULES = (llama, gemma, gemma2, gemma3, gpt_neox, mistral, olmo, phi3, qwen3, bert, roberta)
+_DECODERS = (llama, gemma, gemma2, gemma3, gpt2, gpt_neox, mistral, olmo, phi3, qwen3)
+_MODULES = (*_DECODERS, bert, roberta)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {
     name: entry for family in FAMILIES.values() for name, entry in family.presets.items()
@@ -59,10 +61,11 @@ def preset(name: str) -> tuple[ModelConfig, str]:
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json; FFNs of unequal width under `per_layer_config`, as transformers 5.15 has it."""
-    values = family_by_name(config.family).to_hf(config)
+    family = family_by_name(config.family)
+    values = family.to_hf(config)
     if not config.uniform_width:
         widths = enumerate(config.ffn_widths)
-        values["per_layer_config"] = {str(i): {"intermediate_size": w} for i, w in widths}
+        values["per_layer_config"] = {str(i): {family.width_key: w} for i, w in widths}
     return values
 
 
@@ -86,22 +89,25 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         if kind == (family.model_type or family.name) or (
             kind is None and family.architecture in architectures
         ):
-            return _with_layers(family.from_hf(values), values.get("per_layer_config") or {})
+            layers = values.get("per_layer_config") or {}
+            return _with_layers(family.from_hf(values), layers, family.width_key)
     known = [family.model_type or family.name for family in FAMILIES.values()]
     raise ConfigError(
         f"model_type {kind!r} (architectures {architectures}) is not known: {', '.join(known)}"
     )
 
 
-def _with_layers(config: ModelConfig, layers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+def _with_layers(
+    config: ModelConfig, layers: Mapping[str, Mapping[str, Any]], key: str
+) -> ModelConfig:
     """The config with what `per_layer_config` says of single layers."""
     widths = list(config.ffn_widths)
     for name, settings in layers.items():
-        i, others = int(name), set(settings) - {"intermediate_size"}
+        i, others = int(name), set(settings) - {key}
         if not 0 <= i < len(widths) or others:
             what = f"sets {', '.join(sorted(others))}" if others else f"the model has {len(widths)}"
             raise ConfigError(f"per_layer_config of layer {name}: {what}; widths alone are read")
-        widths[i] = settings.get("intermediate_size", widths[i])
+        widths[i] = settings.get(key, widths[i])
     return config.with_widths(widths) if layers else config
 
 

@@ -39,7 +39,7 @@ def gguf_rules(config: ModelConfig) -> list[Rule]:
 
 def no_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Raises ConfigError: `Family.from_gguf` of a family that has no GGUF files here."""
-    raise ConfigError("GGUF files of encoders are neither read nor written")
+    raise ConfigError("GGUF files of this family are neither read nor written")
 
 
 def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
@@ -76,6 +76,7 @@ class Family:
       own_name: a tensor's name in somebody's file -> its name in `rules`.
       by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with what
         config.json leaves open; None: it says all.
+      width_key: an FFN's width in config.json's `per_layer_config`.
       prefix, classifier: what a model's tensors are called behind in a classifier's file, and the
         tensors of its head by their leaves (io/classifiers.py).
       classifier_stem: of the classifier's class, where it is not the architecture's.
@@ -98,6 +99,7 @@ class Family:
     left_out: tuple[str, ...] = ()
     own_name: Callable[[str], str] = str
     by_tensors: ByTensors | None = None
+    width_key: str = "intermediate_size"
     prefix: str = ""
     classifier: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"out/kernel": "score.weight"}
