@@ -6,8 +6,7 @@ Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --
            python scripts/analyze.py --config=configs/analyze.py:massive --config.model=<any>
            python scripts/analyze.py --config=configs/analyze.py:lesions --config.model=<any> \
              --config.text=<text>
-           python scripts/analyze.py --config=configs/analyze.py:ntk --config.model=<any> \
-             --config.data.path=<sst2 validation.jsonl>
+           python scripts/analyze.py --config=configs/analyze.py:ntk --config.model=<any>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores;
            lesions an hour or two (it prints as it goes, and goes on where it was stopped); ntk of
@@ -62,7 +61,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         config.against = ()  # directories of other models that are compared with the whole one
         config.update({key: fuse.get_config()[key] for key in ("n_init", "canonical", "steps")})
         config.ratio = 0.75  # the paper's 3,072 -> 768 neurons
-        config.data = ConfigDict({"task": "sst2", "path": ""})  # rows as in configs/p32_glue.py
+        config.data = ConfigDict({"task": "sst2", "path": ""})  # rows of p32_glue.py, or a file
         config.fields = ""
         config.max_rows = 0  # the first so many; 0: all
         config.batch_size = 32

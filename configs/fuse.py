@@ -40,6 +40,8 @@ def get_config() -> ConfigDict:
             "steps": Fusion.steps,  # of mmd's AdamW
             "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
             "seed": Fusion.seed,
+            # Of unstructured: whose weights stand under the masks, in the place of its own (LTH).
+            "rewind": Fusion.rewind,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
             # auto | padded | native | deci (configs/prune.py). The weights that other tools read

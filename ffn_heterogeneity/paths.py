@@ -10,7 +10,8 @@ import jax
 # Roots of a tree beside the model, which a surgery puts there and a loss reads (a teacher): frozen,
 # sealed in checkpoints with the frozen leaves, never exported. No walk over layers and no pattern
 # of a config sees them.
-AUXILIARY = ("teacher",)
+TEACHER = "teacher"
+AUXILIARY = (TEACHER,)
 
 
 def is_auxiliary(path: str) -> bool:

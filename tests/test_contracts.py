@@ -238,6 +238,7 @@ def test_probe(name, config):
 # Every term is tried with its defaults, and with these settings.
 SETTINGS = {
     "jreg": [{"alpha": 0.0, "final_norm": True, "positions": "last"}],
+    "layerwise": [{"states": "ffn", "sum_hidden": True}],
     "nll": [{"reduction": "sum"}],
     "nucl": [
         {"variant": "ent"},
@@ -252,9 +253,22 @@ CALLS = [(name, settings) for name in TERMS for settings in ({}, *SETTINGS.get(n
 def evaluate_term(term, config, params, batch) -> TermValue:
     if term.on == "params":
         return term.function(params)
-    outputs = causal_lm.forward(config, params, batch, probes=term.probes)
+
+    def forward(params, batch, *, config=config, **given):
+        return causal_lm.forward(config, params, batch, **given)
+
+    given = {"per_layer": term.per_layer(params, batch, forward)} if term.per_layer else {}
+    outputs = forward(params, batch, probes=term.probes, **given)
     outputs["predictions"] = jnp.mean(outputs["hidden"], axis=1)[:, :3]  # of some head
     return term.function(params, outputs, batch)
+
+
+def taught_params(config, seed=0):
+    """Random ones, with other blocks as a teacher beside them."""
+    other = random_params(config, seed=7)["stack"]
+    own = {name: {slot: {"ffn": tree["ffn"]} for slot, tree in slots.items()}
+           for name, slots in other.items()}  # fmt: skip
+    return random_params(config, seed=seed) | {"teacher": {"stack": own}}
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
@@ -262,7 +276,7 @@ def evaluate_term(term, config, params, batch) -> TermValue:
 def test_term(name, settings, config):
     term = TERMS[name](TermContext("its_name", "its.weight", config), **settings)
     assert isinstance(term, LossTerm) and (term.name, term.weight) == ("its_name", "its.weight")
-    batch, params = batch_of(config.vocab_size), random_params(config)
+    batch, params = batch_of(config.vocab_size), taught_params(config)
     batch |= {"target": np.ones(3, np.float32), "valid": np.ones(3, bool)}
 
     @jax.jit
@@ -277,7 +291,7 @@ def test_term(name, settings, config):
     assert value.total.shape == value.denominator.shape == ()
     assert value.total.dtype == value.denominator.dtype == jnp.float32
     assert value.denominator > 0 and value.total != 0
-    other, _ = evaluate(random_params(config, seed=1), batch)
+    other, _ = evaluate(taught_params(config, seed=1), batch)
     assert other.denominator == value.denominator, "denominators must not depend on parameters"
     assert other.total != value.total
     for tree in (params, with_zeros(config, params), jax.tree.map(jnp.zeros_like, params)):

@@ -51,6 +51,14 @@ def truncate() -> ConfigDict:
     )
 
 
+def teacher() -> ConfigDict:
+    return ConfigDict(
+        {
+            "model": "",  # what the model was before it was compressed, for losses.layerwise
+        }
+    )
+
+
 # Surgery before a training -> its settings, and what trains with it alone.
 PARTS = {
     "lora": (lora, r"/lora_[ab]$"),
@@ -58,6 +66,7 @@ PARTS = {
     "nf4": (nf4, ""),
     "macdrop": (macdrop, ""),
     "truncate": (truncate, ""),
+    "teacher": (teacher, "@taught"),  # the blocks that it teaches
 }
 
 
@@ -73,6 +82,7 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
         config[name] = settings()
         if trains:
             config.train_only = (trains,)
+        if settings is lora:
             config[name].dropout = Lora.dropout  # of what A reads, in training
         if name in REFRESHES:
             config.refresh = (*config.get("refresh", ()), name)

@@ -66,6 +66,16 @@ def jreg(weight: float = 1.0) -> ConfigDict:
     )
 
 
+def layerwise(weight: float = 1.0) -> ConfigDict:
+    return ConfigDict(
+        {
+            "weight": weight,  # of the distance to the teacher's states (config.teacher)
+            "states": "block",  # the residual stream after each block, or what its ffn returns
+            "sum_hidden": False,  # over the hidden dimension; else its mean
+        }
+    )
+
+
 LOSSES = {
     "nll": nll,
     "classification": classification,
@@ -73,6 +83,7 @@ LOSSES = {
     "nucl": nucl,
     "diversity": diversity,
     "jreg": jreg,
+    "layerwise": layerwise,
 }
 
 

@@ -144,7 +144,8 @@ def without_kernel(model: Model, layer: int) -> Model:
 
 
 def _fusion(config: ConfigDict, method: str) -> Fusion:
-    return settings_from(Fusion, config, method=method, layers=str(config.layer), spare=0)
+    own = {"method": method, "layers": str(config.layer), "spare": 0, "rewind": ""}
+    return settings_from(Fusion, config, **own)
 
 
 def _rows(config: ConfigDict, model: Model) -> Encoded:

@@ -42,12 +42,14 @@ def with_head(
 ) -> tuple[ModelConfig, dict]:
     """The model with `head` on it, drawn from `key` where it has none yet; None changes nothing.
 
+    (Shapes made of a config alone have no leaves of the head that it names.)
+
     Raises:
       ValueError: no such head, or the model has another one.
     """
-    if head is None or config.head == head:
+    if head is None or (config.head == head and ROOT in params):
         return config, params
-    if config.head is not None:
+    if config.head not in (None, head):
         raise ValueError(
             f"the model has a head {config.head.name!r} with {config.head.text}, the objective "
             f"needs {head.name!r} with {head.text}: begin with a model that has none"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ffn_heterogeneity.losses.classification import classification_term, regression_term
 from ffn_heterogeneity.losses.diversity import diversity_term
 from ffn_heterogeneity.losses.jreg import jreg_term
+from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import LossTerm
@@ -19,4 +20,5 @@ TERMS: dict[str, Callable[..., LossTerm]] = {
     "nucl": nucl_term,
     "diversity": diversity_term,
     "jreg": jreg_term,
+    "layerwise": layerwise_term,
 }

@@ -68,8 +68,9 @@ class LossTerm:
         no trainable leaf is an error when the train step is built.
       derived: for `on="outputs"`: from its own metrics, averaged over all tokens of the step or of
         the validation data, to those that are reported (jump rates are no averages themselves).
-      per_layer: (params, batch) -> {name of one of its probes: tree of [L, ...] leaves}, which the
-        probe is handed layer by layer (a teacher's states, learnt weights of layers).
+      per_layer: (params, batch, forward) -> {name of one of its probes: tree of [L, ...] leaves},
+        which the probe is handed layer by layer (a teacher's states, learnt weights of layers).
+        `forward(params, batch, probes=, config=)` is the run's, of a model of another config too.
     """
 
     name: str
@@ -79,7 +80,7 @@ class LossTerm:
     probes: tuple[Any, ...] = ()
     targets: tuple[str, ...] = ()
     derived: Callable[[dict], dict] | None = None
-    per_layer: Callable[[Any, dict], dict] | None = None
+    per_layer: Callable[[Any, dict, Callable[..., dict]], dict] | None = None
 
     def __post_init__(self):
         if self.on not in ("outputs", "params"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
-from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, truncate
+from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, teacher, truncate
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -60,6 +60,7 @@ SURGERIES = {
         Surgery("macdrop", adapt.insert_macdrop, macdrop.Macdrop, True, adapt.assumed_layer),
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
+        Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),
         Surgery("fold", adapt.fold_all, adapt.Nothing),
     )
 }

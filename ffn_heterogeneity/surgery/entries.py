@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -38,16 +39,17 @@ def svd(blocks: Blocks, share: float) -> dict[Place, dict]:
 def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
     """A fixed mask on every kernel: the weights of largest size stay, over all blocks together.
 
-    Of weights of one size at the border all stay.
+    Of weights of one size at the border all stay; what a mask took out before stays out.
     """
-    kernels = [leaves["kernel"] for ffn in blocks.values() for leaves in ffn.values()]
-    sizes = np.concatenate([np.abs(kernel).ravel() for kernel in kernels])
+    linears = [leaves for ffn in blocks.values() for leaves in ffn.values()]
+    sizes = np.concatenate([np.abs(_left(leaves)).ravel() for leaves in linears])
     gone = math.floor((1 - share) * sizes.size + 1e-9)
     border = np.partition(sizes, gone)[gone] if gone else 0.0
 
     def masked(leaves: dict) -> dict:
-        kernel = leaves["kernel"]
-        return leaves | {"mask": (np.abs(kernel) >= border).astype(kernel.dtype)}
+        left = _left(leaves)
+        stays = (np.abs(left) >= border) & (leaves.get("mask", 1) != 0)
+        return leaves | {"mask": stays.astype(left.dtype)}
 
     return {
         place: {name: masked(leaves) for name, leaves in ffn.items()}
@@ -55,19 +57,27 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
     }
 
 
+def _left(leaves: dict) -> np.ndarray:
+    return np.asarray(leaves["kernel"]) * leaves.get("mask", 1)
+
+
+MASKED = "unstructured"
 ENTRIES: dict[str, Callable[[Blocks, float], dict[Place, dict]]] = {
     "svd": svd,
-    "unstructured": unstructured,
+    MASKED: unstructured,
 }
 
 
-def weights(ffn: Mapping[str, Mapping[str, np.ndarray]]) -> int:
+def weights(ffn: Mapping[str, Any]) -> int:
     """Numbers of a block that count and train: unmasked weights, factors, biases; not P."""
-    total = 0
-    for leaves in ffn.values():
-        if isinstance(leaves, Mapping):
-            own = {name: leaf for name, leaf in leaves.items() if name != "mask"}
-            total += sum(leaf.size for leaf in own.values())
-            if "mask" in leaves:
-                total -= int((np.asarray(leaves["mask"]) == 0).sum())
-    return total
+    linears = [leaves for leaves in ffn.values() if isinstance(leaves, Mapping)]
+    sizes = [leaf.size for leaves in linears for name, leaf in leaves.items() if name != "mask"]
+    return sum(sizes) - masked_out(ffn)
+
+
+def masked_out(ffn: Mapping[str, Any]) -> int:
+    """Weights of a block that its masks take out."""
+    linears = (leaves for leaves in ffn.values() if isinstance(leaves, Mapping))
+    return sum(
+        int((np.asarray(leaves["mask"]) == 0).sum()) for leaves in linears if "mask" in leaves
+    )

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.parallel.partition import make_mesh
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.surgery.entries import ENTRIES, weights
+from ffn_heterogeneity.surgery.entries import ENTRIES, MASKED, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
 from ffn_heterogeneity.surgery.neurons import (
@@ -71,6 +71,8 @@ class Fusion:
       steps: of AdamW, where the method is mmd.
       spare: so many massive neurons of the massive layer stay as they are [ours].
       seed: of k-means' starts and of sketches.
+      rewind: a model, of the same shape, whose weights come back under the masks (LTH: those from
+        before the training that the masks are drawn from); "": the model's own stay.
     """
 
     method: str = "fusion"
@@ -81,9 +83,12 @@ class Fusion:
     steps: int = 100
     spare: int = 0
     seed: int = 0
+    rewind: str = ""
 
     def __post_init__(self):
         check_choice("method", self.method, (*METHODS, *ENTRIES))
+        if self.rewind and self.method != MASKED:
+            raise ValueError(f"rewind={self.rewind!r} is of method={MASKED!r} alone")
         for name in ("spare", "canonical"):
             if getattr(self, name) and self.method in ENTRIES:
                 raise ValueError(f"{name}={getattr(self, name)}: {self.method} keeps every neuron")
@@ -116,7 +121,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
         for place, ffn in blocks.items():
-            check_plain(ffn, place.layer)
+            check_plain(ffn, place.layer, ("mask",) if asked.method == MASKED else ())
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
         for place in tqdm(blocks, desc=asked.method, unit="block", file=sys.stderr):
@@ -125,10 +130,13 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
             widths[place.layer] = new[place]["down"]["kernel"].shape[0]
             for name, value in found.items():
                 facts.setdefault(name, {}).setdefault(place.layer, []).append(value)
-    after = config.with_widths(widths)
-    params = restack(after, write(model.params, new))
     before, kept = (sum(map(weights, some.values())) for some in (blocks, new))
-    total = count_parameters(config)["total"]
+    if asked.rewind:
+        model, new = _rewound(model, new, asked.rewind)
+    after = model.config.with_widths(widths)
+    params = restack(after, write(model.params, new))
+    # Without what masks took out before.
+    total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
     left = total - before + kept
     report = {
         "method": asked.method,
@@ -146,6 +154,19 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         report[name] = float(np.mean(list(means.values())))
         report[f"{name}s"] = [means.get(layer) for layer in range(config.n_layers)]
     return dataclasses.replace(model, config=after, params=params), report
+
+
+def _rewound(model: Model, new: Mapping[Place, dict], name: str) -> tuple[Model, dict]:
+    """(the model at `name`, its blocks under the masks of the new ones)."""
+    before = load_model(name)
+    if before.config.layers != model.config.layers or before.config.d_model != model.config.d_model:
+        raise ValueError(f"rewind={name} is a model of another shape")
+    old, masked = dict(ffn_blocks(before.params)), {}
+    for place, ffn in new.items():
+        masked[place] = {
+            linear: old[place][linear] | {"mask": leaves["mask"]} for linear, leaves in ffn.items()
+        }
+    return before, masked
 
 
 def _massive(model: Model, spare: int) -> tuple[int | None, np.ndarray]:

@@ -14,14 +14,15 @@ from ffn_heterogeneity.paths import flatten
 Part = tuple[str, str]
 
 
-def check_plain(ffn: dict, layer: int) -> None:
-    """Refuses a block with leaves beside kernels and biases, or numbers that are not finite.
+def check_plain(ffn: dict, layer: int, beside: Sequence[str] = ()) -> None:
+    """Refuses a block with leaves beside kernels, biases and those named, or numbers that are not
+    finite.
 
     Raises:
       ValueError: names the layer and the leaf.
     """
     for path, leaf in flatten(ffn).items():
-        if path.split("/")[-1] not in KERNEL_LEAVES:
+        if path.split("/")[-1] not in (*KERNEL_LEAVES, *beside):
             raise ValueError(f"layer {layer} has ffn/{path}: fold the model first (surgery fold)")
         if not all_finite(np.asarray(leaf)):
             raise ValueError(f"layer {layer}: ffn/{path} holds NaN or infinity: check the file")

@@ -25,7 +25,7 @@ from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.stack import layer_names, slots
 from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, nodes, unflatten
+from ffn_heterogeneity.paths import TEACHER, flatten, nodes, subtree, unflatten
 from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.train.labels import labels
 from ffn_heterogeneity.train.language import language
@@ -53,6 +53,8 @@ from ffn_heterogeneity.wording import check_choice, check_known, some, unknown
 # remat="auto" is the first of these that fits (train/fit.py). With the products' outputs kept 3% of
 # the operations are done again; to keep everything takes three times the memory for those.
 AUTO_REMAT = ("dots", "attention_output", "full")
+# Among `train_only`: the blocks that have a teacher.
+TAUGHT = "@taught"
 # name in configs -> (config, the model's config) -> objective
 OBJECTIVES: dict[str, Callable[[TrainConfig, ModelConfig], Objective]] = {
     LANGUAGE: language,
@@ -68,7 +70,7 @@ class Evaluation:
       model, mesh: an `AbstractMesh` where nothing is to be compiled.
       objective: the task.
       terms, evaluated_terms: the loss, and what validation computes: the loss and its monitors.
-      forward: (params, batch, *, probes, dropout, per_layer) -> outputs.
+      forward: of `make_forward`.
       eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` of the terms and the
         monitors.
       settled: (params, step, hyper) -> params as evaluation and export see them (`REFRESHES`).
@@ -140,9 +142,8 @@ def build(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Built
     """
     params, seen = model.params, build_evaluation(config, model.config, model.params, mesh)
     _check_quantised(params, config.train_only)
-    mask = partition.trainable_mask(
-        flatten(params), config.freeze, config.train_only, layer_names(params)
-    )
+    only = [_taught(params) if pattern == TAUGHT else pattern for pattern in config.train_only]
+    mask = partition.trainable_mask(flatten(params), config.freeze, only, layer_names(params))
     check_terms(seen.terms, mask)
     mask, unread = _frozen_where_unread(config, seen, params, mask)
     optimizer = make_optimizer(config.optimizer_with(seen.objective.rates), params, mask)
@@ -255,6 +256,13 @@ def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
                     beside.append(term.name)
             readers.setdefault(tuple(beside), []).append(f"{slot.path}/{name}")
     return [f"{some(paths)} whole for {', '.join(why)}" for why, paths in readers.items() if why]
+
+
+def _taught(params: dict) -> str:
+    """The pattern of `TAUGHT`."""
+    taught = [slot for slot in slots(params) if subtree(params.get(TEACHER, {}), slot.path)]
+    layers = "|".join(str(layer) for slot in taught for layer in slot.layers)
+    return rf"^layers/({layers})/ffn/(gate|up|down)/"
 
 
 def _check_quantised(params: Any, train_only: Sequence[str]) -> None:

@@ -139,7 +139,8 @@ class Objective:
 def make_forward(
     objective: Objective, model: ModelConfig, options: causal_lm.RunOptions
 ) -> Callable[..., dict]:
-    """(params, batch, *, probes, dropout, per_layer) -> outputs, the objective's head applied.
+    """(params, batch, *, probes, dropout, per_layer, config) -> outputs, the objective's head
+    applied; `config`: of the params, where it is not the model's (a teacher's).
 
     Raises:
       ValueError: the model lacks the head, or `heads.HEADS` does.
@@ -152,11 +153,11 @@ def make_forward(
             f"{objective.head.text}; this one has {model.head or 'none'}: train it first"
         )
 
-    def forward(params, batch, *, probes=(), dropout=None, per_layer=None):
+    def forward(params, batch, *, probes=(), dropout=None, per_layer=None, config=None):
         probes = tuple(dict.fromkeys((*objective.probes, *read, *probes)))
         rows, batch = len(batch["tokens"]), objective.joined(batch)
         outputs = causal_lm.forward(
-            model,
+            config or model,
             params,
             batch,
             options=options,

@@ -311,7 +311,7 @@ def values_of(
 ) -> tuple[dict[str, TermValue], dict]:
     """(the values of the "outputs" terms on a batch, the outputs that they read)."""
     on_outputs = [term for term in terms if term.on == "outputs"]
-    trees = [term.per_layer(params, batch) for term in on_outputs if term.per_layer]
+    trees = [term.per_layer(params, batch, forward_fn) for term in on_outputs if term.per_layer]
     if trees:
         given["per_layer"] = {name: tree for one in trees for name, tree in one.items()}
     outputs = forward_fn(params, batch, probes=union_of_probes(on_outputs), **given)

@@ -23,7 +23,7 @@ PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
 SMALL = [
-    (r"/train\.py(?!.*(_recover|p32_glue))|ffnh train|sweep(\.py)? .*(jreg_pre|nucl_fine)",
+    (r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion))|ffnh train|sweep(\.py)? .*(jreg_pre|nucl_fine)",
      "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
     (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
      "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
@@ -32,6 +32,7 @@ SMALL = [
      "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
     (r"p32_glue", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
      "--config.lengths=(32,)"),
+    (r"mlp_fusion", "--config.lengths=(32,) --config.ratio=0.5"),
     (r"sweep=poolings", "--only=seed=0,pooling=last"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),

@@ -98,6 +98,7 @@ SETTINGS = {
     "macdrop": {"k": 2, "scope": "massive", "layer": 1, "token": None},
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "truncate": {"blocks": 2},
+    "teacher": {"model": "whole"},
     "fuse": {"method": "fusion", "ratio": 0.25},
     "fold": {},
 }
@@ -108,15 +109,20 @@ def test_every_surgery_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", SURGERIES)
-def test_a_surgery_changes_nothing_it_is_given(name, tmp_path):
+def test_a_surgery_changes_nothing_it_is_given(name, tmp_path, monkeypatch):
     """It returns another model that runs, and says so on shapes alone where it is abstract."""
     model = load_model(save_tiny(tmp_path / "model", WIDE if name == "nf4" else LLAMA))
+    monkeypatch.chdir(tmp_path)
+    whole = unstack(random_params(LLAMA))
+    for layer in whole["layers"]:
+        layer["ffn"]["down"]["kernel"] = layer["ffn"]["down"]["kernel"] + 1
+    save_tiny(tmp_path / "whole", LLAMA, restack(LLAMA, whole))
     before = jax.tree.map(np.array, model.params)
     SURGERIES[name].check(SETTINGS[name])
     changed, report = SURGERIES[name].function(model, SETTINGS[name], key=jax.random.key(0))
     assert isinstance(report, dict) and changed is not model
     assert all(np.array_equal(x, flatten(before)[p]) for p, x in flatten(model.params).items())
-    compress.check_leaves(changed.config, changed.params)
+    compress.check_leaves(changed.config, changed.params, beside="teacher")
     if SURGERIES[name].abstract:
         import dataclasses
 

@@ -174,7 +174,7 @@ def weighted_term(context):
     def function(params, outputs, batch):
         return TermValue(jnp.sum(outputs["probes"]["squares"]["sum"]), jnp.ones(()))
 
-    def per_layer(params, batch):
+    def per_layer(params, batch, forward):
         return {"squares": params["task_head"]["weights"]}
 
     return LossTerm(context.name, function, context.weight, probes=(probe,), per_layer=per_layer)
@@ -189,7 +189,9 @@ def test_a_learnt_weight_a_layer_reaches_the_probe_and_its_gradient_comes_back()
     forward = functools.partial(causal_lm.forward, LLAMA)
     step = make_train_step(forward, (term,), optimizer, mask, accumulation=2)
     batch = {k: np.asarray(v)[:2] for k, v in batch_of(LLAMA.vocab_size).items()}
-    seen = forward(params, batch, probes=term.probes, per_layer=term.per_layer(params, batch))
+    seen = forward(
+        params, batch, probes=term.probes, per_layer=term.per_layer(params, batch, forward)
+    )
     squares = np.asarray(seen["probes"]["squares"]["plain"], np.float64)
     state = create_state(params, optimizer, mask)
     cut = {k: v[:, None] for k, v in batch.items()}

@@ -1,0 +1,82 @@
+"""A teacher beside a compressed model: the blocks that it had before (MLP Fusion, section IV-D)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ffn_heterogeneity.io.load import Model, load_config, load_model
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.stack import slots, stack_leaves, unstack
+from ffn_heterogeneity.paths import TEACHER, flatten, unflatten
+from ffn_heterogeneity.wording import settings_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """Settings of `insert_teacher`; `model`: what was compressed, a directory or a hub id."""
+
+    model: str = ""
+
+
+def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=None, key=None):
+    """The model, and under `teacher/` the whole model's FFNs of the layers whose FFN is another.
+
+    Everything else they have in common, so the teacher costs no more than those blocks. Runs under
+    `jax.eval_shape` too. Comes after the surgeries that change which layers are stacked.
+
+    Returns:
+      (the model, {"layers" that are taught, from 0}).
+
+    Raises:
+      ValueError: another model, by depth or by what is no FFN; or one whose FFNs are all the same.
+    """
+    asked = settings_of(Teacher, settings)
+    if not asked.model:
+        raise ValueError("teacher.model is empty: name the model that was compressed")
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
+    if traced:
+        config = load_config(asked.model)
+        whole = causal_lm.init(config, jax.random.key(0))
+    else:
+        found = load_model(asked.model)
+        config, whole = found.config, found.params
+    if config.n_layers != model.config.n_layers:
+        depths = f"{config.n_layers} layers, this model {model.config.n_layers}"
+        raise ValueError(f"teacher.model={asked.model} has {depths}")
+    taught, layers = unstack(whole)["layers"], unstack(model.params)["layers"]
+    if not traced:
+        _check_common(asked.model, {**whole, "layers": taught}, {**model.params, "layers": layers})
+    other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
+    if not other:
+        raise ValueError(f"teacher.model={asked.model} has the same FFNs: nothing is to be taught")
+    leaves = {}
+    for slot in slots(model.params):
+        if set(slot.layers) & set(other):
+            blocks = [taught[layer]["ffn"] for layer in slot.layers]
+            for path, leaf in flatten(jax.tree.map(stack_leaves, *blocks)).items():
+                leaves[f"{slot.path}/ffn/{path}"] = leaf
+    params = {**model.params, TEACHER: unflatten(leaves)}
+    return dataclasses.replace(model, params=params), {"layers": other}
+
+
+def _same(one: dict, other: dict) -> bool:
+    """Whether two layers have one FFN; of shapes alone, as far as they tell."""
+    a, b = flatten(one["ffn"]), flatten(other["ffn"])
+    if {path: leaf.shape for path, leaf in a.items()} != {p: leaf.shape for p, leaf in b.items()}:
+        return False
+    known = not any(isinstance(leaf, jax.core.Tracer) for leaf in (*a.values(), *b.values()))
+    return known and all(np.array_equal(a[path], b[path]) for path in a)
+
+
+def _check_common(name: str, whole: dict, model: dict) -> None:
+    """Raises ValueError where a leaf that is no FFN's is another one; a head is the model's own."""
+    wanted = {path: leaf for path, leaf in flatten(whole).items() if "/ffn/" not in path}
+    found = flatten(model)
+    for path, leaf in wanted.items():
+        if path.startswith(("layers/", "embed/")) and not np.array_equal(leaf, found.get(path)):
+            raise ValueError(f"teacher.model={name}: its {path} is not this model's")

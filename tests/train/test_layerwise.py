@@ -1,0 +1,224 @@
+"""Layer-wise tuning towards a teacher, and pruning by rounds with rewinding (MLP Fusion)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import config_of, save_tiny_reader
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.launch import experiment
+from ffn_heterogeneity.losses.layerwise import layerwise_term
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.stack import layer_leaves, unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.step import values_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+LAYERS = (1, 2)  # those compressed, of three
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("layerwise")
+    for family in ("bert", "llama"):
+        save_tiny_reader(root / family, family)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 48), ("held_out", 16)):
+        rows = []
+        for i in range(count):
+            letters = list("abcdefghijklm" if i % 2 else "nopqrstuvwxyz")
+            text = "".join(rng.choice(letters, rng.integers(4, 20)))
+            rows.append({"sentence": text, "label": ("low", "high")[i % 2]})
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def taught_model(files, family, method="fusion"):
+    """(the whole model, the compressed one beside its teacher)."""
+    whole = fh.load_model(files / family)
+    few, _ = SURGERIES["fuse"](whole, {"method": method, "ratio": 0.5, "layers": "1-2"})
+    taught, report = SURGERIES["teacher"](few, {"model": str(files / family)})
+    assert report == {"layers": list(LAYERS)}
+    return whole, taught
+
+
+def states(config, params, batch, name):
+    """[L, B, T, D] of every layer, by the model itself."""
+    from ffn_heterogeneity.probes.base import Probe
+
+    probe = Probe("seen", lambda seen, batch, _: getattr(seen, name), kind="example")
+    outputs = causal_lm.forward(config, params, batch, probes=(probe,))
+    return np.asarray(outputs["probes"]["seen"], np.float64)
+
+
+def batch_of(config):
+    tokens = np.random.default_rng(1).integers(2, config.vocab_size, (3, 7)).astype(np.int32)
+    return {"tokens": tokens, "segment_ids": (np.arange(7) < [[7], [4], [6]]).astype(np.int32)}
+
+
+def value_of(model, batch, **settings):
+    term = layerwise_term(TermContext("layerwise", model=model.config), **settings)
+
+    def forward(params, batch, *, config=None, **given):
+        options = causal_lm.RunOptions(compute_dtype=params["embed"]["embedding"].dtype)
+        return causal_lm.forward(config or model.config, params, batch, options=options, **given)
+
+    return values_of(forward, (term,), model.params, batch)[0]["layerwise"]
+
+
+@pytest.mark.parametrize(("family", "method"), [("bert", "fusion"), ("llama", "svd"),
+                                                ("bert", "unstructured")])  # fmt: skip
+@pytest.mark.parametrize("name", ["block", "ffn"])
+def test_the_loss_is_its_formula(files, family, method, name):
+    """The mean over layers, real tokens and dimensions; the first layer is the teacher's own."""
+    whole, model = taught_model(files, family, method)
+    batch = batch_of(whole.config)
+    student = {path: leaf for path, leaf in model.params.items() if path != "teacher"}
+    pair = ((whole.config, whole.params), (model.config, student))
+    a, b = (states(*one, batch, f"{name}_output") for one in pair)
+    squares = ((a - b) ** 2)[:, batch["segment_ids"] > 0]
+    total, denominator, metrics = value_of(model, batch, states=name)
+    assert float(total / denominator) == pytest.approx(squares.mean(), rel=1e-5)
+    layers = np.asarray(metrics["layers"] / denominator)
+    np.testing.assert_allclose(layers, squares.mean((1, 2)), rtol=1e-5, atol=1e-9)
+    assert layers[0] == 0 and layers[1] > 0
+    summed = value_of(model, batch, states=name, sum_hidden=True)
+    width = whole.config.d_model
+    assert float(summed.total) == pytest.approx(width * float(total), rel=1e-5)
+
+
+def test_gradients_reach_the_student_alone(files):
+    _, model = taught_model(files, "bert")
+    batch = batch_of(model.config)
+
+    def loss(params):
+        return value_of(dataclasses.replace(model, params=params), batch).total
+
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), model.params)
+        gradient = jax.grad(loss)(params)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient["teacher"]))
+        path = ("stack", "segment_1", "slot_0", "ffn", "down", "kernel")
+        leaf = functools.reduce(lambda tree, name: tree[name], path, params)
+        slope = functools.reduce(lambda tree, name: tree[name], path, gradient)[0, 1, 2]
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = jax.tree.map(lambda x: x, params)
+            functools.reduce(lambda t, name: t[name], path[:-1], moved)["kernel"] = leaf.at[
+                0, 1, 2
+            ].add(step)
+            ends.append(float(loss(moved)))
+    assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4)
+
+
+def fused(files, workdir, method, **changes):
+    own = {
+        "data__path": str(files / "train.jsonl"),
+        "data__validation_path": str(files / "held_out.jsonl"),
+        "lengths": (8, 32),
+        "layers": "1-2",
+        "ratio": 0.5,
+    }
+    config = config_of("mlp_fusion", f"{files / 'bert'},labels,{method}", **(own | changes))
+    with config.unlocked():
+        for name in config.stages:
+            if config[name].kind == "train":
+                config[name].fields, config[name].together = "sentence", 1
+                config[name].compute_dtype, config[name].tensorboard = "float32", False
+                config[name].optimizer.learning_rate = 2e-2
+                config[name].export = {"weights": "last"}
+    experiment.run(config, workdir)
+    folders = sorted(path for path in workdir.iterdir() if path.is_dir())
+    return [fh.load_model(path / "model") for path in folders if (path / "model").exists()], folders
+
+
+def leaves_of(model):
+    return flatten(unstack(model.params))
+
+
+def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
+    """Compressed, tuned, fine-tuned: the teacher is the whole model, and is never exported."""
+    (few, tuned, final), folders = fused(files, tmp_path, "fusion,tuned")
+    results = json.loads((folders[1] / "results.json").read_text())
+    first, last = (results[end]["validation/layerwise"] for end in ("first", "final"))
+    assert last < 0.9 * first
+    before, after, end = map(leaves_of, (few, tuned, final))
+    moved = {path for path in before if not np.array_equal(before[path], after[path])}
+    parts = [f"{name}/{leaf}" for name in ("up", "down") for leaf in ("kernel", "bias")]
+    assert moved == {f"layers/{i}/ffn/{part}" for i in LAYERS for part in parts}
+    assert set(after) - set(before) == {"task_head/out/kernel", "task_head/out/bias"}
+    assert not [path for path in (*after, *end) if path.startswith("teacher")]
+    for i in LAYERS:
+        np.testing.assert_array_equal(end[f"layers/{i}/ffn/neuron_scale"],
+                                      before[f"layers/{i}/ffn/neuron_scale"])  # fmt: skip
+    assert not np.array_equal(after["embed/embedding"], end["embed/embedding"])
+
+
+def test_rounds_mask_more_and_rewind(files, tmp_path):
+    models, _ = fused(files, tmp_path, "lth")
+    whole, final = leaves_of(fh.load_model(files / "bert")), models[-1]
+    shares, masks = [], []
+    for masked in models[1:-1:2]:
+        leaves = leaves_of(masked)
+        assert masked.config.head is None
+        for path, leaf in leaves.items():
+            if not path.endswith("mask"):
+                np.testing.assert_array_equal(leaf, whole[path])
+        masks.append({path: leaf for path, leaf in leaves.items() if path.endswith("mask")})
+        kept = np.concatenate([leaf.ravel() for leaf in masks[-1].values()])
+        shares.append(kept.mean())
+    np.testing.assert_allclose(shares, 0.5 ** (np.arange(1, 4) / 3), atol=1e-3)
+    for before, after in zip(masks, masks[1:], strict=False):
+        assert all((after[path] <= before[path]).all() for path in before)
+    # By training, not by the weights that were there.
+    at_once, _ = SURGERIES["fuse"](
+        fh.load_model(files / "bert"), {"method": "unstructured", "ratio": 0.5, "layers": "1-2"}
+    )
+    other = leaves_of(at_once)
+    assert any(not np.array_equal(leaf, other[path]) for path, leaf in masks[-1].items())
+    ended = leaves_of(final)
+    assert all(np.array_equal(ended[path], leaf) for path, leaf in masks[-1].items())
+    for _, ffn in layer_leaves(final.params, "ffn"):
+        if "mask" in ffn["up"]:
+            gone = ffn["up"]["mask"] == 0
+            assert np.abs(np.asarray(ffn["up"]["kernel"])[gone]).max() > 0, "kept apart, not folded"
+
+
+def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
+    whole = fh.load_model(files / "bert")
+    few, _ = SURGERIES["fuse"](whole, {"ratio": 0.5, "layers": "1-2"})
+    short, _ = SURGERIES["truncate"](few, {"blocks": 2})
+    other = dataclasses.replace(few, params=jax.tree.map(lambda x: x * 1.5, few.params))
+    for model, settings, words in (
+        (few, {}, "teacher.model is empty"),
+        (whole, {"model": str(files / "bert")}, "the same FFNs: nothing is to be taught"),
+        (short, {"model": str(files / "bert")}, "has 3 layers, this model 2"),
+        (other, {"model": str(files / "bert")}, "its embed/embedding is not this model's"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SURGERIES["teacher"](model, settings)
+    with pytest.raises(ValueError, match="'layerwise' needs a teacher"):
+        value_of(few, batch_of(few.config))
+    with pytest.raises(ValueError, match="states='blocks'"):
+        layerwise_term(TermContext("layerwise"), states="blocks")
+    for settings, words in (
+        ({"method": "fusion", "rewind": "x"}, "rewind='x' is of method='unstructured' alone"),
+        ({"method": "unstructured", "rewind": str(files / "llama")}, "a model of another shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SURGERIES["fuse"](whole, settings)
+
+
+@pytest.mark.parametrize("argument", ["bert,sst2", "bert,sst2,fused", "bert,sst2,fusion,tuning"])
+def test_the_configs_argument(argument):
+    with pytest.raises(ValueError, match=r"write <model>,<task>,<method>\[,tuned\]"):
+        config_of("mlp_fusion", argument)
