@@ -23,7 +23,8 @@ PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
 SMALL = [
-    (r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion))|ffnh train|sweep(\.py)? .*(jreg_pre|nucl_fine)",
+    (r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion))|ffnh train|"
+     r"sweep(\.py)? .*(jreg_pre|nucl_fine)",
      "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
     (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
      "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
