@@ -3,8 +3,8 @@
 Command:   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,gsm8k \
              --config.losses.nucl.weight=1 --workdir=runs/nucl
            The argument is <model>,<data>[,<loss> ...]: a preset, directory, hub id or .gguf file;
-           gsm8k | text | jsonl | mbpp | superglue | mixture (text and jsonl with
-           --config.data.path=<file>, mixture by its key data.mixture,
+           gsm8k | text | jsonl | mbpp | superglue | webnlg | mixture (text, jsonl and webnlg
+           with --config.data.path=<file>, mixture by its key data.mixture,
            superglue with --config.data.path=<root>, a folder with train.jsonl for every task); and
            losses to train with as well: diversity, jreg; lora: adapters alone train.
            Sweeps: python scripts/sweep.py --config=... --sweep=alpha | targets --workdir=...
@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from configs.parts import adapters, losses, train
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
-DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue", "mixture")
+DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue", "webnlg", "mixture")
 TARGETS = ("ffn_out", "ffn_in_linear", "ffn_in_gated", "attention_out")
 
 

@@ -1,4 +1,4 @@
-"""Questions of tasks answered by a model and scored: SuperGLUE, and any task with metrics.
+"""Questions of tasks answered by a model and scored: SuperGLUE, WebNLG, any task with metrics.
 
 A prompt is answered greedily up to the end of the line or the eos, which is where a training target
 ends. `<workdir>/answers/<task>.jsonl` holds one row a prompt: {"id": its number in the task,
@@ -7,7 +7,8 @@ ends. `<workdir>/answers/<task>.jsonl` holds one row a prompt: {"id": its number
 whole file is written anew, so it is never torn, and pieces that are there are not asked again.
 
 Intervals are percentiles of a bootstrap over questions: the answers to one question of MultiRC are
-drawn together or not at all.
+drawn together or not at all. Parts of a task (WebNLG's seen and unseen categories) are scored on
+their own as well, as "<task>_<part>".
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
 
     Returns:
       "tasks": {task: {"n": questions, "shots": 0, "interval": "bootstrap", metric: value, metric +
-      "_low", "_high", "finish": {why an answer ended: how many}}}, and where all eight of SuperGLUE
-      are there a row "superglue" with their "average": the mean of the tasks' means of metrics.
-      This number stands beside "tasks" as well, as "superglue".
+      "_low", "_high", "finish": {why an answer ended: how many}, "signatures": {metric: what to
+      quote beside it}}}, and where all eight of SuperGLUE are there a row "superglue" with their
+      "average": the mean of the tasks' means of metrics. This number stands beside "tasks" as well,
+      as "superglue".
 
     Raises:
       ValueError (DataError): as `check_answers`, or a model without a tokenizer.
@@ -62,22 +64,25 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     generator = Generator(model.config, model.params, tokenizer, options=options, batch_size=size)
     rows, values, draws = {}, {}, {}
     for task, asked in read_questions(config).items():
-        name, path = task.name, workdir / "answers" / f"{task.name}.jsonl"
+        path = workdir / "answers" / f"{task.name}.jsonl"
         answers = _answered(asked, path, encoder, generator, config.max_new_tokens, size)
-        predictions = [row["prediction"] for row in answers]
-        references = [question.reference for question in asked]
-        counts: Counts = {}
-        for metric in task.metrics:
-            counts |= METRICS[metric].counts(predictions, references)
-        # The same whatever other tasks are evaluated.
-        rng = np.random.default_rng([config.seed, zlib.crc32(name.encode())])
-        values[name], draws[name] = scores(counts), bootstrap(counts, config.bootstrap, rng)
-        rows[name] = _row(len(next(iter(counts.values()))), values[name], draws[name])
-        rows[name]["finish"] = dict(collections.Counter(row["finish"] for row in answers))
+        for name, part in _parts(task.name, asked).items():
+            predictions = [answers[i]["prediction"] for i in part]
+            references = [asked[i].reference for i in part]
+            counts: Counts = {}
+            for metric in task.metrics:
+                counts |= METRICS[metric].counts(predictions, references)
+            # The same whatever other tasks are evaluated.
+            rng = np.random.default_rng([config.seed, zlib.crc32(name.encode())])
+            values[name], draws[name] = scores(counts), bootstrap(counts, config.bootstrap, rng)
+            rows[name] = _row(len(next(iter(counts.values()))), values[name], draws[name])
+            rows[name]["finish"] = dict(collections.Counter(answers[i]["finish"] for i in part))
+            rows[name] |= _signatures(task, references)
     eight = [f"superglue_{name}" for name in SUPERGLUE]
     missing = [name for name in eight if name not in rows]
     if missing:
-        print(f"no average of SuperGLUE: not asked {', '.join(missing)}", file=sys.stderr)
+        if len(missing) < len(eight):
+            print(f"no average of SuperGLUE: not asked {', '.join(missing)}", file=sys.stderr)
         return {"tasks": rows}
     average = superglue({name: values[name] for name in eight})["superglue"]
     drawn = np.mean([np.mean(list(draws[name].values()), 0) for name in eight], 0)
@@ -92,13 +97,15 @@ def check_answers(config: ConfigDict) -> None:
     Raises:
       ValueError (DataError): an unknown task (with the nearest name), one without metrics, missing
         files, rows without labels (file and row), or a number out of range.
+      ImportError: a metric's package is not installed.
     """
     if not config.tasks or isinstance(config.tasks, str):
         raise ValueError(f"tasks={config.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
     check_choice("bos", config.bos, BOS_POLICIES)
     check_least(config, {"limit": 0, "seed": 0, "batch_size": 1, "bootstrap": 1})
     Sampling(config.max_new_tokens)
-    read_questions(config)
+    for task, asked in read_questions(config).items():
+        _signatures(task, [one.reference for one in asked])
 
 
 def read_questions(config: ConfigDict) -> dict[Task, list[TaskQuestion]]:
@@ -145,6 +152,22 @@ def _first(asked: Sequence[TaskQuestion], limit: int) -> list[TaskQuestion]:
         grouped = isinstance(one.reference, Mapping) and "group" in one.reference
         groups[one.reference["group"] if grouped else i].append(one)
     return [one for group in list(groups.values())[: limit or None] for one in group]
+
+
+def _parts(name: str, asked: Sequence[TaskQuestion]) -> dict[str, list[int]]:
+    """Questions scored together: {name: all, name + "_" + part: those whose reference says so}."""
+    parts = {name: list(range(len(asked)))}
+    for i, one in enumerate(asked):
+        if isinstance(one.reference, Mapping) and "part" in one.reference:
+            parts.setdefault(f"{name}_{one.reference['part']}", []).append(i)
+    return parts
+
+
+def _signatures(task: Task, references: Sequence[Any]) -> dict[str, Any]:
+    """ "signatures" of the task's metrics, where they have one."""
+    signed = {name: METRICS[name].signature for name in task.metrics}
+    given = {name: sign(references) for name, sign in signed.items() if sign}
+    return {"signatures": given} if given else {}
 
 
 def _answered(

@@ -1,17 +1,19 @@
-"""SuperGLUE's metrics, by name: pure functions `(predictions, references) -> {name: value}`.
+"""Metrics of answers, by name: pure functions `(predictions, references) -> {name: value}`.
 
 What a reference is, is said by each function; the tasks of `data/tasks` make them
-(`data.mixtures.questions`). Values are fractions, not percent.
+(`data.mixtures.questions`). SuperGLUE's values are fractions, not percent.
 
 Every score is a mean of fractions whose two sides add up over questions (accuracy: right / asked;
-F1 of a label: 2 TP / (2 TP + FP + FN)). What each question adds is counted once; scores of all
-questions, and of as many resamples of them as a bootstrap wants, are sums of it.
+F1 of a label: 2 TP / (2 TP + FP + FN)), or what `FORMULAS` makes of them. What each question adds
+is counted once; scores of all questions, and of as many resamples of them as a bootstrap wants, are
+sums of it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 import statistics
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.data.tasks.superglue import CB_WORDS
+from ffn_heterogeneity.evaluate import text_metrics
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 # Left out when a referent is compared (T5's list).
@@ -37,13 +40,19 @@ DETERMINERS = frozenset(
 Scores = dict[str, float]
 # score -> [questions, fractions, 2]: what a question adds to the upper and lower side of each.
 Counts = dict[str, np.ndarray]
+# Scores that are no mean of fractions: (upper sides, lower sides) -> value.
+FORMULAS = {"bleu": text_metrics.bleu_of}
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A metric: `counts(predictions, references)` by question; called, it gives the scores."""
+    """A metric: `counts(predictions, references)` by question; called, it gives the scores.
+
+    `signature(references)`: what is to be quoted beside a score; None: nothing.
+    """
 
     counts: Callable[..., Counts]
+    signature: Callable[[Sequence[Any]], str] | None = None
 
     def __call__(self, predictions: Sequence[Any], references: Sequence[Any], *more: Any) -> Scores:
         if len(predictions) != len(references) or not len(references):
@@ -55,7 +64,7 @@ class Metric:
 
 
 def scores(counts: Counts, times: np.ndarray | None = None) -> Scores:
-    """The mean of each score's fractions, 0 / 0 being 0.
+    """The mean of each score's fractions, 0 / 0 being 0, or its formula.
 
     Args:
       times: how often each question counts, [questions]; None: once.
@@ -64,6 +73,9 @@ def scores(counts: Counts, times: np.ndarray | None = None) -> Scores:
     for name, table in counts.items():
         sums = table.sum(0) if times is None else np.tensordot(times, table, 1)
         above, below = sums.T
+        if name in FORMULAS:
+            values[name] = FORMULAS[name](above, below)
+            continue
         fractions = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
         values[name] = float(fractions.mean())
     return values
@@ -169,6 +181,9 @@ def names_referent(prediction: str, referent: str) -> bool:
 
 METRICS: dict[str, Metric] = {
     metric.counts.__name__: metric for metric in (accuracy, cb, multirc, record, wsc)
+} | {
+    "bleu": Metric(text_metrics.bleu, functools.partial(text_metrics.signature, "BLEU")),
+    "ter": Metric(text_metrics.ter, functools.partial(text_metrics.signature, "TER")),
 }
 
 

@@ -38,7 +38,7 @@ SMALL = [
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
     (r"jreg_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
-    (r",mixture", "--config.seq_len=128"),  # a conversation in bytes
+    (r",(mixture|webnlg)", "--config.seq_len=128"),  # a conversation, triples in bytes
     (r"chat\.py", "--config.limit=2 --config.max_new_tokens=4"),
     (r"answers\.py", "--config.limit=2 --config.max_new_tokens=2"),
     (r"fetch_models", "--only=smollm2"),

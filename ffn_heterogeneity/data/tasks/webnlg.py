@@ -1,0 +1,100 @@
+"""WebNLG 2017: triples of facts in words, loss on the text only.
+
+The prompt is "Triples: subject : property : object | subject : property : object\\nText:", with the
+modified triples as they are written, underscores and all; the text follows. The MLP Fusion authors'
+GPT-2 has new tokens around each part of a triple; a prompt that needs none, for any model, is ours.
+
+A row is an entry of the published XML as JSON of the same names: "category", "modifiedtripleset",
+["subject | property | object"], and "lex", [{"comment", "text"}]. Only texts with the comment
+"good" count, as in the authors' code: each is an example to train on, all are the references of one
+question. An entry without one (5 in train, 1 in validation) is left out of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.tasks.base import (
+    Example,
+    Fields,
+    Task,
+    list_of,
+    mapping_of,
+    text_of,
+    texts_of,
+    word_of,
+)
+
+# Categories of the training set; those that the test set alone has.
+SEEN = (
+    "Airport",
+    "Astronaut",
+    "Building",
+    "City",
+    "ComicsCharacter",
+    "Food",
+    "Monument",
+    "SportsTeam",
+    "University",
+    "WrittenWork",
+)
+UNSEEN = ("Artist", "Athlete", "CelestialBody", "MeanOfTransportation", "Politician")
+
+
+def example(record: Mapping[str, Any], fields: Fields) -> Example:
+    """The triples and the first good text; the space before it makes its first token " word"."""
+    if any(fields):
+        raise DataError(
+            f"prompt_field, response_field and text_field are {tuple(fields)}; leave them empty: "
+            "WebNLG has fixed fields"
+        )
+    return Example(f"Triples: {triples(record)}\nText:", f" {good_texts(record)[0]}")
+
+
+def triples(record: Mapping[str, Any]) -> str:
+    """ "subject : property : object", joined by " | "."""
+    written = []
+    for triple in texts_of(record, "modifiedtripleset"):
+        parts = triple.split(" | ")
+        if len(parts) != 3:
+            raise DataError(f"triple {triple!r:.60} is not 'subject | property | object'")
+        written.append(" : ".join(parts))
+    if not written:
+        raise DataError("field 'modifiedtripleset' is empty, expected one triple or more")
+    return " | ".join(written)
+
+
+def good_texts(record: Mapping[str, Any]) -> list[str]:
+    """The texts that the annotators called good."""
+    texts = list_of(record, "lex")
+    if not texts:
+        raise DataError(
+            "field 'lex' is empty: a row without texts, neither to train on nor to compare with"
+        )
+    good = []
+    for one in texts:
+        lexicalisation = mapping_of({"lex": one}, "lex")
+        if text_of(lexicalisation, "comment") == "good":
+            good.append(text_of(lexicalisation, "text").strip())
+    if not all(good):
+        raise DataError(f"text {good.index('') + 1} of the good ones in 'lex' is empty")
+    return good
+
+
+def good_records(row: Mapping[str, Any], training: bool) -> list[Mapping[str, Any]]:
+    """An entry -> one record a good text in training, one with all of them else; none without."""
+    texts = good_texts(row)
+    if training:
+        return [{**row, "lex": [{"comment": "good", "text": text}]} for text in texts]
+    return [row] if texts else []
+
+
+def reference(record: Mapping[str, Any]) -> dict[str, Any]:
+    """All good texts, and the part of the test set that is reported on its own."""
+    category = word_of(record, (*SEEN, *UNSEEN), "category")
+    return {"texts": good_texts(record), "part": "seen" if category in SEEN else "unseen"}
+
+
+TASK = Task("webnlg", example, expand=good_records, reference=reference, metrics=("bleu", "ter"))
