@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ffn_heterogeneity.report.paper import Paper
 
-NAMES = ["nucl", "jreg", "massive_weights", "p32"]
+NAMES = ["nucl", "jreg", "massive_weights", "p32", "mlp_fusion"]
 
 
 @functools.cache

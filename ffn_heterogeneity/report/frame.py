@@ -130,7 +130,8 @@ def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
 
 
 def _configs(folders: Mapping[str, _Texts]) -> dict[str, dict[str, Any]]:
-    """The config of each folder; one of a seed, or without a config, has its parent's."""
+    """The config of each folder; one of a seed, or without a config, has its parent's; one of a
+    stage has the groups of all stages beside its own keys."""
     configs: dict[str, dict[str, Any]] = {}
     for path, texts in folders.items():
         parent, name = os.path.split(path)
@@ -139,7 +140,9 @@ def _configs(folders: Mapping[str, _Texts]) -> dict[str, dict[str, Any]]:
         if above and seed != name and seed.isdigit():
             above = above | {"seed": int(seed)}
         elif CONFIG in texts:
-            above = {}
+            above = {
+                key: above[key] for key in ("stages", *above.get("stages", ())) if key in above
+            }
         configs[path] = above | _object(path, texts, CONFIG)
     return configs
 
