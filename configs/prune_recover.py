@@ -15,7 +15,7 @@ never run again.
 
 from ml_collections import ConfigDict
 
-DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue")
+DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue", "webnlg")
 
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:

@@ -29,7 +29,11 @@ WHOLE = {"compress.method": None, "mask_1.kind": None, "truncate.blocks": [0, No
 UNTUNED, TUNED = {"tune.kind": None}, {"tune.losses.layerwise.states": "block"}
 WIDTHS, THREE_QUARTERS = ["sketch", "fusion"], {"compress.ratio": [0.75, None]}
 DEFAULT = {**THREE_QUARTERS, "compress.layers": ["2-5", None]}  # of MiniLM's six layers
-SETTINGS = dict.fromkeys((*SAME, "analysis", "method", "objective", "ratio", "canonical", "spare"))
+# Of language models: how they were made smaller, and what is equal beside it.
+REDUCED = ("fuse.method", "fuse.canonical", "fuse.spare", "prune.criterion", "fuse.ratio")
+RECOVERED = (*REDUCED, "model", "fuse.n_init", "prune.ratio", "recover.", "score.")
+SETTINGS = dict.fromkeys((*REDUCED, "recover.kind", "recover.base"))
+SETTINGS |= dict.fromkeys((*SAME, "analysis", "method", "objective", "ratio", "canonical", "spare"))
 NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
 
 
@@ -77,6 +81,13 @@ def in_memory(rows: Frame) -> Frame:
     shown = ("model", "method", "ratio", "canonical", "spare")
     same = (*shown, "n_init", "steps", "text", "token_ids", "window", "max_windows", "bos")
     return tidy.records(rows, same, shown, {"method": ["fusion", "sqrt", "sketch", "mmd"]})
+
+
+def recovered(rows: Frame) -> Frame:
+    """Language models compressed, or neurons removed, then trained on: their last measurement."""
+    rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
+    model = rows["recover.base"].str.extract(r":(.+),", expand=False).map(os.path.basename)
+    return tidy.records(rows.assign(model=model), RECOVERED, ("model", *REDUCED))
 
 
 # ---- tables
@@ -142,6 +153,16 @@ def paired(runs: Runs) -> Frame:
 def untrained(runs: Runs) -> Frame:
     columns = {"NLL": "nll", "perplexity": "perplexity", "inertia share": "inertia_share"}
     return tidy.cells(runs["untrained"], columns)
+
+
+def after_recovery(runs: Runs) -> Frame:
+    every, own = runs["recovered"], ("fuse.", "prune.")
+    base = {"whole": {"fuse.method": None, "prune.criterion": None}}
+    base["entropy removal"] = {"prune.criterion": "entropy"}
+    columns = {"NLL": "nll", "perplexity": "perplexity"}
+    for name, match in base.items():
+        columns[f"less {name}"] = versus(every, "nll", {}, match, RECOVERED, own, "units")
+    return tidy.cells(every, columns)
 
 
 # ---- figures
@@ -217,6 +238,7 @@ KINDS = {
     "finetuned": lambda rows, _: finetunings(rows),
     "kernel": lambda rows, _: blocks(rows),
     "untrained": lambda rows, _: in_memory(rows),
+    "recovered": lambda rows, _: recovered(rows),
     "curves": lambda _, curves: finetunings(curves),
 }
 CURVES = ("train/loss",)

@@ -63,6 +63,21 @@ def tables(report, tmp_path):
         config = {"analysis": "ntk", "model": "models/small", "layer": 0, "ratio": 0.75,
                   "seed": seed, "data": {"task": "sst2", "path": "rows.jsonl"}}  # fmt: skip
         runs.append(write_run(tmp_path / "ntk" / f"seed_{seed}", config, {"errors": found}))
+    whole = [3.0, 4.0, 5.0, 4.5]
+    for name, added, stages in (
+        ("as_it_is", 0.0, {}),
+        ("gone", 0.5, {"prune": {"kind": "surgery", "criterion": "entropy", "ratio": 0.25}}),
+        ("fused", 0.2, {"fuse": {"kind": "surgery", "method": "merged", "ratio": 0.25}}),
+    ):
+        windows = [x + added * (1 + i % 2) for i, x in enumerate(whole)]
+        config = {"model": "models/small", "stages": [*stages, "recover", "score"], **stages,
+                  "recover": {"kind": "train", "base": "configs/x.py:models/small,text",
+                              "steps": 100},
+                  "score": {"kind": "evaluate", "text": "wiki.txt"}}  # fmt: skip
+        runs.append(write_run(tmp_path / name, config))
+        (tmp_path / name / "02_score").mkdir()
+        found = {"nll": np.mean(windows), "perplexity": 9.0, "nll_windows": windows}
+        (tmp_path / name / "02_score" / "results.json").write_text(json.dumps(found))
     return report("mlp_fusion", runs)
 
 
@@ -91,6 +106,15 @@ def test_the_papers_tables_have_rows_of_ours(tables):
     assert float(own["table_12", "MLP Fusion(Ours)"]["Accuracy"]) == pytest.approx(88)
     points = {(r["line"], float(r["compressed layers"])): float(r["y"]) for r in tables["figure_4"]}
     assert points["MLP Fusion (Ours)", 2.0] == pytest.approx(89)
+
+
+def test_language_models_are_paired_window_by_window(tables):
+    rows = {r["method"]: r for r in tables["after_recovery"]}
+    assert set(rows) == {"whole", "entropy removal", "merged"}
+    assert rows["merged"]["steps"] == "100"
+    assert float(rows["merged"]["less whole"]) == pytest.approx(0.3)
+    assert float(rows["merged"]["less entropy removal"]) == pytest.approx(-0.45)
+    assert "bootstrap n=4" in tables["text"]
 
 
 def test_claims(tables):

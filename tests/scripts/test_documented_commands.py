@@ -33,6 +33,7 @@ SMALL = [
      "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
     (r"p32_glue", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
      "--config.lengths=(32,)"),
+    (r"fuse_recover", "--only=whole --only=method=svd"),
     (r"mlp_fusion", "--config.lengths=(32,) --config.ratio=0.5"),
     (r"sweep=poolings", "--only=seed=0,pooling=last"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
