@@ -128,3 +128,18 @@ def test_faster_than_scikit_learn(capsys):
     assert seconds[0] > 10 * seconds[1] and thirty < seconds[0]
     means = [np.mean([x.inertia_ for x, _ in theirs]), np.mean([x.inertia for x, _ in ours])]
     assert means[1] == pytest.approx(means[0], rel=0.005)
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_of_points_close_together_are_never_split(products, seed):
+    """Twelve points that differ in five millionths of their squares, thirty copies of each:
+    copies are at distance 0, whatever rounding makes of it."""
+    rng = np.random.default_rng(seed)
+    apart = rng.normal(size=(12, 257))
+    apart *= np.sqrt(2.5e-6) / np.linalg.norm(apart, axis=1, keepdims=True)
+    which = rng.permutation(np.repeat(np.arange(12), 30))
+    points = (np.ones(257) / np.sqrt(257) + apart)[which].astype(np.float32)
+    found = cluster(points, 12, seed=seed, products=products)
+    assert sorted(found.sizes) == [30] * 12
+    assert len({(label, own) for label, own in zip(found.labels, which, strict=True)}) == 12
