@@ -1,6 +1,8 @@
 """Benchmarks: ratios inside one run.
 
 Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transformers] | streaming
+           python scripts/benchmark.py fusion --config.model=minilm_l6 --config.batch=32 \
+             --config.seq_len=128
            python scripts/benchmark.py model --config.calls="('train step','train step + JREG')"
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
@@ -16,9 +18,9 @@ from ffn_heterogeneity.bench.model import CALLS
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # model | nucl | nll | tail | streaming.
+            # model | nucl | nll | fusion | tail | streaming.
             "name": "",
-            # Of model, tail, streaming: a preset (random weights).
+            # Of model, fusion, tail, streaming: a preset (random weights).
             "model": "smollm2_135m",
             # Of model: what is timed, and in what it is computed.
             "calls": CALLS,

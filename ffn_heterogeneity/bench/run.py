@@ -8,7 +8,7 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import losses, model, streaming, tail
+from ffn_heterogeneity.bench import fusion, losses, model, streaming, tail
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.families import preset
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Callable[[ConfigDict, epath.Path], dict]] = {
     "model": model.benchmark_model,
     "nucl": lambda config, workdir: losses.benchmark_nucl(rounds=config.repetitions),
     "nll": lambda config, workdir: losses.benchmark_nll(rounds=config.repetitions),
+    "fusion": lambda config, workdir: fusion.benchmark_fusion(config),
     "tail": lambda config, workdir: tail.benchmark_tail(config),
     "streaming": lambda config, workdir: streaming.benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
@@ -27,6 +28,7 @@ QUESTIONS: dict[str, Questions] = {
     "model": model.QUESTIONS,
     "nucl": losses.NUCL_QUESTIONS,
     "nll": losses.NLL_QUESTIONS,
+    "fusion": fusion.QUESTIONS,
     "tail": tail.QUESTIONS,
     "streaming": streaming.QUESTIONS,
 }

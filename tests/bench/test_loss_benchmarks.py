@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from tiny_models import tiny_of
 
-from ffn_heterogeneity.bench import losses, tail, timing
+from ffn_heterogeneity.bench import fusion, losses, tail, timing
 from ffn_heterogeneity.losses.nucl import nucl
 
 PROMISED = (26, 2304, 576)
@@ -88,3 +90,23 @@ def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
     assert "optax alone" in capsys.readouterr().out
     temporary = {name: row["temporary_mb"] for name, row in result["programs"].items()}
     assert temporary["step's tail"] <= 1.01 * temporary["optax alone"]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_compressed_models_are_timed_beside_the_whole_one(family, capsys, monkeypatch):
+    """Fewer operations and no more memory; LoRA's step needs no gradients of kernels."""
+    shape = dataclasses.replace(tiny_of(family, 3), d_model=32)
+    shape = shape.with_widths([256] * 3)
+    monkeypatch.setattr(fusion, "preset", lambda name: (shape, ""))
+    config = {"model": family, "batch": 4, "seq_len": 8, "repetitions": 2}
+    result = fusion.benchmark_fusion(ConfigDict(config))
+    programs = result["programs"]
+    for name in ("LoRA", *fusion.METHODS):
+        assert f"{name}, step / whole, step" in result["ratios"]
+    assert "fusion, step / whole, step" in capsys.readouterr().out
+    for kind in ("step", "forward"):
+        whole = programs[f"whole, {kind}"]
+        for name in ("fusion", "structured"):
+            assert programs[f"{name}, {kind}"]["gflop"] < 0.75 * whole["gflop"]
+            assert programs[f"{name}, {kind}"]["temporary_mb"] <= 1.01 * whole["temporary_mb"]
+    assert programs["LoRA, step"]["gflop"] < programs["whole, step"]["gflop"]

@@ -1,0 +1,127 @@
+"""Steps and forward passes of compressed models, in turns (as MLP Fusion's Tables VII and VIII)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval
+from ffn_heterogeneity.heads import make_head, with_head
+from ffn_heterogeneity.heads.classification import Classification
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.losses.classification import classification_term
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import HeadConfig
+from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import make_train_step
+
+WHOLE, RATIO = "whole", 0.75
+# XLA counts the operations of a loop's body once.
+OPTIONS = RunOptions(unroll=True)
+METHODS = ("fusion", "structured", "svd", "unstructured")
+LORA = {"rank": 8, "alpha": 32.0, "targets": "ffn/"}  # as the paper's Table VII has it
+QUESTIONS: Questions = {
+    "How much time does a compressed model take?": (
+        "Time / the whole model's; three quarters of the FFNs' neurons, or weights, of the last "
+        "two thirds of its layers are gone; LoRA: nothing is",
+        r"(\w+, \w+) / whole, .*",
+        r"^[^;]+",
+    )
+}
+
+
+def benchmark_fusion(config: ConfigDict) -> dict:
+    """Times a step on labelled rows [batch, seq_len] and a forward pass of `config.model`, whole
+    and compressed: float32, AdamW, random weights and rows.
+
+    Returns:
+      As `timing.compare`; of each program also its operations, "gflop", by XLA's own count.
+
+    Raises:
+      ValueError: an unknown model.
+    """
+    name, rows = str(config.model), (int(config["batch"]), int(config["seq_len"]))
+    shape = preset(name)[0]
+    head = HeadConfig.of("classification", vars(Classification()))
+    key = jax.random.key(0)
+    bare = causal_lm.init(shape, key)
+    shape, params = with_head(shape, bare, head, key)
+    whole = Model(shape, jax.tree.map(np.asarray, params), None, name)
+    layers = f"{shape.n_layers // 3}-{shape.n_layers - 1}"
+    models = {WHOLE: whole, "LoRA": SURGERIES["lora"](whole, LORA)[0]}
+    for method in METHODS:
+        settings = {"method": method, "ratio": RATIO, "layers": layers}
+        models[method], _ = SURGERIES["fuse"](whole, settings)
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": rng.integers(0, shape.vocab_size, rows, np.int32),
+        "segment_ids": np.ones(rows, np.int32),
+        "target": rng.integers(0, 2, rows[0]).astype(np.float32),
+        "valid": np.ones(rows[0], bool),
+    }
+    programs, calls = {}, {}
+    for method, model in models.items():
+        for kind, make in (("step", _step), ("forward", _forward)):
+            label = f"{method}, {kind}"
+            programs[label], calls[label] = make(model, batch)
+    title = f"{name}, {rows[0]} x {rows[1]} tokens; float32"
+    found = compare(title, programs, calls, int(config["repetitions"]), _ratios)
+    for label, program in programs.items():
+        found["programs"][label]["gflop"] = program.cost_analysis()["flops"] / 1e9
+    return found
+
+
+def _outputs(model: Model, params: dict, batch: dict, **given: Any) -> dict:
+    outputs = causal_lm.forward(model.config, params, batch, options=OPTIONS, **given)
+    head = make_head(model.config, model.config.head)
+    return outputs | {"predictions": head.apply(params, outputs, batch, lambda x: x)}
+
+
+def _forward(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
+    """(the compiled forward pass, a call of it)."""
+    params = jax.device_put(model.params)
+    function = jax.jit(lambda params, batch: _outputs(model, params, batch)["predictions"])
+    compiled = function.lower(params, batch).compile()
+    return compiled, lambda: compiled(params, batch)
+
+
+def _step(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
+    """(the compiled training step, a call of it)."""
+    only = (r"/lora_[ab]$", "^task_head/") if "lora_a" in str(flatten(model.params)) else ()
+    trainable = partition.trainable_mask(flatten(model.params), (), only)
+    optimizer = make_optimizer(OptimizerConfig(name="adamw"), model.params, trainable)
+    term = classification_term(TermContext("labels", model=model.config))
+    step = make_train_step(functools.partial(_outputs, model), (term,), optimizer, trainable)
+    held = [create_state(model.params, optimizer, trainable)]
+    micro = {name: leaf[None] for name, leaf in batch.items()}
+    hyper = {"learning_rate": jnp.float32(1e-6)}
+    compiled = step.lower(held[0], micro, hyper).compile()
+
+    def call():
+        held[0], metrics = compiled(held[0], micro, hyper)
+        return metrics["loss"]
+
+    return compiled, call
+
+
+def _ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+    found = {}
+    for label, own in seconds.items():
+        name, kind = label.split(", ")
+        if name != WHOLE:
+            base = f"{WHOLE}, {kind}"
+            found[f"{label} / {base}"] = paired_interval(own, seconds[base])
+    return found
