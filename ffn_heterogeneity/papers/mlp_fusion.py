@@ -58,7 +58,7 @@ def finetunings(rows: Frame) -> Frame:
 
 
 def count_of(layers: object) -> float | None:
-    """How many layers "2-5" or "0,3" names; None of what does not say."""
+    """The number of layers that "2-5" or "0,3" names; None of what does not say."""
     parts = [part.split("-") for part in str(layers).split(",")]
     if not all(end.isdigit() for part in parts for end in part):
         return None
