@@ -33,6 +33,14 @@ ADAPTER_LEAVES = {
         "low_rank_a": rng.normal(size=(*kernel.shape[:-1], 3)).astype(np.float32) / 8,
         "low_rank_b": rng.normal(size=(*kernel.shape[:-2], 3, kernel.shape[-1])).astype(np.float32),
     },
+    "gates": lambda rng, kernel: {
+        "gates_a": rng.normal(size=(*kernel.shape[:-1], 3)).astype(np.float32) / 8,
+        "gates_b": rng.normal(size=(*kernel.shape[:-2], 3, kernel.shape[-1])).astype(np.float32),
+        "gates_log_alpha": rng.normal(size=(*kernel.shape[:-2], 3)).astype(np.float32),
+        "gates_draw": rng.choice([0.0, 0.3], (*kernel.shape[:-2], 3)).astype(np.float32),
+        "gates_multipliers": np.zeros((*kernel.shape[:-2], 2), np.float32),
+    },
+    "score": lambda rng, kernel: {"score": rng.random(kernel.shape).astype(np.float32)},
     "mask": lambda rng, kernel: {"mask": (rng.random(kernel.shape) < 0.5).astype(np.float32)},
     "lora": lambda rng, kernel: {
         "lora_a": rng.normal(size=(*kernel.shape[:-1], 2)).astype(np.float32),
@@ -99,7 +107,8 @@ def test_adapter_in_a_model(adapter):
             if adapter.base:
                 del part["kernel"]
     params = restack(config, tree)
-    assert unused_leaves(config, params) == ()
+    unread = {path.split("/")[-1] for path in unused_leaves(config, params)}
+    assert unread == set(adapter.for_losses)
     paths = flatten(params)
     for rules in (
         partition.DEFAULT_TRAINABLE_RULES,

@@ -29,6 +29,7 @@ from tiny_models import (
 
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
@@ -38,6 +39,7 @@ from ffn_heterogeneity.models.unused import unused_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
 
 # Nothing here is large.
@@ -240,6 +242,7 @@ SETTINGS = {
     "jreg": [{"alpha": 0.0, "final_norm": True, "positions": "last"}],
     "layerwise": [{"states": "ffn", "sum_hidden": True}],
     "nll": [{"reduction": "sum"}],
+    "size": [{"target": 0.5}],
     "nucl": [
         {"variant": "ent"},
         {"variant": "gini"},
@@ -271,12 +274,29 @@ def taught_params(config, seed=0):
     return random_params(config, seed=seed) | {"teacher": {"stack": own}}
 
 
+# Whose leaves a term reads.
+PREPARED = {"size": "gates", "score_norm": "scores"}
+
+
+def params_of(name, config, seed=0):
+    """Random ones with all that the term reads; random multipliers, too."""
+    params = taught_params(config, seed)
+    if name in PREPARED:
+        model, key = Model(config, params, None, ""), jax.random.key(seed)
+        params = SURGERIES[PREPARED[name]](model, {"targets": "attention/"}, key=key)[0].params
+        spread = jax.random.normal(key, (2,)) * np.float32(0.1)
+        params = jax.tree.map_with_path(
+            lambda path, x: x + spread if "multipliers" in str(path) else x, params
+        )
+    return params
+
+
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
 @pytest.mark.parametrize(("name", "settings"), CALLS, ids=str)
 def test_term(name, settings, config):
     term = TERMS[name](TermContext("its_name", "its.weight", config), **settings)
     assert isinstance(term, LossTerm) and (term.name, term.weight) == ("its_name", "its.weight")
-    batch, params = batch_of(config.vocab_size), taught_params(config)
+    batch, params = batch_of(config.vocab_size), params_of(name, config)
     batch |= {"target": np.ones(3, np.float32), "valid": np.ones(3, bool)}
 
     @jax.jit
@@ -291,7 +311,7 @@ def test_term(name, settings, config):
     assert value.total.shape == value.denominator.shape == ()
     assert value.total.dtype == value.denominator.dtype == jnp.float32
     assert value.denominator > 0 and value.total != 0
-    other, _ = evaluate(taught_params(config, seed=1), batch)
+    other, _ = evaluate(params_of(name, config, seed=1), batch)
     assert other.denominator == value.denominator, "denominators must not depend on parameters"
     assert other.total != value.total
     for tree in (params, with_zeros(config, params), jax.tree.map(jnp.zeros_like, params)):

@@ -26,8 +26,8 @@ SLIPS = [
     for name, surgery in SURGERIES.items()
     for field in dataclasses.fields(surgery.settings)
 ]
-EVERYTHING = "model,text,lora,dora,nf4,macdrop,truncate,teacher"
-EVERYTHING += ",diversity,jreg,layerwise,classification,regression"
+EVERYTHING = "model,text,lora,dora,nf4,macdrop,truncate,teacher,scores,score_mask,gates"
+EVERYTHING += ",diversity,jreg,layerwise,classification,regression,size,score_norm"
 
 
 @pytest.mark.parametrize(("name", "typed", "meant"), [*SEEN, *SLIPS])
@@ -95,6 +95,9 @@ def test_monitors_adapters_criteria_and_fold_refuse_a_slip():
     ("lora", {"dropout": 5}, "dropout=5"),
     ("macdrop", {"epochs": 2.5}, "epochs=2.5: int is expected"),
     ("macdrop", {"a": float("nan")}, "a=nan"),
+    ("score_mask", {"ratio": 1.0}, "ratio=1.0"),
+    ("gates", {"rank": -1}, "rank=-1"),
+    ("scores", {"targets": "ffn/("}, "targets='ffn/('"),
 ])  # fmt: skip
 def test_a_value_of_another_kind_is_refused(name, given, message):
     with pytest.raises(ValueError, match=re.escape(message)):

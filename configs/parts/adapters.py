@@ -8,6 +8,7 @@ from ml_collections.config_dict import placeholder
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.adapters.macdrop import Macdrop
 from ffn_heterogeneity.surgery.adapt import Lora, Quantised
+from ffn_heterogeneity.surgery.sparsity import Gates, ScoreMask, Scores
 from ffn_heterogeneity.surgery.truncate import Truncation
 
 
@@ -59,6 +60,32 @@ def teacher() -> ConfigDict:
     )
 
 
+def scores() -> ConfigDict:
+    # Found in the paths of kernels, as lora's. With losses.score_norm.
+    return ConfigDict({"targets": Scores.targets})
+
+
+def score_mask() -> ConfigDict:
+    return ConfigDict(
+        {
+            "ratio": ScoreMask.ratio,  # of the scored weights goes, those of earlier masks included
+            "keep_scores": ScoreMask.keep_scores,  # they train on, under the masks
+        }
+    )
+
+
+def gates() -> ConfigDict:
+    # With losses.size, and rates of their own: the multipliers have to be fast, say
+    # optimizer.rates=(('gates_multipliers$', 10.0), ('gates_log_alpha$', 3.0)).
+    return ConfigDict(
+        {
+            "targets": Gates.targets,  # found in the paths of kernels, as lora's
+            "rank": Gates.rank,  # of the factors; 0: as many parameters as the kernel has
+            "start": Gates.start,  # mean of log_alpha; 5: the gates are open at first
+        }
+    )
+
+
 # Surgery before a training -> its settings, and what trains with it alone.
 PARTS = {
     "lora": (lora, r"/lora_[ab]$"),
@@ -66,6 +93,9 @@ PARTS = {
     "nf4": (nf4, ""),
     "macdrop": (macdrop, ""),
     "truncate": (truncate, ""),
+    "scores": (scores, r"/score$"),
+    "score_mask": (score_mask, ""),
+    "gates": (gates, ""),
     "teacher": (teacher, "@taught"),  # the blocks that it teaches
 }
 

@@ -76,6 +76,20 @@ def layerwise(weight: float = 1.0) -> ConfigDict:
     )
 
 
+def size(weight: float = 1.0) -> ConfigDict:
+    return ConfigDict(
+        {
+            "weight": weight,  # of the Lagrangian, whose multipliers are learnt
+            "target": 0.25,  # share of the factors' parameters that gates keep (config.gates)
+        }
+    )
+
+
+def score_norm(weight: float = 1e-6) -> ConfigDict:
+    # Lambda of ||scores||^2 (config.scores); the default is ours.
+    return ConfigDict({"weight": weight})
+
+
 LOSSES = {
     "nll": nll,
     "classification": classification,
@@ -84,6 +98,8 @@ LOSSES = {
     "diversity": diversity,
     "jreg": jreg,
     "layerwise": layerwise,
+    "size": size,
+    "score_norm": score_norm,
 }
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from ffn_heterogeneity.adapters import dora, lora, low_rank, macdrop, mask, nf4
+from ffn_heterogeneity.adapters import dora, gates, lora, low_rank, macdrop, mask, nf4
 
 Leaves = Mapping[str, jax.Array]
 # A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank", "one",
-# "picked" (some of "out"), "half" and "block" (of "in"), "some" the adapter's own.
+# "picked" (some of "out"), "half" and "block" (of "in"), "some" and "pair" the adapter's own.
 KERNEL_LEAVES: dict[str, tuple[str, ...]] = {"kernel": ("in", "out"), "bias": ("out",)}
 
 
@@ -43,6 +43,7 @@ class Adapter:
         and no whole kernel is made in the step (low-rank factors), unless `kernel_readers` are
         beside it.
       reads_kernel: whether `product` reads `kernel`.
+      for_losses: those of `trained` that a loss alone reads (Lagrange multipliers).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Adapter:
     kernel: Callable[[jax.Array, Leaves], jax.Array] | None = None
     product: Callable[..., jax.Array] | None = None
     reads_kernel: bool = False
+    for_losses: tuple[str, ...] = ()
 
 
 ADAPTERS: tuple[Adapter, ...] = (
@@ -72,7 +74,22 @@ ADAPTERS: tuple[Adapter, ...] = (
         base=low_rank.kernel,
         product=low_rank.product,
     ),
+    Adapter(
+        "gates",
+        {
+            gates.A: ("in", "rank"),
+            gates.B: ("rank", "out"),
+            gates.LOG_ALPHA: ("rank",),
+            gates.DRAW: ("rank",),
+            gates.MULTIPLIERS: ("pair",),
+        },
+        trained=(gates.A, gates.B, gates.LOG_ALPHA, gates.MULTIPLIERS),
+        base=gates.kernel,
+        product=gates.product,
+        for_losses=(gates.MULTIPLIERS,),
+    ),
     Adapter("mask", {"mask": ("in", "out")}, kernel=mask.apply_mask),
+    Adapter("score", {"score": ("in", "out")}, trained=("score",), kernel=mask.apply_score),
     Adapter(
         "macdrop",
         {"macdrop_rows": ("picked",), "macdrop_keep": ("in", "picked")},
@@ -127,7 +144,10 @@ def neuron_factor(ffn: Mapping[str, Any]) -> jax.Array | None:
 # name -> settings -> function(params, step, key, hyper, train) -> params: applied to the whole tree
 # before the forward pass of every step (train), of evaluation and of export (not train, key None),
 # and never stored: masks redrawn every step, gates and schedules. `config.refresh` names them.
-REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {"macdrop": macdrop.refresh}
+REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {
+    "macdrop": macdrop.refresh,
+    "gates": gates.refresh,
+}
 # name -> (settings, steps) -> function of the steps done -> what it reads as `hyper[name]`.
 RATES: dict[str, Callable[..., Callable[[int], float]]] = {"macdrop": macdrop.rate}
 

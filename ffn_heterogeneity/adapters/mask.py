@@ -1,4 +1,10 @@
-"""A fixed mask on a kernel: W * mask."""
+"""A mask on a kernel: a fixed one, W * mask, or one of scores that train in the weights' place.
+
+A score in [0, 1] stands for each weight of a frozen kernel (GEM-MINER): W * 1[score > 1/2], and
+the mask's gradient passes straight through to the score, as if the mask were the score. The authors
+clip the scores to [0, 1] after each step; here a score stays where a step left it, and a gradient
+that leads it further out is 0.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +20,22 @@ def apply_mask(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
     mask = leaves["mask"]
     kept = kernel * mask.astype(kernel.dtype)
     return jnp.where(mask == 0, jnp.zeros((), kernel.dtype), kept)
+
+
+def apply_score(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
+    """kernel * 1[score > 1/2]; multiplied, since a weight that is out has a gradient too."""
+    return kernel * binary(jnp.asarray(leaves["score"])).astype(kernel.dtype)
+
+
+@jax.custom_vjp
+def binary(score: jax.Array) -> jax.Array:
+    """1[clip(score, 0, 1) > 1/2], in the score's dtype."""
+    return (score > 0.5).astype(score.dtype)
+
+
+def _straight_through(score: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    outward = jnp.where(g > 0, score <= 0, score >= 1)  # a step goes against the gradient
+    return (jnp.where(outward, jnp.zeros((), g.dtype), g),)
+
+
+binary.defvjp(lambda score: (binary(score), score), _straight_through)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import FFN_LEAVES
+from ffn_heterogeneity.adapters import FFN_LEAVES, gates
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, read_object, write_json
@@ -190,7 +190,7 @@ def save_adapters(
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
     leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}
     names = {path.split("/")[-1] for path in leaves}
-    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep"}:
+    if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
         raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
 
     def stored(modules: list[str], name: str) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.sparsity import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import LossTerm
 
 # Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.
@@ -21,4 +22,6 @@ TERMS: dict[str, Callable[..., LossTerm]] = {
     "diversity": diversity_term,
     "jreg": jreg_term,
     "layerwise": layerwise_term,
+    "size": size_term,
+    "score_norm": score_norm_term,
 }

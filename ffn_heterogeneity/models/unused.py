@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.adapters import ADAPTERS
 from ffn_heterogeneity.models.causal_lm import forward, logits
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
@@ -49,8 +50,9 @@ def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
     Raises:
       ValueError: names the leaves.
     """
-    unused = unused_leaves(config, params)
-    refuse_unused(config, [path for path in unused if path.split("/")[0] != beside])
+    unused = [path for path in unused_leaves(config, params) if path.split("/")[0] != beside]
+    others = {name for adapter in ADAPTERS for name in adapter.for_losses}
+    refuse_unused(config, [path for path in unused if path.split("/")[-1] not in others])
 
 
 def refuse_unused(config: ModelConfig, unused: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
-from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, teacher, truncate
+from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, sparsity, teacher, truncate
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -58,6 +58,9 @@ SURGERIES = {
         Surgery("nf4", adapt.quantise, adapt.Quantised, abstract=True),
         Surgery("dora", adapt.insert_dora, adapt.Lora, abstract=True),
         Surgery("macdrop", adapt.insert_macdrop, macdrop.Macdrop, True, adapt.assumed_layer),
+        Surgery("scores", sparsity.insert_scores, sparsity.Scores, abstract=True),
+        Surgery("score_mask", sparsity.fix_masks, sparsity.ScoreMask, abstract=True),
+        Surgery("gates", sparsity.insert_gates, sparsity.Gates, abstract=True),
         Surgery("attack", attack.attack, attack.Attack),
         Surgery("truncate", truncate.truncate, truncate.Truncation, abstract=True),
         Surgery("teacher", teacher.insert_teacher, teacher.Teacher, abstract=True),

@@ -80,7 +80,7 @@ def insert_lora(model: Model, settings: Mapping[str, Any] | Lora, data=None, key
         shape = jax.eval_shape(effective_kernel, leaves)
         return leaves | lora.init(own, shape, settings.rank, settings.alpha)
 
-    return _inserted(model, settings.targets, put)
+    return inserted(model, settings.targets, put)
 
 
 def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
@@ -91,7 +91,7 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     def put(path: str, leaves: dict) -> dict:
         return leaves | dora.init(effective_kernel(leaves))
 
-    return _inserted(adapted, pattern, put)
+    return inserted(adapted, pattern, put)
 
 
 def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, key=None) -> tuple:
@@ -120,7 +120,7 @@ def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, k
         sizes.append((sum(leaf.size * leaf.dtype.itemsize for leaf in made.values()), kernel.size))
         return {name: leaf for name, leaf in leaves.items() if name != "kernel"} | made
 
-    model, report = _inserted(model, settings.targets, put)
+    model, report = inserted(model, settings.targets, put)
     used, weights = map(sum, zip(*sizes, strict=True))
     return model, report | {"bytes_a_weight": used / weights}
 
@@ -161,7 +161,7 @@ def insert_macdrop(
         return leaves | macdrop.init(fan_in, np.sort(rows))
 
     report = {"layer": layer + 1, "layer_index": layer, "indices": indices[:k].tolist()}
-    model, _ = _inserted(model, rf"^layers/{layer}/ffn/(gate|up)$", put)
+    model, _ = inserted(model, rf"^layers/{layer}/ffn/(gate|up)$", put)
     return model, report
 
 
@@ -175,7 +175,7 @@ def assumed_layer(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
+def inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
     """(the model with the leaves `put(path, leaves)` of each kernel where the pattern is found,
     paths)."""
     tree, new, adapted = unstack(model.params), {}, []

@@ -6,7 +6,7 @@ A method is (blocks, kept share of their weights) -> the new blocks; `Place`s st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,24 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
     Of weights of one size at the border all stay; what a mask took out before stays out.
     """
     linears = [leaves for ffn in blocks.values() for leaves in ffn.values()]
-    sizes = np.concatenate([np.abs(_left(leaves)).ravel() for leaves in linears])
-    gone = math.floor((1 - share) * sizes.size + 1e-9)
-    border = np.partition(sizes, gone)[gone] if gone else 0.0
+    stays = iter(highest_share([np.abs(_left(leaves)) for leaves in linears], share))
 
     def masked(leaves: dict) -> dict:
-        left = _left(leaves)
-        stays = (np.abs(left) >= border) & (leaves.get("mask", 1) != 0)
-        return leaves | {"mask": stays.astype(left.dtype)}
+        mask = next(stays) & (leaves.get("mask", 1) != 0)
+        return leaves | {"mask": mask.astype(leaves["kernel"].dtype)}
 
     return {
         place: {name: masked(leaves) for name, leaves in ffn.items()}
         for place, ffn in blocks.items()
     }
+
+
+def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray]:
+    """True where a value stays: the highest of all arrays together, equals at the border too."""
+    every = np.concatenate([own.ravel() for own in values])
+    gone = math.floor((1 - share) * every.size + 1e-9)
+    border = np.partition(every, gone)[gone] if gone else -np.inf
+    return [own >= border for own in values]
 
 
 def _left(leaves: dict) -> np.ndarray:

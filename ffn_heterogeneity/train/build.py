@@ -250,9 +250,10 @@ def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
             beside = kernel_readers(leaves)
             if beside is None:
                 continue
-            paths = [f"{slot.path}/{name}/{leaf}" for leaf in leaves]
+            paths = [f"{slot.path}/{name}/{leaf}" for leaf in leaves if leaf != "bias"]
             for term in terms:
-                if any(re.search(target, path) for target in term.targets for path in paths):
+                # A kernel's readers name all of its leaves; others read some leaf as it is.
+                if any(all(re.search(own, path) for path in paths) for own in term.targets):
                     beside.append(term.name)
             readers.setdefault(tuple(beside), []).append(f"{slot.path}/{name}")
     return [f"{some(paths)} whole for {', '.join(why)}" for why, paths in readers.items() if why]

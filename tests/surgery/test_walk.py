@@ -99,6 +99,9 @@ SETTINGS = {
     "attack": {"attack": "retain", "k": 2, "layer": None, "token": None},
     "truncate": {"blocks": 2},
     "teacher": {"model": "whole"},
+    "scores": {"targets": "ffn/(up|down)"},
+    "score_mask": {"ratio": 0.3},
+    "gates": {"rank": 0, "start": 1.0},
     "fuse": {"method": "fusion", "ratio": 0.25},
     "fold": {},
 }
@@ -117,6 +120,8 @@ def test_a_surgery_changes_nothing_it_is_given(name, tmp_path, monkeypatch):
     for layer in whole["layers"]:
         layer["ffn"]["down"]["kernel"] = layer["ffn"]["down"]["kernel"] + 1
     save_tiny(tmp_path / "whole", LLAMA, restack(LLAMA, whole))
+    if name == "score_mask":
+        model, _ = SURGERIES["scores"](model, {})
     before = jax.tree.map(np.array, model.params)
     SURGERIES[name].check(SETTINGS[name])
     changed, report = SURGERIES[name].function(model, SETTINGS[name], key=jax.random.key(0))

@@ -1,0 +1,88 @@
+"""Hard-concrete gates on the rank of a factorised kernel (FLOP): K = A diag(gate) B.
+
+Each step of a training draws u ~ U(0, 1) anew and opens gate j by
+
+    s = clip(1.2 sigmoid(logit u + log_alpha_j) - 0.1, 0, 1)    (temperature 1, stretched by 0.1)
+
+which is 0 or 1 with a probability of its own: P(gate_j > 0) = sigmoid(log_alpha_j - log(0.1 /
+1.1)), and L0 is their sum. Elsewhere the draw is 0, as stored: the round(r - L0) gates with the
+smallest sigmoid(0.8 log_alpha) are 0 and the others have that value.
+
+The two multipliers of `losses.sparsity.size_term` stand here too: every kernel has a pair, and the
+means over all kernels are those of the paper.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.paths import nodes, replaced
+
+A, B, LOG_ALPHA = "gates_a", "gates_b", "gates_log_alpha"
+DRAW, MULTIPLIERS = "gates_draw", "gates_multipliers"
+STRETCH = 0.1
+EDGE = 1e-6  # of u, so that its logit is finite
+EVALUATED = 0.8  # the authors' factor, found empirically
+
+
+def open_probability(log_alpha: jax.Array) -> jax.Array:
+    """P(gate > 0) of each; L0 is their sum."""
+    return jax.nn.sigmoid(log_alpha - math.log(STRETCH / (1 + STRETCH)))
+
+
+def gate(leaves: dict[str, jax.Array]) -> jax.Array:
+    """[..., rank], of this step's draw or, without one, for evaluation."""
+    log_alpha, draw = jnp.asarray(leaves[LOG_ALPHA]), jnp.asarray(leaves[DRAW])
+    drawn = draw > 0
+    u = jnp.where(drawn, draw, 0.5)  # or the logit of 0 would spoil the gradient
+    wide = jax.nn.sigmoid(jnp.log(u) - jnp.log1p(-u) + log_alpha) * (1 + 2 * STRETCH) - STRETCH
+    value = jax.nn.sigmoid(EVALUATED * log_alpha)
+    closed = jnp.round(jnp.sum(1 - open_probability(log_alpha), -1, keepdims=True))
+    place = jnp.argsort(jnp.argsort(value))
+    return jnp.where(drawn, jnp.clip(wide, 0, 1), jnp.where(place < closed, 0, value))
+
+
+def kernel(leaves: dict[str, jax.Array]) -> jax.Array:
+    """A diag(gate) B, [..., in, out]."""
+    return (leaves[A] * gate(leaves)[..., None, :]) @ leaves[B]
+
+
+def product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
+    """((x A) * gate) B: no whole kernel is made."""
+    thin = dot(x, leaves[A])
+    return dot(thin * gate(leaves).astype(thin.dtype), leaves[B])
+
+
+def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
+    """(params, step, key, hyper, train) -> params with this step's draws; not training as they are.
+
+    The settings are the surgery's (`surgery.sparsity.Gates`); none is needed here.
+    """
+    del settings
+
+    def function(params: dict, step, key, hyper, train: bool) -> dict:
+        for path, leaves in nodes(params, lambda node: DRAW in node) if train else ():
+            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+            u = jax.random.uniform(own, leaves[DRAW].shape, minval=EDGE, maxval=1 - EDGE)
+            params = replaced(params, path, {**leaves, DRAW: u})
+        return params
+
+    return function
+
+
+def init(key: jax.Array, a: Any, b: Any, start: float) -> dict[str, Any]:
+    """The leaves of the factors a [in, rank] and b [rank, out]: log_alpha ~ N(start, 0.01^2)."""
+    (rank,) = a.shape[1:]
+    return {
+        A: a,
+        B: b,
+        LOG_ALPHA: start + 0.01 * jax.random.normal(key, (rank,)),
+        DRAW: jnp.zeros(rank),
+        MULTIPLIERS: jnp.zeros(2),
+    }

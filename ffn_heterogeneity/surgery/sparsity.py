@@ -1,0 +1,167 @@
+"""Learned sparsity: scores of weights (GEM-MINER) and their masks, gates on ranks (FLOP).
+
+The config argument of a training names them, and the losses that go with them:
+
+    <model>,<task>,scores,score_norm    scores train, weights are frozen
+    <its model>,<task>,score_mask       the weights that are left train under a fixed mask
+    <model>,<task>,gates,size           gated factors train towards a size
+
+Iterative pruning: rounds of the surgery `score_mask` at rising ratios with `keep_scores`, and of
+trainings of "/score$" between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.adapters import gates
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.walk import linears, write
+from ffn_heterogeneity.surgery.adapt import Quantised, inserted
+from ffn_heterogeneity.surgery.entries import highest_share
+from ffn_heterogeneity.wording import settings_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores(Quantised):
+    """Settings of `insert_scores`; of the feed-forward blocks unless `targets` says otherwise."""
+
+    targets: str = "ffn/"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreMask:
+    """Settings of `fix_masks`.
+
+    Attributes:
+      ratio: the share of the scored weights that the masks take out, earlier masks included.
+      keep_scores: the scores stay and train on under the masks, for a round more.
+    """
+
+    ratio: float = 0.25
+    keep_scores: bool = False
+
+    def __post_init__(self):
+        if not 0 <= self.ratio < 1:
+            raise ValueError(f"ratio={self.ratio} is outside [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gates(Scores):
+    """Settings of `insert_gates`.
+
+    Attributes:
+      rank: of the factors; 0: in out / (in + out), as many parameters as the kernel has.
+      start: the mean of log_alpha at first. The authors' 0, for training from the start, halves
+        what every kernel does; 5 hardly changes it.
+    """
+
+    rank: int = 0
+    start: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank < 0 or not np.isfinite(self.start):
+            raise ValueError(f"rank={self.rank} is negative, or start={self.start} not finite")
+
+
+def insert_scores(model: Model, settings: Mapping[str, Any] | Scores, data=None, key=None) -> tuple:
+    """A score ~ U(0, 1) for every weight of the kernels in whose path `targets` is found.
+
+    Returns:
+      (the model, {"adapted": paths}).
+
+    Raises:
+      ValueError: no such kernel, or one that has scores already.
+    """
+    asked = settings_of(Scores, settings)
+    key = jax.random.key(0) if key is None else key
+
+    def put(path: str, leaves: dict) -> dict:
+        if "score" in leaves:
+            raise ValueError(f"{path} has scores already: fold the model first")
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        shape = jax.eval_shape(effective_kernel, leaves).shape
+        return leaves | {"score": jax.random.uniform(own, shape)}
+
+    return inserted(model, asked.targets, put)
+
+
+def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, key=None) -> tuple:
+    """Fixed masks in the place of scores: the lowest of all kernels together go.
+
+    What a mask took out before goes first and is never back, so rounds at rising ratios take the
+    lowest of the active scores.
+
+    Returns:
+      (the model, {"kept_share" of the scored weights}).
+
+    Raises:
+      ValueError: no kernel has scores.
+    """
+    asked, tree = settings_of(ScoreMask, settings), unstack(model.params)
+    scored = {place: leaves for place, leaves in linears(tree) if "score" in leaves}
+    if not scored:
+        raise ValueError("no kernel has scores: put them in and train them (surgery scores)")
+    masks, new = _masks(list(scored.values()), 1 - asked.ratio), {}
+    gone = () if asked.keep_scores else ("score",)
+    for (place, leaves), mask in zip(scored.items(), masks, strict=True):
+        new[place] = {name: leaf for name, leaf in leaves.items() if name not in gone}
+        new[place]["mask"] = mask
+    params = restack(model.config, write(tree, new))
+    kept = sum(mask.sum() for mask in masks) / sum(mask.size for mask in masks)
+    return dataclasses.replace(model, params=params), {"kept_share": float(kept)}
+
+
+def _masks(scored: list[dict], share: float) -> list[np.ndarray]:
+    """One for each kernel; of shapes alone, ones."""
+    if any(isinstance(leaves["score"], jax.core.Tracer) for leaves in scored):
+        return [np.ones(leaves["score"].shape, np.float32) for leaves in scored]
+    values = []
+    for leaves in scored:
+        active = np.asarray(leaves.get("mask", 1)) != 0
+        values.append(np.where(active, np.asarray(leaves["score"]), -np.inf))
+    stays = zip(values, highest_share(values, share), strict=True)
+    return [(own & (value > -np.inf)).astype(np.float32) for value, own in stays]
+
+
+def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, key=None) -> tuple:
+    """Gated factors in the place of kernels in whose path `targets` is found.
+
+    They are U S and V^T of the singular values of the kernel as the forward pass uses it: what
+    stood beside it (a mask, LoRA, `low_rank`'s factors, whose rank stays) is folded in.
+
+    Returns:
+      (the model, {"adapted": paths}).
+
+    Raises:
+      ValueError: no such kernel, one that has gates, or a rank above its sides.
+    """
+    asked = settings_of(Gates, settings)
+    key = jax.random.key(0) if key is None else key
+
+    def put(path: str, leaves: dict) -> dict:
+        if gates.A in leaves:
+            raise ValueError(f"{path} has gates already: fold the model first")
+        kernel = effective_kernel(leaves).astype(np.float32)
+        n, k = kernel.shape
+        rank = asked.rank or max(1, n * k // (n + k))
+        if not asked.rank and "low_rank_a" in leaves:
+            rank = leaves["low_rank_a"].shape[1]
+        if rank > min(n, k):
+            raise ValueError(f"{path}: rank={rank} of a kernel {n} x {k}")
+        u, s, v = jnp.linalg.svd(kernel, full_matrices=False)
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        bias = {name: leaf for name, leaf in leaves.items() if name == "bias"}
+        return bias | gates.init(own, u[:, :rank] * s[:rank], v[:rank], asked.start)
+
+    return inserted(model, asked.targets, put)
