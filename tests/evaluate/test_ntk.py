@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 from tiny_models import config_of, random_params, save_tiny_reader, tiny_of
 
 from ffn_heterogeneity.data.labelled import Encoded, Form, encode_texts
@@ -17,11 +20,13 @@ from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.rows import read_rows
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.stack import layer_leaves
+from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import fuse
 
 LAYER = 1
 DOUBLE = RunOptions(compute_dtype=jnp.float64)
 HEAD = config_of("analyze", "ntk")  # of two labels
+NO_KERNELS = dict.fromkeys(("adam", "sgd"), np.zeros((1, 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -204,3 +209,44 @@ def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
     g = np.stack(rows)
     for name, kernel in (("adam", g @ np.sign(g).T), ("sgd", g @ g.T)):
         assert np.abs(found[name] - kernel).max() <= 1e-8 * np.abs(kernel).max(), name
+
+
+def of_numpy(ffn, x):
+    """What a BERT block returns, in float64: factors multiplied out, masks and P applied."""
+
+    def kernel(leaves):
+        if "low_rank_a" in leaves:
+            return np.float64(leaves["low_rank_a"]) @ np.float64(leaves["low_rank_b"])
+        return np.float64(leaves["kernel"]) * np.float64(leaves.get("mask", 1))
+
+    z = np.float64(x) @ kernel(ffn["up"]) + np.float64(ffn["up"]["bias"])
+    h = z * 0.5 * (1 + special.erf(z / np.sqrt(2))) * np.float64(ffn.get("neuron_scale", 1))
+    return h @ kernel(ffn["down"]) + np.float64(ffn["down"]["bias"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", ["fusion", "merged", "sqrt", "svd", "sketch", "mmd", "structured", "unstructured",
+               "random"]
+)  # fmt: skip
+def test_real_output_errors_are_numpys(minilm_dir, shared_data, method):
+    """The last four layers of MiniLM, 1,536 to 384 neurons, 32 sentences: each layer's outputs."""
+    whole = with_random_head(load_model(minilm_dir), HEAD)
+    lines = (shared_data / "glue_sst2/validation.jsonl").read_text().splitlines()[:32]
+    texts = [(json.loads(line)["sentence"],) for line in lines]
+    ids, types, _ = encode_texts(whole.tokenizer, texts, Form(True, 0, 128))
+    data = Encoded(ids, types, np.full(32, np.nan), 0)
+    settings = {"ratio": 0.75, "layers": "2-5"}
+    if method == "random":
+        small, _ = SURGERIES["prune"](whole, settings | {"criterion": "random"})
+    else:
+        small, _ = fuse(whole, settings | {"method": method, "steps": 10})
+    real = np.arange(max(map(len, ids))) < np.array([[len(row)] for row in ids])
+    with jax.enable_x64(False):
+        for layer in (2, 5):
+            a, b = (ntk.token_states(one, data, layer, progress=None) for one in (whole, small))
+            found = errors_of(a | NO_KERNELS, b | NO_KERNELS, {"": real})["output_error"]
+            outputs = [of_numpy(ffn_of(one, layer), seen["x"]) for one, seen in
+                       ((whole, a), (small, b))]  # fmt: skip
+            apart = np.sqrt(((outputs[0] - outputs[1]) ** 2).sum(-1))[real]
+            assert found == pytest.approx(apart.mean(), rel=1e-4)
