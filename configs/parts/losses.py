@@ -70,7 +70,9 @@ def layerwise(weight: float = 1.0) -> ConfigDict:
     return ConfigDict(
         {
             "weight": weight,  # of the distance to the teacher's states (config.teacher)
-            "states": "block",  # the residual stream after each block, or what its ffn returns
+            # block: the residual stream behind it | ffn: what its FFN returns | gradient: of the
+            # task's loss, with respect to that.
+            "states": "block",
             "sum_hidden": False,  # over the hidden dimension; else its mean
         }
     )

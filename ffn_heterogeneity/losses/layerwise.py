@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ffn_heterogeneity.losses.classification import classification_term, regression_term
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import slots
@@ -31,6 +32,10 @@ STATES: dict[str, Callable[[Any], jax.Array]] = {
     "block": lambda seen: seen.block_output,
     "ffn": lambda seen: seen.ffn_output,
 }
+# "Maintain NTK gradient" of that table, whose form is not printed: the gradients of the task's loss
+# with respect to what each FFN returns, in units of the teacher's root mean square [ours]. A step
+# takes second derivatives.
+GRADIENT = "gradient"
 
 
 def layerwise_term(
@@ -41,15 +46,16 @@ def layerwise_term(
     Metrics: "layers" [L], of each layer by itself.
 
     Args:
-      states: of `STATES`.
+      states: of `STATES`, or `GRADIENT`, which needs labels.
       sum_hidden: the sum over the hidden dimension in the place of its mean (the authors' code).
 
     Raises:
       ValueError: no such states; when traced: there is no teacher.
     """
-    check_choice("states", states, STATES)
+    check_choice("states", states, (*STATES, GRADIENT))
     own = Probe("layerwise", functools.partial(_apart, states, sum_hidden))
-    shown = Probe("taught", lambda seen, batch, _: STATES[states](seen), kind="example")
+    look = STATES.get(states, STATES["ffn"])
+    shown = Probe("taught", lambda seen, batch, _: look(seen), kind="example")
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"]["layerwise"]
@@ -62,18 +68,43 @@ def layerwise_term(
 
     def per_layer(params: dict, batch: dict, forward: Callable[..., dict]) -> dict:
         config, teacher = teacher_of(context.model, params)
+
+        def gradients(params: dict, config: ModelConfig | None) -> jax.Array:
+            def loss(nudges: jax.Array) -> jax.Array:
+                outputs = forward(params, batch, nudges=nudges, config=config)
+                return _loss_of_rows(outputs, batch)
+
+            return jax.grad(loss)(jnp.zeros(taught.shape, taught.dtype))
+
         taught = forward(teacher, batch, probes=(shown,), config=config)["probes"]["taught"]
+        if states == GRADIENT:
+            wanted = jax.lax.stop_gradient(gradients(teacher, config))
+            real = counted_tokens(batch, wanted.shape[1:3])["all"]
+            squares = jnp.where(real[..., None], wanted, 0) ** 2 / wanted.shape[3]
+            squares = jnp.sum(squares, (1, 2, 3), keepdims=True)
+            scale = jnp.sqrt(squares / jnp.maximum(jnp.sum(real), 1))
+            apart = gradients(params, None) - wanted
+            return {"layerwise": apart / jnp.where(scale > 0, scale, 1)}
         return {"layerwise": jax.lax.stop_gradient(taught)}
 
     return LossTerm(context.name, function, context.weight, probes=(own,), per_layer=per_layer)
 
 
+def _loss_of_rows(outputs: dict, batch: dict) -> jax.Array:
+    """The sum over rows: cross-entropy of their labels, or the squared error of their numbers."""
+    several = outputs["predictions"].shape[1] > 1
+    term = (classification_term if several else regression_term)(TermContext("labels"))
+    return term.function({}, outputs, batch).total
+
+
 def _apart(states: str, sum_hidden: bool, seen: Any, batch: dict, taught_btd: jax.Array) -> dict:
-    state_btd = STATES[states](seen)
-    wide = jnp.promote_types(state_btd.dtype, jnp.float32)
-    squares_btd = (state_btd.astype(wide) - taught_btd.astype(wide)) ** 2
-    reduce = jnp.sum if sum_hidden else jnp.mean
-    counted_bt = counted_tokens(batch, state_btd.shape[:2])["all"]
+    """Sums and counts of a layer; of gradients it is handed the differences."""
+    wide = jnp.promote_types(taught_btd.dtype, jnp.float32)
+    apart_btd = taught_btd.astype(wide)
+    if states != GRADIENT:
+        apart_btd = STATES[states](seen).astype(wide) - apart_btd
+    squares_btd, reduce = apart_btd**2, jnp.sum if sum_hidden else jnp.mean
+    counted_bt = counted_tokens(batch, apart_btd.shape[:2])["all"]
     return {
         "sum": jnp.sum(jnp.where(counted_bt, reduce(squares_btd, axis=-1), 0.0)),
         "count": jnp.sum(counted_bt, dtype=wide),

@@ -127,7 +127,8 @@ def table_13(runs: Runs) -> Frame:
 
 
 def table_14(runs: Runs) -> Frame:
-    parts = (FUSION, {"compress.method": "fusion", "tune.losses.layerwise.states": "ffn"})
+    kept = {"tune.losses.layerwise.states": ["ffn", "gradient"]}
+    parts = (FUSION, {"compress.method": "fusion", **kept})
     rows = [scores(runs, {"data.task": "sst2", **DEFAULT, **match}) for match in parts]
     return pandas.concat(rows).assign(column="Accuracy")
 

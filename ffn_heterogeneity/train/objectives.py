@@ -139,8 +139,8 @@ class Objective:
 def make_forward(
     objective: Objective, model: ModelConfig, options: causal_lm.RunOptions
 ) -> Callable[..., dict]:
-    """(params, batch, *, probes, dropout, per_layer, config) -> outputs, the objective's head
-    applied; `config`: of the params, where it is not the model's (a teacher's).
+    """(params, batch, *, probes, dropout, per_layer, nudges, config) -> outputs, the objective's
+    head applied; `config`: of the params, where it is not the model's (a teacher's).
 
     Raises:
       ValueError: the model lacks the head, or `heads.HEADS` does.
@@ -153,7 +153,9 @@ def make_forward(
             f"{objective.head.text}; this one has {model.head or 'none'}: train it first"
         )
 
-    def forward(params, batch, *, probes=(), dropout=None, per_layer=None, config=None):
+    def forward(
+        params, batch, *, probes=(), dropout=None, per_layer=None, nudges=None, config=None
+    ):
         probes = tuple(dict.fromkeys((*objective.probes, *read, *probes)))
         rows, batch = len(batch["tokens"]), objective.joined(batch)
         outputs = causal_lm.forward(
@@ -164,6 +166,7 @@ def make_forward(
             probes=probes,
             dropout=dropout,
             per_layer=per_layer,
+            nudges=nudges,
         )
 
         def drop(x: jax.Array) -> jax.Array:

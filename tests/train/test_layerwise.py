@@ -62,15 +62,22 @@ def states(config, params, batch, name):
 
 def batch_of(config):
     tokens = np.random.default_rng(1).integers(2, config.vocab_size, (3, 7)).astype(np.int32)
-    return {"tokens": tokens, "segment_ids": (np.arange(7) < [[7], [4], [6]]).astype(np.int32)}
+    labels = {"target": np.float32([0, 1, 1]), "valid": np.ones(3, bool)}
+    segments = (np.arange(7) < [[7], [4], [6]]).astype(np.int32)
+    return {"tokens": tokens, "segment_ids": segments, **labels}
+
+
+def with_predictions(config, params, batch, **given):
+    options = causal_lm.RunOptions(compute_dtype=params["embed"]["embedding"].dtype)
+    outputs = causal_lm.forward(config, params, batch, options=options, **given)
+    return outputs | {"predictions": outputs["hidden"].mean(1)[:, :2]}
 
 
 def value_of(model, batch, **settings):
     term = layerwise_term(TermContext("layerwise", model=model.config), **settings)
 
     def forward(params, batch, *, config=None, **given):
-        options = causal_lm.RunOptions(compute_dtype=params["embed"]["embedding"].dtype)
-        return causal_lm.forward(config or model.config, params, batch, options=options, **given)
+        return with_predictions(config or model.config, params, batch, **given)
 
     return values_of(forward, (term,), model.params, batch)[0]["layerwise"]
 
@@ -96,12 +103,37 @@ def test_the_loss_is_its_formula(files, family, method, name):
     assert float(summed.total) == pytest.approx(width * float(total), rel=1e-5)
 
 
-def test_gradients_reach_the_student_alone(files):
+def test_gradients_of_the_tasks_loss_are_compared(files):
+    """With respect to what each FFN returns, of real tokens."""
+    whole, model = taught_model(files, "bert")
+    batch = batch_of(whole.config)
+
+    def of(config, params):
+        def loss(nudges):
+            made = with_predictions(config, params, batch, nudges=nudges)["predictions"]
+            log_p = jax.nn.log_softmax(made)
+            return -sum(log_p[i, int(label)] for i, label in enumerate(batch["target"]))
+
+        zeros = jnp.zeros((config.n_layers, *batch["tokens"].shape, config.d_model))
+        return np.asarray(jax.grad(loss)(zeros), np.float64)
+
+    student = {path: leaf for path, leaf in model.params.items() if path != "teacher"}
+    real = batch["segment_ids"] > 0
+    wanted, found = of(whole.config, whole.params)[:, real], of(model.config, student)[:, real]
+    squares = ((wanted - found) ** 2).sum((1, 2)) / (wanted**2).sum((1, 2))
+    total, denominator, metrics = value_of(model, batch, states="gradient")
+    np.testing.assert_allclose(metrics["layers"] / denominator, squares, rtol=1e-4)
+    assert float(total / denominator) == pytest.approx(squares.mean(), rel=1e-4)
+    assert squares.mean() > 0.01
+
+
+@pytest.mark.parametrize("states", ["block", "gradient"])
+def test_gradients_reach_the_student_alone(files, states):
     _, model = taught_model(files, "bert")
     batch = batch_of(model.config)
 
     def loss(params):
-        return value_of(dataclasses.replace(model, params=params), batch).total
+        return value_of(dataclasses.replace(model, params=params), batch, states=states).total
 
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), model.params)
@@ -117,7 +149,7 @@ def test_gradients_reach_the_student_alone(files):
                 0, 1, 2
             ].add(step)
             ends.append(float(loss(moved)))
-    assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4)
+    assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=1e-9)
 
 
 def fused(files, workdir, method, **changes):
