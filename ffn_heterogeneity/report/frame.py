@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +12,23 @@ from etils import epath
 
 from ffn_heterogeneity.io.metrics import parse_metrics
 from ffn_heterogeneity.io.rows import FIELDS, RESULTS, ROWS, measurement, read_rows, rows_of
+from ffn_heterogeneity.io.runs import (
+    CONFIG,
+    INPUTS,
+    METRICS,
+    READ,
+    SWEEP,
+    Texts,
+    folders,
+    read_text,
+)
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
 
 if TYPE_CHECKING:
     import pandas
 
-CONFIG, INPUTS, METRICS, SETTINGS = "config.json", "inputs.json", "metrics.jsonl", "config."
-SWEEP, SAMPLES = "sweep.json", "samples"
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
-# What is read of a run, and how much of one file and of all files of an archive.
-READ = (CONFIG, INPUTS, RESULTS, ROWS)
-MAX_FILE, MAX_ARCHIVE = 64 << 20, 4 << 30
-# Folders of a run that hold no runs.
-_LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", SAMPLES, "tensorboard")
-_Texts = dict[str, str]  # file's name -> text
+SETTINGS = "config."
 
 
 def results(*directories: str | os.PathLike) -> pandas.DataFrame:
@@ -84,12 +84,12 @@ def everything(
     runs: dict[str, Facts] = {}
     measured, steps = [], []
     for directory in map(os.fspath, directories):
-        folders = dict(_folders(directory, read))
-        if not folders and not (epath.Path(directory) / SWEEP).exists():
+        found = dict(folders(directory, read))
+        if not found and not (epath.Path(directory) / SWEEP).exists():
             raise ValueError(f"{directory} holds no run: no {CONFIG} is in it or below it")
-        for path, config in _configs(folders).items():
+        for path, config in _configs(found).items():
             if path not in runs:
-                texts = folders[path]
+                texts = found[path]
                 runs[path] = _facts(path, texts, config)
                 seed = config.get("seed")
                 own = {"run": path, "seed": seed if isinstance(seed, int) else None}
@@ -108,7 +108,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], settings: pandas.DataFrame) -> pan
     return frame.join(settings, on="run")
 
 
-def _facts(path: str, texts: _Texts, config: Mapping[str, Any]) -> Facts:
+def _facts(path: str, texts: Texts, config: Mapping[str, Any]) -> Facts:
     inputs, found = (_object(path, texts, name) for name in (INPUTS, RESULTS))
     return Facts(flatten_config(config), inputs, found.get("model_fingerprint", ""))
 
@@ -129,11 +129,11 @@ def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
     return table.join(columns[sorted(columns)])
 
 
-def _configs(folders: Mapping[str, _Texts]) -> dict[str, dict[str, Any]]:
+def _configs(found: Mapping[str, Texts]) -> dict[str, dict[str, Any]]:
     """The config of each folder; one of a seed, or without a config, has its parent's; one of a
     stage has the groups of all stages beside its own keys."""
     configs: dict[str, dict[str, Any]] = {}
-    for path, texts in folders.items():
+    for path, texts in found.items():
         parent, name = os.path.split(path)
         seed = name.removeprefix("seed_")
         above = configs.get(parent, {})
@@ -147,7 +147,7 @@ def _configs(folders: Mapping[str, _Texts]) -> dict[str, dict[str, Any]]:
     return configs
 
 
-def _measured(path: str, texts: _Texts) -> list[dict[str, Any]]:
+def _measured(path: str, texts: Texts) -> list[dict[str, Any]]:
     """The measurements; none yet, or none but those of the folders below, of which this one only
     tells the mean."""
     values = _object(path, texts, RESULTS)
@@ -162,7 +162,7 @@ def _measured(path: str, texts: _Texts) -> list[dict[str, Any]]:
     return rows
 
 
-def _steps(path: str, texts: _Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _steps(path: str, texts: Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of metrics.jsonl; of a step that was written twice the later one holds."""
     values = {}
     for line in parse_metrics(texts.get(METRICS, ""), os.path.join(path, METRICS)):
@@ -181,92 +181,14 @@ def units(run: str, spec: str) -> dict[Any, float]:
       spec: the frame's: "results.json:nll_windows", or "samples/<task>.jsonl:<metric>".
     """
     name, _, key = spec.partition(":")
-    text = _file(os.path.join(run, name))
+    text = read_text(os.path.join(run, name))
     if name.endswith(".jsonl"):
         rows = map(json.loads, text.splitlines())
         return {row["doc_id"]: float(row[key]) for row in rows if key in row}
     return dict(enumerate(json.loads(text or "{}").get(key, ())))
 
 
-# ---- files, in folders and in archives
-
-
-def _file(path: str) -> str:
-    """The text of a file of a run, in a folder or an archive; "" if it is not there."""
-    for end in ARCHIVES:
-        archive, found, member = path.partition(f"{end}/")
-        if found and os.path.isfile(archive + end):
-            return _members(archive + end).get(os.path.normpath(member), "")
-    place = epath.Path(path)
-    return _text(place) if place.exists() else ""
-
-
-def _folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, _Texts]]:
-    """(path, texts) of those that hold a file that is read, parents first."""
-    if directory.endswith(ARCHIVES):
-        found: dict[str, _Texts] = {}
-        for member, text in _members(directory).items():
-            folder, name = os.path.split(member)
-            if name in read:
-                found.setdefault(os.path.normpath(os.path.join(directory, folder)), {})[name] = text
-        yield from sorted(found.items())
-        return
-    root = epath.Path(directory)
-    if not root.is_dir():
-        raise ValueError(f"{directory} is no directory of runs, nor an archive of some")
-    places = [root]
-    while places:
-        place = places.pop()
-        files = {path.name: path for path in place.iterdir()}
-        texts = {name: _text(files[name]) for name in read if name in files}
-        if texts:
-            yield os.fspath(place), texts
-        below = (files[name] for name in sorted(files, reverse=True) if name not in _LEAVES)
-        places += [path for path in below if path.is_dir()]
-
-
-def _members(archive: str) -> _Texts:
-    """Path in an archive -> text, of what is read of runs. Nothing is written anywhere."""
-    if not os.path.isfile(archive):
-        raise ValueError(f"{archive} is no archive: there is no such file")
-    return _read_archive(archive, os.path.getmtime(archive))
-
-
-@functools.lru_cache(maxsize=2)
-def _read_archive(path: str, written: float) -> _Texts:
-    """`written`: when the archive was, to tell it from a newer one."""
-    texts, total = {}, 0
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                total += member.size
-                if total > MAX_ARCHIVE:
-                    raise ValueError(f"{path} holds more than {MAX_ARCHIVE >> 30} GiB")
-                folder, name = os.path.split(member.name)
-                wanted = name in (*READ, METRICS) or os.path.basename(folder) == SAMPLES
-                if wanted and member.isfile():
-                    _check_size(member.size, f"{path}: {member.name}")
-                    text = archive.extractfile(member).read().decode()
-                    texts[os.path.normpath(member.name)] = text
-    except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no archive that can be read: {error}") from None
-    return texts
-
-
-def _text(path: epath.Path) -> str:
-    _check_size(path.stat().length, os.fspath(path))
-    try:
-        return path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}") from None
-
-
-def _check_size(size: int, name: str) -> None:
-    if size > MAX_FILE:
-        raise ValueError(f"{name} has {size:,} bytes, more than the {MAX_FILE:,} that are read")
-
-
-def _object(path: str, texts: _Texts, name: str) -> dict[str, Any]:
+def _object(path: str, texts: Texts, name: str) -> dict[str, Any]:
     """The object in a file of JSON; empty where there is no such file."""
     place = os.path.join(path, name)
     try:

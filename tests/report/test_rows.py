@@ -15,6 +15,7 @@ from tiny_models import REPOSITORY, TEXT, config_of, save_tiny, save_tiny_reader
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
+from ffn_heterogeneity.io import runs as run_files
 from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of, write_results
 from ffn_heterogeneity.report import frame as frames
 
@@ -289,7 +290,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
     (tmp_path / "results.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match="names and values"):
         fh.results(tmp_path)
-    monkeypatch.setattr(frames, "MAX_FILE", 3)
+    monkeypatch.setattr(run_files, "MAX_FILE", 3)
     with pytest.raises(ValueError, match="more than the 3"):
         fh.results(tmp_path)
 
