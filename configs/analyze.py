@@ -66,7 +66,6 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         config.max_rows = 0  # the first so many; 0: all
         config.batch_size = 32
         config.seed = 0  # of the methods, and of the head of a model that has none
-        config.seeds = ()  # or of several runs
         config.compute_dtype = "float32"
         return config
     # Of displacement alone:
