@@ -67,7 +67,13 @@ def count_of(layers: object) -> float | None:
 
 def blocks(rows: Frame) -> Frame:
     """Analyses of one block: a record a method, seeds those of the head and the method."""
-    rows = rows[(rows.analysis == "ntk") & rows.what.str.startswith("errors/")]
+    rows = rows[rows.analysis == "ntk"]
+    norms = rows[rows.what == "kernel_norm"].set_index("run")["value"]
+    rows = rows[rows.what.str.startswith("errors/")]
+    apart = rows[rows.what.str.endswith(f"/{NTK}") & ~rows.what.str.endswith(f"sgd_{NTK}")]
+    share = apart["value"] / apart["run"].map(norms)
+    shares = apart.assign(what=apart.what.str.replace(NTK, "share"), value=share)
+    rows = pandas.concat([rows, shares], ignore_index=True)
     parts = rows.what.str.split("/", expand=True).reindex(columns=range(3))
     run = rows["run"] + " (" + parts[1].astype(object) + ")"
     rows = rows.assign(method=parts[1].astype(object), what=parts[2], run=run)
@@ -134,7 +140,7 @@ def table_14(runs: Runs) -> Frame:
 
 
 def kernels(runs: Runs) -> Frame:
-    columns = {"NTK": NTK, "NTK of SGD": "sgd_ntk_error", "FFN output": FFN}
+    columns = {"NTK": NTK, "of its norm": "share", "NTK of SGD": "sgd_ntk_error", "FFN output": FFN}
     columns |= {"of words": f"{FFN}_words", "block output": BLOCK}
     columns |= {"of words (block)": f"{BLOCK}_words", "kept share": "kept_share"}
     return tidy.cells(runs["kernel"], columns)

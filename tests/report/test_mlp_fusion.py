@@ -62,7 +62,8 @@ def tables(report, tmp_path):
                  for name, (out, ntk) in errors.items()}  # fmt: skip
         config = {"analysis": "ntk", "model": "models/small", "layer": 0, "ratio": 0.75,
                   "seed": seed, "data": {"task": "sst2", "path": "rows.jsonl"}}  # fmt: skip
-        runs.append(write_run(tmp_path / "ntk" / f"seed_{seed}", config, {"errors": found}))
+        runs.append(write_run(tmp_path / "ntk" / f"seed_{seed}", config,
+                              {"errors": found, "kernel_norm": 10.0 + seed}))  # fmt: skip
     whole = [3.0, 4.0, 5.0, 4.5]
     for name, added, stages in (
         ("as_it_is", 0.0, {}),
@@ -101,6 +102,8 @@ def test_the_papers_tables_have_rows_of_ours(tables):
     assert float(own["table_2", "whole"]["sst2"]) == pytest.approx(91)
     assert float(own["table_1", "MLP Fusion (Ours)"]["NTK"]) == pytest.approx(4.5)
     assert float(own["table_1", "SVD"]["Output"]) == 6
+    (fused,) = [r for r in tables["kernels"] if r["method"] == "MLP Fusion (Ours)"]
+    assert float(fused["of its norm"]) == pytest.approx((4 / 10 + 5 / 11) / 2)
     assert float(own["table_5", "768"]["MLP Fusion"]) == pytest.approx(70)
     assert float(own["table_5", "384"]["MLP Fusion"]) == pytest.approx(86)
     assert float(own["table_12", "MLP Fusion(Ours)"]["Accuracy"]) == pytest.approx(88)

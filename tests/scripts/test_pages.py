@@ -33,6 +33,7 @@ SOURCES = {
     "jreg": (("jreg_*",), ("lesions-*",)),
     "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
     "p32": ((), ("p32-*",)),
+    "mlp_fusion": ((), ("fusion-*", "ntk-*")),
 }
 # Page -> numbers of its sentences that nothing measured, and what they are.
 SETTINGS = {
@@ -40,6 +41,7 @@ SETTINGS = {
     "jreg": {"4,096": "tokens of the vocabulary"},
     "massive_weights": {"46,080": "all FFN neurons of SmolLM2", "1,536": "those of a layer"},
     "p32": {},
+    "mlp_fusion": {},
 }
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])|(?<![\w.])\.\d+")
 
