@@ -177,7 +177,7 @@ def after_recovery(runs: Runs) -> Frame:
 
 def figure_4(runs: Runs) -> Frame:
     rows = scores(runs, {"data.task": "sst2", **UNTUNED, **THREE_QUARTERS}, column="accuracy (%)")
-    by = rows.groupby("compress.method")["compressed layers"].transform("nunique")
+    by = rows.groupby(["compress.method", "seed"])["compressed layers"].transform("nunique")
     return rows[by > 1].assign(differs="")
 
 
