@@ -7,7 +7,7 @@ Command:   python scripts/sweep.py --config=configs/fuse_recover.py:<model>,text
            The argument is <model>,<data> as of configs/nucl_finetune.py. One method alone:
            scripts/train.py with --config.fuse.method=<method>.
 Hardware:  that of the fine-tuning (configs/nucl_finetune.py).
-Hours:     SmolLM2-135M, 100 steps of 2 x 512 tokens on 2 CPU cores: a quarter of an hour a point.
+Hours:     not measured.
 Paper:     no such table. Removal by a criterion with the same recovery: configs/prune_recover.py.
 
 The other keys are those of configs/prune_recover.py, explained there.

@@ -19,6 +19,7 @@ A stage is a group, as in configs/prune_recover.py.
 
 from ml_collections import ConfigDict
 
+from configs import p32_glue
 from ffn_heterogeneity.launch.sweep import product
 from ffn_heterogeneity.surgery.entries import ENTRIES
 from ffn_heterogeneity.surgery.fuse import METHODS
@@ -26,7 +27,6 @@ from ffn_heterogeneity.surgery.fuse import METHODS
 WHOLE, LTH, TUNED = "whole", "lth", "tuned"
 CHOICES = (*METHODS, *ENTRIES, WHOLE, LTH)
 ROUNDS = 3
-REGRESSIONS = ("stsb", "regression")
 
 
 def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,sst2,fusion") -> ConfigDict:
@@ -110,7 +110,7 @@ def _training(config: ConfigDict, task: str) -> dict:
 def _tuning(config: ConfigDict, task: str) -> dict:
     """The compressed blocks alone, at a constant rate, towards the whole model's states."""
     group = _training(config, task)
-    loss = "regression" if task in REGRESSIONS else "classification"
+    loss = "regression" if task in p32_glue.REGRESSIONS else "classification"
     group["optimizer"] |= {"schedule": "constant", "warmup_steps": 0.0, "weight_decay": 0.0}
     return group | {
         "base": f"{group['base']},teacher,layerwise",
@@ -125,8 +125,10 @@ def _tuning(config: ConfigDict, task: str) -> dict:
 
 KIND = "train"
 SWEEPS = {
-    # Chosen for each method by an epoch on held-out training rows.
-    "rates": product({"finetune.optimizer.learning_rate": (2e-5, 5e-5, 8e-5)}),
+    # To choose one for each method: an epoch each. data.validation_path: held-out training rows.
+    "rates": product(
+        {"finetune.epochs": (1.0,), "finetune.optimizer.learning_rate": (2e-5, 5e-5, 8e-5)}
+    ),
     "seeds": product({"seed": (0, 1, 2, 3, 4)}),
     # Figure 4: which layers; Table V and Figure 5: how many neurons are left of 1,536.
     "layers": product({"layers": ("0-5", "1-5", "2-5", "3-5", "4-5", "5")}),

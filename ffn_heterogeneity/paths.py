@@ -19,6 +19,11 @@ def is_auxiliary(path: str) -> bool:
     return path.split("/")[0] in AUXILIARY
 
 
+def is_abstract(tree: Any) -> bool:
+    """True of a tree of shapes alone, as a surgery sees it under `jax.eval_shape`."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
 def path_str(key_path: tuple) -> str:
     """A jax key path as "stack/segment_0/slot_1/ffn/down/kernel"; list indices become numbers."""
     parts = []

@@ -98,8 +98,10 @@ def _forward(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
 
 def _step(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
     """(the compiled training step, a call of it)."""
-    only = (r"/lora_[ab]$", "^task_head/") if "lora_a" in str(flatten(model.params)) else ()
-    trainable = partition.trainable_mask(flatten(model.params), (), only)
+    leaves = flatten(model.params)
+    adapted = any(path.endswith("/lora_a") for path in leaves)
+    only = (r"/lora_[ab]$", "^task_head/") if adapted else ()
+    trainable = partition.trainable_mask(leaves, (), only)
     optimizer = make_optimizer(OptimizerConfig(name="adamw"), model.params, trainable)
     term = classification_term(TermContext("labels", model=model.config))
     step = make_train_step(functools.partial(_outputs, model), (term,), optimizer, trainable)

@@ -66,18 +66,22 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     for task, asked in read_questions(config).items():
         path = workdir / "answers" / f"{task.name}.jsonl"
         answers = _answered(asked, path, encoder, generator, config.max_new_tokens, size)
+        predictions = [row["prediction"] for row in answers]
+        references = [question.reference for question in asked]
+        every: Counts = {}
+        for metric in task.metrics:
+            every |= METRICS[metric].counts(predictions, references)
         for name, part in _parts(task.name, asked).items():
-            predictions = [answers[i]["prediction"] for i in part]
-            references = [asked[i].reference for i in part]
-            counts: Counts = {}
-            for metric in task.metrics:
-                counts |= METRICS[metric].counts(predictions, references)
+            # (A question of a task without parts may be several prompts.)
+            counts = every
+            if name != task.name:
+                counts = {score: table[part] for score, table in every.items()}
             # The same whatever other tasks are evaluated.
             rng = np.random.default_rng([config.seed, zlib.crc32(name.encode())])
             values[name], draws[name] = scores(counts), bootstrap(counts, config.bootstrap, rng)
             rows[name] = _row(len(next(iter(counts.values()))), values[name], draws[name])
             rows[name]["finish"] = dict(collections.Counter(answers[i]["finish"] for i in part))
-            rows[name] |= _signatures(task, references)
+            rows[name] |= _signatures(task, [references[i] for i in part])
     eight = [f"superglue_{name}" for name in SUPERGLUE]
     missing = [name for name in eight if name not in rows]
     if missing:

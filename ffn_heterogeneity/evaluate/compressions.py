@@ -15,16 +15,17 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data import labelled
-from ffn_heterogeneity.data.glue import get_task
+from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings
 from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
 from ffn_heterogeneity.evaluate.ntk import tangent_kernels, token_states
-from ffn_heterogeneity.heads import with_head
+from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.config import HeadConfig
-from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
-from ffn_heterogeneity.paths import replaced, subtree
+from ffn_heterogeneity.models.stack import layer_leaves, restack
+from ffn_heterogeneity.models.walk import ffn_blocks, write
+from ffn_heterogeneity.paths import replaced
 from ffn_heterogeneity.report.figures import bar_figure
 from ffn_heterogeneity.report.tables import markdown_table, number
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse
@@ -94,8 +95,7 @@ def with_random_head(model: Model, config: ConfigDict) -> Model:
     """The model with a head, drawn by `config.seed` where it has none (dtype of its embedding)."""
     if model.config.head is not None:
         return model
-    task = get_task(config.data.task, ("text",), ("a", "b"))
-    head = HeadConfig.of("classification", vars(Classification(outputs=task.outputs)))
+    head = HeadConfig.of("classification", vars(Classification(outputs=_task(config).outputs)))
     made, params = with_head(model.config, model.params, head, jax.random.key(config.seed))
     return dataclasses.replace(model, config=made, params=params)
 
@@ -129,18 +129,25 @@ def _others(config: ConfigDict, model: Model):
         yield method, other, {"kept_share": report["kept_share"]}
     for path in tuple(config["against"]):
         other = load_model(path)
-        own = {"config": dataclasses.replace(other.config, head=model.config.head)}
-        params = {**other.params, "task_head": model.params["task_head"]}
-        yield epath.Path(path).name, dataclasses.replace(other, params=params, **own), {}
+        for name in ("n_layers", "d_model", "vocab_size"):
+            own, theirs = getattr(other.config, name), getattr(model.config, name)
+            if own != theirs:
+                raise ValueError(f"against={path}: its {name} is {own}, the model's {theirs}")
+        headed = dataclasses.replace(other.config, head=model.config.head)
+        params = {**other.params, ROOT: model.params[ROOT]}
+        other = dataclasses.replace(other, config=headed, params=params)
+        yield epath.Path(path).name, other, {}
     yield BIAS, without_kernel(model, config.layer), {}
 
 
 def without_kernel(model: Model, layer: int) -> Model:
     """The model whose FFN in that layer returns its bias, whatever it reads."""
-    params = unstack(model.params)
-    kernel = np.zeros_like(subtree(params["layers"][layer], "ffn/down/kernel"))
-    params["layers"][layer] = replaced(params["layers"][layer], "ffn/down/kernel", kernel)
-    return dataclasses.replace(model, params=restack(model.config, params))
+    silent = {
+        place: replaced(ffn, "down/kernel", np.zeros_like(ffn["down"]["kernel"]))
+        for place, ffn in ffn_blocks(model.params)
+        if place.layer == layer
+    }
+    return dataclasses.replace(model, params=restack(model.config, write(model.params, silent)))
 
 
 def _fusion(config: ConfigDict, method: str) -> Fusion:
@@ -148,11 +155,15 @@ def _fusion(config: ConfigDict, method: str) -> Fusion:
     return settings_from(Fusion, config, **own)
 
 
+def _task(config: ConfigDict) -> LabelTask:
+    """The task whose rows are read; a user's own has two labels, whose names nothing reads."""
+    fields = tuple(part for part in config.fields.split(",") if part)
+    return get_task(config.data.task, fields, ("a", "b"))
+
+
 def _rows(config: ConfigDict, model: Model) -> Encoded:
     """The first `max_rows` rows of the data."""
-    settings = settings_of(LabelSettings, config.data)
-    fields = tuple(part for part in config.fields.split(",") if part)
-    task = get_task(settings.task, fields, ("a", "b"))
+    settings, task = settings_of(LabelSettings, config.data), _task(config)
     source = labelled.open_rows(settings.path or task.hub, "validation")
     form = Form(model.config.is_encoder, model.config.padding_id, model.config.max_position)
     data = labelled.encode_rows(task, source, tokenizer_of(model), form, labelled=False)

@@ -36,8 +36,8 @@ from ffn_heterogeneity.probes.base import Probe
 
 # Numbers of the gradients that are there at once.
 MOST = 1 << 26
-# Leaves of a `Linear` whose gradients are understood.
-_TRAINED = {*KERNEL_LEAVES, "mask", "low_rank_a", "low_rank_b"}
+# Leaves of a `Linear` whose gradients are understood: with a kernel, and with factors.
+_MASKED, _THIN = {*KERNEL_LEAVES, "mask"}, {"bias", "low_rank_a", "low_rank_b"}
 _STATES = Probe(
     "ffn_states",
     lambda seen, batch, per_layer: {
@@ -124,16 +124,18 @@ def _states(
 
 def outer_products(
     config: ModelConfig, ffn: Mapping[str, Any], x: jax.Array, delta: jax.Array
-) -> Iterator[tuple[str, Outer]]:
-    """(path, gradient) of every leaf of a block that trains.
+) -> Iterator[Outer]:
+    """The gradient of every leaf of a block that trains.
 
     Args:
       ffn: the leaves of one block.
       x, delta: see `token_states`.
 
     Raises:
-      ValueError: leaves of adapters other than masks and low-rank factors.
+      ValueError: leaves of adapters other than masks of kernels, or low-rank factors.
     """
+    for name in ("gate", "up", "down"):
+        _check_leaves(name, ffn.get(name, {}))
     pre = {name: _affine(ffn[name], x) for name in ("gate", "up") if name in ffn}
     act, scale = ACTIVATIONS[config.activation], neuron_factor(ffn)
 
@@ -143,31 +145,32 @@ def outer_products(
 
     state, pull = jax.vjp(neurons, pre)
     (before,) = pull(delta @ effective_kernel(ffn["down"]).T.astype(delta.dtype))
-    for name, a, b in [*((name, x, before[name]) for name in pre), ("down", state, delta)]:
-        for leaf, outer in _of_linear(ffn[name], a, b):
-            yield f"{name}/{leaf}", outer
+    for name in pre:
+        yield from _of_linear(ffn[name], x, before[name])
+    yield from _of_linear(ffn["down"], state, delta)
+
+
+def _check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
+    known = _MASKED if "kernel" in leaves else _THIN
+    unknown = sorted(set(leaves) - known)
+    if unknown:
+        raise ValueError(f"ffn/{name}/{unknown[0]} is not understood: fold the model first")
 
 
 def _affine(leaves: Mapping[str, Any], x: jax.Array) -> jax.Array:
-    unknown = sorted(set(leaves) - _TRAINED)
-    if unknown:
-        raise ValueError(f"the kernel of {unknown[0]} is not understood: fold the model first")
     y = x @ effective_kernel(leaves).astype(x.dtype)
     return y + leaves["bias"].astype(y.dtype) if "bias" in leaves else y
 
 
-def _of_linear(
-    leaves: Mapping[str, Any], a: jax.Array, b: jax.Array
-) -> Iterator[tuple[str, Outer]]:
-    """(leaf, gradient), of inputs a and gradients b of the outputs."""
+def _of_linear(leaves: Mapping[str, Any], a: jax.Array, b: jax.Array) -> Iterator[Outer]:
+    """The gradients of its leaves, of inputs a and gradients b of the outputs."""
     if "bias" in leaves:
-        yield "bias", Outer(jnp.ones((*b.shape[:2], 1), b.dtype), b)
+        yield Outer(jnp.ones((*b.shape[:2], 1), b.dtype), b)
     if "kernel" in leaves:
-        yield "kernel", Outer(a, b, leaves.get("mask"))
+        yield Outer(a, b, leaves.get("mask"))
         return
-    thin_a, thin_b = (leaves[f"low_rank_{side}"].astype(a.dtype) for side in "ab")
-    yield "low_rank_a", Outer(a, b @ thin_b.T)
-    yield "low_rank_b", Outer(a @ thin_a, b)
+    yield Outer(a, b @ leaves["low_rank_b"].T.astype(b.dtype))
+    yield Outer(a @ leaves["low_rank_a"].astype(a.dtype), b)
 
 
 def tangent_kernels(
@@ -175,7 +178,7 @@ def tangent_kernels(
 ) -> dict[str, np.ndarray]:
     """{"adam": K, "sgd": K}, float64 [N, N]; arguments as of `outer_products`."""
     made = {name: np.zeros((len(x), len(x))) for name in ("adam", "sgd")}
-    for _, outer in outer_products(config, ffn, jnp.asarray(x), jnp.asarray(delta)):
+    for outer in outer_products(config, ffn, jnp.asarray(x), jnp.asarray(delta)):
         # The narrower side whole, the other in chunks.
         if outer.a.shape[2] > outer.b.shape[2]:
             outer = Outer(outer.b, outer.a, None if outer.mask is None else outer.mask.T)

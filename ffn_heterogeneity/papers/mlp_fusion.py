@@ -34,6 +34,7 @@ REDUCED = ("fuse.method", "fuse.canonical", "fuse.spare", "prune.criterion", "fu
 RECOVERED = (*REDUCED, "model", "fuse.n_init", "prune.ratio", "recover.", "score.")
 SETTINGS = dict.fromkeys((*REDUCED, "recover.kind", "recover.base"))
 SETTINGS |= dict.fromkeys((*SAME, "analysis", "method", "objective", "ratio", "canonical", "spare"))
+DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
 NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
 
 
@@ -46,15 +47,18 @@ def finetunings(rows: Frame) -> Frame:
     widths = rows[rows.what == "ffn_widths_after"]
     widths = widths.groupby(widths["run"].map(os.path.dirname))["value"].min()
     rows = rows[last]
-    # "configs/p32_glue.py:<model>,<task>"; what it reads itself is a stage's.
-    model = rows["finetune.base"].str.extract(r":(.+),", expand=False).map(os.path.basename)
-    rows = rows.assign(model=model)
+    rows = rows.assign(model=model_of(rows["finetune.base"]))
     rows = tidy.records(rows, SAME, SHOWN, {"objective": tidy.ANY})
     best = rows[rows.what.str.startswith(BEST)]
     rows = pandas.concat([rows, best.assign(what=SCORE, value=100 * best["value"], low=None)])
     neurons = rows["run"].map(os.path.dirname).map(widths).astype(object)
     layers = rows["compress.layers"].fillna(rows["mask_3.layers"]).map(count_of).astype(object)
     return rows.assign(neurons=neurons, **{"compressed layers": layers}).reset_index(drop=True)
+
+
+def model_of(base: pandas.Series) -> pandas.Series:
+    """The model of a job, "configs/x.py:<model>,<task>": its last stage reads another stage's."""
+    return base.str.extract(r":(.+),", expand=False).map(os.path.basename)
 
 
 def count_of(layers: object) -> float | None:
@@ -70,7 +74,7 @@ def blocks(rows: Frame) -> Frame:
     rows = rows[rows.analysis == "ntk"]
     norms = rows[rows.what == "kernel_norm"].set_index("run")["value"]
     rows = rows[rows.what.str.startswith("errors/")]
-    apart = rows[rows.what.str.endswith(f"/{NTK}") & ~rows.what.str.endswith(f"sgd_{NTK}")]
+    apart = rows[rows.what.str.endswith(f"/{NTK}")]
     share = apart["value"] / apart["run"].map(norms)
     shares = apart.assign(what=apart.what.str.replace(NTK, "share"), value=share)
     rows = pandas.concat([rows, shares], ignore_index=True)
@@ -86,14 +90,14 @@ def in_memory(rows: Frame) -> Frame:
     rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
     shown = ("model", "method", "ratio", "canonical", "spare")
     same = (*shown, "n_init", "steps", "text", "token_ids", "window", "max_windows", "bos")
-    return tidy.records(rows, same, shown, {"method": ["fusion", "sqrt", "sketch", "mmd"]})
+    return tidy.records(rows, same, shown, {"method": DRAWN})
 
 
 def recovered(rows: Frame) -> Frame:
     """Language models compressed, or neurons removed, then trained on: their last measurement."""
     rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
-    model = rows["recover.base"].str.extract(r":(.+),", expand=False).map(os.path.basename)
-    return tidy.records(rows.assign(model=model), RECOVERED, ("model", *REDUCED))
+    rows = rows.assign(model=model_of(rows["recover.base"]))
+    return tidy.records(rows, RECOVERED, ("model", *REDUCED))
 
 
 # ---- tables

@@ -140,9 +140,9 @@ def _configs(found: Mapping[str, Texts]) -> dict[str, dict[str, Any]]:
         if above and seed != name and seed.isdigit():
             above = above | {"seed": int(seed)}
         elif CONFIG in texts:
-            above = {
-                key: above[key] for key in ("stages", *above.get("stages", ())) if key in above
-            }
+            stages = above.get("stages")
+            groups = ["stages", *stages] if isinstance(stages, list) else []
+            above = {key: value for key, value in above.items() if key in groups}
         configs[path] = above | _object(path, texts, CONFIG)
     return configs
 

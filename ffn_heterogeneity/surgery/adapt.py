@@ -17,6 +17,7 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
+from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import settings_of
 
@@ -143,7 +144,7 @@ def insert_macdrop(
       ValueError: settings out of range, a layer with experts, or one that has MacDrop already.
     """
     settings = settings_of(macdrop.Macdrop, settings)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params)):
+    if is_abstract(model.params):
         layer = settings.layer or 0
         indices = np.arange(model.config.ffn_widths[layer])
     else:

@@ -41,17 +41,14 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
 
     Of weights of one size at the border all stay; what a mask took out before stays out.
     """
-    linears = [leaves for ffn in blocks.values() for leaves in ffn.values()]
-    stays = iter(highest_share([np.abs(_left(leaves)) for leaves in linears], share))
-
-    def masked(leaves: dict) -> dict:
-        mask = next(stays) & (leaves.get("mask", 1) != 0)
-        return leaves | {"mask": mask.astype(leaves["kernel"].dtype)}
-
-    return {
-        place: {name: masked(leaves) for name, leaves in ffn.items()}
-        for place, ffn in blocks.items()
-    }
+    named = [(place, name) for place, ffn in blocks.items() for name in ffn]
+    sizes = [np.abs(_left(blocks[place][name])) for place, name in named]
+    new: dict[Place, dict] = {place: {} for place in blocks}
+    for (place, name), stays in zip(named, highest_share(sizes, share), strict=True):
+        leaves = blocks[place][name]
+        mask = stays & (leaves.get("mask", 1) != 0)
+        new[place][name] = leaves | {"mask": mask.astype(leaves["kernel"].dtype)}
+    return new
 
 
 def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray]:

@@ -26,6 +26,7 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
+from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.surgery.adapt import Quantised, inserted
 from ffn_heterogeneity.surgery.entries import highest_share
 from ffn_heterogeneity.wording import settings_of
@@ -124,7 +125,7 @@ def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, 
 
 def _masks(scored: list[dict], share: float) -> list[np.ndarray]:
     """One for each kernel; of shapes alone, ones."""
-    if any(isinstance(leaves["score"], jax.core.Tracer) for leaves in scored):
+    if is_abstract(scored):
         return [np.ones(leaves["score"].shape, np.float32) for leaves in scored]
     values = []
     for leaves in scored:

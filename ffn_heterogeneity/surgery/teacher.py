@@ -12,7 +12,7 @@ import numpy as np
 from ffn_heterogeneity.io.load import Model, load_config, load_model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import slots, stack_leaves, unstack
-from ffn_heterogeneity.paths import TEACHER, flatten, unflatten
+from ffn_heterogeneity.paths import TEACHER, flatten, is_abstract, unflatten
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -38,8 +38,8 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
     asked = settings_of(Teacher, settings)
     if not asked.model:
         raise ValueError("teacher.model is empty: name the model that was compressed")
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(model.params))
-    if traced:
+    abstract = is_abstract(model.params)
+    if abstract:
         config = load_config(asked.model)
         whole = causal_lm.init(config, jax.random.key(0))
     else:
@@ -49,7 +49,7 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
         depths = f"{config.n_layers} layers, this model {model.config.n_layers}"
         raise ValueError(f"teacher.model={asked.model} has {depths}")
     taught, layers = unstack(whole)["layers"], unstack(model.params)["layers"]
-    if not traced:
+    if not abstract:
         _check_common(asked.model, {**whole, "layers": taught}, {**model.params, "layers": layers})
     other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
     if not other:
@@ -65,12 +65,11 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
 
 
 def _same(one: dict, other: dict) -> bool:
-    """Whether two layers have one FFN; of shapes alone, as far as they tell."""
+    """True if two layers have one FFN, leaf by leaf; False of shapes alone."""
     a, b = flatten(one["ffn"]), flatten(other["ffn"])
     if {path: leaf.shape for path, leaf in a.items()} != {p: leaf.shape for p, leaf in b.items()}:
         return False
-    known = not any(isinstance(leaf, jax.core.Tracer) for leaf in (*a.values(), *b.values()))
-    return known and all(np.array_equal(a[path], b[path]) for path in a)
+    return not is_abstract([a, b]) and all(np.array_equal(a[path], b[path]) for path in a)
 
 
 def _check_common(name: str, whole: dict, model: dict) -> None:

@@ -262,6 +262,8 @@ def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
 def _taught(params: dict) -> str:
     """The pattern of `TAUGHT`."""
     taught = [slot for slot in slots(params) if subtree(params.get(TEACHER, {}), slot.path)]
+    if not taught:
+        raise ValueError(f"train_only={TAUGHT!r}: no block has a teacher (config.prepare)")
     layers = "|".join(str(layer) for slot in taught for layer in slot.layers)
     return rf"^layers/({layers})/ffn/(gate|up|down)/"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special
-from tiny_models import config_of, random_params, save_tiny_reader, tiny_of
+from tiny_models import config_of, random_params, save_tiny, save_tiny_reader, tiny_of
 
 from ffn_heterogeneity.data.labelled import Encoded, Form, encode_texts
 from ffn_heterogeneity.evaluate import ntk
@@ -94,12 +94,20 @@ def test_kernels_are_those_of_whole_gradients(family, method, monkeypatch):
         assert np.abs(found[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
 
 
-def test_adapters_are_refused():
+@pytest.mark.parametrize(
+    ("method", "name", "leaf"),
+    [(None, "gate", "lora_a"), (None, "up", "lora_a"), (None, "down", "lora_a"),
+     (None, "down", "score"), ("svd", "down", "mask")],
+)  # fmt: skip
+def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
+    """In every kernel of a block; and a mask on factors, whose gradients are no outer products."""
     model = tiny_reader("llama")
+    if method:
+        model, _ = fuse(model, {"method": method, "ratio": 0.5, "layers": str(LAYER)})
     ffn = ffn_of(model)
-    ffn = {**ffn, "up": ffn["up"] | {"lora_a": np.zeros((3, 2))}}
+    ffn = {**ffn, name: ffn[name] | {leaf: np.zeros((3, 2))}}
     x = jnp.zeros((1, 2, model.config.d_model))
-    with pytest.raises(ValueError, match="lora_a is not understood: fold the model first"):
+    with pytest.raises(ValueError, match=f"ffn/{name}/{leaf} is not understood: fold the model"):
         ntk.tangent_kernels(model.config, ffn, x, x)
 
 
@@ -176,9 +184,14 @@ def test_the_analysis(reader, tmp_path):
         ({"methods": ("fused",)}, "method='fused'"),
         ({"ratio": 1.5}, "ratio=1.5"),
         ({"data__path": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"methods": (), "against": "short"}, "its n_layers is 2, the model's 3"),
     ],
 )
 def test_bad_settings_are_refused(reader, tmp_path, settings, words):
+    if "against" in settings:
+        short, _ = SURGERIES["truncate"](load_model(reader["model"]), {"blocks": 2})
+        other = save_tiny(tmp_path / "short", short.config, short.params)
+        settings = {**settings, "against": (str(other),)}
     with pytest.raises((ValueError, OSError), match=words):
         analysed(reader | settings, tmp_path / "w")
     assert not (tmp_path / "w" / "results.json").exists()
@@ -212,7 +225,7 @@ def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
 
 
 def of_numpy(ffn, x):
-    """What a BERT block returns, in float64: factors multiplied out, masks and P applied."""
+    """The outputs of a BERT block in float64: factors multiplied out, masks and P applied."""
 
     def kernel(leaves):
         if "low_rank_a" in leaves:

@@ -53,7 +53,7 @@ def test_padded_rows_and_greedy_tokens_are_torchs_up_to_the_last_position(torch,
 
 
 def test_files_without_the_prefix_and_with_the_buffers_of_old_ones_are_read(tmp_path, capfd):
-    """As GPT2Model and the hub have them; a head beside the tied embedding is a copy."""
+    """Files as GPT2Model and the hub have them; a head beside the tied embedding is a copy."""
     save_pretrained(TINY, PARAMS, tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     before = load_file(path)

@@ -279,6 +279,23 @@ def test_damaged_rows_are_refused_by_file_and_line(line, words, tmp_path):
         fh.results(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stages", "ratio"),
+    [(["prune"], 0.5), ([[1], {}, "prune"], 0.5), (5, None), ("prune", None), (None, None)],
+)
+def test_a_stage_has_the_groups_of_all_stages(tmp_path, stages, ratio):
+    """Those that its parent lists, whatever stands there."""
+    own = tmp_path / "00_score"
+    own.mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"stages": stages, "prune": {"ratio": 0.5}}))
+    (own / "config.json").write_text('{"seed": 1}')
+    (own / "results.json").write_text('{"nll": 2.0}')
+    (row,) = fh.results(tmp_path).to_dict("records")
+    assert row["seed"] == 1
+    found = row.get("config.prune.ratio")
+    assert found == ratio or (ratio is None and np.isnan(found))
+
+
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no directory of runs"):
         fh.results(tmp_path / "nothing")

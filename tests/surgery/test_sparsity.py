@@ -135,7 +135,7 @@ def test_the_losses_are_their_formulas():
 
 
 def test_open_gates_are_the_kernel_of_that_rank():
-    """In the place of a kernel, and of factors that are there, whose rank stays."""
+    """Gates in the place of a kernel, and of factors that are there, whose rank stays."""
     few, _ = SURGERIES["fuse"](model_of(), {"method": "svd", "ratio": 0.5})
     for model in (model_of(), few):
         opened, _ = SURGERIES["gates"](model, {"start": 30.0})
@@ -153,7 +153,7 @@ def test_open_gates_are_the_kernel_of_that_rank():
 
 
 def test_masks_of_scores_nest_and_keep_the_highest():
-    """Of all kernels together; round by round the lowest of the active scores go."""
+    """Masks of all kernels together; round by round the lowest of the active scores go."""
     scored, _ = SURGERIES["scores"](model_of(), {"targets": "ffn/"})
     before, out = scored, None
     for ratio, last in ((0.25, False), (0.5, False), (0.75, True)):

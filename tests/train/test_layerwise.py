@@ -18,8 +18,11 @@ from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import layer_leaves, unstack
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train import fit
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.step import values_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -248,6 +251,15 @@ def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             SURGERIES["fuse"](whole, settings)
+
+
+def test_what_is_taught_alone_trains_needs_a_teacher(files):
+    config = config_of("p32_glue", f"{files / 'bert'},labels", train_only=("@taught",),
+                       fields="sentence", lengths=(8, 32), together=1,
+                       data__path=str(files / "train.jsonl"),
+                       data__validation_path=str(files / "held_out.jsonl"))  # fmt: skip
+    with pytest.raises(ValueError, match="train_only='@taught': no block has a teacher"):
+        fit.build_shapes(read(config), partition.make_mesh(**config.mesh))
 
 
 @pytest.mark.parametrize("argument", ["bert,sst2", "bert,sst2,fused", "bert,sst2,fusion,tuning"])
