@@ -4,13 +4,15 @@ Example:
   python scripts/report.py runs/alpha-10
   python scripts/report.py --compare runs/alpha-0 runs/alpha-10 --output=runs/alphas
   python scripts/report.py --paper=nucl runs/alpha runs/table4 runs/pairs --out=runs/paper
+  python scripts/report.py --paper=mine.py runs/table4
   python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
 
 Reads config.json, results.json and metrics.jsonl of runs, also while they run; a directory of a
 sweep, or an archive, stands for every run in it, seeds for their mean [low, high]. Differences and
 ratios are against the first run. Writes <output>/compare.md and compare.png (one run: report.md);
 --paper=nucl writes <output>/nucl.md, tables and figures beside the paper's numbers, "-" where there
-is none; --benchmarks writes <output>/benchmarks.md of what scripts/benchmark.py left.
+is none (a file of your own: docs/howto/report.md); --benchmarks writes <output>/benchmarks.md of
+what scripts/benchmark.py left.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from ffn_heterogeneity.launch import cli
 _COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory; default: runs/<kind>-<date>-<time>.")
 flags.DEFINE_alias("out", "output")
-_PAPER = flags.DEFINE_enum("paper", None, papers.NAMES, "Make this paper's tables and figures.")
+_NAMES = f"{', '.join(papers.NAMES)}, or your own <file>.py"
+_PAPER = flags.DEFINE_string("paper", None, f"Make a paper's tables and figures: {_NAMES}.")
 _BENCHMARKS = flags.DEFINE_bool("benchmarks", False, "Make a page of these results.json.")
 RUNS: list[str] = []
 
@@ -44,12 +47,10 @@ def main() -> None:
         raise ImportError("reports need pandas: pip install 'ffn-heterogeneity[plots]'")
     from ffn_heterogeneity.report import compare, paper
 
-    name = _PAPER.value or ("compare" if len(RUNS) > 1 else "report")
+    of = papers.load(_PAPER.value) if _PAPER.value else None
+    name = of.name if of else "compare" if len(RUNS) > 1 else "report"
     output = _OUTPUT.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if _PAPER.value:
-        text = paper.write_paper(papers.load(name), RUNS, output)
-    else:
-        text = compare.write_report(RUNS, output, name)
+    text = paper.write_paper(of, RUNS, output) if of else compare.write_report(RUNS, output, name)
     print(text, end="")
     print(f"{output}/{name}.md", file=sys.stderr)
 

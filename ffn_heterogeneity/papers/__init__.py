@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
-from importlib import resources
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,25 +14,33 @@ if TYPE_CHECKING:
 NAMES = ["nucl", "jreg", "massive_weights", "p32", "mlp_fusion"]
 
 
+def _file(name: str) -> Path:
+    return Path(__file__).with_name(f"{name}.py") if name in NAMES else Path(name)
+
+
 @functools.cache
 def printed(name: str) -> dict[str, Any]:
-    """The JSON of a paper, see `report.paper.Paper`; "@place" in it is what "names" has there.
+    """The JSON of a paper, or beside a file of Python; see `report.paper.Paper`.
 
-    A row holds its labels, then its numbers (null: not printed, or cut off in the copy at hand).
+    "@place" in it is what "names" has there. A row holds its labels, then its numbers (null: not
+    printed, or cut off in the copy at hand).
     """
-    text = (resources.files(__package__) / f"{name}.json").read_text()
+    text = _file(name).with_suffix(".json").read_text()
     for key, value in json.loads(text).get("names", {}).items():
         text = text.replace(f'"@{key}"', json.dumps(value))
     return json.loads(text)
 
 
 def load(name: str) -> Paper:
-    """The report of a paper of `NAMES`; a module's ALSO is another that holds functions of it.
+    """The report of a paper of `NAMES`, or of a file of Python with its texts in JSON beside it.
 
     Raises:
       ImportError: pandas is not installed.
+      ValueError: the name is neither.
     """
     from ffn_heterogeneity.report.paper import Paper
 
-    module = importlib.import_module(f"{__name__}.{name}")
-    return Paper(name, printed(name), vars(getattr(module, "ALSO", module)) | vars(module))
+    file = _file(name)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"--paper={name}: give {', '.join(NAMES)}, or a file of Python")
+    return Paper(file.stem, printed(name), runpy.run_path(str(file), run_name=file.stem))

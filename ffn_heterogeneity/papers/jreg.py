@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
 NLL, PSI, ENTROPY = "validation/nll", "validation/jreg/psi", "validation/entropy/ent/ffn_out/mean"
 RATES = {rate: f"validation/jreg/{rate}" for rate in ("zeta_L", "zeta_L-1", "zeta_L-2")}
 ZETA, METRICS = RATES["zeta_L"], {**RATES, "validation NLL": NLL}
-DEPTH, ANALYSIS = "angular displacement", {"analysis": "displacement"}
+DEPTH, MEAN = "angular displacement", "avg"
 ORDER = (OPEN, FAILS, HOLDS)  # of a record the first that one of its seeds says
 READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
 READ = (*EVALUATION, "positions")
@@ -71,7 +72,8 @@ def trainings(rows: Frame) -> Frame:
     """Models trained from nothing, without and with JREG."""
     rows = rows[rows["shape.layers"].notna()]
     shown = ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len")
-    return tidy.records(rows, TRAINED, shown, {"shape.layers": tidy.ANY}, ALWAYS)
+    rows = tidy.records(rows, TRAINED, shown, {"shape.layers": tidy.ANY}, ALWAYS)
+    return tidy.scored(rows, TASKS, MEAN)
 
 
 def over_steps(runs: Runs) -> Frame:
@@ -90,7 +92,7 @@ def table_1(runs: Runs) -> Frame:
 
 
 def table_2(runs: Runs) -> Frame:
-    return tidy.scores(runs["pretraining"], TASKS, "avg")
+    return tidy.cells(runs["pretraining"], {name: name for name in (*TASKS, MEAN)})
 
 
 def table_3(runs: Runs) -> Frame:
@@ -129,6 +131,11 @@ def paired(runs: Runs) -> Frame:
 
 def against_baseline(runs: Runs, what: str) -> Frame:
     return versus(runs["pretraining"], what, OURS, BASELINE, TRAINED, (WEIGHT, ALPHA))
+
+
+mean_accuracy = partial(against_baseline, what=MEAN)
+below_baseline = partial(against_baseline, what=ZETA)
+no_worse = partial(against_baseline, what=NLL)
 
 
 def models(runs: Runs) -> Frame:
@@ -184,20 +191,6 @@ def curves(runs: Runs) -> Frame:
 # ---- claims
 
 
-def mean_accuracy(runs: Runs) -> Frame:
-    rows = runs["pretraining"]
-    rows = pandas.concat([rows, tidy.scores(rows, TASKS, "avg")], ignore_index=True)
-    return against_baseline({"pretraining": rows}, "avg")
-
-
-def below_baseline(runs: Runs) -> Frame:
-    return against_baseline(runs, ZETA)
-
-
-def no_worse(runs: Runs) -> Frame:
-    return against_baseline(runs, NLL)
-
-
 def no_jump(runs: Runs) -> Frame:
     rows = tidy.matching(runs["pretraining"], OURS)
     return within(rows[rows[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
@@ -236,9 +229,6 @@ def rising(runs: Runs) -> Frame:
     return pandas.concat(made, ignore_index=True)
 
 
-KINDS = {
-    "displacement": lambda rows, _: displacements(rows),
-    "pretraining": lambda rows, _: trainings(rows),
-    "curves": lambda _, curves: trainings(curves),
-}
+KINDS = {"displacement": displacements, "pretraining": trainings}
+CURVE_KINDS = {"curves": trainings}
 CURVES = (PSI, ENTROPY, *METRICS.values())

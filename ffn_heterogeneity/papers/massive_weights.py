@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import pandas
 
-from ffn_heterogeneity.papers import massive_removal, nucl, printed
+from ffn_heterogeneity.papers import nucl, printed
 from ffn_heterogeneity.papers.jreg import two_names
-from ffn_heterogeneity.papers.massive_removal import CORPORA, at, corpus, removals
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
 from ffn_heterogeneity.report.stats import FAILS, HOLDS
 from ffn_heterogeneity.report.tidy import Frame, Match
 from ffn_heterogeneity.report.versus import versus
 
+CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}  # known by the path of a text
 PRINTED = printed("massive_weights")
 ATTACK = ("attack", "k", "config.layer", "token")
 ATTACKED = ("model", *ATTACK, *nucl.EVALUATION)
@@ -40,6 +43,11 @@ SETTINGS |= dict.fromkeys(f"macdrop.{key}" for key in ("p0", "scope", "curriculu
 # ---- runs
 
 
+def corpus(place: Any) -> str:
+    name = "" if tidy.is_missing(place) else str(place)
+    return next((x for x in CORPORA.values() if x in name.lower()), os.path.basename(name))
+
+
 def evaluations(rows: Frame) -> Frame:
     """Models attacked, or evaluated as they are; of trained ones see `adapted`."""
     measured = rows[rows.what == "perplexity"]["run"]
@@ -51,11 +59,8 @@ def evaluations(rows: Frame) -> Frame:
 def untrained(rows: Frame) -> Frame:
     own = evaluations(rows)
     own = own[~own.origin.isin(tunings(rows)["run"])]
-    return scored(tidy.records(own, ATTACKED, ("model", *ATTACK, "text")))
-
-
-def scored(rows: Frame) -> Frame:
-    return pandas.concat([rows, tidy.scores(rows, TASKS, MEAN)], ignore_index=True)
+    own = tidy.records(own, ATTACKED, ("model", *ATTACK, "text"))
+    return tidy.scored(own, TASKS, MEAN)
 
 
 def tunings(rows: Frame) -> Frame:
@@ -91,7 +96,8 @@ def adapted(rows: Frame) -> Frame:
     own = own.assign(model=own.origin.map(tuned.model), seed=own.origin.map(tuned.seed))
     own = own.join(carried.add_prefix("trained."), on="origin")
     shown = ("model", "text", "trained.adapter", SCOPE, CURRICULUM, A, P0, *ATTACK)
-    return scored(tidy.records(own, ADAPTED, shown, {"trained.adapter": tidy.ANY}))
+    own = tidy.records(own, ADAPTED, shown, {"trained.adapter": tidy.ANY})
+    return tidy.scored(own, TASKS, MEAN)
 
 
 def analyses(rows: Frame) -> Frame:
@@ -128,11 +134,11 @@ def table_1(runs: Runs) -> Frame:
     made = tidy.cells(rows, {**texts, **asked})
     by = ["Models", "Attack", "from"]
     measured = made[made["column"].isin(list(CORPORA))]
-    means = measured.groupby([*by, "column"], observed=True)["value"].mean()
-    means = means.groupby(by, observed=True).agg(["mean", "size"]).reset_index()
-    whole = means[means["size"] == len(CORPORA)].rename(columns={"mean": "value"})
-    whole = whole.assign(column="Avg. (perplexity)")
-    return pandas.concat([made, whole[[*by, "column", "value"]]], ignore_index=True)
+    means = measured.groupby(by, observed=True, as_index=False).agg(
+        value=("value", "mean"), texts=("column", "nunique")
+    )
+    whole = means[means.texts == len(CORPORA)].assign(column="Avg. (perplexity)")
+    return pandas.concat([made, whole], ignore_index=True)
 
 
 def table_7(runs: Runs) -> Frame:
@@ -142,17 +148,13 @@ def table_7(runs: Runs) -> Frame:
     return tidy.cells(first, columns)
 
 
-def table_4(runs: Runs) -> Frame:
-    return accuracies(runs, TASKS, {"attack": "zero", "k": 3})
-
-
-def table_8(runs: Runs) -> Frame:
-    return accuracies(runs, LONG, WHOLE)
-
-
 def accuracies(runs: Runs, names: Iterable[str], attack: Match) -> Frame:
     columns = dict(zip((*names, "Avg."), (*TASKS, MEAN), strict=True))
     return tidy.cells(tidy.matching(runs["adapted"], attack), columns)
+
+
+table_4 = partial(accuracies, names=TASKS, attack={"attack": "zero", "k": 3})
+table_8 = partial(accuracies, names=LONG, attack=WHOLE)
 
 
 def table_5(runs: Runs) -> Frame:
@@ -164,15 +166,9 @@ def table_5(runs: Runs) -> Frame:
 # ---- ours
 
 
-def alone(rows: Frame, what: str, how: str = "difference", these: Match | None = None) -> Frame:
-    """Less the adapter that was trained without MacDrop."""
-    return versus(rows, what, these or {}, ALONE, ADAPTED, ("trained.macdrop.",), how)
-
-
-def unattacked(
-    rows: Frame, what: str, same: Sequence[str], how: str = "difference", these: Match | None = None
-) -> Frame:
-    return versus(rows, what, these or {}, WHOLE, same, ("attack", "k"), how)
+# Less the adapter that was trained without MacDrop; less the model without an attack.
+alone = partial(versus, these={}, base=ALONE, same=ADAPTED, free=("trained.macdrop.",))
+unattacked = partial(versus, these={}, base=WHOLE, free=("attack", "k"))
 
 
 def macdrop(runs: Runs) -> Frame:
@@ -180,7 +176,7 @@ def macdrop(runs: Runs) -> Frame:
     columns = {
         "NLL": "nll",
         "less adapter alone": alone(rows, "nll"),
-        "less unattacked": unattacked(rows, "nll", ADAPTED),
+        "less unattacked": unattacked(rows, "nll", same=ADAPTED),
         "accuracy": MEAN,
         "accuracy less adapter alone": alone(rows, MEAN),
     }
@@ -189,19 +185,28 @@ def macdrop(runs: Runs) -> Frame:
 
 def macdrop_questions(runs: Runs) -> Frame:
     rows = runs["adapted"]
-    return tidy.cells(rows, {name: alone(rows, name, "units") for name in TASKS})
+    return tidy.cells(rows, {name: alone(rows, name, how="units") for name in TASKS})
 
 
 def attacks(runs: Runs) -> Frame:
     rows = runs["attack"]
+    against = partial(unattacked, same=ATTACKED, how="units")
     columns = {"perplexity": "perplexity"}
-    columns["NLL less unattacked"] = unattacked(rows, "nll", ATTACKED, "units")
+    columns["NLL less unattacked"] = against(rows, "nll")
     for name in TASKS:
-        columns[f"{name} less unattacked"] = unattacked(rows, name, ATTACKED, "units")
+        columns[f"{name} less unattacked"] = against(rows, name)
     return tidy.cells(rows, columns)
 
 
 # ---- figures
+
+
+def at(rows: Frame, values: Mapping[str, Any], x: str) -> Frame:
+    """Each record's mean at its setting `x`."""
+    rows = tidy.cells(rows, values)
+    mean = rows.groupby(["record", "column"], observed=True)["value"].transform("mean")
+    rows = rows.assign(value=mean, seed=None).drop_duplicates(["record", "column"])
+    return rows[rows[x] != tidy.IDLE]
 
 
 def figure_3(runs: Runs) -> Frame:
@@ -253,7 +258,7 @@ def zeroing_and_retaining(runs: Runs) -> Frame:
 
 def zeroing_three(runs: Runs) -> Frame:
     three = {"attack": "zero", "k": 3}
-    return unattacked(runs["attack"], "nll", ATTACKED, these=three)
+    return unattacked(runs["attack"], "nll", same=ATTACKED, these=three)
 
 
 def macdrop_under_attack(runs: Runs) -> Frame:
@@ -271,12 +276,6 @@ def always_dropped(runs: Runs) -> Frame:
     return alone(runs["adapted"], "nll", these={"attack": "zero", "k": 3, **always})
 
 
-ALSO = massive_removal  # its tables, figures and claim
-KINDS = {
-    "attack": lambda rows, _: untrained(rows),
-    "analysis": lambda rows, _: analyses(rows),
-    "removal": lambda rows, _: removals(rows),
-    "adapted": lambda rows, _: adapted(rows),
-    "tuning": lambda _, curves: dropping(curves),
-}
+KINDS = {"attack": untrained, "analysis": analyses, "adapted": adapted}
+CURVE_KINDS = {"tuning": dropping}
 CURVES = ("train/macdrop",)

@@ -245,11 +245,7 @@ def above_half_depth(runs: Runs) -> Frame:
     return against(runs, {"data.task": "sst2", **FUSION}, {"truncate.blocks": tidy.ANY})
 
 
-KINDS = {
-    "finetuned": lambda rows, _: finetunings(rows),
-    "kernel": lambda rows, _: blocks(rows),
-    "untrained": lambda rows, _: in_memory(rows),
-    "recovered": lambda rows, _: recovered(rows),
-    "curves": lambda _, curves: finetunings(curves),
-}
+KINDS = {"finetuned": finetunings, "kernel": blocks}
+KINDS |= {"untrained": in_memory, "recovered": recovered}
+CURVE_KINDS = {"curves": finetunings}
 CURVES = ("train/loss",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas
@@ -131,16 +132,15 @@ def gains(runs: Runs) -> Frame:
 
 def gains_of(table: dict) -> Frame:
     """The paper's gains, from the scores that a table prints."""
-    found = {tuple(row[:2]): row[2:] for row in table["rows"]}
-    made = []
-    for task in dict.fromkeys(row[0] for row in table["rows"]):
-        name = task.split()[0]
-        pairs = [found[task, f"{x} fine-tuning"] for x in ("Standard", "NUCL")]
-        for model, a, b in zip(table["columns"], *pairs, strict=True):
-            z = two_proportions(a, b, QUESTIONS.get(name))
-            cells_of = zip(GAINS["columns"], (a, b, b - a, 100 * (b / a - 1), z), strict=True)
-            made += [(name, model, "paper", *cell) for cell in cells_of if cell[1] is not None]
-    return pandas.DataFrame(made, columns=["task", "model", "from", "column", "value"])
+    rows: Frame = pandas.DataFrame(table["rows"], columns=["task", "how", *table["columns"]])
+    rows["task"] = rows.task.str.split().str[0]
+    rows = rows.set_index(["how", "task"]).stack()
+    a, b = (rows[f"{x} fine-tuning"] for x in ("Standard", "NUCL"))
+    z = [two_proportions(a[x], b[x], QUESTIONS.get(x[0])) for x in a.index]
+    parts = [a, b, b - a, 100 * (b / a - 1), pandas.Series(z, a.index, float)]
+    made = pandas.concat(parts, axis=1, keys=GAINS["columns"]).rename_axis(["task", "model"])
+    made = made.reset_index().melt(["task", "model"], var_name="column").dropna()
+    return made.assign(**{"from": "paper"})
 
 
 def finetuning(runs: Runs) -> Frame:
@@ -162,18 +162,14 @@ def removal(runs: Runs) -> Frame:
 # ---- figures and claims
 
 
-def figure_2(runs: Runs) -> Frame:
-    return over_training(runs, "entropy a neuron (nats)", ENTROPY_OF_WEIGHTS)
-
-
-def figure_3(runs: Runs) -> Frame:
-    return over_training(runs, "validation NLL", NLL)
-
-
 def over_training(runs: Runs, name: str, what: str) -> Frame:
     """A panel for each model and variant."""
     rows = tidy.matching(runs["curves"], OUTGOING)
     return rows[rows.what == what].assign(column=name)
+
+
+figure_2 = partial(over_training, name="entropy a neuron (nats)", what=ENTROPY_OF_WEIGHTS)
+figure_3 = partial(over_training, name="validation NLL", what=NLL)
 
 
 def figure_4(runs: Runs) -> Frame:
@@ -183,25 +179,9 @@ def figure_4(runs: Runs) -> Frame:
     return rows.assign(pair=pair, column="perplexity x unpruned")
 
 
-def entropy_of_mstd(runs: Runs) -> Frame:
-    return mstd_against_gini(runs, ENTROPY_OF_WEIGHTS)
-
-
-def loss_of_mstd(runs: Runs) -> Frame:
-    return mstd_against_gini(runs, NLL)
-
-
 def mstd_against_gini(runs: Runs, what: str) -> Frame:
     ours, base = MSTD | OUTGOING, {VARIANT: "gini"}
     return versus(runs["training"], what, ours, base, TUNED, (VARIANT,))
-
-
-def by_entropy(runs: Runs) -> Frame:
-    return against_chance(runs, ENTROPY)
-
-
-def by_weak_criteria(runs: Runs) -> Frame:
-    return against_chance(runs, WEAK)
 
 
 def against_chance(runs: Runs, settings: Match) -> Frame:
@@ -209,9 +189,11 @@ def against_chance(runs: Runs, settings: Match) -> Frame:
     return versus(runs["removal"], "perplexity", settings, base, REMOVED, REMOVAL[:3])
 
 
-KINDS = {
-    "removal": lambda rows, _: removals(rows),
-    "training": lambda rows, _: trainings(rows),
-    "curves": lambda _, curves: trainings(curves),
-}
+entropy_of_mstd = partial(mstd_against_gini, what=ENTROPY_OF_WEIGHTS)
+loss_of_mstd = partial(mstd_against_gini, what=NLL)
+by_entropy = partial(against_chance, settings=ENTROPY)
+by_weak_criteria = partial(against_chance, settings=WEAK)
+
+
+KINDS, CURVE_KINDS = {"removal": removals, "training": trainings}, {"curves": trainings}
 CURVES = (NLL, ENTROPY_OF_WEIGHTS)

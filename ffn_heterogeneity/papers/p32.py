@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pandas
@@ -71,6 +72,12 @@ def scores(runs: Runs, match: Match) -> Frame:
     return rows[rows.what == SCORE]
 
 
+table_2 = table_6 = partial(scores, match=WHOLE)
+table_3, table_4 = (
+    partial(scores, match={**BASELINE, "data.fraction": 1.0, "tuned": x}) for x in (False, True)
+)
+
+
 def table_1(runs: Runs) -> Frame:
     rows = tidy.matching(runs["classifier"], {**BASELINE, **WHOLE})
     rows = rows[rows.what == "parameters"].drop_duplicates("model").assign(differs="")
@@ -79,26 +86,10 @@ def table_1(runs: Runs) -> Frame:
     return tidy.cells(rows, {"# Transformer Blocks": depth, "# Parameters": rows})
 
 
-def table_2(runs: Runs) -> Frame:
-    return scores(runs, WHOLE)
-
-
-def table_3(runs: Runs) -> Frame:
-    return scores(runs, {**BASELINE, "data.fraction": 1.0, "tuned": False})
-
-
-def table_4(runs: Runs) -> Frame:
-    return scores(runs, {**BASELINE, "data.fraction": 1.0, "tuned": True})
-
-
 def table_5(runs: Runs) -> Frame:
     rows = tidy.matching(runs["classifier"], WHOLE).drop_duplicates(["data.task", "model", "what"])
     columns = {"# Train Samples": "train/rows", "Avg. Input Length": "train/tokens_a_row"}
     return tidy.cells(rows, columns)
-
-
-def table_6(runs: Runs) -> Frame:
-    return scores(runs, WHOLE)
 
 
 def paired(runs: Runs) -> Frame:
@@ -204,12 +195,10 @@ def told_by_depth(runs: Runs, tell: Callable[[Frame], bool]) -> Frame:
     return pandas.DataFrame(rows, columns=["run on", "part", "value", "verdict"])
 
 
-def rising_with_depth(runs: Runs) -> Frame:
-    return told_by_depth(runs, lambda its: its.is_monotonic_increasing and its.is_unique)
-
-
-def overthinking(runs: Runs) -> Frame:
-    return told_by_depth(runs, lambda its: its.idxmax() < its.index.max())
+rising_with_depth = partial(
+    told_by_depth, tell=lambda its: its.is_monotonic_increasing and its.is_unique
+)
+overthinking = partial(told_by_depth, tell=lambda its: its.idxmax() < its.index.max())
 
 
 def peak_at_best_depth(runs: Runs) -> Frame:
@@ -236,7 +225,7 @@ def gap_grows(runs: Runs) -> Frame:
     return pandas.concat(made) if made else rows.head(0)
 
 
-def regressions(column: str, low: bool) -> Frame:
+def regressions(runs: Runs, column: str, low: bool) -> Frame:
     """The line of 5.4 through the gains of LLAMA-2-7B, with and without MNLI; `low`: whether the
     claim is that p is below .05."""
     from scipy.stats import linregress
@@ -252,12 +241,8 @@ def regressions(column: str, low: bool) -> Frame:
     return on_paper(parts)
 
 
-def samples_tell(runs: Runs) -> Frame:
-    return regressions("# Train Samples", True)
-
-
-def length_tells(runs: Runs) -> Frame:
-    return regressions("Avg. Input Length", False)
+samples_tell = partial(regressions, column="# Train Samples", low=True)
+length_tells = partial(regressions, column="Avg. Input Length", low=False)
 
 
 def ablation(runs: Runs, name: str, base: str) -> Frame:
@@ -267,13 +252,8 @@ def ablation(runs: Runs, name: str, base: str) -> Frame:
     return with_ours(paper, runs, METHODS[name], METHODS[base])
 
 
-def average_above_baseline(runs: Runs) -> Frame:
-    return ablation(runs, "Avg.Pool", "Baseline")
+average_above_baseline = partial(ablation, name="Avg.Pool", base="Baseline")
+above_average = partial(ablation, name="P-32", base="Avg.Pool")
 
 
-def above_average(runs: Runs) -> Frame:
-    return ablation(runs, "P-32", "Avg.Pool")
-
-
-KINDS = {"classifier": lambda rows, _: classifiers(rows)}
-CURVES = ("train/loss",)  # of no table: it tells which runs have begun
+KINDS = {"classifier": classifiers}

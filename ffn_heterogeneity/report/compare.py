@@ -14,7 +14,7 @@ from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
 from ffn_heterogeneity.report.frame import SETTINGS, everything
 from ffn_heterogeneity.report.stats import middle
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
-from ffn_heterogeneity.report.tidy import Frame, last, plain, spread, text_of
+from ffn_heterogeneity.report.tidy import Frame, last, plain, progress, spread, text_of
 from ffn_heterogeneity.wording import spans
 
 FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_seconds")
@@ -90,11 +90,11 @@ def read_runs(paths: Sequence[str]) -> Runs:
 
 def states(runs: Runs) -> Iterator[tuple[str, str, str]]:
     """(label, how far it is, work directory) of each."""
+    known = progress(runs.rows, runs.curves)
     for (label, folder), its in runs.settings.groupby(["label", "folder"], sort=False):
-        steps = runs.curves[runs.curves["label"] == label]["step"]
-        state = f"not finished, at step {steps.max()}" if len(steps) else "not begun"
-        state = "finished" if set(its.index) <= set(runs.rows["run"]) else state
-        yield label, f"{len(its)} seeds, {state}" if len(its) > 1 else state, folder
+        # Of several seeds that of the first that has not ended.
+        found = sorted((known.get(run, "not begun") for run in its.index), key="finished".__eq__)
+        yield label, f"{len(its)} seeds, {found[0]}" if len(its) > 1 else found[0], folder
 
 
 def differing_keys(runs: Runs) -> list[list[str]]:
@@ -164,9 +164,9 @@ def _lost(curves: Frame) -> list[int]:
 def choose_panels(runs: Runs) -> list[str]:
     """Metrics to draw: validation and training loss, then what most runs have."""
     having = runs.curves.groupby("what", sort=False)["label"].nunique()
-    names = having.sort_values(ascending=False, kind="stable").index
-    names = [x for x in names if x.startswith("validation/") or x in FIRST_PANELS]
-    return [*dict.fromkeys([*(x for x in FIRST_PANELS if x in names), *names])][:MAX_PANELS]
+    names = [*FIRST_PANELS, *having.sort_values(ascending=False, kind="stable").index]
+    shown = {name for name in having.index if name.startswith("validation/")} | {*FIRST_PANELS}
+    return [x for x in dict.fromkeys(names) if x in having.index and x in shown][:MAX_PANELS]
 
 
 def draw_runs(runs: Runs):

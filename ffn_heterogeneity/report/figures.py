@@ -64,10 +64,8 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
     figure, axes = _axes(rows, columns, (7 if beside else 4.6) * columns, 3.4 * rows)
     for axis, panel in zip(axes, panels, strict=False):
         for i, line in enumerate(panel.lines):
-            if panel.dots:
-                axis.plot(line.x, line.y[0], ".", color=COLOURS[i], markersize=3, label=line.label)
-            elif len(line.x):
-                _draw_line(axis, line, i)
+            if len(line.x):
+                _draw_line(axis, line, i, panel.dots)
         values = [y for line in panel.lines for y in line.y.ravel() if math.isfinite(y)]
         if panel.log and values and 0 < 10 * min(values) < max(values):
             axis.set_yscale("log")
@@ -86,28 +84,27 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
 
 def heat(panels: Sequence[Panel]):
     """The matplotlib figure of heat maps: a row a line, normalised to its own range."""
+    import pandas
+
     rows = max(len(panel.lines) for panel in panels)
     figure, axes = _axes(1, len(panels), 6.5 * len(panels), 1.6 + 0.4 * rows)
     for axis, panel in zip(axes, panels, strict=True):
-        columns = sorted(set().union(*(line.x for line in panel.lines)))
-        image = np.full((len(panel.lines), len(columns)), np.nan)
-        for row, line in zip(image, panel.lines, strict=True):
-            mean = line.y.mean(0)
-            span = float(np.ptp(mean)) or 1.0
-            row[np.searchsorted(columns, line.x)] = (mean - mean.min()) / span
+        means = [pandas.Series(line.y.mean(0), line.x) for line in panel.lines]
+        image = pandas.DataFrame([(mean - mean.min()) / (np.ptp(mean) or 1) for mean in means])
+        image = image.sort_index(axis="columns")
         shown = axis.imshow(image, aspect="auto", cmap="cividis", vmin=0, vmax=1)
-        axis.set_xticks(range(len(columns)), [f"{x:g}" for x in columns])
+        axis.set_xticks(range(image.shape[1]), [f"{x:g}" for x in image])
         axis.set_yticks(range(len(image)), [_safe(line.label) for line in panel.lines])
         axis.set(xlabel=panel.xlabel, title=_safe(panel.title))
         figure.colorbar(shown, ax=axis, label=f"{panel.ylabel} in its row's range")
     return figure
 
 
-def _draw_line(axis, line: Line, i: int) -> None:
+def _draw_line(axis, line: Line, i: int, dots: bool) -> None:
     colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
-    marker = "o" if len(line.x) <= MANY else ""
-    axis.plot(line.x, line.y.mean(0), style, color=colour, marker=marker, markersize=3,
-              label=_safe(line.label))  # fmt: skip
+    style, marker = ("", ".") if dots else (style, "o" if len(line.x) <= MANY else "")
+    look = {"color": colour, "marker": marker, "markersize": 3, "label": _safe(line.label)}
+    axis.plot(line.x, line.y.mean(0), style, **look)
     if len(line.y) > 1:
         low, high = line.y.min(0), line.y.max(0)
         axis.fill_between(line.x, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -160,8 +157,11 @@ def curves_figure(
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path} is not drawn: pip install 'ffn-heterogeneity[plots]'", file=sys.stderr)
         return
-    figure = draw([Panel(title, [of_seeds(label, [curve]) for label, curve in curves.items()],
-                         xlabel, ylabel) for title, curves in panels.items()])  # fmt: skip
+    made = []
+    for title, curves in panels.items():
+        lines = [of_seeds(label, [curve]) for label, curve in curves.items()]
+        made.append(Panel(title, lines, xlabel, ylabel))
+    figure = draw(made)
     for axis, bound in zip(figure.axes, bounds, strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
     save(figure, path)

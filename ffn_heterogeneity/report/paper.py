@@ -9,16 +9,19 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pandas
 from etils import epath
 
 from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.report import frame, stats, tables, tidy
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
-from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
-from ffn_heterogeneity.report.tables import markdown_table, number
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle
+from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
 from ffn_heterogeneity.report.tidy import Frame, is_missing, spread
 
 Runs = Mapping[str, Frame]
+MEASURED = ("value", "low", "high", "n", "how")  # fields that `tidy.spread` reads
+BEGUN = ("train/loss",)  # of a report without curves: it tells which runs have begun
 UNTOLD = (
     "Of several seeds, compared seed by seed, the 95% interval decides: a claim cannot be told "
     "where it holds 0. Of one seed its number decides, which says nothing of other seeds."
@@ -42,9 +45,9 @@ class Paper(NamedTuple):
         follow. A printed table without a function is one that nobody can measure here. Of a
         figure: runs -> rows that `tidy.points` gives their place. Of a claim: runs -> rows that
         `tidy.claimed` gives their verdict.
-        And KINDS, name -> what picks its runs from the rows of all and from their curves; CURVES,
-        the measurements of metrics.jsonl that are read; SETTINGS, what a setting is in runs whose
-        config does not have it.
+        And KINDS, name -> what picks its runs from the rows of all. Where they are needed:
+        CURVE_KINDS, likewise from their curves; CURVES, the measurements of metrics.jsonl that are
+        read; SETTINGS, what a setting is in runs whose config does not have it.
     """
 
     name: str
@@ -79,7 +82,7 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
     parts = [f"# {paper.name.upper()}: tables and figures", paper.printed["paper"] + "."]
     for one in list(draw_all(paper, runs)):
         parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
-        tables.write_text(output / f"{one.key}.csv", tables.csv_text(one.header, one.rows))
+        tables.write_text(output / f"{one.key}.csv", _csv(one))
         tables.write_text(output / f"{one.key}.md", parts[-1] + "\n")
     used = set().union(*(one[name] for one in runs.values() for name in ("run", "by")))
     names = dict(zip(states, tables.shorter(list(states)), strict=True))
@@ -92,13 +95,12 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
 def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
     """(run -> its state, kind -> rows) of the runs at `paths`."""
     of = paper.functions
-    read = frame.everything(*paths, what=of["CURVES"])[:2]
-    rows, curves = (tidy.known(tidy.plain(one), of["SETTINGS"]) for one in read)
+    read = frame.everything(*paths, what=of.get("CURVES", BEGUN))[:2]
+    rows, curves = (tidy.known(tidy.plain(one), of.get("SETTINGS", {})) for one in read)
     rows, curves = tidy.evaluated(rows).copy(), curves.copy()  # in one piece for new columns
-    states = dict.fromkeys(rows["run"], "finished")
-    for run, step in curves.groupby("run", sort=False)["step"].max().items():
-        states.setdefault(run, f"not finished, at step {step}")
-    return states, {name: make(rows, curves) for name, make in of["KINDS"].items()}
+    runs = {name: make(rows) for name, make in of["KINDS"].items()}
+    runs |= {name: make(curves) for name, make in of.get("CURVE_KINDS", {}).items()}
+    return tidy.progress(rows, curves), runs
 
 
 def _not_begun(paths: Sequence[str]) -> Iterator[str]:
@@ -113,11 +115,11 @@ def _not_begun(paths: Sequence[str]) -> Iterator[str]:
 def draw_all(paper: Paper, runs: Runs) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures, then ours."""
     yield draw_claims(paper, runs)
-    for source in (paper.printed, paper.printed["ours"]):
-        for key, texts in source["tables"].items():
+    for source in (paper.printed, paper.printed.get("ours", {})):
+        for key, texts in source.get("tables", {}).items():
             make = paper.functions.get(key)
             yield draw_table(key, texts, make(runs) if make else None)
-        for key, texts in source["figures"].items():
+        for key, texts in source.get("figures", {}).items():
             yield draw_figure(key, texts, paper.functions[key](runs))
 
 
@@ -137,7 +139,7 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     if made is not None:
         made = made if "from" in made.columns else tidy.labelled(made, texts)
         made = made if "column" in made.columns else made.assign(column=made["what"])
-        columns = columns or list(_order(made["column"]))
+        columns = columns or _order(made["column"])
         for name, origin, cells in _measured(made, labels):
             if any(cells.get(column) is not None for column in columns):
                 rows.setdefault(name, {}).pop("here", None)
@@ -147,15 +149,14 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
         for name, origins in rows.items()
         for origin, cells in origins.items()
     ]
-    notes = (*texts.get("notes", ()), *filter(None, [texts.get("unit")]))
-    return Drawn(key, _title(key, texts), (*labels, "from", *columns), table, notes)
+    header = (*labels, "from", *columns)
+    return Drawn(key, _title(key, texts), header, table, texts.get("notes", ()))
 
 
-def _order(values: Any) -> dict:
-    """Value -> its place: that of an ordered label, or of its first row."""
+def _order(values: Any) -> list:
+    """The values, in the order of a label, or of their first rows."""
     known = values.cat.categories if hasattr(values, "cat") else values.drop_duplicates()
-    present = set(values)
-    return {value: i for i, value in enumerate(x for x in known if x in present)}
+    return [value for value in known if value in set(values)]
 
 
 def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, dict[str, Any]]]:
@@ -163,22 +164,19 @@ def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, 
 
     Where the labels leave a cell two values, each record has a row, and "from" says what it is.
     """
-    # (labels, from) -> record -> column -> the values of its seeds.
-    groups: dict[tuple, dict[Any, dict[str, list]]] = {}
-    names = ["column", "record", "told", "value", "low", "high", "n", "how", *labels, "from"]
-    values = made.reindex(columns=names).fillna({"record": -1}).to_dict("records")
-    told = {row["record"]: row["told"] for row in values}
-    for row in values:
-        if (value := spread(row)) is not None:
-            own = groups.setdefault(tuple(row[name] for name in (*labels, "from")), {})
-            own = own.setdefault(row["record"], {})
-            own.setdefault(row["column"], []).append(value)
-    orders = [_order(made[name]) for name in labels]
-    for key in sorted(groups, key=lambda key: [x[y] for x, y in zip(orders, key, strict=False)]):
+    made = made.reindex(columns=[*labels, "from", "column", "record", "told", *MEASURED])
+    cells = list(map(spread, made.to_dict("records")))
+    made = made.assign(cell=pandas.Series(cells, made.index, object), column=list(made["column"]))
+    for name in labels:
+        made[name] = pandas.Categorical(made[name], _order(made[name]))
+    made = made.loc[[cell is not None for cell in cells]]
+    made = made.sort_values(labels, kind="stable") if labels else made
+    for key, its in made.groupby([*labels, "from"], sort=False, observed=True):
         each = {
-            record: {column: stats.over(values) for column, values in cells.items()}
-            for record, cells in groups[key].items()
+            record: {x: stats.over(list(y)) for x, y in own.groupby("column", sort=False)["cell"]}
+            for record, own in its.groupby("record", sort=False, dropna=False)
         }
+        told = dict(zip(its["record"], its["told"], strict=True))
         first = {column: x for cells in reversed(each.values()) for column, x in cells.items()}
         if all(repr(x) == repr(first[name]) for one in each.values() for name, x in one.items()):
             yield key[:-1], key[-1], first
@@ -194,29 +192,24 @@ def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, 
 
 
 def _title(key: str, texts: Mapping[str, Any]) -> str:
-    if "title" in texts:
-        return texts["title"]
-    return f"{key.replace('_', ' ').capitalize()}: {texts['caption'].rstrip('.')}"
+    caption = texts.get("caption", "").rstrip(".")
+    return texts.get("title", f"{key.replace('_', ' ').capitalize()}: {caption}")
 
 
 def draw_claims(paper: Paper, runs: Runs) -> Drawn:
     """Every claim wherever it can be looked at."""
     rows = []
-    for key, texts in paper.printed["claims"].items():
+    for key, texts in paper.printed.get("claims", {}).items():
         stated = (texts["statement"], texts["stated"])
-        found: dict[str, dict[str, tuple[list, str]]] = {}
         made = paper.functions[key](runs)
         made = made if "run on" in made else tidy.claimed(made, texts)
-        for row in made.to_dict("records"):
-            parts = found.setdefault(str(row["run on"]), {})
-            parts.setdefault(str(row["part"]), ([], row["verdict"]))[0].append(spread(row))
-        for name, parts in found.items():
+        for name, its in made.groupby("run on", sort=False, observed=True):
             told = []
-            for part, (values, verdict) in parts.items():
-                value = stats.over([x for x in values if x is not None])
-                told.append((part, value, verdict))
+            for part, own in its.groupby("part", sort=False, observed=True):
+                values = [x for x in map(spread, own.to_dict("records")) if x is not None]
+                told.append((part, stats.over(values), own["verdict"].iat[0]))
             rows.append((*stated, name, *whole(told)))
-        if not found:
+        if not len(made):
             rows.append((*stated, None, None, OPEN))
     header = ("statement", "stated", "run on", "measured", "verdict")
     return Drawn("claims", "Claims: what the numbers below say", header, rows, (UNTOLD,))
@@ -259,6 +252,13 @@ def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
 
 
 # ---- text
+
+
+def _csv(one: Drawn) -> str:
+    """The cells as CSV, numbers unrounded; of several runs their mean; absent ones as "-"."""
+    cells = [[UNKNOWN if cell is None else middle(cell) for cell in row] for row in one.rows]
+    table = pandas.DataFrame(cells, columns=list(one.header), dtype=object)
+    return table.to_csv(index=False, lineterminator="\n", na_rep="nan")
 
 
 def _section(one: Drawn, picture: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,43 +75,6 @@ def bootstrap(values: Sequence[float]) -> Any:
     low, high = stats.bootstrap((sample,), np.mean, **options).confidence_interval
     # Means over seeds that are equal may differ by 5e-17.
     return Spread(round(float(sample.mean()), 12) + 0.0, float(low), float(high), n, "bootstrap")
-
-
-def share(own: Mapping, base: Mapping, goal: Mapping) -> Any:
-    """(base - own) / (base - goal) of the means over seeds: how far from base to goal own is.
-
-    Each side is {seed: value}; what has no chance in it ({None: value}) meets every seed.
-    """
-    sides = [own, base, goal]
-    drawn = [set(side) for side in sides if None not in side]
-    seeds = sorted(set.intersection(*drawn), key=str) if drawn else [None]
-    if not seeds:
-        return None
-    each = [[side.get(seed, side.get(None)) for seed in seeds] for side in sides]
-    at, start, end = (np.asarray(values, float) for values in each)
-    return fieller(start - at, start - end)
-
-
-def fieller(above: np.ndarray, below: np.ndarray) -> Any:
-    """The ratio of two means of n pairs, with Fieller's 95% interval.
-
-    r is in it where Student's t does not tell mean(above - r below) from 0:
-    (b^2 - q v_bb) r^2 - 2 (a b - q v_ab) r + (a^2 - q v_aa) <= 0, a and b the means, v their
-    variances and covariance, q = t^2_{0.975, n-1}. Unlike a bootstrap's it may hold 0 where every
-    pair has the same sign; without bounds where b is not told from 0.
-    """
-    from scipy.special import stdtrit
-
-    n, a, b = len(above), float(np.mean(above)), float(np.mean(below))
-    if n < 2 or not b:
-        return a / b if b else None
-    v = np.cov(above, below) / n
-    q = float(stdtrit(n - 1, 0.975)) ** 2
-    square, linear, constant = b * b - q * v[1, 1], a * b - q * v[0, 1], a * a - q * v[0, 0]
-    if square <= 0:
-        return Spread(a / b, -np.inf, np.inf, n, "Fieller")
-    half = max(linear * linear - square * constant, 0.0) ** 0.5
-    return Spread(a / b, (linear - half) / square, (linear + half) / square, n, "Fieller")
 
 
 def two_proportions(first: float, second: float, n: int | None) -> float | None:

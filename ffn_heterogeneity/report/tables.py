@@ -1,9 +1,7 @@
-"""Tables as text: Markdown and CSV, and numbers as cells."""
+"""Tables as text: Markdown, and numbers as cells."""
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -35,8 +33,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
       ValueError: a row has another number of cells than the header.
     """
     # Patterns of paths hold bars.
-    cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in row]
-             for row in (header, *rows)]  # fmt: skip
+    texts = [[" ".join(str(cell).split()) for cell in row] for row in (header, *rows)]
+    cells = [[text.replace("|", "\\|") for text in row] for row in texts]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
 
@@ -51,17 +49,6 @@ def legend(text: str) -> list[str]:
     """The line that explains what stands in brackets, if anything does."""
     found = [why for how, why in BRACKETS.items() if f"] {how} n=" in text]
     return ["In brackets, " + "; ".join(found) + "."] if found else []
-
-
-def csv_text(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The cells as CSV, numbers unrounded; of several runs their mean; absent ones as "-"."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    for row in rows:
-        cells = [cell.mean if isinstance(cell, Spread) else cell for cell in row]
-        writer.writerow([UNKNOWN if cell is None else cell for cell in cells])
-    return text.getvalue()
 
 
 def shorter(paths: Sequence[str]) -> list[str]:

@@ -45,6 +45,14 @@ def plain(rows: Frame) -> Frame:
     return rows.astype({name: object for name in rows.columns if name not in FIELDS})
 
 
+def progress(rows: Frame, curves: Frame) -> dict[str, str]:
+    """Run -> how far it is, of those that have begun."""
+    states = dict.fromkeys(rows["run"], "finished")
+    for run, step in curves.groupby("run", sort=False)["step"].max().items():
+        states.setdefault(run, f"not finished, at step {step}")
+    return states
+
+
 def evaluated(rows: Frame) -> Frame:
     """The rows, and as a run's own those of the tasks that other runs asked of its model as it is;
     "by" is the run that measured."""
@@ -160,31 +168,27 @@ def records(
     rows = _without_idle_losses(rows, always)
     runs = rows.drop_duplicates("run").set_index("run")
     with_tasks = set(rows.loc[rows.task.notna(), "run"])
-    names = [name for name in runs.columns if name not in OWN and among(name, same)]
-    texts = {
-        run: {name: text_of(value) for name, value in zip(names, values, strict=True)}
-        for run, values in zip(runs.index, runs[names].itertuples(index=False), strict=True)
+    ranks = {
+        run: [_rank(x) for x in values] for run, *values in runs.reindex(columns=shown).itertuples()
     }
-    vary = [name for name in sorted(names) if len({x[name] for x in texts.values()} - {IDLE}) > 1]
-    rows_of_runs = dict(zip(runs.index, runs.to_dict("records"), strict=True))
-    ranks = {run: [_rank(row.get(name)) for name in shown] for run, row in rows_of_runs.items()}
+    runs = runs.loc[sorted(ranks, key=lambda run: (ranks[run], run not in with_tasks))]
+    texts = runs[[name for name in sorted(runs) if name not in OWN and among(name, same)]]
+    each = texts.map(text_of).T.to_dict()
+    vary = [name for name in texts if len({its[name] for its in each.values()} - {IDLE}) > 1]
     numbers: dict[tuple, int] = {}
-    taken: dict[tuple, str] = {}
-    made = {}
-    for run in sorted(texts, key=lambda run: (ranks[run], run not in with_tasks)):
-        number = numbers.setdefault(tuple(texts[run].values()), len(numbers))
-        seed = None
-        if drawn and fits(rows_of_runs[run], drawn):
-            seed = rows_of_runs[run]["seed"]
-            seed = run if is_missing(seed) else seed  # every run is a draw of its own
-        if taken.setdefault((number, str(seed)), run) == run:
-            its = {name: texts[run][name] for name in vary if texts[run][name] != IDLE}
-            differs = [f", {name} {x}" for name, x in its.items() if not among(name, shown)]
-            told = {name.removeprefix(SETTINGS): x for name, x in its.items() if among(name, shown)}
-            made[run] = (number, "".join(differs), told, seed)
-    rows = rows[rows["run"].isin(list(made))].copy()
-    for i, name in enumerate(("record", "differs", "told", "seed")):
-        rows[name] = [made[run][i] for run in rows["run"]]
+    made = []
+    for (run, its), row in zip(each.items(), runs.to_dict("records"), strict=True):
+        number = numbers.setdefault(tuple(its.values()), len(numbers))
+        # Every run without a seed is a draw of its own.
+        seed = run if is_missing(row["seed"]) else row["seed"]
+        seed = seed if drawn and fits(row, drawn) else None
+        told = {name: its[name] for name in vary if its[name] != IDLE}
+        differs = [f", {name} {x}" for name, x in told.items() if not among(name, shown)]
+        told = {name.removeprefix(SETTINGS): x for name, x in told.items() if among(name, shown)}
+        made.append((run, number, "".join(differs), told, seed))
+    own = pandas.DataFrame(made, columns=["run", "record", "differs", "told", "seed"])
+    own = own[~own.astype({"seed": str}).duplicated(["record", "seed"])].set_index("run")
+    rows = rows[rows["run"].isin(own.index)].drop(columns="seed").join(own, on="run")
     return rows.sort_values("record", kind="stable", ignore_index=True)
 
 
@@ -195,7 +199,7 @@ def _without_idle_losses(rows: Frame, always: Sequence[str]) -> Frame:
         for name in rows.columns:
             if name.startswith(weight.removesuffix("weight")) and not among(name, always):
                 rows[name] = rows[name].astype(object).mask(idle, None)
-    return rows
+    return rows.copy()  # in one piece for new columns
 
 
 def cells(rows: Frame, columns: Mapping[str, Any]) -> Frame:
@@ -263,6 +267,11 @@ def scores(rows: Frame, tasks: Mapping[str, Sequence] | None = None, mean: str =
         own = {**as_row(0.0), "value": means["run"].map(whole), "what": mean, "units": None}
         found = pandas.concat([found, means.assign(**own)], ignore_index=True)
     return found.drop(columns="rank")
+
+
+def scored(rows: Frame, tasks: Mapping[str, Sequence], mean: str) -> Frame:
+    """The rows, and those of `scores`."""
+    return pandas.concat([rows, scores(rows, tasks, mean)], ignore_index=True)
 
 
 def last(rows: Frame) -> Frame:

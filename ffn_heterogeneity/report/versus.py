@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ def versus(
     base: Match,
     same: Sequence[str],
     free: Sequence[str] = (),
-    how: str = "difference",
+    how: str | Callable[..., Any] = "difference",
     goal: Match | None = None,
 ) -> Frame:
     """The measurement of each of these records against that of the record of `base` with the same
@@ -35,8 +35,8 @@ def versus(
       free: those of them that are not.
       how: "difference" (seed by seed, Student's interval), "ratio", "percent" (more than the
         other), "z" (of two proportions), "units" (paired over windows or questions, with a
-        bootstrap's interval).
-      goal: how far it is on the way from the base's value to one of these, in place of `how`.
+        bootstrap's interval), or a function of the rows of the record and of its base.
+      goal: a third side of such a function.
     """
     rows = tidy.matching(every, these) if isinstance(these, Mapping) else these
     names = (name for name in rows.columns if name not in tidy.OWN)
@@ -44,7 +44,7 @@ def versus(
     others = [tidy.matching(every, match) for match in (base, goal) if match is not None]
     # Of several records with the same settings the first.
     found = [dict(reversed(list(_groups(other, what, on)))) for other in others]
-    compute, made = _HOW["share" if goal is not None else how], []
+    compute, made = _HOW[how] if isinstance(how, str) else how, []
     for key, group in _groups(rows, what, on):
         sides = [groups[key] for groups in found if key in groups]
         itself = any(side["record"].iat[0] == group["record"].iat[0] for side in sides)
@@ -131,5 +131,4 @@ _HOW = {
     "percent": _percent,
     "z": _z,
     "units": _paired,
-    "share": lambda *sides: stats.share(*map(by_seed, sides)),
 }

@@ -383,6 +383,6 @@ def test_from_the_command_line(seeds, tmp_path):
     assert (out / "curves.md").read_text().strip() in done.out
     for name in ("psi", "curves"):
         assert f"]({name}.png)" in done.out and (out / f"{name}.png").exists()
-    assert "--paper" in run_script("report", "--paper=other", *seeds).error
+    assert "--paper=other" in run_script("report", "--paper=other", *seeds).error
     assert "no run given" in run_script("report", "--paper=nucl", f"--out={tmp_path / 'x'}").error
     assert not (tmp_path / "x").exists()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from builders import adapted, attack, claim, lines, massive, removal
 from scipy.stats import ttest_1samp
-from tiny_models import config_of
+from tiny_models import REPOSITORY, config_of
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
@@ -20,6 +20,7 @@ from ffn_heterogeneity.report.paper import write_paper
 from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tidy import evaluated, plain
 
+STUDY = str(REPOSITORY / "docs/studies/massive_removal.py")
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
            "piqa", "winogrande", "mean")  # fmt: skip
 
@@ -106,7 +107,7 @@ def test_what_labels_do_not_tell_has_rows_of_its_own(report, tmp_path):
     tables = report("massive_weights", runs)
     rows = {row["from"]: row["perplexity"] for row in tables["attacks"]}
     assert rows == {"here, layer 1": "91.0", "here, layer 2": "92.0"}
-    methods = {row["method"] for row in tables["removal"]}
+    methods = {row["method"] for row in report(STUDY, runs, "study")["removal"]}
     assert methods == {"mean_state, on wikitext", "mean_state, on c4"}
 
 
@@ -149,7 +150,7 @@ def removals(root):
 
 
 def test_what_sparing_explains(report, tmp_path):
-    tables = report("massive_weights", removals(tmp_path))
+    tables = report(STUDY, removals(tmp_path))
     rows = {row["spared"]: row for row in tables["explained"]}
     # (chance - spared) / (chance - entropy) of the means: 0.6 / 0.95
     assert float(rows["bos:5"]["of entropy's advantage"]) == pytest.approx(0.6 / 0.95)
@@ -251,19 +252,20 @@ def test_a_share_has_the_interval_of_its_test():
     """The ends are where a t test of (base - own) - r (base - goal) has p = 0.05."""
     rng = np.random.default_rng(3)
     own, base = rng.normal(1.0, 0.2, 20), rng.normal(2.0, 0.4, 20)
-    found = stats.share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
+    share = papers.load(STUDY).functions["share"]
+    found = share(dict(enumerate(own)), dict(enumerate(base)), {None: 0.5})
     assert found.mean == pytest.approx((base - own).mean() / (base - 0.5).mean())
     for r in (found.low, found.high):
         assert ttest_1samp(base - own - r * (base - 0.5), 0).pvalue == pytest.approx(0.05)
     # One seed of twenty gains: every draw is 0 or more, and still it is not told from 0.
     gain = np.eye(20)[0]
-    some = stats.share(dict(enumerate(base - gain)), dict(enumerate(base)), {None: 0.5})
+    some = share(dict(enumerate(base - gain)), dict(enumerate(base)), {None: 0.5})
     assert some.low < 0 < some.mean < some.high
     # Chance in the goal alone; a goal that is not told from the base.
-    lost = stats.share({None: 3.0}, {None: 1.0}, dict(enumerate(base)))
+    lost = share({None: 3.0}, {None: 1.0}, dict(enumerate(base)))
     interval = student(base - 1)
     assert (lost.low, lost.high) == pytest.approx((2 / interval.high, 2 / interval.low))
-    wide = stats.share({None: 3.0}, {None: 2.0}, dict(enumerate(base)))
+    wide = share({None: 3.0}, {None: 2.0}, dict(enumerate(base)))
     assert (wide.low, wide.high) == (-np.inf, np.inf)
 
 

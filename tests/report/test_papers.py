@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 
 import pytest
+from tiny_models import REPOSITORY
 
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.papers import printed
+from ffn_heterogeneity.report.paper import write_paper
 
+STUDIES = sorted((REPOSITORY / "docs/studies").glob("*.py"))
 NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
 
 
@@ -90,16 +94,36 @@ def test_means_and_gains_are_those_of_their_rows():
     assert gains["2B",][1] == rows_of(NUCL["table_3"])["FFN outgoing",][0] == 2.71
 
 
-@pytest.mark.parametrize("name", papers.NAMES)
+@pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
     """A function of runs alone; a row has a cell for every label and column."""
     texts, functions = printed(name), papers.load(name).functions
-    ours = texts["ours"]
+    ours = texts.get("ours", {"tables": {}, "figures": {}})
     drawn = {*texts["claims"], *texts["figures"], *ours["figures"]}
     drawn |= {key for key, table in ours["tables"].items() if "rows" not in table}
+    drawn |= {key for key, table in texts["tables"].items() if "title" in table}
     drawn |= {key for key in texts["tables"] if key in functions}
     for key in drawn:
-        assert list(inspect.signature(functions[key]).parameters) == ["runs"], key
+        needed = inspect.signature(functions[key]).parameters.values()
+        assert [x.name for x in needed if x.default is x.empty] == ["runs"], key
     for table in texts["tables"].values():
+        if "rows" not in table:
+            continue
         width = len(table["labels"]) + len(table["columns"])
         assert all(len(row) == width for row in table["rows"])
+
+
+def test_a_report_of_ones_own(tmp_path):
+    """The two files of the how-to, with its command, over the removals at hand."""
+    page = (REPOSITORY / "docs/howto/report.md").read_text()
+    for kind, end in (("python", "py"), ("json", "json")):
+        (tmp_path / f"removals.{end}").write_text(re.search(rf"```{kind}\n(.*?)```", page, re.S)[1])
+    name = "rivals-smollm2-135m-instruct-0.25.tar.xz"
+    archive = str(REPOSITORY / "docs/results/runs" / name)
+    text = write_paper(papers.load(str(tmp_path / "removals.py")), [archive], tmp_path / "out")
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in text.splitlines()]
+    found = {row[2]: row[4:] for row in rows if len(row) == 6}
+    assert found["entropy"] == ["4.88", "1.068 [1.025, 1.11] bootstrap n=40"]
+    assert [row[-1] for row in rows if row[:1] == ["entropy does less harm than chance"]] == [
+        "holds"
+    ]

@@ -19,7 +19,8 @@ from tiny_models import REPOSITORY, TEXT, WIDE, byte_tokenizer, random_params, r
 from ffn_heterogeneity.io.gguf_export import save_gguf
 
 PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md",
-         "docs/howto/prune.md", "docs/howto/add-a-loss.md", "docs/howto/slurm.md")  # fmt: skip
+         "docs/howto/prune.md", "docs/howto/add-a-loss.md", "docs/howto/slurm.md",
+         "docs/howto/report.md")  # fmt: skip
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
 SMALL = [
@@ -52,6 +53,7 @@ SMALL = [
     (r"dry_run=v5e", "--config.dry_run=h100:8"),
 ]  # fmt: skip
 ELSEWHERE = {
+    r"paper=removals\.py": "its two files stand on the page (tests/report/test_papers.py)",
     r"^git ": "the clone that this test stands for",
     r"^make": "this is make's own work",
     r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",

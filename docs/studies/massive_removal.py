@@ -1,18 +1,27 @@
-"""Massive weights in NUCL's removals: what their neurons have to do with entropy's advantage."""
+"""Massive weights in NUCL's removals: what their neurons have to do with entropy's advantage.
+
+A report of our own, in the form of those of the papers:
+
+  python scripts/report.py --paper=docs/studies/massive_removal.py runs/rivals-* runs/needed-* \
+      --out=runs/removal
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ffn_heterogeneity.papers import nucl, printed
+from ffn_heterogeneity.papers.massive_weights import at, corpus
 from ffn_heterogeneity.report import tidy
 from ffn_heterogeneity.report.paper import Runs
+from ffn_heterogeneity.report.stats import Spread
 from ffn_heterogeneity.report.tidy import Frame, Match
-from ffn_heterogeneity.report.versus import versus
+from ffn_heterogeneity.report.versus import by_seed, versus
 
-CORPORA = {"WikiText": "wikitext", "C4": "c4", "PG-19": "pg19"}  # known by the path of a text
+PRINTED = printed(__file__)
 UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
 CHANCE = nucl.METHODS["Random"]
 RULE = (
@@ -27,7 +36,7 @@ RULE = (
     },
 )
 # What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
-LOST, OURS = printed("massive_weights")["lost"], printed("massive_weights")["ours"]["tables"]
+LOST = PRINTED["lost"]
 NEEDED = ("", {"entropy": ENTROPY, "chance": CHANCE})
 for lose, who in LOST.items():
     NEEDED[1][f"entropy, {who} lost"] = {**ENTROPY, "lose": lose}
@@ -35,14 +44,46 @@ for lose, who in LOST.items():
 SHOWN = ["random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair"]
 
 
-def corpus(place: Any) -> str:
-    name = "" if tidy.is_missing(place) else str(place)
-    return next((x for x in CORPORA.values() if x in name.lower()), os.path.basename(name))
-
-
 def removals(rows: Frame) -> Frame:
     rows = nucl.removals(rows, ("model", "ratio", *nucl.REMOVAL, "window"))
     return rows.assign(calibration_corpus=rows.calibration.map(corpus))
+
+
+def share(own: Mapping, base: Mapping, goal: Mapping) -> Any:
+    """(base - own) / (base - goal) of the means over seeds: how far from base to goal own is.
+
+    Each side is {seed: value}; what has no chance in it ({None: value}) meets every seed.
+    """
+    sides = [own, base, goal]
+    drawn = [set(side) for side in sides if None not in side]
+    seeds = sorted(set.intersection(*drawn), key=str) if drawn else [None]
+    if not seeds:
+        return None
+    each = [[side.get(seed, side.get(None)) for seed in seeds] for side in sides]
+    at, start, end = (np.asarray(values, float) for values in each)
+    return fieller(start - at, start - end)
+
+
+def fieller(above: np.ndarray, below: np.ndarray) -> Any:
+    """The ratio of two means of n pairs, with Fieller's 95% interval.
+
+    r is in it where Student's t does not tell mean(above - r below) from 0:
+    (b^2 - q v_bb) r^2 - 2 (a b - q v_ab) r + (a^2 - q v_aa) <= 0, a and b the means, v their
+    variances and covariance, q = t^2_{0.975, n-1}. Unlike a bootstrap's it may hold 0 where every
+    pair has the same sign; without bounds where b is not told from 0.
+    """
+    from scipy.special import stdtrit
+
+    n, a, b = len(above), float(np.mean(above)), float(np.mean(below))
+    if n < 2 or not b:
+        return a / b if b else None
+    v = np.cov(above, below) / n
+    q = float(stdtrit(n - 1, 0.975)) ** 2
+    square, linear, constant = b * b - q * v[1, 1], a * b - q * v[0, 1], a * a - q * v[0, 0]
+    if square <= 0:
+        return Spread(a / b, -np.inf, np.inf, n, "Fieller")
+    half = max(linear * linear - square * constant, 0.0) ** 0.5
+    return Spread(a / b, (linear - half) / square, (linear + half) / square, n, "Fieller")
 
 
 def than(rows: Frame, base: Match, every: Frame, how: str = "difference") -> Frame:
@@ -56,7 +97,12 @@ def harm(rows: Frame, every: Frame) -> Frame:
 
 
 def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
-    return versus(every, "nll", rows, base, nucl.REMOVED, nucl.REMOVAL, goal=goal)
+    """How far the loss is on the way from one removal's to another's."""
+
+    def of_way(*sides: Frame) -> Any:
+        return share(*map(by_seed, sides))
+
+    return versus(every, "nll", rows, base, nucl.REMOVED, nucl.REMOVAL, of_way, goal)
 
 
 def removal(runs: Runs) -> Frame:
@@ -68,7 +114,8 @@ def removal(runs: Runs) -> Frame:
         "less entropy": than(rows, ENTROPY, every, "units"),
         "less chance": than(rows, CHANCE, every),
     }
-    texts = {**OURS["removal"], "labels": {**OURS["removal"]["labels"], "method": RULE}}
+    texts = PRINTED["tables"]["removal"]
+    texts = {**texts, "labels": {**texts["labels"], "method": RULE}}
     return tidy.labelled(tidy.cells(rows, columns), texts)
 
 
@@ -92,14 +139,6 @@ def explained(runs: Runs) -> Frame:
     return tidy.cells(rows, columns)
 
 
-def at(rows: Frame, values: Mapping[str, Any], x: str) -> Frame:
-    """Each record's mean at its setting `x`."""
-    rows = tidy.cells(rows, values)
-    mean = rows.groupby(["record", "column"], observed=True)["value"].transform("mean")
-    rows = rows.assign(value=mean, seed=None).drop_duplicates(["record", "column"])
-    return rows[rows[x] != tidy.IDLE]
-
-
 def removal_by_ratio(runs: Runs) -> Frame:
     return by_ratio(runs, {"criterion": SHOWN}, RULE)
 
@@ -117,3 +156,6 @@ def by_ratio(runs: Runs, settings: Match, line: Any) -> Frame:
 def by_entropy(runs: Runs) -> Frame:
     rows = tidy.matching(runs["removal"], ENTROPY)
     return than(rows, CHANCE | {"protect": "bos:5"}, runs["removal"])
+
+
+KINDS, SETTINGS = {"removal": removals}, nucl.SETTINGS
