@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
             "canonical": Fusion.canonical,
             "steps": Fusion.steps,  # of mmd's AdamW
             "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
+            "skip": Fusion.skip,  # massive: that layer stays as it is
             "seed": Fusion.seed,
             # Of unstructured: whose weights stand under the masks, in the place of its own (LTH).
             "rewind": Fusion.rewind,

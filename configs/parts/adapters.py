@@ -8,6 +8,7 @@ from ml_collections.config_dict import placeholder
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.adapters.macdrop import Macdrop
 from ffn_heterogeneity.surgery.adapt import Lora, Quantised
+from ffn_heterogeneity.surgery.fuse import Fusion
 from ffn_heterogeneity.surgery.sparsity import Gates, ScoreMask, Scores
 from ffn_heterogeneity.surgery.truncate import Truncation
 
@@ -40,6 +41,19 @@ def macdrop() -> ConfigDict:
             # massive: those k | layer: all neurons of their layer | others: all but the k.
             "scope": Macdrop.scope,
             "layer": placeholder(int),  # from 0; default: the layer with the largest |h| early on
+        }
+    )
+
+
+def fuse() -> ConfigDict:
+    return ConfigDict(
+        {
+            "method": Fusion.method,  # as in configs/fuse.py, but svd and unstructured
+            "ratio": Fusion.ratio,  # the share of every layer's neurons that goes
+            "layers": Fusion.layers,  # all | top | bottom | 0,3,7 | 4-9
+            "skip": "massive",  # that layer stays as it is; "": no layer does
+            "n_init": Fusion.n_init,  # starts of k-means
+            "seed": Fusion.seed,
         }
     )
 
@@ -93,6 +107,7 @@ PARTS = {
     "nf4": (nf4, ""),
     "macdrop": (macdrop, ""),
     "truncate": (truncate, ""),
+    "fuse": (fuse, ""),
     "scores": (scores, r"/score$"),
     "score_mask": (score_mask, ""),
     "gates": (gates, ""),
@@ -103,7 +118,7 @@ PARTS = {
 def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
     """Adds the groups of the adapters among `names`, which alone train then; returns the others."""
     # Whatever the order of the names: what drops or replaces kernels comes first.
-    chosen = [name for name in ("truncate", "nf4") if name in names]
+    chosen = [name for name in ("truncate", "fuse", "nf4") if name in names]
     chosen += [name for name in names if name in PARTS and name not in chosen]
     for name in chosen:
         settings, trains = PARTS[name]

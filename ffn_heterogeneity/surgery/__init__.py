@@ -53,7 +53,7 @@ SURGERIES = {
     surgery.name: surgery
     for surgery in (
         Surgery("prune", reduce.prune, reduce.Removal),
-        Surgery("fuse", fuse.fuse, fuse.Fusion),
+        Surgery("fuse", fuse.fuse, fuse.Fusion, True, fuse.assumed_layer),
         Surgery("lora", adapt.insert_lora, adapt.Lora, abstract=True),
         Surgery("nf4", adapt.quantise, adapt.Quantised, abstract=True),
         Surgery("dora", adapt.insert_dora, adapt.Lora, abstract=True),

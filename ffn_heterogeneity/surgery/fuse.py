@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.io.load import Model, load_model
@@ -33,6 +34,7 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.parallel.partition import make_mesh
+from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.entries import ENTRIES, MASKED, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
@@ -70,6 +72,7 @@ class Fusion:
       canonical: gated neurons are scaled before they are clustered (`neurons.canonical`) [ours].
       steps: of AdamW, where the method is mmd.
       spare: so many massive neurons of the massive layer stay as they are [ours].
+      skip: "massive": all of that layer stays as it is [ours].
       seed: of k-means' starts and of sketches.
       rewind: a model, of the same shape, whose weights come back under the masks (LTH: those from
         before the training that the masks are drawn from); "": the model's own stay.
@@ -82,11 +85,13 @@ class Fusion:
     canonical: bool = False
     steps: int = 100
     spare: int = 0
+    skip: str = ""
     seed: int = 0
     rewind: str = ""
 
     def __post_init__(self):
         check_choice("method", self.method, (*METHODS, *ENTRIES))
+        check_choice("skip", self.skip, ("", "massive"))
         if self.rewind and self.method != MASKED:
             raise ValueError(f"rewind={self.rewind!r} is of method={MASKED!r} alone")
         for name in ("spare", "canonical"):
@@ -101,9 +106,13 @@ class Fusion:
 def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None) -> tuple:
     """A model with fewer neurons in the layers that `settings` name; it stays trainable.
 
+    Of shapes alone (a dry run, where the massive layer is taken to be the first) by those of
+    `METHODS`; its report has the widths.
+
     Returns:
       (the model, {"method", "ratio", "layers", widths and parameters before and after, "kept_share"
-      of the weights and biases of the blocks compressed, P not counted;
+      of the weights and biases of the blocks compressed, P not counted; where it is skipped, the
+      massive layer's "layer_index" (from 0);
       and of the method "inertia_share" (over the sum of squares), or "mmd2" and "mmd2_start": the
       mean over layers, and with an s, of each layer}).
 
@@ -114,8 +123,10 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     from tqdm import tqdm
 
     asked, config = settings_of(Fusion, settings), model.config
-    chosen = layer_subset(asked.layers, config.n_layers)
-    massive, spared = _massive(model, asked.spare)
+    massive, spared = _massive(model, asked)
+    chosen = set(layer_subset(asked.layers, config.n_layers)) - ({massive} if asked.skip else set())
+    if is_abstract(model.params):
+        return _of_shapes(model, asked, chosen)
     widths, new, facts = list(config.ffn_widths), {}, {}
     every = ffn_blocks(jax.tree.map(np.asarray, model.params))
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
@@ -149,6 +160,8 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         "parameters_removed_percent": 100.0 * (total - left) / total,
         "kept_share": kept / before,
     }
+    if asked.skip:
+        report["layer_index"] = massive
     for name, layers in facts.items():
         means = {layer: float(np.mean(each)) for layer, each in layers.items()}
         report[name] = float(np.mean(list(means.values())))
@@ -169,11 +182,47 @@ def _rewound(model: Model, new: Mapping[Place, dict], name: str) -> tuple[Model,
     return before, masked
 
 
-def _massive(model: Model, spare: int) -> tuple[int | None, np.ndarray]:
-    if not spare:
-        return None, np.zeros(0, int)
+def _massive(model: Model, asked: Fusion) -> tuple[int | None, np.ndarray]:
+    """(the massive layer, its neurons that stay as they are); None where nobody asks."""
+    none = np.zeros(0, int)
+    if not (asked.spare or asked.skip) or is_abstract(model.params):
+        return (0 if asked.skip else None), none
     found = massive_weights(model.config, model.params, None, None)
-    return found.layer, np.asarray(found.indices[:spare])
+    return found.layer, np.asarray(found.indices[: asked.spare])
+
+
+def assumed_layer(settings: Mapping[str, Any]) -> str:
+    """The layer that `fuse` skips of shapes alone."""
+    if not settings_of(Fusion, settings).skip:
+        return ""
+    return "no weights are read: the massive layer, which is not fused, is taken to be the first"
+
+
+def _of_shapes(model: Model, asked: Fusion, chosen: set[int]) -> tuple[Model, dict]:
+    """The first neurons in the place of those that weights would tell."""
+    if asked.method in ENTRIES:
+        raise ValueError(
+            f"fuse.method={asked.method!r} is a stage of its own (configs/mlp_fusion.py): before a "
+            f"training choose {', '.join(METHODS)}"
+        )
+    widths, new = list(model.config.ffn_widths), {}
+    for place, ffn in ffn_blocks(model.params):
+        if place.layer not in chosen:
+            continue
+        m = ffn["down"]["kernel"].shape[0]
+        c = widths[place.layer] = m - removal_count(m, ratio=asked.ratio)
+        new[place] = {
+            name: {leaf: x[..., :c] for leaf, x in leaves.items()}
+            for name, leaves in ffn.items()
+            if name != "down"
+        }
+        new[place]["down"] = {**ffn["down"], "kernel": ffn["down"]["kernel"][:c]}
+        if asked.method in WITH_FACTOR:
+            new[place]["neuron_scale"] = jnp.ones(c, np.float32)
+    after = model.config.with_widths(widths)
+    params = restack(after, write(model.params, new))
+    report = {"ffn_widths_before": list(model.config.ffn_widths), "ffn_widths_after": widths}
+    return dataclasses.replace(model, config=after, params=params), report
 
 
 def fuse_block(
@@ -270,3 +319,4 @@ METHODS: dict[str, Callable[[dict, int, Fusion, int], Made]] = {
     "structured": structured,
     "mmd": mmd,
 }
+WITH_FACTOR = ("fusion", "mmd")  # those that leave a factor after the activation

@@ -16,6 +16,7 @@ from ffn_heterogeneity.io.load import Model, load_config, load_model, load_token
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.shapes import count_parameters
+from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.settings import TrainConfig
@@ -73,8 +74,13 @@ def prepared(config: TrainConfig, model: Model) -> Model:
     def key(name: str) -> jax.Array:
         return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
 
+    massive = {}
     for name, settings in config.prepare.items():
-        model, _ = SURGERIES[name](model, settings, key=key(name))
+        model, report = SURGERIES[name](model, settings, key=key(name))
+        massive |= {name: report["layer_index"]} if "layer_index" in report else {}
+    if len(set(massive.values())) > 1:
+        layers = ", ".join(f"{layer} for {name}" for name, layer in massive.items())
+        say(f"the massive layer (from 0) moved on the way: {layers}")
     head = objective_of(config, model.config).head
     changed, params = with_head(model.config, model.params, head, key(ROOT))
     return dataclasses.replace(model, config=changed, params=params)

@@ -1,0 +1,270 @@
+"""Pieces of all five papers in one training step: any subset, on tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import config_of, save_tiny_reader
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.evaluate.displacement import describe, displacements
+from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.losses.nucl import layer_statistics
+from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.train import fit
+from ffn_heterogeneity.train.build import build
+from ffn_heterogeneity.train.objectives import make_forward
+from ffn_heterogeneity.train.settings import hyper_function, read
+from ffn_heterogeneity.train.source import starting_model
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import values_of
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+ALL = ("fuse", "dora", "macdrop", "p32", "nucl", "jreg", "layerwise")
+RATE = 1000.0  # so large that a step is not lost in the rounding of what it moves
+LOSSES = {"nucl", "jreg", "layerwise"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("five")
+    save_tiny_reader(root / "llama", "llama")
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(48):
+        letters = list("abcdefghijklm" if i % 2 else "nopqrstuvwxyz")
+        text = "".join(rng.choice(letters, rng.integers(4, 20)))
+        rows.append({"sentence": text, "label": ("low", "high")[i % 2]})
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def config_for(files, pieces=ALL, **changes):
+    own = {
+        "data__path": str(files / "rows.jsonl"),
+        "data__validation_path": str(files / "rows.jsonl"),
+        "fields": "sentence",
+        "lengths": (32,),
+        "together": 1,
+        "batch_size": 8,
+        "steps": 4,
+        "compute_dtype": "float32",
+        "tensorboard": False,
+    }
+    if "fuse" in pieces:
+        own["fuse__ratio"] = 0.5
+    if "macdrop" in pieces:
+        own["macdrop__k"] = 2
+    own |= {f"{name}__rank": 2 for name in ("lora", "dora") if name in pieces}
+    return config_of("five", ",".join((f"{files / 'llama'}", "labels", *pieces)), **(own | changes))
+
+
+def mesh():
+    return partition.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+
+
+def batch_of(seed=1):
+    rng = np.random.default_rng(seed)
+    segments = (np.arange(32) < rng.integers(6, 32, (8, 1))).astype(np.int32)
+    tokens = rng.integers(3, 250, (8, 32)).astype(np.int32) * segments
+    return {
+        "tokens": tokens,
+        "segment_ids": segments,
+        "target": (np.arange(8) % 2).astype(np.float32),
+        "valid": np.ones(8, bool),
+    }
+
+
+def subsets(count: int):
+    rng = np.random.default_rng(16)
+    for _ in range(count):
+        chosen = {name for name in (*ALL, "lora") if rng.random() < 0.5}
+        chosen -= {"lora"} if "dora" in chosen else set()
+        chosen -= {"layerwise"} if "fuse" not in chosen else set()
+        yield tuple(name for name in (*ALL, "lora") if name in chosen) or ("head",)
+
+
+@pytest.mark.parametrize("pieces", list(dict.fromkeys(subsets(40))), ids="+".join)
+def test_any_subset(files, pieces):
+    """Losses, what trains and how often the stack is scanned follow from the pieces alone."""
+    built = fit.build_shapes(read(config_for(files, pieces)), mesh())
+    assert {term.name for term in built.terms} == {"classification", *LOSSES & {*pieces}}
+    trains = {path for path, yes in built.trainable.items() if np.any(yes)}
+    shapes = flatten(built.state.params)
+    thin = bool({"lora", "dora"} & {*pieces})
+    for path in trains:
+        assert not path.startswith("teacher/") and "neuron_scale" not in path
+        assert path.startswith("task_head/") or not thin or "lora_" in path or "dora_m" in path
+    assert ("task_head/lambda" in shapes) == ("p32" in pieces)
+    scaled = [path for path in shapes if path.endswith("neuron_scale")]
+    assert bool(scaled) == ("fuse" in pieces)
+    assert any(path.startswith("teacher/") for path in shapes) == ("layerwise" in pieces)
+    # The massive layer alone stays whole; the first, of shapes.
+    widths = built.model.ffn_widths
+    assert len(set(widths)) == (2 if "fuse" in pieces else 1) and widths[1] == widths[2]
+
+
+def gradients(built, config, params, batch, weights):
+    """{path: gradient}, by a step of SGD, with these weights of the losses alone."""
+    state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
+    hyper = {
+        name: jnp.float32(x) for name, x in hyper_function(config, built.objective.terms)(0).items()
+    }
+    hyper |= {name: jnp.float32(0) for name in hyper if name.startswith("losses.")}
+    hyper |= {f"losses.{name}.weight": jnp.float32(x) for name, x in weights.items()}
+    cut = {name: leaf[None] for name, leaf in batch.items()}
+    after, metrics = built.train_step(state, cut, hyper)
+    before, after = flatten(params), flatten(after.params)
+    moved = {path: (np.float64(before[path]) - np.float64(after[path])) / RATE for path in before}
+    return moved, {name: float(x) for name, x in metrics.items() if np.ndim(x) == 0}
+
+
+def sgd(files, pieces=ALL, **changes):
+    own = {"optimizer__name": "sgd", "optimizer__learning_rate": RATE, "dropout": 0.0}
+    own |= {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "lambda_rate": None}
+    config = config_for(files, pieces, **(own | changes))
+    config.optimizer.clip_norm = None
+    return read(config)
+
+
+def test_the_gradient_is_the_sum_of_its_parts(files):
+    """By one program; the weights are its inputs. A weight of 0 is the part left out."""
+    config = sgd(files, macdrop__p0=0.0)
+    model = starting_model(config)
+    built = build(config, model, mesh())
+    names = [term.name for term in built.terms]
+    assert set(names) == {"classification", *LOSSES}
+    weights = dict(zip(names, (1.0, 0.7, 1.3, 0.5), strict=True))
+    whole, _ = gradients(built, config, model.params, batch_of(), weights)
+    parts = [
+        gradients(built, config, model.params, batch_of(), {name: weights[name]})[0]
+        for name in names
+    ]
+    for path, gradient in whole.items():
+        summed = sum(part[path] for part in parts)
+        scale = max(np.abs(gradient).max(), 1e-3)
+        assert np.abs(gradient - summed).max() <= 1e-5 * scale, path
+    assert built.train_step._cache_size() == 1
+    # Without nucl and jreg in the config, and with weights of 0.
+    few = sgd(files, ("fuse", "dora", "macdrop", "p32", "layerwise"), macdrop__p0=0.0)
+    fewer = build(few, model, mesh())
+    own = {"classification": 1.0, "layerwise": 0.5}
+    one, _ = gradients(built, config, model.params, batch_of(), own)
+    other, _ = gradients(fewer, few, model.params, batch_of(), own)
+    for path, gradient in one.items():
+        assert np.abs(gradient - other[path]).max() <= 1e-6 * max(np.abs(gradient).max(), 1), path
+
+
+def test_the_gradient_is_the_sum_of_its_parts_in_float64(files):
+    config = sgd(files)
+    model = starting_model(config)
+    built = build(config, model, mesh())
+    options = dataclasses.replace(built.options, compute_dtype=jnp.float64)
+    forward = make_forward(built.objective, model.config, options)
+    batch = batch_of()
+
+    def value(params, names):
+        values, _ = values_of(forward, built.terms, params, batch)
+        values |= {term.name: term(params) for term in built.terms if term.on == "params"}
+        return sum(values[name].total / jax.lax.stop_gradient(values[name].denominator)
+                   for name in names)  # fmt: skip
+
+    with jax.enable_x64(True):
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64) if np.issubdtype(x.dtype, np.floating) else x,
+            model.params,
+        )
+        gradient = jax.grad(value, allow_int=True)
+        names = [term.name for term in built.terms]
+        whole = flatten(gradient(params, names))
+        parts = [flatten(gradient(params, [name])) for name in names]
+        for path, one in whole.items():
+            if np.issubdtype(one.dtype, np.floating):
+                summed = sum(np.asarray(part[path]) for part in parts)
+                scale = max(float(np.abs(one).max()), 1.0)
+                assert np.abs(np.asarray(one) - summed).max() <= 1e-10 * scale, path
+
+
+def test_at_the_first_step_every_number_is_that_of_its_own_command(files):
+    """Entropy, jumps, massive neurons, P, and average pooling at lambda = 0."""
+    config = sgd(files, ALL[:-1], macdrop__p0=0.0)
+    model = starting_model(config)
+    whole = fh.load_model(files / "llama")
+    alone, report = SURGERIES["fuse"](whole, {"ratio": 0.5, "skip": "massive"})
+    ours, own = (flatten(unstack(one.params)) for one in (model, alone))
+    scales = [path for path in own if path.endswith("neuron_scale")]
+    assert len(scales) == 2
+    for path in own:
+        np.testing.assert_array_equal(ours[path], own[path])
+    massive = massive_weights(alone.config, alone.params)
+    assert massive.layer == report["layer_index"]
+    rows = next(leaf for path, leaf in ours.items() if path.endswith("gate/macdrop_rows"))
+    assert sorted(massive.indices[:2]) == rows.tolist()
+    batch = batch_of()
+    built = build(config, model, mesh())
+    _, seen = gradients(built, config, model.params, batch, {"classification": 1.0})
+    statistics = layer_statistics(alone.params)
+    assert seen["nucl"] == pytest.approx(sum(one["mstd"] for one in statistics), rel=1e-5)
+    lengths = batch["segment_ids"].sum(1)
+    rows = [row[:length] for row, length in zip(batch["tokens"], lengths, strict=True)]
+    psi = describe(displacements(alone.config, alone.params, rows, progress=None))
+    for name in ("zeta_L", "zeta_L-1"):
+        wanted = psi["before_final_norm"][name]
+        assert seen[f"jreg/{name}"] == pytest.approx(wanted, rel=1e-5)
+    # lambda = 0 is the average of the layers.
+    other = sgd(files, [piece for piece in ALL[:-1] if piece != "p32"], pooling="average")
+    head = {name: leaf for name, leaf in model.params["task_head"].items() if name != "lambda"}
+    shapes = starting_model(other)
+    mean = build(other, shapes, mesh()).forward({**model.params, "task_head": head}, batch)
+    ours = built.forward(model.params, batch)
+    np.testing.assert_allclose(ours["predictions"], mean["predictions"], rtol=1e-5, atol=1e-6)
+
+
+def test_stopped_resumed_exported_and_planned(files, tmp_path, monkeypatch):
+    from ffn_heterogeneity.train.loop import TrainLoop
+
+    config = config_for(files, checkpoint__every=2, **{"export__weights": "last"})
+    training.run(config, tmp_path / "run")
+    train_one = TrainLoop._train_one
+
+    def breaks(loop):
+        if loop.step == 3:
+            raise KeyboardInterrupt
+        train_one(loop)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainLoop, "_train_one", breaks)
+        training.run(config, tmp_path / "again")
+    training.run(config, tmp_path / "again")
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "again")]
+    losses = [[row["train/loss"] for row in one if "train/loss" in row] for one in rows]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    models = [fh.load_model(tmp_path / name / "model") for name in ("run", "again")]
+    leaves = [flatten(unstack(model.params)) for model in models]
+    assert leaves[0].keys() == leaves[1].keys()
+    for path, leaf in leaves[0].items():
+        assert np.asarray(leaf).tobytes() == np.asarray(leaves[1][path]).tobytes(), path
+    assert [path for path in leaves[0] if path.endswith("neuron_scale")]
+    assert not [path for path in leaves[0] if path.startswith("teacher")]
+    plan = training.run(config_for(files, dry_run="h100:8"), tmp_path / "plan")
+    assert plan["verdict"]
+
+
+@pytest.mark.parametrize(("argument", "told"), [
+    ("m,labels,layerwise", "layerwise needs fuse"),
+    ("m,labels,nucle", "pieces of fuse, dora"),
+    ("m", "<model>,<task>"),
+])  # fmt: skip
+def test_what_is_wrong_is_said(argument, told):
+    with pytest.raises(ValueError, match=told):
+        config_of("five", argument)
