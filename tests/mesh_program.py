@@ -1,6 +1,6 @@
 """Run where there are eight devices: meshes beside one device, figures as JSON.
 
-python tests/mesh_program.py meshes | encoders | generation | nucl | nll | fsdp
+python tests/mesh_program.py meshes | encoders | five | generation | nucl | nll | fsdp
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import test_five
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
@@ -28,8 +31,10 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES, kmeans
+from ffn_heterogeneity.train import build as train_build
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
 
@@ -169,6 +174,23 @@ def encoders() -> dict:
     return found
 
 
+def five() -> dict:
+    """Every piece of every paper (configs/five.py), in float32."""
+    found = []
+    with tempfile.TemporaryDirectory() as root:
+        config = test_five.sgd(test_five.write(Path(root)))
+        model = starting_model(config)
+        for shape in ((1, 1, 1), (2, 2, 2)):
+            built = train_build.build(config, model, test_five.mesh(*shape))
+            found.append(test_five.gradients(built, config, model.params, test_five.batch_of()))
+    (one, alone), (other, here) = found
+    trained = [path for path in one if np.any(one[path])]
+    return {
+        "loss": abs(here["loss"] / alone["loss"] - 1),
+        "gradient": worst({path: one[path] for path in trained}, other),
+    }
+
+
 def generation() -> dict:
     """Tokens of every mesh (None: one device, no mesh), greedy and drawn, windows included."""
     config = dataclasses.replace(models()["gemma2"], eos_id=None, n_kv_heads=2)
@@ -266,6 +288,7 @@ def clusters() -> dict:
 if __name__ == "__main__":
     assert jax.device_count() == 8, jax.device_count()
     chosen = {
+        "five": five,
         "meshes": compare_meshes,
         "some_meshes": some_meshes,
         "encoders": encoders,

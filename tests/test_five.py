@@ -37,7 +37,10 @@ LOSSES = {"nucl", "jreg", "layerwise"}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    root = tmp_path_factory.mktemp("five")
+    return write(tmp_path_factory.mktemp("five"))
+
+
+def write(root):
     save_tiny_reader(root / "llama", "llama")
     rng = np.random.default_rng(0)
     rows = []
@@ -69,8 +72,9 @@ def config_for(files, pieces=ALL, **changes):
     return config_of("five", ",".join((f"{files / 'llama'}", "labels", *pieces)), **(own | changes))
 
 
-def mesh():
-    return partition.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+def mesh(*shape):
+    shape = shape or (1, 1, 1)
+    return partition.make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
 
 
 def batch_of(seed=1):
@@ -114,14 +118,15 @@ def test_any_subset(files, pieces):
     assert len(set(widths)) == (2 if "fuse" in pieces else 1) and widths[1] == widths[2]
 
 
-def gradients(built, config, params, batch, weights):
+def gradients(built, config, params, batch, weights=None):
     """{path: gradient}, by a step of SGD, with these weights of the losses alone."""
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
     hyper = {
         name: jnp.float32(x) for name, x in hyper_function(config, built.objective.terms)(0).items()
     }
-    hyper |= {name: jnp.float32(0) for name in hyper if name.startswith("losses.")}
-    hyper |= {f"losses.{name}.weight": jnp.float32(x) for name, x in weights.items()}
+    if weights is not None:
+        hyper |= {name: jnp.float32(0) for name in hyper if name.startswith("losses.")}
+        hyper |= {f"losses.{name}.weight": jnp.float32(x) for name, x in weights.items()}
     cut = {name: leaf[None] for name, leaf in batch.items()}
     after, metrics = built.train_step(state, cut, hyper)
     before, after = flatten(params), flatten(after.params)

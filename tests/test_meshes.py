@@ -86,6 +86,7 @@ def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(REPOSITORY),
         "XLA_FLAGS": f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(fast_compile)),
     }
@@ -106,7 +107,7 @@ def check_meshes(found: dict) -> None:
 
 @pytest.fixture(scope="module")
 def some_meshes() -> dict:
-    return on_eight_devices("some_meshes", "encoders", "clusters", "generation")
+    return on_eight_devices("some_meshes", "encoders", "clusters", "generation", "five")
 
 
 def test_meshes_train_as_one_device(some_meshes):
@@ -118,6 +119,11 @@ def test_meshes_train_as_one_device(some_meshes):
 def test_meshes_encode_as_one_device(some_meshes):
     errors = some_meshes["encoders"]
     assert len(errors) == 2 and max(errors.values()) <= 1e-7, errors
+
+
+def test_meshes_train_five_papers_as_one_device(some_meshes):
+    found = some_meshes["five"]
+    assert found["loss"] <= 1e-6 and found["gradient"] <= 1e-5, found
 
 
 def test_meshes_cluster_as_one_device(some_meshes):

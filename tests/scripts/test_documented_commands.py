@@ -20,11 +20,11 @@ from ffn_heterogeneity.io.gguf_export import save_gguf
 
 PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md",
          "docs/howto/prune.md", "docs/howto/add-a-loss.md", "docs/howto/slurm.md",
-         "docs/howto/report.md")  # fmt: skip
+         "docs/howto/report.md", "docs/five.md")  # fmt: skip
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
 SMALL = [
-    (r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion))|ffnh train|"
+    (r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five))|ffnh train|"
      r"sweep(\.py)? .*(jreg_pre|nucl_fine)",
      "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
     (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
@@ -32,7 +32,7 @@ SMALL = [
     (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 "
      "--config.shape.layers=2 --config.shape.n_heads=2 "
      "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
-    (r"p32_glue", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
+    (r"p32_glue|five\.py", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
      "--config.lengths=(32,)"),
     (r"fuse_recover", "--only=whole --only=method=svd"),
     (r"mlp_fusion", "--config.lengths=(32,) --config.ratio=0.5"),
