@@ -24,9 +24,12 @@ def get_config() -> ConfigDict:
             # What goes: entropy | gini | mstd | magnitude | random | similarity (Srinivas & Babu
             # 2015: neurons that resemble another) | largest_outgoing | maw | vow | pon (these
             # three are OptiPFair's, of the incoming weights) | bos (|h| on bos) | mean_state (of
-            # |h|, over calibration text) | optipfair (its hybrid); reverse turns the order round.
+            # |h|, over calibration text) | optipfair (its hybrid) | wanda_sp | flap (||h|| and its
+            # variance, times outgoing norms); reverse turns the order round.
             "criterion": Removal.criterion,
-            "calibration": Removal.calibration,  # a UTF-8 text: its first 4 windows of 512 tokens
+            # own: what the model itself writes, no data at all; or a UTF-8 text, from its beginning
+            "calibration": Removal.calibration,
+            "calibration_tokens": placeholder(int),  # default: 2,048; own: 8,192
             # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of
             # the massive layer alone) | entropy:0.01 (of each layer the lowest-entropy hundredth).
             "protect": Removal.protect,
@@ -35,7 +38,9 @@ def get_config() -> ConfigDict:
             "lose": Removal.lose,
             "reverse": Removal.reverse,  # what would be kept goes
             # What the survivors take over: none | sum (of the nearest, or merged into them) |
-            # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest).
+            # least_squares | ridge (Stahlberg & Byrne 2017) | scaled (multiples of the nearest);
+            # of their states over the calibration text: state_ridge (ours) | gram (GRAIL) | bias
+            # (FLAP's: where the FFN's output has one).
             # Table 4: Srinivas & Babu is similarity with sum, Stahlberg & Byrne similarity (or
             # magnitude) with least_squares or ridge.
             "compensation": Removal.compensation,

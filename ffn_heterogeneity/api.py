@@ -11,7 +11,6 @@ from etils import epath
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.classify import classify as classify
-from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.hidden import hidden_states as hidden_states
 from ffn_heterogeneity.evaluate.inputs import prompt_rows, tokenizer_of
 from ffn_heterogeneity.io.card import push as push
@@ -19,6 +18,7 @@ from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.load import load_model as load_model
+from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 from ffn_heterogeneity.wording import check_choice
@@ -59,7 +59,7 @@ def generate(
 
     Args:
       chat: each prompt is what a user says; the answer follows in the tokenizer's template.
-      sampling: of `evaluate.generate.Sampling`: temperature, top_p, seed, stop ...
+      sampling: of `models.generate.Sampling`: temperature, top_p, seed, stop ...
 
     Raises:
       ValueError: a model without a tokenizer, a prompt too long for it, or a bad setting.

@@ -18,7 +18,6 @@ import test_five
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import LLAMA, batch_of, random_params, tiny_of
 
-from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nll import nll_term
@@ -27,6 +26,7 @@ from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten

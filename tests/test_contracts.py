@@ -346,7 +346,8 @@ def test_criterion(name, dtype):
         "down": {"kernel": rng.normal(size=(12, 9)).astype(dtype)},
     }
     ffn["down"]["kernel"][4] = 0
-    ffn["seen"] = {key: rng.random(12) for key in ("bos", "mean", "norm")}
+    ffn["seen"] = {key: rng.random(12) for key in ("bos", "mean", "signed")}
+    ffn["seen"] |= {"norm": 10 + rng.random(12), "tokens": 50}
     before = jax.tree.map(np.copy, ffn)
     scores = layer_scores(name, ffn, layer=0)
     assert scores.shape == (12,) and scores.dtype == np.float64

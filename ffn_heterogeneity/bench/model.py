@@ -17,7 +17,6 @@ from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import Torch
 from ffn_heterogeneity.bench.timing import Questions, machine, paired_interval, said
-from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.jreg import jreg_term
@@ -27,6 +26,7 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten

@@ -27,7 +27,6 @@ from ffn_heterogeneity.data.mixtures import TaskQuestion, member_file, questions
 from ffn_heterogeneity.data.packing import BOS_POLICIES, Encoder
 from ffn_heterogeneity.data.sources import open_source
 from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
-from ffn_heterogeneity.evaluate.generate import Generation, Generator, Sampling
 from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.evaluate.metrics import (
@@ -39,6 +38,7 @@ from ffn_heterogeneity.evaluate.metrics import (
     superglue,
 )
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.generate import Generation, Generator, Sampling
 from ffn_heterogeneity.wording import check_choice
 
 PIECE = 16  # batches between two writes

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ffn_heterogeneity.data.templates import render_template
-from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.inputs import tokenizer_of
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
+from ffn_heterogeneity.models.generate import Generator, Sampling
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.data.labelled import Form, encode_texts
-from ffn_heterogeneity.evaluate.inputs import check_vocabulary, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import tokenizer_of
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.probes.base import Probe
 

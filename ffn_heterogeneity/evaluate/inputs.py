@@ -18,6 +18,7 @@ from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
 from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
 
 Settings = TypeVar("Settings")
@@ -155,14 +156,6 @@ def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token ids are {ids.dtype}: integers are needed")
     check_vocabulary(ids, vocab_size)
-
-
-def check_vocabulary(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "") -> None:
-    """Raises a ValueError with the first token id that the vocabulary has not, and where it is."""
-    ids = np.asarray(ids)
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
-        raise ValueError(f"{where}token id {outside[0]} is outside the vocabulary of {vocab_size}")
 
 
 def padded_batches(

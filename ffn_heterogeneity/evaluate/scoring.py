@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.evaluate.generate import bucket
-from ffn_heterogeneity.evaluate.inputs import check_vocabulary
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.generate import bucket, check_vocabulary
 
 ROW_TOKENS = 512
 # Float32 logits computed at once.

@@ -13,13 +13,13 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import KERNEL_LEAVES, leaf_axes
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.launch import compress
+from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten

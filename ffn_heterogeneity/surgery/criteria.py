@@ -134,6 +134,28 @@ def optipfair(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     return _of_states(ffn, lambda seen: shares * seen["norm"])
 
 
+def wanda_sp(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """Wanda-sp: ||h||_2 over calibration text times |W_i|_2; the lowest goes first."""
+    return _of_states(ffn, lambda seen: seen["norm"] * np.sqrt(_squares(ffn)))
+
+
+def flap(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+    """FLAP (AAAI 2024): the variance of h over calibration text times |W_i|^2, the lowest goes.
+
+    Its bias is the compensation "bias".
+    """
+
+    def variance(seen: dict) -> np.ndarray:
+        return np.maximum(seen["norm"] ** 2 / seen["tokens"] - seen["signed"] ** 2, 0)
+
+    return _of_states(ffn, lambda seen: variance(seen) * _squares(ffn))
+
+
+def _squares(ffn: dict) -> np.ndarray:
+    """|W_i|^2 of each neuron."""
+    return _row_by_row(ffn, lambda rows: np.einsum("mn,mn->m", rows, rows))
+
+
 def _of_states(ffn: dict, function: Callable[[dict], np.ndarray]) -> np.ndarray:
     """-function(what `seen.seen_states` says of the layer); the dead first."""
     try:
@@ -169,9 +191,11 @@ CRITERIA: dict[str, Criterion] = {
     "bos": bos,
     "mean_state": mean_state,
     "optipfair": optipfair,
+    "wanda_sp": wanda_sp,
+    "flap": flap,
 }
 # Those that look at what neurons do on bos, and on calibration text.
-ON_BOS, ON_TEXT = ("bos",), ("mean_state", "optipfair")
+ON_BOS, ON_TEXT = ("bos",), ("mean_state", "optipfair", "wanda_sp", "flap")
 
 
 # The criterion that merges as it goes (Srinivas & Babu 2015), and all names.

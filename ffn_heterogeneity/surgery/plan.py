@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.compensation import check_compensation
 from ffn_heterogeneity.surgery.criteria import (
     ON_BOS,
@@ -57,7 +58,7 @@ class Plan:
     @property
     def looks(self) -> str:
         """The activations at which the choice looks: "" (none), "bos" or "text"."""
-        if self.criterion in ON_TEXT:
+        if self.criterion in ON_TEXT or self.compensation in states.METHODS:
             return "text"
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))
         return "bos" if named_on_bos or self.criterion in ON_BOS else ""

@@ -17,7 +17,8 @@ from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
-from ffn_heterogeneity.surgery.seen import calibration_rows, seen_states
+from ffn_heterogeneity.surgery.seen import WINDOW, calibration_rows, seen_states
+from ffn_heterogeneity.surgery.states import ON_MOMENTS
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -27,12 +28,15 @@ class Removal(Plan):
 
     Attributes:
       count: goes before the ratio.
-      calibration: a UTF-8 text, for criteria that look at one.
+      calibration: for criteria and compensations that look at one: a UTF-8 text, or "own", what the
+        model itself writes, drawn by the seed.
+      calibration_tokens: of it; None: 2,048, of the model's own text 8,192.
     """
 
     criterion: str = "entropy"
     ratio: float | None = 0.25
     calibration: str = ""
+    calibration_tokens: int | None = None
 
     def __post_init__(self):
         if self.count is not None:
@@ -40,9 +44,12 @@ class Removal(Plan):
         self.check()
         if self.looks == "text" and not self.calibration:
             raise ValueError(
-                f"criterion {self.criterion!r} looks at calibration text: give "
-                "--config.calibration=<text file>"
+                f"criterion {self.criterion!r} with compensation {self.compensation!r} looks at "
+                "calibration text: give --config.calibration=<text file>, or own: what the model "
+                "itself writes"
             )
+        if self.calibration_tokens is not None and self.calibration_tokens < WINDOW:
+            raise ValueError(f"calibration_tokens={self.calibration_tokens}: at least {WINDOW}")
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
@@ -59,8 +66,12 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
     """
     plan, seen = settings_of(Removal, settings), None
     if plan.looks:
-        rows = calibration_rows(model, plan.calibration) if plan.looks == "text" else None
-        seen = seen_states(model.config, model.params, rows)
+        rows = None
+        if plan.looks == "text":
+            asked = (plan.calibration, plan.calibration_tokens, plan.seed)
+            rows = calibration_rows(model, *asked)
+        moments = plan.compensation in ON_MOMENTS
+        seen = seen_states(model.config, model.params, rows, moments=moments)
     config, tree, removed, reports = reduce_model(model.config, model.params, plan, seen)
     results = results_of(plan, (model.config, config), removed, reports)
     smaller = dataclasses.replace(model, config=config, params=restack(config, tree))
@@ -93,12 +104,20 @@ def reduce_layer(
     if plan.compensation == "none":
         return take_neurons(ffn, kept), gone, None
     try:
-        kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges)
+        kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges, seen)
+        added = report.pop("bias", None)
+        if added is not None and "bias" not in ffn["down"]:
+            raise ValueError(
+                f"compensation={plan.compensation!r} adds to the FFN's output bias, and this "
+                "format has none: use state_ridge"
+            )
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
     smaller = take_neurons(ffn, kept)
     smaller = {name: leaf for name, leaf in smaller.items() if name not in FFN_LEAVES}
     bias = {name: leaf for name, leaf in ffn["down"].items() if name == "bias"}
+    if added is not None:
+        bias["bias"] = (bias["bias"] + added).astype(bias["bias"].dtype)
     return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": layer} | report
 
 

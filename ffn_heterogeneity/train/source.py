@@ -74,13 +74,13 @@ def prepared(config: TrainConfig, model: Model) -> Model:
     def key(name: str) -> jax.Array:
         return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
 
-    massive = {}
+    places = {}
     for name, settings in config.prepare.items():
         model, report = SURGERIES[name](model, settings, key=key(name))
-        massive |= {name: report["layer_index"]} if "layer_index" in report else {}
-    if len(set(massive.values())) > 1:
-        layers = ", ".join(f"{layer} for {name}" for name, layer in massive.items())
-        say(f"the massive layer (from 0) moved on the way: {layers}")
+        places |= {name: report["layer_index"]} if "layer_index" in report else {}
+    if len(set(places.values())) > 1:
+        layers = ", ".join(f"{layer} for {name}" for name, layer in places.items())
+        say(f"the layer that surgeries look for moved on the way (from 0): {layers}")
     head = objective_of(config, model.config).head
     changed, params = with_head(model.config, model.params, head, key(ROOT))
     return dataclasses.replace(model, config=changed, params=params)

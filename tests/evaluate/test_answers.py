@@ -13,10 +13,10 @@ from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, run_script, save_tiny
 
 from ffn_heterogeneity.evaluate import answers, metrics
-from ffn_heterogeneity.evaluate.generate import Generation
 from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.rows import rows_of
+from ffn_heterogeneity.models.generate import Generation
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CB = ("entailment", "contradiction", "neutral")

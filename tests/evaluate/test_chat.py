@@ -13,8 +13,8 @@ from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, run_scr
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.chat import conversations as chat
 from ffn_heterogeneity.evaluate.chat.endpoint import _text_of
-from ffn_heterogeneity.evaluate.generate import Generation
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.generate import Generation
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LONG = dataclasses.replace(LLAMA, max_position=512)

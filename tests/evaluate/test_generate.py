@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, byte_tokenizer, random_params, tiny_of
 
-from ffn_heterogeneity.evaluate.generate import (
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.decoding import layers_apart
+from ffn_heterogeneity.models.generate import (
     CHUNK,
     Generation,
     Generator,
@@ -18,10 +21,7 @@ from ffn_heterogeneity.evaluate.generate import (
     _prefill,
     bucket,
 )
-from ffn_heterogeneity.evaluate.sampling import nucleus
-from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.config import LayerConfig
-from ffn_heterogeneity.models.decoding import layers_apart
+from ffn_heterogeneity.models.sampling import nucleus
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

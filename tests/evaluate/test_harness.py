@@ -13,9 +13,9 @@ import pytest
 from task_tools import hf_model, instance
 from tiny_models import LLAMA, TEXT, byte_tokenizer, config_of, random_params, run_script, save_tiny
 
-from ffn_heterogeneity.evaluate.generate import Sampling
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.generate import Sampling
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

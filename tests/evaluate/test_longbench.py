@@ -15,12 +15,12 @@ import pytest
 from task_tools import instance, requests_of, rows_of
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 
-from ffn_heterogeneity.evaluate.generate import Generation
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.metrics import rouge_l
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.generate import Generation
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "no_network", "lm_eval")
 SMALL = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=160)

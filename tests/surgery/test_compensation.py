@@ -279,12 +279,14 @@ def test_every_compensation(name, dtype):
     ffn["up"]["mask"] = np.ones((4, 20), np.float32)
     before = {k: {n: x.copy() for n, x in v.items()} for k, v in ffn.items() if k != "neuron_scale"}
     plan = Plan("magnitude", count=5, compensation=name)
-    smaller, gone, report = reduce_layer(ffn, plan, layer=0, cut=5)
+    h = rng.normal(size=(80, 20))
+    seen = {"moments": (h.T @ h, h.T @ h), "held_share": 0.2, "signed": h.mean(0), "tokens": 80}
+    smaller, gone, report = reduce_layer(ffn, plan, layer=0, cut=5, seen=seen)
     assert {n: set(x) for n, x in smaller.items()} == {
         "gate": {"kernel", "bias"}, "up": {"kernel", "bias", "mask"}, "down": {"kernel", "bias"},
     }  # fmt: skip
     assert smaller["down"]["kernel"].shape == (15, 4) and smaller["down"]["kernel"].dtype == dtype
-    assert set(report) == {"layer", "lambda_norm", "lambda_max", "residual", "condition"}
+    assert {"lambda_norm", "lambda_max", "residual", "condition"} <= set(report)
     assert all(value is None or np.isfinite(value) for value in report.values())
     json.dumps(report)
     for leaf, leaves in before.items():
@@ -295,12 +297,12 @@ def test_every_compensation(name, dtype):
     w *= ffn["neuron_scale"].astype(np.float64)[:, None]
     folded = {**ffn, "down": {"kernel": w}}
     del folded["neuron_scale"]
-    wanted, _ = outgoing_of_survivors(name, folded, gone)
+    wanted, _ = outgoing_of_survivors(name, folded, gone, seen=seen)
     np.testing.assert_array_equal(smaller["down"]["kernel"], wanted.astype(dtype))
     turned = ffn | {
         name: {k: np.asfortranarray(v) for k, v in ffn[name].items()} for name in ("up", "down")
     }
-    again, _, _ = reduce_layer(turned, plan, layer=0, cut=5)
+    again, _, _ = reduce_layer(turned, plan, layer=0, cut=5, seen=seen)
     np.testing.assert_array_equal(again["down"]["kernel"], smaller["down"]["kernel"])
 
 

@@ -29,10 +29,10 @@ from ffn_heterogeneity.data.packing import CHAT_TEMPLATES, Encoder
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
-from ffn_heterogeneity.evaluate.generate import Generator, Sampling
 from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.wording import check_choice
 

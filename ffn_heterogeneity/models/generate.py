@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.evaluate.inputs import check_vocabulary
-from ffn_heterogeneity.evaluate.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make_cache
+from ffn_heterogeneity.models.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import path_str
 
@@ -189,6 +188,14 @@ class Generator:
             taken = int(taken)
             yield np.asarray(new)[:, :taken]
             produced += taken
+
+
+def check_vocabulary(ids: Sequence[int] | np.ndarray, vocab_size: int, where: str = "") -> None:
+    """Raises a ValueError with the first token id that the vocabulary has not, and where it is."""
+    ids = np.asarray(ids)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"{where}token id {outside[0]} is outside the vocabulary of {vocab_size}")
 
 
 def _batches(rows, wanted: Sequence[Sampling], size: int) -> Iterator[list[int]]:
