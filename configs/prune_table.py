@@ -5,6 +5,8 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            --sweep=pairs: every two adjacent layers; --sweep=halves: all, top, bottom, even, odd;
            --sweep=rivals: rules of a neuron's weights or activations, and 20 seeds of chance, a
            few neurons spared: --config.calibrations="('<one.txt>', '<other.txt>')"
+           --sweep=own: rules on text that the model itself writes, and on `calibrations`, plain
+           and with the compensation state_ridge
            --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
@@ -20,13 +22,14 @@ calls even (in Gemma-2 those with global attention).
 """
 
 import os
+from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
 from configs import prune
 from configs.parts import in_memory
 from ffn_heterogeneity.io.load import load_config
-from ffn_heterogeneity.launch.sweep import chain, point, product
+from ffn_heterogeneity.launch.sweep import Sweep, chain, point, product
 from ffn_heterogeneity.surgery.criteria import CRITERIA, ON_TEXT
 
 KIND = "in_memory"
@@ -74,6 +77,23 @@ def rivals(config: ConfigDict):
     )
 
 
+def own(config: ConfigDict):
+    """Removal without data: rules on what the model itself writes and on `calibrations`, plain and
+    with what the kept neurons can say for the others."""
+    texts, rest = ("own", *config.calibrations), {"compensation": ("none", "state_ridge")}
+    ridge = {"criterion": "entropy", "compensation": "state_ridge"}
+    return chain(
+        UNPRUNED,
+        point("entropy", {"criterion": "entropy"}),
+        product(point("entropy_ridge", ridge), _named(texts)),
+        *(product(point(name, {"criterion": name}), _named(texts), rest) for name in ON_TEXT),
+    )
+
+
+def _named(texts: Sequence[str]) -> Sweep:
+    return chain(*(point(os.path.basename(text), {"calibration": text}) for text in texts))
+
+
 SWEEPS = {
     "criteria": chain(
         UNPRUNED,
@@ -88,6 +108,7 @@ SWEEPS = {
         point("lowest_entropy", {"criterion": "entropy", "reverse": True}),
     ),
     "rivals": rivals,
+    "own": own,
     "needed": chain(
         UNPRUNED,
         product(point("entropy", {"criterion": "entropy"}), {"lose": LOST}),

@@ -21,6 +21,7 @@ WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
 SCORE, NLL = "score", "validation/nll"
 ENTROPY_OF_WEIGHTS = "validation/entropy/ent/ffn_out/mean"
 REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", "calibration")
+REMOVAL += ("calibration_tokens",)
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 REMOVED = ("model", *REMOVAL, *SIZE, *EVALUATION)  # equal in the runs of a removal
