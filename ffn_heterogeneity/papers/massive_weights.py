@@ -257,8 +257,7 @@ def zeroing_and_retaining(runs: Runs) -> Frame:
 
 
 def zeroing_three(runs: Runs) -> Frame:
-    three = {"attack": "zero", "k": 3}
-    return unattacked(runs["attack"], "nll", same=ATTACKED, these=three)
+    return unattacked(runs["attack"], "nll", same=ATTACKED, these={"attack": "zero", "k": 3})
 
 
 def macdrop_under_attack(runs: Runs) -> Frame:

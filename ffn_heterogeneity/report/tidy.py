@@ -162,8 +162,8 @@ def records(
       always: settings of losses that stay where the loss has no weight.
 
     Returns:
-      The rows with "record"; in "differs" what sets it apart from other records in settings that
-      are not shown (", window 128"), and in "told" {name: value} of those that are.
+      The rows with "record"; in "differs" what sets it apart from other records of its model in
+      settings that are not shown (", window 128"), and in "told" {name: value} of those that are.
     """
     rows = _without_idle_losses(rows, always)
     runs = rows.drop_duplicates("run").set_index("run")
@@ -173,16 +173,17 @@ def records(
     }
     runs = runs.loc[sorted(ranks, key=lambda run: (ranks[run], run not in with_tasks))]
     texts = runs[[name for name in sorted(runs) if name not in OWN and among(name, same)]]
-    each = texts.map(text_of).T.to_dict()
-    vary = [name for name in texts if len({its[name] for its in each.values()} - {IDLE}) > 1]
+    texts, vary = texts.map(text_of), {}
+    for model, its in texts.groupby(runs["model"]):
+        vary[model] = [name for name in its if len({*its[name]} - {IDLE}) > 1]
     numbers: dict[tuple, int] = {}
     made = []
-    for (run, its), row in zip(each.items(), runs.to_dict("records"), strict=True):
+    for (run, its), row in zip(texts.T.to_dict().items(), runs.to_dict("records"), strict=True):
         number = numbers.setdefault(tuple(its.values()), len(numbers))
         # Every run without a seed is a draw of its own.
         seed = run if is_missing(row["seed"]) else row["seed"]
         seed = seed if drawn and fits(row, drawn) else None
-        told = {name: its[name] for name in vary if its[name] != IDLE}
+        told = {name: its[name] for name in vary[row["model"]] if its[name] != IDLE}
         differs = [f", {name} {x}" for name, x in told.items() if not among(name, shown)]
         told = {name.removeprefix(SETTINGS): x for name, x in told.items() if among(name, shown)}
         made.append((run, number, "".join(differs), told, seed))
