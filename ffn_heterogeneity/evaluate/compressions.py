@@ -151,7 +151,7 @@ def without_kernel(model: Model, layer: int) -> Model:
 
 
 def _fusion(config: ConfigDict, method: str) -> Fusion:
-    own = {"method": method, "layers": str(config.layer), "spare": 0, "rewind": ""}
+    own = {"method": method, "layers": str(config.layer), "spare": 0, "rewind": "", "skip": ""}
     return settings_from(Fusion, config, **own)
 
 

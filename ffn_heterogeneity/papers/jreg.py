@@ -45,7 +45,7 @@ def displacements(rows: Frame) -> Frame:
     trained = rows[rows["shape.layers"].notna()]["run"]
     rows = rows[rows.analysis == "displacement"]
     place = rows.text.where(rows.text.astype(bool), rows.token_ids)
-    rows = rows.assign(model=two_names(rows), text=[os.path.basename(str(x)) for x in place])
+    rows = rows.assign(name=two_names(rows), text=[os.path.basename(str(x)) for x in place])
     rows["written here"], parts = rows.origin.isin(trained), []
     for start, reading in READINGS.items():
         its = rows[rows.what.str.startswith(start) | (rows.what == "tokens")]
@@ -57,7 +57,8 @@ def displacements(rows: Frame) -> Frame:
             raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
         parts.append(its.assign(series=its.path.map(steps > 0)))
     rows = pandas.concat(parts, ignore_index=True)
-    return tidy.records(rows, ("path", "reading", *READ), ("path", "reading"))
+    made = tidy.records(rows, ("path", "reading", *READ), ("path", "reading"))
+    return made.assign(model=made["name"])
 
 
 def two_names(rows: Frame) -> pandas.Series:
@@ -134,8 +135,7 @@ def against_baseline(runs: Runs, what: str) -> Frame:
 
 
 mean_accuracy = partial(against_baseline, what=MEAN)
-below_baseline = partial(against_baseline, what=ZETA)
-no_worse = partial(against_baseline, what=NLL)
+below_baseline, no_worse = (partial(against_baseline, what=x) for x in (ZETA, NLL))
 
 
 def models(runs: Runs) -> Frame:

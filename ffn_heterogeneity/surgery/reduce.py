@@ -15,6 +15,7 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
+from ffn_heterogeneity.surgery.criteria import ON_TEXT
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import WINDOW, calibration_rows, seen_states
@@ -43,10 +44,11 @@ class Removal(Plan):
             object.__setattr__(self, "ratio", None)
         self.check()
         if self.looks == "text" and not self.calibration:
+            who = f"compensation {self.compensation!r}"
+            who = f"criterion {self.criterion!r}" if self.criterion in ON_TEXT else who
             raise ValueError(
-                f"criterion {self.criterion!r} with compensation {self.compensation!r} looks at "
-                "calibration text: give --config.calibration=<text file>, or own: what the model "
-                "itself writes"
+                f"{who} looks at calibration text: give --config.calibration=<text file>, or own: "
+                "what the model itself writes"
             )
         if self.calibration_tokens is not None and self.calibration_tokens < WINDOW:
             raise ValueError(f"calibration_tokens={self.calibration_tokens}: at least {WINDOW}")
