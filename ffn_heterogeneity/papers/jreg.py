@@ -57,7 +57,8 @@ def displacements(rows: Frame) -> Frame:
             raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
         parts.append(its.assign(series=its.path.map(steps > 0)))
     rows = pandas.concat(parts, ignore_index=True)
-    made = tidy.records(rows, ("path", "reading", *READ), ("path", "reading"))
+    # All models' analyses are told apart together.
+    made = tidy.records(rows.assign(model=""), ("path", "reading", *READ), ("path", "reading"))
     return made.assign(model=made["name"])
 
 
