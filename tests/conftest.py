@@ -113,6 +113,18 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"left out {len(tests)} tests: {why}")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Every compiled program maps pages, of which a process may have 65,530; the compiler aborts
+    then."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        import jax
+
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     assert SHARED.is_dir(), f"CI needs the real data files at {SHARED}"
