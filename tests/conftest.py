@@ -115,8 +115,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Every compiled program maps pages, of which a process may have 65,530; the compiler aborts
-    then."""
+    """Every compiled program takes four mappings or so, of which a process may have 65,530."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:

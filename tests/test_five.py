@@ -101,7 +101,7 @@ def subsets(count: int) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("pieces", subsets(40), ids="+".join)
 def test_any_subset(files, pieces):
-    """Losses, what trains and how often the stack is scanned follow from the pieces alone."""
+    """Losses, leaves, what trains and the layers' widths follow from the pieces alone."""
     built = fit.build_shapes(read(config_for(files, pieces)), mesh())
     assert {term.name for term in built.terms} == {"classification", *LOSSES & {*pieces}}
     trains = {path for path, yes in built.trainable.items() if np.any(yes)}

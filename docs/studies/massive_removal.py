@@ -97,7 +97,7 @@ def harm(rows: Frame, every: Frame) -> Frame:
 
 
 def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
-    """How far the loss is on the way from one removal's to another's."""
+    """The share of the way from one removal's loss to another's."""
 
     def of_way(*sides: Frame) -> Any:
         return share(*map(by_seed, sides))

@@ -74,9 +74,9 @@ def scores(runs: Runs, match: Match) -> Frame:
 
 
 table_2 = table_6 = partial(scores, match=WHOLE)
-table_3, table_4 = (
-    partial(scores, match={**BASELINE, "data.fraction": 1.0, "tuned": x}) for x in (False, True)
-)
+BY_DEPTH = {**BASELINE, "data.fraction": 1.0}
+table_3 = partial(scores, match={**BY_DEPTH, "tuned": False})
+table_4 = partial(scores, match={**BY_DEPTH, "tuned": True})
 
 
 def table_1(runs: Runs) -> Frame:
@@ -134,8 +134,7 @@ def figure_3(runs: Runs) -> Frame:
 
 
 def figure_4(runs: Runs) -> Frame:
-    rows = scores(runs, {**BASELINE, "data.fraction": 1.0})
-    rows = rows.assign(column="score (%)", differs="")
+    rows = scores(runs, BY_DEPTH).assign(column="score (%)", differs="")
     return rows[rows.groupby(["model", "data.task", "seed"]).blocks.transform("nunique") > 1]
 
 

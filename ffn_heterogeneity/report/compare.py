@@ -92,9 +92,9 @@ def states(runs: Runs) -> Iterator[tuple[str, str, str]]:
     """(label, how far it is, work directory) of each."""
     known = progress(runs.rows, runs.curves)
     for (label, folder), its in runs.settings.groupby(["label", "folder"], sort=False):
-        # Of several seeds that of the first that has not ended.
-        found = sorted((known.get(run, "not begun") for run in its.index), key="finished".__eq__)
-        yield label, f"{len(its)} seeds, {found[0]}" if len(its) > 1 else found[0], folder
+        open_ones = [run for run in its.index if known.get(run) != "finished"]
+        state = known.get(open_ones[0], "not begun") if open_ones else "finished"
+        yield label, f"{len(its)} seeds, {state}" if len(its) > 1 else state, folder
 
 
 def differing_keys(runs: Runs) -> list[list[str]]:
@@ -164,9 +164,9 @@ def _lost(curves: Frame) -> list[int]:
 def choose_panels(runs: Runs) -> list[str]:
     """Metrics to draw: validation and training loss, then what most runs have."""
     having = runs.curves.groupby("what", sort=False)["label"].nunique()
-    names = [*FIRST_PANELS, *having.sort_values(ascending=False, kind="stable").index]
-    shown = {name for name in having.index if name.startswith("validation/")} | {*FIRST_PANELS}
-    return [x for x in dict.fromkeys(names) if x in having.index and x in shown][:MAX_PANELS]
+    names = having.sort_values(ascending=False, kind="stable").index
+    names = [x for x in names if x.startswith("validation/") or x in FIRST_PANELS]
+    return [*dict.fromkeys([*(x for x in FIRST_PANELS if x in names), *names])][:MAX_PANELS]
 
 
 def draw_runs(runs: Runs):

@@ -156,7 +156,7 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
 def _order(values: Any) -> list:
     """The values, in the order of a label, or of their first rows."""
     known = values.cat.categories if hasattr(values, "cat") else values.drop_duplicates()
-    return [value for value in known if value in set(values)]
+    return list(known[known.isin(values)])
 
 
 def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, dict[str, Any]]]:

@@ -124,7 +124,9 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
 
     asked, config = settings_of(Fusion, settings), model.config
     massive, spared = _massive(model, asked)
-    chosen = set(layer_subset(asked.layers, config.n_layers)) - ({massive} if asked.skip else set())
+    chosen = set(layer_subset(asked.layers, config.n_layers))
+    if asked.skip:
+        chosen.discard(massive)
     if is_abstract(model.params):
         return _of_shapes(model, asked, chosen)
     widths, new, facts = list(config.ffn_widths), {}, {}

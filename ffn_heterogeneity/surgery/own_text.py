@@ -36,7 +36,8 @@ def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
     rows, left = [], tokens
     while left > 0:
         # Each round draws anew.
-        drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=seed + len(rows))
+        own_seed = int(np.random.default_rng([seed, len(rows)]).integers(1 << 31))
+        drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=own_seed)
         prompts = [[config.bos_id]] * min(write.batch_size * 4, -(-left // length))
         round_ = [one.tokens for one in write(prompts, drawn, progress="the model's own text")]
         if not any(round_):

@@ -40,7 +40,9 @@ def calibration_rows(
         return own_rows(model, tokens or OWN_TOKENS, seed)
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer to read the calibration text with")
-    windows = (tokens or TOKENS) // WINDOW
+    windows, rest = divmod(tokens or TOKENS, WINDOW)
+    if rest:
+        raise ValueError(f"calibration_tokens={tokens}: of a text a multiple of {WINDOW}")
     rows = text_windows(read_utf8(calibration), model.tokenizer, WINDOW, max_windows=windows)
     if len(rows) < windows:
         needed = f"{windows} are needed for {windows * WINDOW:,} tokens"
@@ -74,8 +76,10 @@ def seen_states(
     layers = [{"massive": i == found.layer} for i in range(config.n_layers)]
     sums = {"bos": found.states.astype(np.float64)}
     if rows is not None:
-        held = [row for i, row in enumerate(rows) if moments and i % HELD_OUT == HELD_OUT - 1]
-        fitted = [row for i, row in enumerate(rows) if not moments or i % HELD_OUT < HELD_OUT - 1]
+        fitted, held = list(rows), []
+        if moments:
+            held = fitted[HELD_OUT - 1 :: HELD_OUT]
+            del fitted[HELD_OUT - 1 :: HELD_OUT]
         if moments and not held:
             raise ValueError(
                 f"{len(rows)} rows of calibration text: give at least {HELD_OUT} (of a text more "

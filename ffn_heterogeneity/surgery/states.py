@@ -27,19 +27,19 @@ Rows = Callable[[Any], np.ndarray]
 
 def state_ridge(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple[Rows, dict]:
     """See this module."""
-    fitted, held = _moments(seen, kept)
-    outgoing = weights(gone)
-    errors = {
-        x: output_error(held, kept, gone, explained(fitted, kept, gone, x), outgoing)
-        for x in LAMBDAS
-    }
+    _check_tokens(seen, kept)
+    (fitted, held), outgoing = seen["moments"], weights(gone)
+    errors = {}
+    for ridge in LAMBDAS:
+        added = explained(fitted, kept, gone, ridge) @ outgoing
+        errors[ridge] = output_error(held, kept, gone, added, outgoing)
     best = min(errors, key=errors.__getitem__)
     whole = _whole(seen)
     c = explained(whole, kept, gone, best)
-    plain = output_error(whole, kept, gone, np.zeros_like(c), outgoing)
-    left = output_error(whole, kept, gone, c, outgoing)
-    report = _report(c, left, plain) | {"lambda": best}
     added = c @ outgoing
+    plain = output_error(whole, kept, gone, np.zeros_like(added), outgoing)
+    left = output_error(whole, kept, gone, added, outgoing)
+    report = _report(c, left, plain) | {"lambda": best}
     return lambda part: weights(kept[part]) + added[part], report
 
 
@@ -55,10 +55,9 @@ def explained(gram: np.ndarray, kept: np.ndarray, gone: np.ndarray, ridge: float
 
 
 def output_error(
-    gram: np.ndarray, kept: np.ndarray, gone: np.ndarray, c: np.ndarray, outgoing: np.ndarray
+    gram: np.ndarray, kept: np.ndarray, gone: np.ndarray, added: np.ndarray, outgoing: np.ndarray
 ) -> float:
-    """mean |h_R W_R - h_S C W_R|^2 over the tokens behind `gram`."""
-    added = c @ outgoing
+    """mean |h_R W_R - h_S D|^2 over the tokens behind `gram`; D is `added` to the kept rows."""
     crossed = gram[np.ix_(kept, gone)] @ outgoing
     squares = np.vdot(outgoing, gram[np.ix_(gone, gone)] @ outgoing)
     inside = np.vdot(added, gram[np.ix_(kept, kept)] @ added)
@@ -69,19 +68,16 @@ def gram(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple
     """See this module."""
     from scipy.linalg import solve
 
-    _moments(seen, kept)
+    _check_tokens(seen, kept)
     whole, m = _whole(seen), len(kept) + len(gone)
     own = whole[np.ix_(kept, kept)]
     ridge = GRAM * max(float(np.diag(own).mean()), np.finfo(float).tiny)
     b = solve(own + ridge * np.eye(len(kept)), whole[kept], assume_a="pos")  # B^T [kept, m]
     rows = b @ weights(np.arange(m))
     outgoing = weights(gone)
-    plain = output_error(whole, kept, gone, np.zeros((len(kept), len(gone))), outgoing)
-    change = rows - weights(kept)
-    left = np.vdot(outgoing, whole[np.ix_(gone, gone)] @ outgoing)
-    left -= 2 * np.vdot(change, whole[np.ix_(kept, gone)] @ outgoing)
-    left += np.vdot(change, own @ change)
-    return lambda part: rows[part], _report(b[:, gone], max(float(left), 0.0), plain)
+    plain = output_error(whole, kept, gone, np.zeros_like(rows), outgoing)
+    left = output_error(whole, kept, gone, rows - weights(kept), outgoing)
+    return lambda part: rows[part], _report(b[:, gone], left, plain)
 
 
 def bias(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple[Rows, dict]:
@@ -91,13 +87,12 @@ def bias(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple
     return lambda part: weights(kept[part]), report
 
 
-def _moments(seen: Seen, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _check_tokens(seen: Seen, kept: np.ndarray) -> None:
     if seen["tokens"] < len(kept):
         raise ValueError(
             f"{seen['tokens']:,} calibration tokens cannot tell {len(kept):,} kept neurons apart: "
             f"give calibration_tokens of at least {len(kept):,}, better four times as many"
         )
-    return seen["moments"]
 
 
 def _whole(seen: Seen) -> np.ndarray:

@@ -107,10 +107,10 @@ def test_state_ridge_is_its_formula():
 def test_no_ridge_makes_the_output_worse_than_removal_and_a_large_one_is_removal(seed):
     seen, kept, gone, w, *_ = problem(seed, tokens=40)
     gram = states._whole(seen)
-    plain = states.output_error(gram, kept, gone, np.zeros((len(kept), len(gone))), w[gone])
+    plain = states.output_error(gram, kept, gone, np.zeros((len(kept), w.shape[1])), w[gone])
     for ridge in (1e-6, 0.1, 10.0, 1e4):
         c = states.explained(gram, kept, gone, ridge)
-        assert states.output_error(gram, kept, gone, c, w[gone]) <= plain * (1 + 1e-12)
+        assert states.output_error(gram, kept, gone, c @ w[gone], w[gone]) <= plain * (1 + 1e-12)
     assert np.abs(states.explained(gram, kept, gone, 1e12)).max() <= 1e-6
 
 
@@ -142,8 +142,8 @@ def test_a_removed_copy_costs_nothing():
     for layer in range(2):
         gram, w = states._whole(seen[layer]), down_of(params, layer)
         c = states.explained(gram, kept, gone, 1e-9)
-        plain = states.output_error(gram, kept, gone, 0 * c, w[gone])
-        assert states.output_error(gram, kept, gone, c, w[gone]) <= 1e-5 * plain
+        plain = states.output_error(gram, kept, gone, 0 * w[kept], w[gone])
+        assert states.output_error(gram, kept, gone, c @ w[gone], w[gone]) <= 1e-5 * plain
 
 
 def test_own_text_begins_with_bos_and_has_as_many_tokens_as_asked():
