@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import config_of, save_tiny_reader
+from tiny_models import config_of, random_params, save_tiny_reader, stopped_and_resumed, tiny_of
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.displacement import describe, displacements
-from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models.stack import unstack
@@ -21,6 +21,7 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.fuse import METHODS
 from ffn_heterogeneity.train import fit
 from ffn_heterogeneity.train.build import build
 from ffn_heterogeneity.train.objectives import make_forward
@@ -237,33 +238,39 @@ def test_at_the_first_step_every_number_is_that_of_its_own_command(files):
 
 
 def test_stopped_resumed_exported_and_planned(files, tmp_path, monkeypatch):
-    from ffn_heterogeneity.train.loop import TrainLoop
-
-    config = config_for(files, checkpoint__every=2, **{"export__weights": "last"})
+    config = config_for(files, checkpoint__every=2, export__weights="last")
     training.run(config, tmp_path / "run")
-    train_one = TrainLoop._train_one
-
-    def breaks(loop):
-        if loop.step == 3:
-            raise KeyboardInterrupt
-        train_one(loop)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainLoop, "_train_one", breaks)
-        training.run(config, tmp_path / "again")
-    training.run(config, tmp_path / "again")
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "again")]
-    losses = [[row["train/loss"] for row in one if "train/loss" in row] for one in rows]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    models = [fh.load_model(tmp_path / name / "model") for name in ("run", "again")]
-    leaves = [flatten(unstack(model.params)) for model in models]
-    assert leaves[0].keys() == leaves[1].keys()
-    for path, leaf in leaves[0].items():
-        assert np.asarray(leaf).tobytes() == np.asarray(leaves[1][path]).tobytes(), path
-    assert [path for path in leaves[0] if path.endswith("neuron_scale")]
-    assert not [path for path in leaves[0] if path.startswith("teacher")]
+    stopped_and_resumed(config, tmp_path, monkeypatch)
+    leaves = flatten(unstack(fh.load_model(tmp_path / "run" / "model").params))
+    assert [path for path in leaves if path.endswith("neuron_scale")]
+    assert not [path for path in leaves if path.startswith("teacher")]
     plan = training.run(config_for(files, dry_run="h100:8"), tmp_path / "plan")
     assert plan["verdict"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_fusion_of_shapes_is_that_of_weights(family, method):
+    """Gated without biases, and plain with them."""
+    config = tiny_of(family, layers=3)
+
+    def shapes(params):
+        model = Model(config, params, None, "")
+        made, _ = SURGERIES["fuse"](model, {"method": method, "ratio": 0.5, "steps": 1})
+        return made.params
+
+    params = random_params(config)
+    planned, made = flatten(jax.eval_shape(shapes, params)), flatten(shapes(params))
+    assert {path: (x.shape, x.dtype) for path, x in planned.items()} == {
+        path: (x.shape, x.dtype) for path, x in made.items()
+    }
+
+
+def test_a_massive_layer_that_moved_is_said(files, capsys):
+    starting_model(read(config_for(files, macdrop__layer=1)))
+    assert "moved on the way" not in capsys.readouterr().out
+    starting_model(read(config_for(files, macdrop__layer=2)))
+    assert "moved on the way (from 0): 1 for fuse, 2 for macdrop" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("argument", "told"), [

@@ -261,3 +261,33 @@ def mask_neurons(params, removed):
         scale[np.asarray(removed.get(layer, ()), dtype=np.int64)] = 0
         layers[layer] = {**layers[layer], "ffn": {**ffn, "neuron_scale": scale}}
     return {**params, "layers": layers}
+
+
+def stopped_and_resumed(config, workdir, monkeypatch):
+    """The run again, broken off before its fourth step; the same numbers, bit for bit."""
+    import pytest
+
+    from ffn_heterogeneity.io.load import load_model
+    from ffn_heterogeneity.io.metrics import read_metrics
+    from ffn_heterogeneity.launch import train as training
+    from ffn_heterogeneity.paths import flatten
+    from ffn_heterogeneity.train.loop import TrainLoop
+
+    train_one = TrainLoop._train_one
+
+    def breaks(loop):
+        if loop.step == 3:
+            raise KeyboardInterrupt
+        train_one(loop)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainLoop, "_train_one", breaks)
+        training.run(config, workdir / "again")
+    training.run(config, workdir / "again")
+    one, other = (read_metrics(workdir / name / "metrics.jsonl") for name in ("run", "again"))
+    for rows in (one, other):
+        for row in rows:
+            row.pop("timing/seconds", None), row.pop("timing/tokens_per_second", None)
+    assert one == other
+    models = [flatten(load_model(workdir / name / "model").params) for name in ("run", "again")]
+    assert all(leaf.tobytes() == models[1][path].tobytes() for path, leaf in models[0].items())

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from test_adapted import config_for
-from tiny_models import LLAMA, TEXT, random_params, save_tiny
+from tiny_models import LLAMA, TEXT, random_params, save_tiny, stopped_and_resumed
 
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
@@ -25,7 +24,6 @@ from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.train import fit
-from ffn_heterogeneity.train.loop import TrainLoop
 from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -53,28 +51,6 @@ def add_surgery(monkeypatch, function):
 
 def built_of(config):
     return fit.build_shapes(read(config), partition.make_mesh(**config.mesh))
-
-
-def stopped_and_resumed(config, workdir, monkeypatch):
-    """The run again, broken off before its fourth step; the same numbers, bit for bit."""
-    train_one = TrainLoop._train_one
-
-    def breaks(loop):
-        if loop.step == 3:
-            raise KeyboardInterrupt
-        train_one(loop)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainLoop, "_train_one", breaks)
-        training.run(config, workdir / "again")
-    training.run(config, workdir / "again")
-    one, other = (read_metrics(workdir / name / "metrics.jsonl") for name in ("run", "again"))
-    for rows in (one, other):
-        for row in rows:
-            row.pop("timing/seconds", None), row.pop("timing/tokens_per_second", None)
-    assert one == other
-    models = [flatten(load_model(workdir / name / "model").params) for name in ("run", "again")]
-    assert all(leaf.tobytes() == models[1][path].tobytes() for path, leaf in models[0].items())
 
 
 @pytest.mark.parametrize("widths", [(24, 24, 12, 12), (24, 24)], ids=["narrower", "shorter"])
