@@ -11,6 +11,7 @@ Paper:     RoBERTa base, the last 8 of 12 layers, 3,072 -> 768 neurons: --config
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from configs import perplexity
 from ffn_heterogeneity.surgery.fuse import Fusion
@@ -43,6 +44,11 @@ def get_config() -> ConfigDict:
             "seed": Fusion.seed,
             # Of unstructured: whose weights stand under the masks, in the place of its own (LTH).
             "rewind": Fusion.rewind,
+            # Then: none | state_ridge (ours) | gram | bias, with the keys of configs/prune.py.
+            "compensation": Fusion.compensation,
+            "calibration": Fusion.calibration,
+            "calibration_tokens": placeholder(int),
+            "sequential": Fusion.sequential,
             # Dtype of the written weights: as read, or float32 | bfloat16 | float16.
             "dtype": "as_read",
             # auto | padded | native | deci (configs/prune.py). The weights that other tools read

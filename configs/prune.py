@@ -27,7 +27,8 @@ def get_config() -> ConfigDict:
             # |h|, over calibration text) | optipfair (its hybrid) | wanda_sp | flap (||h|| and its
             # variance, times outgoing norms); reverse turns the order round.
             "criterion": Removal.criterion,
-            # own: what the model itself writes, no data at all; or a UTF-8 text, from its beginning
+            # own: what the model itself writes, no data at all; a UTF-8 text, from its beginning;
+            # or the own_text.jsonl that a run on its own text leaves in its working directory
             "calibration": Removal.calibration,
             "calibration_tokens": placeholder(int),  # default: 2,048; own: 8,192
             # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of
@@ -44,6 +45,9 @@ def get_config() -> ConfigDict:
             # Table 4: Srinivas & Babu is similarity with sum, Stahlberg & Byrne similarity (or
             # magnitude) with least_squares or ridge.
             "compensation": Removal.compensation,
+            # state_ridge, gram, bias: on the states of the model compensated so far (ours), not on
+            # the whole model's.
+            "sequential": Removal.sequential,
             # How much: a ratio of each layer's neurons, or a count instead.
             "ratio": Removal.ratio,
             "count": placeholder(int),  # neurons of each layer, instead of the ratio

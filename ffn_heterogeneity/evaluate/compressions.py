@@ -151,7 +151,9 @@ def without_kernel(model: Model, layer: int) -> Model:
 
 
 def _fusion(config: ConfigDict, method: str) -> Fusion:
-    own = {"method": method, "layers": str(config.layer), "spare": 0, "rewind": "", "skip": ""}
+    rest = {field.name: field.default for field in dataclasses.fields(Fusion)}
+    own = {name: value for name, value in rest.items() if name not in config}
+    own |= {"method": method, "layers": str(config.layer)}
     return settings_from(Fusion, config, **own)
 
 

@@ -12,16 +12,18 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.card import check_repository, compared, published, push, write_card
 from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
-from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.files import atomic_path, write_json
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
-from ffn_heterogeneity.surgery.streaming import compress_directory
+from ffn_heterogeneity.surgery.calibration import write_rows
+from ffn_heterogeneity.surgery.streaming import check_streamed, compress_directory
 from ffn_heterogeneity.wording import check_choice
 
+OWN_TEXT = "own_text.jsonl"
 DTYPES = ("as_read", "float32", "bfloat16", "float16")
 
 
@@ -49,6 +51,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     else:
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, surgery.read(config), key=key)
+        keep_own_text(workdir, results)
         check_leaves(changed.config, changed.params, beside=ROOT)
         form = {"export": config.export, "dtype": dtype, "tokenizer": model.tokenizer}
         form["structure"] = "fold" if config.export == "padded" else "keep"
@@ -70,6 +73,13 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     if config.get("push"):
         print(push(target, config.push), file=sys.stderr)
     return results
+
+
+def keep_own_text(workdir: epath.Path, results: dict) -> None:
+    """Takes what the model wrote for its calibration out of a surgery's report, to a file."""
+    if rows := results.pop("own_rows", None):
+        with atomic_path(workdir / OWN_TEXT) as temporary:
+            write_rows(temporary, rows)
 
 
 def describe(name: str, results: dict) -> str:
@@ -106,10 +116,6 @@ def check_config(config: ConfigDict) -> None:
         check_repository(config.push)
     if not config.get("streaming"):
         return
-    if settings.looks:
-        raise ValueError(
-            "streaming=True never has the whole model, which this criterion or protection looks "
-            "at: leave it out"
-        )
+    check_streamed(settings)
     if str(config.model).endswith(".gguf"):
         model_directory(config.model)  # says what to do

@@ -55,6 +55,7 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
     start = time.time()
     model = load(config.model, revision=config.revision)
     changed, results = operate(config, folded(model))
+    compress.keep_own_text(workdir, results)
     told = compress.describe(compress.surgery_of(config).name, results)
     removed = results.pop("removed", None)
     if config.save_model:

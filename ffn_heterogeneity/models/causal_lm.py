@@ -174,6 +174,23 @@ def forward(
     return {"hidden": hidden, "probes": seen, **pooled}
 
 
+def one_layer(
+    config: ModelConfig, layer: int, leaves: dict, x_btd: jax.Array, batch: dict
+) -> tuple[jax.Array, Any]:
+    """A layer by itself: (the residual stream behind it, its `block.LayerIO`).
+
+    Args:
+      leaves: of that layer, unstacked.
+      x_btd: the residual stream before it (`embed`, or another layer's).
+      batch: as in `forward`.
+    """
+    shape = batch["tokens"].shape
+    options = with_kernel(RunOptions(), config, shape[1], is_in_order(batch))
+    rotary, mask = _context(config, batch, shape, options.packed)[layer]
+    block = Block(config, config.layers[layer], options)
+    return block.apply({"params": leaves}, x_btd, rotary, mask)
+
+
 def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[str, Any]:
     """[L, ...] leaves, of which every layer is given its slice."""
     beside = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}

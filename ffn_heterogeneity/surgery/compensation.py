@@ -9,11 +9,11 @@ Lambda [gone, survivors] says how much of each survivor stands for a neuron that
   of them together, E the incoming vectors; of several the one of minimum norm.
 - ridge: the same with + mu |Lambda|^2, mu = RIDGE times the mean squared length of a survivor's
   vector, which is the mean diagonal of the survivors' Gram matrix.
-- bias, gram, state_ridge: of the states over calibration text (`states.py`).
 - scaled [ours]: c for the survivor i whose multiple stands nearest. Gated: c multiplies U_i alone,
   min_c |G_j - G_i|^2 + |U_j - c U_i|^2, exact for every activation where G_j = G_i, U_j = c U_i.
   Plain: min_{c >= 0} |e_j - c e_i|^2, exact for ReLU where e_j = c e_i.
 
+Those of states over calibration text (`states.METHODS`) follow a removal (`blockwise.compensated`).
 Ties go to the lowest survivor. What is solved is in float64; W returns to its own dtype at the end.
 """
 
@@ -22,8 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -52,7 +51,6 @@ class Problem:
       weights: W.
       kept, gone: indices, ascending.
       merges: (survivor, removed) of each step of a selection that merges, else None.
-      seen: what the layer's states are (`seen.seen_states`), where the compensation looks at them.
     """
 
     vectors: np.ndarray
@@ -61,7 +59,6 @@ class Problem:
     kept: np.ndarray
     gone: np.ndarray
     merges: np.ndarray | None
-    seen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def squares(self, neurons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Squared lengths of those neurons' vectors: (of "gate", of "up")."""
@@ -82,7 +79,6 @@ def outgoing_of_survivors(
     ffn: dict,
     gone: np.ndarray,
     merges: np.ndarray | None = None,
-    seen: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, dict]:
     """The survivors' W [s, n] after compensation, in the dtype of W, and what it took.
 
@@ -91,17 +87,15 @@ def outgoing_of_survivors(
     Returns:
       (W, {"lambda_norm": Frobenius norm, "lambda_max": largest |entry|, "residual":
       |E_gone - Lambda E_rest| / |E_gone| (scaled: with U_i scaled), "condition": of the system,
-      the ratio of its extreme singular values; None where nothing is solved}; of states "residual"
-      is that of the FFN's output, and `states.METHODS` say what else there is).
+      the ratio of its extreme singular values; None where nothing is solved}).
 
     Raises:
-      ValueError: unknown name; no states where it needs some; non-finite weights; the result does
-        not fit in W's dtype.
+      ValueError: unknown name; non-finite weights; the result does not fit in W's dtype.
     """
     check_compensation(name)
     vectors, gate = incoming(ffn)
     kept = np.setdiff1d(np.arange(len(vectors)), gone)
-    problem = Problem(vectors, gate, outgoing(ffn), kept, np.sort(gone), merges, seen or {})
+    problem = Problem(vectors, gate, outgoing(ffn), kept, np.sort(gone), merges)
     rows, report = _METHODS[name](problem)
     kernel = np.empty((len(kept), problem.weights.kernel.shape[1]), problem.weights.kernel.dtype)
     with np.errstate(over="ignore"):  # refused below
@@ -217,14 +211,6 @@ def _solved(problem: Problem, ridge: float) -> tuple[Rows, dict]:
     return lambda part: weights.rows(kept[part]) + added(part), report
 
 
-def _of_states(problem: Problem, function: Callable[..., tuple]) -> tuple[Rows, dict]:
-    kept, weights = problem.kept, problem.weights
-    if "signed" not in problem.seen:
-        raise ValueError("this compensation looks at states over calibration text: give one")
-    rows, report = function(problem.seen, kept, problem.gone, weights.rows)
-    return rows, report
-
-
 def _changed_rows(problem: Problem, changed: dict[int, np.ndarray]) -> Rows:
     """Rows of the survivors: `changed`, the others as they were."""
 
@@ -254,6 +240,6 @@ _METHODS: dict[str, Callable[[Problem], tuple[Rows, dict]]] = {
     "least_squares": functools.partial(_solved, ridge=0.0),
     "ridge": functools.partial(_solved, ridge=RIDGE),
     "scaled": _scaled,
-    **{name: functools.partial(_of_states, function=x) for name, x in states.METHODS.items()},
 }
-COMPENSATIONS = ("none", *_METHODS)
+OF_WEIGHTS = tuple(_METHODS)
+COMPENSATIONS = ("none", *OF_WEIGHTS, *states.METHODS)

@@ -35,7 +35,10 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.parallel.partition import make_mesh
 from ffn_heterogeneity.paths import is_abstract
+from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.surgery.blockwise import compensated
+from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
 from ffn_heterogeneity.surgery.entries import ENTRIES, MASKED, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
@@ -76,6 +79,9 @@ class Fusion:
       seed: of k-means' starts and of sketches.
       rewind: a model, of the same shape, whose weights come back under the masks (LTH: those from
         before the training that the masks are drawn from); "": the model's own stay.
+      compensation: "none", or of `states.METHODS`: what the neurons that there are can say for
+        what the block's output lost [ours for clusters]; with calibration, calibration_tokens and
+        sequential as of `reduce.Removal`.
     """
 
     method: str = "fusion"
@@ -88,6 +94,10 @@ class Fusion:
     skip: str = ""
     seed: int = 0
     rewind: str = ""
+    compensation: str = "none"
+    calibration: str = ""
+    calibration_tokens: int | None = None
+    sequential: bool = False
 
     def __post_init__(self):
         check_choice("method", self.method, (*METHODS, *ENTRIES))
@@ -97,6 +107,11 @@ class Fusion:
         for name in ("spare", "canonical"):
             if getattr(self, name) and self.method in ENTRIES:
                 raise ValueError(f"{name}={getattr(self, name)}: {self.method} keeps every neuron")
+        check_choice("compensation", self.compensation, ("none", *states.METHODS))
+        who = "" if self.compensation == "none" else f"compensation {self.compensation!r}"
+        if who and self.method in ENTRIES:
+            raise ValueError(f"{who}: {self.method} keeps every neuron: use another method")
+        check_calibration(who, self.calibration, self.calibration_tokens)
         removal_count(1, ratio=self.ratio)
         for name, least in (("n_init", 1), ("steps", 0), ("spare", 0)):
             if getattr(self, name) < least:
@@ -148,6 +163,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
         model, new = _rewound(model, new, asked.rewind)
     after = model.config.with_widths(widths)
     params = restack(after, write(model.params, new))
+    smaller = dataclasses.replace(model, config=after, params=params)
     # Without what masks took out before.
     total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
     left = total - before + kept
@@ -164,11 +180,17 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     }
     if asked.skip:
         report["layer_index"] = massive
+    if asked.compensation != "none":
+        given = (asked.calibration, asked.calibration_tokens, asked.seed)
+        rows = calibration_rows(model, *given)
+        smaller, told = compensated(model, smaller, asked.compensation, rows, asked.sequential)
+        report |= {"compensation": asked.compensation, "compensated": told}
+        report |= {"own_rows": rows} if asked.calibration == OWN else {}
     for name, layers in facts.items():
         means = {layer: float(np.mean(each)) for layer, each in layers.items()}
         report[name] = float(np.mean(list(means.values())))
         report[f"{name}s"] = [means.get(layer) for layer in range(config.n_layers)]
-    return dataclasses.replace(model, config=after, params=params), report
+    return smaller, report
 
 
 def _rewound(model: Model, new: Mapping[Place, dict], name: str) -> tuple[Model, dict]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ffn_heterogeneity.io.load import Model
@@ -9,7 +11,8 @@ from ffn_heterogeneity.models.generate import Generator
 from ffn_heterogeneity.models.sampling import Sampling
 
 ANSWER = 256  # tokens of an answer at most
-BATCH = 16  # answers at once
+BATCH = 48  # answers at once, at most
+MORE = 1.25  # as many are begun, since some end early
 
 
 def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
@@ -32,13 +35,15 @@ def own_rows(model: Model, tokens: int, seed: int = 0) -> list[np.ndarray]:
             f"calibration='own': {model.source} has no bos token to begin with: give a text file"
         )
     length = min(ANSWER, config.max_position - 1)
-    write = Generator(config, model.params, batch_size=min(BATCH, -(-tokens // length)))
+    write = Generator(
+        config, model.params, batch_size=min(BATCH, math.ceil(MORE * tokens / length))
+    )
     rows, left = [], tokens
     while left > 0:
         # Each round draws anew.
         own_seed = int(np.random.default_rng([seed, len(rows)]).integers(1 << 31))
         drawn = Sampling(max_new_tokens=length, temperature=1.0, seed=own_seed)
-        prompts = [[config.bos_id]] * min(write.batch_size * 4, -(-left // length))
+        prompts = [[config.bos_id]] * write.batch_size
         round_ = [one.tokens for one in write(prompts, drawn, progress="the model's own text")]
         if not any(round_):
             raise ValueError(

@@ -57,8 +57,13 @@ class Plan:
 
     @property
     def looks(self) -> str:
-        """The activations at which the choice looks: "" (none), "bos" or "text"."""
-        if self.criterion in ON_TEXT or self.compensation in states.METHODS:
+        """The activations at which it looks: "" (none), "bos" or "text"."""
+        return "text" if self.compensation in states.METHODS else self.chooses_by
+
+    @property
+    def chooses_by(self) -> str:
+        """Those at which the choice of neurons looks, as `looks`."""
+        if self.criterion in ON_TEXT:
             return "text"
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))
         return "bos" if named_on_bos or self.criterion in ON_BOS else ""

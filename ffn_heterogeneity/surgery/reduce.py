@@ -14,12 +14,14 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
-from ffn_heterogeneity.surgery.compensation import outgoing_of_survivors
+from ffn_heterogeneity.surgery import states
+from ffn_heterogeneity.surgery.blockwise import compensated
+from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
+from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
 from ffn_heterogeneity.surgery.criteria import ON_TEXT
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
-from ffn_heterogeneity.surgery.seen import WINDOW, calibration_rows, seen_states
-from ffn_heterogeneity.surgery.states import ON_MOMENTS
+from ffn_heterogeneity.surgery.seen import seen_states
 from ffn_heterogeneity.wording import settings_of
 
 
@@ -29,29 +31,27 @@ class Removal(Plan):
 
     Attributes:
       count: goes before the ratio.
-      calibration: for criteria and compensations that look at one: a UTF-8 text, or "own", what the
-        model itself writes, drawn by the seed.
-      calibration_tokens: of it; None: 2,048, of the model's own text 8,192.
+      calibration, calibration_tokens: for criteria and compensations that look at text, as in
+        `calibration.calibration_rows`; "own", what the model itself writes, is drawn by the seed.
+      sequential: of a compensation by states, as in `blockwise.compensated`.
     """
 
     criterion: str = "entropy"
     ratio: float | None = 0.25
     calibration: str = ""
     calibration_tokens: int | None = None
+    sequential: bool = False
 
     def __post_init__(self):
         if self.count is not None:
             object.__setattr__(self, "ratio", None)
         self.check()
-        if self.looks == "text" and not self.calibration:
-            who = f"compensation {self.compensation!r}"
-            who = f"criterion {self.criterion!r}" if self.criterion in ON_TEXT else who
-            raise ValueError(
-                f"{who} looks at calibration text: give --config.calibration=<text file>, or own: "
-                "what the model itself writes"
-            )
-        if self.calibration_tokens is not None and self.calibration_tokens < WINDOW:
-            raise ValueError(f"calibration_tokens={self.calibration_tokens}: at least {WINDOW}")
+        who = f"criterion {self.criterion!r}" if self.criterion in ON_TEXT else ""
+        if self.compensation in states.METHODS:
+            who = who or f"compensation {self.compensation!r}"
+        elif self.sequential:
+            raise ValueError(f"sequential=True is of {', '.join(states.METHODS)} alone")
+        check_calibration(who, self.calibration, self.calibration_tokens)
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:
@@ -61,23 +61,26 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
       settings: of `Removal`.
 
     Returns:
-      (the smaller model, what `results.json` holds).
+      (the smaller model, what `results.json` holds; and of calibration "own" the model's text,
+      "own_rows", which `calibration.write_rows` keeps).
 
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
-    plan, seen = settings_of(Removal, settings), None
-    if plan.looks:
-        rows = None
-        if plan.looks == "text":
-            asked = (plan.calibration, plan.calibration_tokens, plan.seed)
-            rows = calibration_rows(model, *asked)
-        moments = plan.compensation in ON_MOMENTS
-        seen = seen_states(model.config, model.params, rows, moments=moments)
+    plan, seen, rows = settings_of(Removal, settings), None, None
+    if plan.looks == "text":
+        asked = (plan.calibration, plan.calibration_tokens, plan.seed)
+        rows = calibration_rows(model, *asked)
+    if plan.chooses_by:
+        shown = rows if plan.chooses_by == "text" else None
+        seen = seen_states(model.config, model.params, shown)
     config, tree, removed, reports = reduce_model(model.config, model.params, plan, seen)
-    results = results_of(plan, (model.config, config), removed, reports)
     smaller = dataclasses.replace(model, config=config, params=restack(config, tree))
-    return smaller, results
+    if plan.compensation in states.METHODS:
+        given = (plan.compensation, rows, plan.sequential)
+        smaller, reports = compensated(model, smaller, *given)
+    results = results_of(plan, (model.config, config), removed, reports)
+    return smaller, results | ({"own_rows": rows} if plan.calibration == OWN and rows else {})
 
 
 def reduce_layer(
@@ -85,8 +88,9 @@ def reduce_layer(
 ) -> tuple[dict, np.ndarray, dict | None]:
     """Chooses, compensates, removes.
 
-    Without compensation masks and factors of neurons stay leaves of their own; with it they are
-    folded into the survivors' outgoing weights, which are new ones.
+    Without compensation masks and factors of neurons stay leaves of their own; with one of weights
+    they are folded into the survivors' outgoing weights, which are new ones. One of states is no
+    part of this (`blockwise.compensated`).
 
     Args:
       ffn: the layer's FFN leaves; untouched.
@@ -103,23 +107,15 @@ def reduce_layer(
     if not gone.size:
         return ffn, gone, None
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
-    if plan.compensation == "none":
+    if plan.compensation not in OF_WEIGHTS:
         return take_neurons(ffn, kept), gone, None
     try:
-        kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges, seen)
-        added = report.pop("bias", None)
-        if added is not None and "bias" not in ffn["down"]:
-            raise ValueError(
-                f"compensation={plan.compensation!r} adds to the FFN's output bias, and this "
-                "format has none: use state_ridge"
-            )
+        kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges)
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
     smaller = take_neurons(ffn, kept)
     smaller = {name: leaf for name, leaf in smaller.items() if name not in FFN_LEAVES}
     bias = {name: leaf for name, leaf in ffn["down"].items() if name == "bias"}
-    if added is not None:
-        bias["bias"] = (bias["bias"] + added).astype(bias["bias"].dtype)
     return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": layer} | report
 
 

@@ -1,118 +1,116 @@
-"""Compensation by what the neurons that stay can say for the states of those that go.
+"""Compensation by what the neurons of a smaller block can say for what its output lost.
 
-G = mean h h^T over calibration text, bos left out; S the neurons kept, R those removed. Everything
-is linear in W, so what is fitted to the removed states is fitted to the FFN's output too.
+Over calibration text, bos left out: g [c] the smaller block's states behind the activation (and
+its factors), y the whole block's output, r = y - g W what the smaller one's W misses of it; G =
+mean g g^T, B = mean g r^T. What is added to W is D:
 
-- state_ridge [ours]: h_R ~ h_S C in units of each kept neuron's rms, z = h_S / rms(h_S):
-  C = diag(1 / rms) (mean z z^T + lambda I)^-1 mean z h_R^T,   W_S + C W_R.
-  lambda: that of `LAMBDAS` whose output is nearest on held-out rows; C is then fitted to all.
-- gram (GRAIL, arXiv 2602.23795): h ~ B h_S, B = G[:, S] (G[S, S] + lambda I)^-1, and B^T W on the
-  kept rows; lambda is `GRAM` times the mean of G[S, S]'s diagonal [ours: the paper's is not known
-  here].
-- bias (FLAP): mean h_R W_R is added to the FFN's output; W stays.
+- state_ridge [ours]: D = diag(1 / rms) (Z + lambda I)^-1 diag(1 / rms) B, where rms is each
+  neuron's and Z = diag(1 / rms) G diag(1 / rms). lambda: that of `LAMBDAS` whose output is nearest
+  on held-out rows; D is then fitted to all. Of removed neurons r = h_R W_R: they are explained by
+  the kept ones, h_R ~ h_S C, and D = C W_R.
+- gram (GRAIL, arXiv 2602.23795): W + D = (G + lambda I)^-1 mean g y^T, lambda `GRAM` times the mean
+  of G's diagonal [ours: the paper's is not known here]. Neurons that speak quietly go.
+- bias (FLAP): mean r is added to the output's bias; W stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 LAMBDAS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 GRAM = 0.01
-Seen = Mapping[str, Any]
-Rows = Callable[[Any], np.ndarray]
 
 
-def state_ridge(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple[Rows, dict]:
-    """See this module."""
-    _check_tokens(seen, kept)
-    (fitted, held), outgoing = seen["moments"], weights(gone)
-    errors = {}
-    for ridge in LAMBDAS:
-        added = explained(fitted, kept, gone, ridge) @ outgoing
-        errors[ridge] = output_error(held, kept, gone, added, outgoing)
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Sums over tokens, each of which has a weight (1, if nobody says otherwise), float64.
+
+    Attributes:
+      states: g g^T, [c, c].
+      crossed: g r^T, [c, n].
+      missed: r, [n].
+      squares: |r|^2.
+      weight: of all tokens.
+      tokens: how many.
+    """
+
+    states: np.ndarray
+    crossed: np.ndarray
+    missed: np.ndarray
+    squares: float
+    weight: float
+    tokens: float
+
+    def __add__(self, other: Moments) -> Moments:
+        fields = (field.name for field in dataclasses.fields(self))
+        return Moments(*(getattr(self, name) + getattr(other, name) for name in fields))
+
+    def error(self, added: np.ndarray) -> float:
+        """mean |r - g D|^2, of D added to W."""
+        inside = np.vdot(added, self.states @ added) - 2 * np.vdot(added, self.crossed)
+        return max(float(self.squares + inside), 0.0) / self.weight
+
+
+class Fit(NamedTuple):
+    """Numbers to be added to W and to the output's bias, and what a report says of them."""
+
+    kernel: np.ndarray | float
+    bias: np.ndarray | None
+    report: dict[str, float]
+
+
+def state_ridge(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
+    """See this module. The report: "lambda", "residual" (what is left of the output's error, a
+    share of its length), "held_residual" (of held-out rows, fitted without them)."""
+    errors = {ridge: held.error(explained(fitted, ridge)) for ridge in LAMBDAS}
     best = min(errors, key=errors.__getitem__)
-    whole = _whole(seen)
-    c = explained(whole, kept, gone, best)
-    added = c @ outgoing
-    plain = output_error(whole, kept, gone, np.zeros_like(added), outgoing)
-    left = output_error(whole, kept, gone, added, outgoing)
-    report = _report(c, left, plain) | {"lambda": best}
-    return lambda part: weights(kept[part]) + added[part], report
+    whole = fitted + held
+    added = explained(whole, best)
+    shares = {"residual": _share(whole, whole.error(added))}
+    shares["held_residual"] = _share(held, errors[best])
+    return Fit(added, None, {"lambda": best} | shares)
 
 
-def explained(gram: np.ndarray, kept: np.ndarray, gone: np.ndarray, ridge: float) -> np.ndarray:
-    """C [kept, gone] of state_ridge; of a neuron that never speaks the row is 0."""
+def explained(moments: Moments, ridge: float) -> np.ndarray:
+    """D [c, n] of state_ridge; of a neuron that never speaks the row is 0."""
     from scipy.linalg import solve
 
-    rms = np.sqrt(np.diag(gram)[kept])
-    scale = np.divide(1, rms, out=np.zeros_like(rms), where=rms > 0)
-    system = gram[np.ix_(kept, kept)] * scale[:, None] * scale + ridge * np.eye(len(kept))
-    wanted = gram[np.ix_(kept, gone)] * scale[:, None]
-    return solve(system, wanted, assume_a="pos") * scale[:, None]
+    rms = np.sqrt(np.diag(moments.states) / moments.weight)
+    scale = np.divide(1, rms, out=np.zeros_like(rms), where=rms > 0)[:, None]
+    system = moments.states / moments.weight * scale * scale[:, 0] + ridge * np.eye(len(rms))
+    return scale * solve(system, scale * moments.crossed / moments.weight, assume_a="pos")
 
 
-def output_error(
-    gram: np.ndarray, kept: np.ndarray, gone: np.ndarray, added: np.ndarray, outgoing: np.ndarray
-) -> float:
-    """mean |h_R W_R - h_S D|^2 over the tokens behind `gram`; D is `added` to the kept rows."""
-    crossed = gram[np.ix_(kept, gone)] @ outgoing
-    squares = np.vdot(outgoing, gram[np.ix_(gone, gone)] @ outgoing)
-    inside = np.vdot(added, gram[np.ix_(kept, kept)] @ added)
-    return max(float(squares - 2 * np.vdot(added, crossed) + inside), 0.0)
-
-
-def gram(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple[Rows, dict]:
-    """See this module."""
+def gram(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
+    """See this module; nothing is held out."""
     from scipy.linalg import solve
 
-    _check_tokens(seen, kept)
-    whole, m = _whole(seen), len(kept) + len(gone)
-    own = whole[np.ix_(kept, kept)]
+    whole = fitted + held
+    own = whole.states / whole.weight
     ridge = GRAM * max(float(np.diag(own).mean()), np.finfo(float).tiny)
-    b = solve(own + ridge * np.eye(len(kept)), whole[kept], assume_a="pos")  # B^T [kept, m]
-    rows = b @ weights(np.arange(m))
-    outgoing = weights(gone)
-    plain = output_error(whole, kept, gone, np.zeros_like(rows), outgoing)
-    left = output_error(whole, kept, gone, rows - weights(kept), outgoing)
-    return lambda part: rows[part], _report(b[:, gone], left, plain)
+    wanted = own @ kernel + whole.crossed / whole.weight
+    added = solve(own + ridge * np.eye(len(own)), wanted, assume_a="pos") - kernel
+    return Fit(added, None, {"residual": _share(whole, whole.error(added))})
 
 
-def bias(seen: Seen, kept: np.ndarray, gone: np.ndarray, weights: Rows) -> tuple[Rows, dict]:
-    """See this module; the report's "bias" [n] is what is added to the FFN's output."""
-    added = seen["signed"][gone] @ weights(gone)
-    report = _report(np.zeros((0, 0)), 0.0, 0.0) | {"residual": None, "bias": added}
-    return lambda part: weights(kept[part]), report
+def bias(fitted: Moments, held: Moments, kernel: np.ndarray) -> Fit:
+    """See this module."""
+    whole = fitted + held
+    mean = whole.missed / whole.weight
+    left = whole.squares / whole.weight - mean @ mean
+    return Fit(0.0, mean, {"residual": _share(whole, max(float(left), 0.0))})
 
 
-def _check_tokens(seen: Seen, kept: np.ndarray) -> None:
-    if seen["tokens"] < len(kept):
-        raise ValueError(
-            f"{seen['tokens']:,} calibration tokens cannot tell {len(kept):,} kept neurons apart: "
-            f"give calibration_tokens of at least {len(kept):,}, better four times as many"
-        )
+def _share(moments: Moments, left: float) -> float:
+    plain = moments.squares / moments.weight
+    return (left / plain) ** 0.5 if plain else 0.0
 
 
-def _whole(seen: Seen) -> np.ndarray:
-    fitted, held = seen["moments"]
-    share = seen["held_share"]
-    return (1 - share) * fitted + share * held
-
-
-def _report(factors: np.ndarray, left: float, plain: float) -> dict:
-    return {
-        "lambda_norm": float(np.linalg.norm(factors)),
-        "lambda_max": float(np.abs(factors).max(initial=0.0)),
-        "residual": (left / plain) ** 0.5 if plain else 0.0,
-        "condition": None,
-    }
-
-
-# Those that need all second moments.
-ON_MOMENTS = ("gram", "state_ridge")
-METHODS: dict[str, Callable[..., tuple[Rows, dict]]] = {
+METHODS: dict[str, Callable[[Moments, Moments, np.ndarray], Fit]] = {
     "bias": bias,
     "gram": gram,
     "state_ridge": state_ridge,

@@ -106,6 +106,15 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     return Checkpoint(directory, config, family, by_layer, tensors, places)
 
 
+def check_streamed(plan: Plan) -> None:
+    """Raises ValueError where the plan looks at the whole model, which never lies in memory."""
+    if plan.looks:
+        raise ValueError(
+            "streaming=True never has the whole model, which this criterion, protection or "
+            "compensation looks at: leave it out"
+        )
+
+
 def compress_directory(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -129,6 +138,7 @@ def compress_directory(
     Raises:
       ValueError, CheckpointError: as `compress.run`.
     """
+    check_streamed(plan)
     if huggingface.structure_section(source):
         raise CheckpointError(
             f"{source} keeps structure (masks, adapters, P), which surgery from checkpoint to "

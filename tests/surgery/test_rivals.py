@@ -10,10 +10,11 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.surgery.calibration import calibration_rows
 from ffn_heterogeneity.surgery.criteria import layer_scores
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
-from ffn_heterogeneity.surgery.seen import calibration_rows, seen_states
+from ffn_heterogeneity.surgery.seen import seen_states
 
 WIDTH = 24
 ROWS = np.concatenate([np.zeros((3, 1), int), np.random.default_rng(0).integers(2, 258, (3, 9))], 1)

@@ -10,11 +10,15 @@ import pytest
 from tiny_models import byte_tokenizer, random_params, tiny_of
 
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.launch.in_memory import filled_up
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery import SURGERIES, states
+from ffn_heterogeneity.surgery.adapt import fold_all
+from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.own_text import own_rows
+from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import seen_states
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -32,9 +36,9 @@ def rows_of(config, count=8, seed=0):
             for n in rng.integers(9, 20, count)]  # fmt: skip
 
 
-def states_of(config, params, rows, layer):
+def states_of(config, params, rows, layer, what="ffn_state"):
     """h of every real token but the first, [tokens, m] in float64, one row at a time."""
-    probe = Probe("h", lambda seen, batch, _: seen.ffn_state, kind="example")
+    probe = Probe("h", lambda seen, batch, _: getattr(seen, what), kind="example")
     found = []
     for row in rows:
         outputs = causal_lm.forward(config, params, {"tokens": row[None]}, probes=(probe,))
@@ -46,35 +50,33 @@ def down_of(params, layer):
     return np.asarray(list(layer_leaves(params, "ffn"))[layer][1]["down"]["kernel"], np.float64)
 
 
-def test_sums_and_moments_are_of_real_tokens_alone():
+def test_sums_are_of_real_tokens_alone():
     """Rows of many lengths, padded: neither padding nor the first token counts."""
     params, rows = random_params(LLAMA), rows_of(LLAMA)
-    seen = seen_states(LLAMA, params, rows, moments=True)
+    seen = seen_states(LLAMA, params, rows)
     for layer in range(2):
-        each = states_of(LLAMA, params, rows, layer)
-        h, held = np.concatenate(each), np.concatenate([each[3], each[7]])
-        fitted = np.concatenate([x for i, x in enumerate(each) if i % 4 != 3])
+        h = np.concatenate(states_of(LLAMA, params, rows, layer))
         found = seen[layer]
-        assert found["tokens"] == len(h)
         for name, wanted in (("mean", np.abs(h).mean(0)), ("signed", h.mean(0)),
                              ("norm", np.sqrt((h**2).sum(0)))):  # fmt: skip
             np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-9)
-        for gram, own in zip(found["moments"], (fitted, held), strict=True):
-            np.testing.assert_allclose(gram, own.T @ own / len(own), rtol=1e-5, atol=1e-9)
-        assert found["held_share"] == pytest.approx(len(held) / len(h))
 
 
 def problem(seed=0, m=20, tokens=200, outputs=6):
-    """(seen, kept, gone, W, h of the rows fitted, h held out): states that depend on each other."""
+    """(moments of three rows of four, of the rest, kept, gone, W, h of all tokens, h held out):
+    states that depend on each other, of which a quarter goes."""
     rng = np.random.default_rng(seed)
     mix = rng.normal(size=(8, m)) * np.exp(rng.normal(size=m))
     h = rng.normal(size=(tokens, 8)) @ mix + 0.1 * rng.normal(size=(tokens, m)) + 0.2
-    fitted, held = h[: 3 * tokens // 4], h[3 * tokens // 4 :]
     gone = np.sort(rng.permutation(m)[: m // 4])
-    w = rng.normal(size=(m, outputs))
-    grams = tuple(x.T @ x / len(x) for x in (fitted, held))
-    seen = {"moments": grams, "held_share": 0.25, "tokens": tokens, "signed": h.mean(0)}
-    return seen, np.setdiff1d(np.arange(m), gone), gone, w, h, held
+    kept, w = np.setdiff1d(np.arange(m), gone), rng.normal(size=(m, outputs))
+    parts = h[: 3 * tokens // 4], h[3 * tokens // 4 :]
+    moments = [moments_of(x[:, kept], x[:, gone] @ w[gone]) for x in parts]
+    return *moments, kept, gone, w, h, parts[1]
+
+
+def moments_of(g, r):
+    return states.Moments(g.T @ g, g.T @ r, r.sum(0), np.vdot(r, r), len(g), len(g))
 
 
 def ridge_by_rows(h, kept, gone, ridge):
@@ -87,10 +89,10 @@ def ridge_by_rows(h, kept, gone, ridge):
 
 
 def test_state_ridge_is_its_formula():
-    seen, kept, gone, w, h, held = problem()
-    rows, report = states.state_ridge(seen, kept, gone, lambda part: w[part])
+    *moments, kept, gone, w, h, held = problem()
+    added, _, report = states.state_ridge(*moments, w[kept])
     c = ridge_by_rows(h, kept, gone, report["lambda"]).T
-    np.testing.assert_allclose(rows(slice(None)), w[kept] + c @ w[gone], rtol=0, atol=1e-8)
+    np.testing.assert_allclose(added, c @ w[gone], rtol=0, atol=1e-8)
     wanted, plain = ((h[:, gone] @ w[gone] - h[:, kept] @ x @ w[gone]) for x in (c, 0 * c))
     residual = np.linalg.norm(wanted) / np.linalg.norm(plain)
     assert report["residual"] == pytest.approx(residual, rel=1e-6) and residual < 0.5
@@ -101,26 +103,27 @@ def test_state_ridge_is_its_formula():
         own = ridge_by_rows(fitted, kept, gone, ridge).T
         errors[ridge] = np.linalg.norm(held[:, gone] @ w[gone] - held[:, kept] @ own @ w[gone])
     assert report["lambda"] == min(errors, key=errors.get)
+    share = errors[report["lambda"]] / np.linalg.norm(held[:, gone] @ w[gone])
+    assert report["held_residual"] == pytest.approx(share, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_ridge_makes_the_output_worse_than_removal_and_a_large_one_is_removal(seed):
-    seen, kept, gone, w, *_ = problem(seed, tokens=40)
-    gram = states._whole(seen)
-    plain = states.output_error(gram, kept, gone, np.zeros((len(kept), w.shape[1])), w[gone])
+    fitted, held, *_ = problem(seed, tokens=40)
+    whole = fitted + held
+    plain = whole.error(np.zeros_like(whole.crossed))
     for ridge in (1e-6, 0.1, 10.0, 1e4):
-        c = states.explained(gram, kept, gone, ridge)
-        assert states.output_error(gram, kept, gone, c @ w[gone], w[gone]) <= plain * (1 + 1e-12)
-    assert np.abs(states.explained(gram, kept, gone, 1e12)).max() <= 1e-6
+        assert whole.error(states.explained(whole, ridge)) <= plain * (1 + 1e-12)
+    assert np.abs(states.explained(whole, 1e12)).max() <= 1e-6
 
 
 def test_gram_is_its_formula():
-    seen, kept, gone, w, h, _ = problem()
-    rows, report = states.gram(seen, kept, gone, lambda part: w[part])
+    *moments, kept, gone, w, h, _ = problem()
+    added, _, report = states.gram(*moments, w[kept])
     g = h.T @ h / len(h)
     ridge = states.GRAM * np.diag(g)[kept].mean()
     b = g[:, kept] @ np.linalg.inv(g[np.ix_(kept, kept)] + ridge * np.eye(len(kept)))
-    np.testing.assert_allclose(rows(slice(None)), b.T @ w, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(w[kept] + added, b.T @ w, rtol=1e-8, atol=1e-8)
     wanted = h @ w - h[:, kept] @ b.T @ w
     plain = h[:, gone] @ w[gone]
     assert report["residual"] == pytest.approx(
@@ -130,20 +133,118 @@ def test_gram_is_its_formula():
 
 def test_a_removed_copy_costs_nothing():
     """Twins whose outgoing weights differ: the one that stays takes over, with a small lambda."""
-    tree = unstack(random_params(LLAMA))
+    rng = np.random.default_rng(0)
+    g, w = rng.normal(size=(400, 12)), rng.normal(size=(12, 5))
+    moments = moments_of(g, g @ w)  # the twins that go have these states too
+    plain = moments.error(np.zeros_like(w))
+    assert moments.error(states.explained(moments, 1e-9)) <= 1e-5 * plain
+
+
+# ---- block by block
+
+
+def taken(model, kept):
+    """The model with only those neurons of every layer."""
+    tree = unstack(jax.tree.map(np.asarray, model.params))
     for layer in tree["layers"]:
-        ffn = layer["ffn"]
-        for name in ("gate", "up"):
-            ffn[name]["kernel"][:, 1::2] = ffn[name]["kernel"][:, ::2]
-    params = restack(LLAMA, tree)
-    seen = seen_states(LLAMA, params, rows_of(LLAMA, 16), moments=True)
-    width = LLAMA.ffn_widths[0]
-    kept, gone = np.arange(0, width, 2), np.arange(1, width, 2)
+        layer["ffn"] = take_neurons(layer["ffn"], kept)
+    config = model.config.with_widths([len(kept)] * model.config.n_layers)
+    return dataclasses.replace(model, config=config, params=restack(config, tree))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential):
+    """Of states that one row at a time gives in float64: the inputs are the whole model's, or
+    those of the model compensated so far; where a norm stands behind, tokens weigh by it."""
+    config = dataclasses.replace(tiny_of(family, layers=2), vocab_size=258)
+    model, rows = model_of(config), rows_of(config, 16)
+    kept = np.arange(config.ffn_widths[0] // 2)
+    smaller = taken(model, kept)
+    found, reports = compensated(model, smaller, "state_ridge", rows, sequential)
+    before, _ = compensated(model, smaller, "state_ridge", rows)
+    first = unstack(found.params)["layers"][:1] + unstack(model.params)["layers"][1:]
+    mixed = config.with_widths([len(kept), config.ffn_widths[0]])
+    params = restack(mixed, {**unstack(model.params), "layers": first})
+    mixed = filled_up(dataclasses.replace(model, config=mixed, params=params))
     for layer in range(2):
-        gram, w = states._whole(seen[layer]), down_of(params, layer)
-        c = states.explained(gram, kept, gone, 1e-9)
-        plain = states.output_error(gram, kept, gone, 0 * w[kept], w[gone])
-        assert states.output_error(gram, kept, gone, c @ w[gone], w[gone]) <= 1e-5 * plain
+        own = mixed if sequential and layer == 1 else model
+        own = own.config, own.params
+        h = states_of(*own, rows, layer)
+        outputs = states_of(*own, rows, layer, "ffn_output")
+        w = down_of(model.params, layer)
+        weights = [1 / ((y**2).mean(1) + config.norm_eps) if config.post_norms else np.ones(len(y))
+                   for y in outputs]  # fmt: skip
+        g = [x[:, kept] * np.sqrt(a)[:, None] for x, a in zip(h, weights, strict=True)]
+        r = [x[:, len(kept):] @ w[len(kept):] * np.sqrt(a)[:, None]
+             for x, a in zip(h, weights, strict=True)]  # fmt: skip
+        g, r, total = np.concatenate(g), np.concatenate(r), np.concatenate(weights).sum()
+        whole = dataclasses.replace(moments_of(g, r), weight=total)
+        wanted = w[: len(kept)] + states.explained(whole, reports[layer]["lambda"])
+        np.testing.assert_allclose(down_of(found.params, layer), wanted, rtol=0, atol=3e-5)
+        assert reports[layer]["layer"] == layer and reports[layer]["tokens"] == len(g)
+    apart = np.abs(down_of(found.params, 1) - down_of(before.params, 1)).max()
+    assert (apart > 0) == sequential
+
+
+def test_masks_and_factors_count():
+    """As if they were in the weights from the start; the factor stays apart, the mask does not."""
+    model, rng, rows = model_of(), np.random.default_rng(0), rows_of(LLAMA, 16)
+    tree = unstack(jax.tree.map(np.asarray, model.params))
+    for layer in tree["layers"]:
+        down = layer["ffn"]["down"]
+        mask = (rng.random(down["kernel"].shape) < 0.7).astype(np.float32)
+        layer["ffn"]["down"] = {**down, "mask": mask}
+        layer["ffn"]["neuron_scale"] = rng.uniform(0.5, 2, len(mask)).astype(np.float32)
+    masked = dataclasses.replace(model, params=restack(LLAMA, tree))
+    kept = np.arange(0, LLAMA.ffn_widths[0], 2)
+    found, folded = (
+        compensated(one, taken(one, kept), "state_ridge", rows)[0]
+        for one in (masked, fold_all(masked)[0])
+    )
+    first = next(layer_leaves(found.params, "ffn"))[1]
+    assert set(first["down"]) == {"kernel"} and "neuron_scale" in first
+    tokens = np.stack([row[:9] for row in rows])
+    states_ = [causal_lm.forward(one.config, one.params, {"tokens": tokens})["hidden"]
+               for one in (found, folded)]  # fmt: skip
+    np.testing.assert_allclose(*map(np.asarray, states_), atol=2e-4)
+
+
+def test_a_layer_that_stays_is_left_alone():
+    model = model_of()
+    smaller, report = SURGERIES["prune"](
+        model, {"criterion": "entropy", "layers": "1", "calibration": "own",
+                "calibration_tokens": 1024, "compensation": "state_ridge"})  # fmt: skip
+    assert [one["layer"] for one in report["compensated"]] == [1]
+    np.testing.assert_array_equal(down_of(smaller.params, 0), down_of(model.params, 0))
+
+
+@pytest.mark.parametrize("method", ["merged", "fusion", "sketch"])
+def test_clusters_can_be_compensated_too(method):
+    """P stays apart; the blocks' outputs on the calibration text come nearer."""
+    model = model_of()
+    asked = {"method": method, "ratio": 0.5, "seed": 1}
+    plain, _ = SURGERIES["fuse"](model, asked)
+    own = {"compensation": "state_ridge", "calibration": "own", "calibration_tokens": 1024}
+    fitted, report = SURGERIES["fuse"](model, asked | own)
+    assert all(0 < one["residual"] < 1 for one in report["compensated"])
+    tokens = np.stack([row[:100] for row in report["own_rows"] if len(row) >= 100])
+    errors = errors_of(model, tokens, plain, fitted)
+    assert errors[1] < errors[0]
+    first = [next(layer_leaves(one.params, "ffn"))[1] for one in (plain, fitted)]
+    assert ("neuron_scale" in first[1]) == (method == "fusion")
+    np.testing.assert_array_equal(first[0]["up"]["kernel"], first[1]["up"]["kernel"])
+
+
+def errors_of(model, tokens, *others):
+    whole, *others = (
+        np.asarray(causal_lm.forward(one.config, one.params, {"tokens": tokens})["hidden"])
+        for one in (model, *others)
+    )
+    return [np.linalg.norm(other - whole) for other in others]
+
+
+# ---- the model's own text
 
 
 def test_own_text_begins_with_bos_and_has_as_many_tokens_as_asked():
@@ -165,11 +266,7 @@ def test_removal_without_data(criterion):
     ridge, report = SURGERIES["prune"](model, asked | {"compensation": "state_ridge"})
     assert all(0 < one["residual"] < 1 for one in report["compensated"])
     tokens = np.stack([row[:100] for row in own_rows(model, 1024, seed=1) if len(row) >= 100])
-    whole, *others = (
-        np.asarray(causal_lm.forward(one.config, one.params, {"tokens": tokens})["hidden"])
-        for one in (model, plain, ridge)
-    )
-    errors = [np.linalg.norm(other - whole) for other in others]
+    errors = errors_of(model, tokens, plain, ridge)
     assert errors[1] < errors[0]
 
 
@@ -188,19 +285,14 @@ def test_wanda_and_flap_are_their_formulas():
 
 def test_flaps_bias_keeps_the_mean_of_the_output():
     config = tiny_of("gpt2", layers=2)
-    params = jax.tree.map(np.asarray, random_params(config))
-    seen = seen_states(config, params, rows_of(config))
-    ffn = dict(list(layer_leaves(params, "ffn"))[0][1])
-    from ffn_heterogeneity.surgery.plan import Plan
-    from ffn_heterogeneity.surgery.reduce import reduce_layer
-
-    plan = Plan("flap", ratio=0.5, compensation="bias")
-    width = config.ffn_widths[0]
-    new, gone, _ = reduce_layer(ffn, plan, layer=0, cut=width // 2, seen=seen[0])
-    added = seen[0]["signed"][gone] @ np.asarray(ffn["down"]["kernel"], np.float64)[gone]
-    np.testing.assert_allclose(new["down"]["bias"] - ffn["down"]["bias"], added, atol=1e-6)
-    kept = np.setdiff1d(np.arange(width), gone)
-    np.testing.assert_array_equal(new["down"]["kernel"], ffn["down"]["kernel"][kept])
+    model, rows = model_of(config), rows_of(config)
+    kept = np.arange(1, config.ffn_widths[0], 2)
+    found, _ = compensated(model, taken(model, kept), "bias", rows)
+    h, gone = np.concatenate(states_of(config, model.params, rows, 0)), kept - 1
+    added = h.mean(0)[gone] @ down_of(model.params, 0)[gone]
+    new, old = (next(layer_leaves(one.params, "ffn"))[1]["down"] for one in (found, model))
+    np.testing.assert_allclose(new["bias"] - old["bias"], added, atol=1e-6)
+    np.testing.assert_array_equal(new["kernel"], old["kernel"][kept])
 
 
 @pytest.mark.parametrize(("config", "asked", "told"), [
@@ -218,6 +310,16 @@ def test_what_is_wrong_is_said(config, asked, told):
 
 
 def test_fewer_tokens_than_neurons_are_refused():
-    seen, kept, gone, w, *_ = problem()
-    with pytest.raises(ValueError, match="calibration_tokens of at least 15"):
-        states.state_ridge(seen | {"tokens": 10}, kept, gone, lambda part: w[part])
+    model = model_of()
+    few = [row[:3] for row in rows_of(LLAMA, 4)]
+    with pytest.raises(ValueError, match="calibration_tokens of at least 10, better"):
+        compensated(model, taken(model, np.arange(10)), "state_ridge", few)
+
+
+def test_states_that_are_not_finite_are_said():
+    model = model_of()
+    broken = unstack(jax.tree.map(np.array, model.params))
+    broken["layers"][1]["ffn"]["up"]["kernel"][0, 0] = np.nan
+    broken = dataclasses.replace(model, params=restack(LLAMA, broken))
+    with pytest.raises(ValueError, match="layer 1: its states are not finite"):
+        compensated(broken, taken(model, np.arange(8)), "state_ridge", rows_of(LLAMA, 16))

@@ -1,0 +1,202 @@
+"""Compensation of a smaller model, block by block, by calibration text (`states.METHODS`).
+
+A layer at a time: its moments are summed over all rows, what is added to its outgoing weights is
+solved for, and the rows' residual streams move on to the next. In memory lie the streams and one
+layer's moments; attention is computed once a layer (twice where it is `sequential`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ffn_heterogeneity.adapters import neuron_factor
+from ffn_heterogeneity.io.assemble import all_finite
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.feed_forward import FeedForward
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery.calibration import padded
+from ffn_heterogeneity.surgery.states import METHODS, Moments
+
+BATCH = 4  # rows at once
+HELD_OUT = 4  # every fourth row chooses what the others are fitted with
+
+
+def compensated(
+    model: Model, smaller: Model, method: str, rows: Sequence[np.ndarray], sequential: bool = False
+) -> tuple[Model, list[dict]]:
+    """(the smaller model with fitted outgoing weights in every block that differs, reports).
+
+    Where a norm stands behind the FFN, tokens count by one over the mean square of what the whole
+    block returns, since that norm divides by it [ours].
+
+    Args:
+      model: the whole one, of as many layers; both stay untouched.
+      method: of `states.METHODS`.
+      rows: of token ids, bos first, of any lengths.
+      sequential: inputs are those of the model compensated so far, not the whole model's [ours].
+
+    Returns:
+      The reports: of each layer that differed {"layer", "tokens"} and what the method reports.
+      Adapters and masks of `down` are folded into its kernel; factors of neurons stay apart.
+
+    Raises:
+      ValueError: too few rows or tokens; states that are not finite; "bias" where the format has
+        none; weights that no longer fit in their dtype.
+    """
+    from tqdm import tqdm
+
+    if method == "bias" and not smaller.config.ffn_bias:
+        raise ValueError(
+            f"compensation={method!r} adds to the FFN's output bias, and this format has none: use "
+            "state_ridge"
+        )
+    batches = batches_of(rows)
+    tables = {"embed": jax.device_put(model.params["embed"])}
+    streams = [_embedded(model.config, tables, batch) for _, batch in batches]
+    whole, small = unstack(model.params), unstack(smaller.params)
+    layers, reports = list(small["layers"]), []
+    for i, old in enumerate(tqdm(whole["layers"], desc=method, unit="block", file=sys.stderr)):
+        configs = tuple(
+            dataclasses.replace(c, layers=(c.layers[i],)) for c in (model.config, smaller.config)
+        )
+        behind = streams
+        if not _equal(old["ffn"], layers[i]["ffn"]):
+            behind, moments = _observed(configs, old, layers[i]["ffn"], streams, batches, i)
+            layers[i], report = _fitted(layers[i], moments, method, i)
+            reports.append(report)
+        elif not sequential:
+            behind = _moved(configs[0], old, streams, batches)
+        streams = _moved(configs[1], layers[i], streams, batches) if sequential else behind
+    params = restack(smaller.config, {**small, "layers": layers})
+    return dataclasses.replace(smaller, params=params), reports
+
+
+def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:
+    """(whether it is held out, a batch of at most four rows padded to the longest of all).
+
+    Raises:
+      ValueError: too few rows to hold any out.
+    """
+    held = list(rows)[HELD_OUT - 1 :: HELD_OUT]
+    if not held:
+        raise ValueError(
+            f"{len(rows)} rows of calibration text: give at least {HELD_OUT} (of a text more "
+            "calibration_tokens)"
+        )
+    fitted = [row for place, row in enumerate(rows) if place % HELD_OUT != HELD_OUT - 1]
+    longest = max(map(len, rows))
+    found = []
+    for is_held, some in ((False, fitted), (True, held)):
+        found += [
+            (is_held, padded(some[a : a + BATCH], longest, BATCH))
+            for a in range(0, len(some), BATCH)
+        ]
+    return found
+
+
+def _equal(one: dict, other: dict) -> bool:
+    both = flatten(one), flatten(other)
+    return both[0].keys() == both[1].keys() and all(
+        leaf.shape == both[1][path].shape and bool((leaf == both[1][path]).all())
+        for path, leaf in both[0].items()
+    )
+
+
+# ---- the model, a layer at a time
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embedded(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
+    positions = causal_lm.row_positions(batch) if config.position_rows else None
+    return causal_lm.embed(config, params, batch["tokens"], RunOptions(), positions)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(config: ModelConfig, leaves: dict, x: jax.Array, batch: dict) -> jax.Array:
+    return causal_lm.one_layer(config, 0, leaves, x, batch)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer_and_sums(
+    whole: ModelConfig, small: ModelConfig, leaves: dict, ffn: dict, x: jax.Array, batch: dict
+) -> tuple[jax.Array, dict]:
+    """The stream behind the whole layer, and the `Moments` of `ffn` in its place."""
+    x, seen = causal_lm.one_layer(whole, 0, leaves, x, batch)
+    block = FeedForward(small, small.layers[0])
+    found, state = block.apply({"params": ffn}, seen.ffn_input)
+    factor = neuron_factor(ffn)
+    state = jnp.asarray(state)
+    state = state if factor is None else state * factor.astype(state.dtype)
+    weight = (batch["segment_ids"] > 0).astype(jnp.float32)[:, 1:]
+    if whole.post_norms:
+        output = seen.ffn_output[:, 1:].astype(jnp.float32)
+        weight = weight / (jnp.mean(output**2, -1) + whole.norm_eps)
+    root = jnp.sqrt(weight)[..., None]
+    state = state[:, 1:].astype(jnp.float32) * root
+    missed = (seen.ffn_output - found)[:, 1:].astype(jnp.float32) * root
+    return x, {
+        "states": jnp.einsum("btc,btk->ck", state, state),
+        "crossed": jnp.einsum("btc,btn->cn", state, missed),
+        "missed": jnp.einsum("btn,bt->n", missed, root[..., 0]),
+        "squares": jnp.sum(missed**2),
+        "weight": jnp.sum(weight),
+        "tokens": jnp.sum(weight > 0),
+    }
+
+
+def _moved(config: ModelConfig, leaves: dict, streams: Sequence, batches: Sequence) -> list:
+    leaves, rows = jax.device_put(leaves), zip(streams, batches, strict=True)
+    return [_layer(config, leaves, x, batch) for x, (_, batch) in rows]
+
+
+def _observed(
+    configs: tuple, leaves: dict, ffn: dict, streams: Sequence, batches: Sequence, layer: int
+) -> tuple[list, list[Moments]]:
+    """(the streams behind the whole layer, the moments of rows fitted and of those held out)."""
+    leaves, ffn = jax.device_put((leaves, ffn))
+    behind, sums = [], {}
+    for x, (is_held, batch) in zip(streams, batches, strict=True):
+        x, seen = _layer_and_sums(*configs, leaves, ffn, x, batch)
+        behind.append(x)
+        own = {name: np.asarray(value, np.float64) for name, value in seen.items()}
+        if not all(map(all_finite, own.values())):
+            raise ValueError(f"layer {layer}: its states are not finite: check the checkpoint")
+        own = Moments(**own)
+        sums[is_held] = sums[is_held] + own if is_held in sums else own
+    return behind, [sums[False], sums[True]]
+
+
+def _fitted(leaves: dict, moments: list[Moments], method: str, layer: int) -> tuple[dict, dict]:
+    """(the smaller layer with what `method` adds, its report)."""
+    ffn, tokens = leaves["ffn"], int(moments[0].tokens + moments[1].tokens)
+    kernel = np.asarray(effective_kernel(ffn["down"]))
+    width = len(kernel)
+    if tokens < width:
+        raise ValueError(
+            f"{tokens:,} calibration tokens cannot tell {width:,} kept neurons apart: give "
+            f"calibration_tokens of at least {width:,}, better four times as many"
+        )
+    fit = METHODS[method](moments[0], moments[1], kernel.astype(np.float64))
+    down = {"kernel": (kernel + fit.kernel).astype(kernel.dtype)}
+    if "bias" in ffn["down"]:
+        own = np.asarray(ffn["down"]["bias"])
+        down["bias"] = own if fit.bias is None else (own + fit.bias).astype(own.dtype)
+    if not all_finite(down["kernel"]):
+        raise ValueError(
+            f"layer {layer}: compensation={method!r}: the weights no longer fit in {kernel.dtype}: "
+            "use a float32 model"
+        )
+    report = {"layer": layer, "tokens": tokens} | fit.report
+    return {**leaves, "ffn": {**ffn, "down": down}}, report

@@ -1,0 +1,109 @@
+"""Calibration: rows of token ids for what looks at a model's states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ffn_heterogeneity.data.sources import read_utf8
+from ffn_heterogeneity.data.windows import text_windows
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.surgery.own_text import own_rows
+
+# How many tokens of a text, and of the model's own, where nobody says.
+OWN, TOKENS, OWN_TOKENS = "own", 2048, 8192
+WINDOW = 512
+KEPT = ".jsonl"
+
+
+def check_calibration(who: str, calibration: str, tokens: int | None) -> None:
+    """Refuses what is wrong whatever the model.
+
+    Args:
+      who: looks at calibration text, e.g. "criterion 'flap'"; "": nobody does.
+
+    Raises:
+      ValueError: there is none, or too little.
+    """
+    if who and not calibration:
+        raise ValueError(
+            f"{who} looks at calibration text: give --config.calibration=<text file>, or own: "
+            "what the model itself writes"
+        )
+    if tokens is not None and tokens < WINDOW:
+        raise ValueError(f"calibration_tokens={tokens}: at least {WINDOW}")
+
+
+def calibration_rows(
+    model: Model, calibration: str, tokens: int | None = None, seed: int = 0
+) -> Sequence[np.ndarray]:
+    """Rows of token ids, bos and at most 512 tokens each, `tokens` in all.
+
+    Args:
+      calibration: a UTF-8 text; "own": what the model writes (`own_text.own_rows`); or a .jsonl
+        file of rows that `write_rows` kept.
+      tokens: of a text a multiple of 512; None: 2,048, of the model's own text 8,192, of kept rows
+        all. The first of them.
+
+    Raises:
+      ValueError: no tokenizer, a text that is too short, rows of another model, or as `own_rows`.
+    """
+    if calibration == OWN:
+        return own_rows(model, tokens or OWN_TOKENS, seed)
+    if calibration.endswith(KEPT):
+        return read_rows(model, calibration, tokens)
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer to read the calibration text with")
+    windows, rest = divmod(tokens or TOKENS, WINDOW)
+    if rest:
+        raise ValueError(f"calibration_tokens={tokens}: of a text a multiple of {WINDOW}")
+    rows = text_windows(read_utf8(calibration), model.tokenizer, WINDOW, max_windows=windows)
+    if len(rows) < windows:
+        needed = f"{windows} are needed for {windows * WINDOW:,} tokens"
+        raise ValueError(f"{calibration}: {len(rows)} windows of {WINDOW} tokens, {needed}")
+    return list(rows)
+
+
+def write_rows(path: Path, rows: Sequence[np.ndarray]) -> None:
+    """Keeps rows of token ids, a JSON object a line."""
+    path.write_text("".join(json.dumps({"tokens": row.tolist()}) + "\n" for row in rows))
+
+
+def read_rows(model: Model, path: str, tokens: int | None = None) -> list[np.ndarray]:
+    """The rows that `write_rows` kept, the last cut where `tokens` (bos not counted) are reached.
+
+    Raises:
+      ValueError: lines that are no such rows, ids that the model has not, another bos, too few.
+    """
+    rows, left, config = [], np.inf if tokens is None else tokens, model.config
+    for number, line in enumerate(read_utf8(path).splitlines(), 1):
+        try:
+            row = np.asarray(json.loads(line)["tokens"])
+            if row.ndim != 1 or row.dtype.kind != "i" or len(row) < 2:
+                raise ValueError("no list of ids")
+        except (ValueError, KeyError, TypeError) as error:
+            message = f'{path}, line {number}: no row {{"tokens": [bos, ...]}} ({error})'
+            raise ValueError(message) from None
+        other = row.min() < 0 or row.max() >= config.vocab_size
+        if other or (config.bos_id is not None and row[0] != config.bos_id):
+            raise ValueError(
+                f"{path}, line {number}: rows of another model: ids {row.min()} to {row.max()}, "
+                f"bos {row[0]}, of a vocabulary of {config.vocab_size} with bos {config.bos_id}"
+            )
+        if left > 0:
+            rows.append(row[: int(min(left, len(row) - 1)) + 1].astype(np.int32))
+            left -= len(rows[-1]) - 1
+    if tokens is not None and left > 0:
+        raise ValueError(f"{path}: {tokens - left:,} tokens, {tokens:,} are asked for")
+    return rows
+
+
+def padded(rows: Sequence[np.ndarray], length: int, size: int) -> dict[str, np.ndarray]:
+    """A batch of `size` rows: "tokens", and "segment_ids", 0 where there is no token."""
+    tokens, real = np.zeros((2, size, length), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], real[i, : len(row)] = row, 1
+    return {"tokens": tokens, "segment_ids": real}
