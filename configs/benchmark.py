@@ -4,6 +4,8 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
            python scripts/benchmark.py fusion --config.model=minilm_l6 --config.batch=32 \
              --config.seq_len=128
            python scripts/benchmark.py model --config.calls="('train step','train step + JREG')"
+           python scripts/benchmark.py steps --config.batch=8 --config.seq_len=128 \
+             --config.configs="('configs/five.py:<model>,mrpc', ...:<model>,mrpc,fuse,dora')"
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
 Hours:     nucl, nll, tail, streaming a few minutes; model, all calls with the peer, two hours: what
@@ -18,13 +20,15 @@ from ffn_heterogeneity.bench.model import CALLS
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # model | nucl | nll | fusion | tail | streaming.
+            # model | nucl | nll | fusion | steps | tail | streaming.
             "name": "",
             # Of model, fusion, tail, streaming: a preset (random weights).
             "model": "smollm2_135m",
             # Of model: what is timed, and in what it is computed.
             "calls": CALLS,
             "dtypes": ("float32", "bfloat16"),
+            # Of steps: training configs, the last of which the others are compared with.
+            "configs": (),
             "batch": 2,  # rows of the forward pass and the training step
             "seq_len": 512,  # tokens a row
             "windows": 40,  # of perplexity

@@ -5,6 +5,7 @@ Example:
   python scripts/benchmark.py nll             chunked cross-entropy beside the plain one
   python scripts/benchmark.py model --config.peer=transformers    forward, step, perplexity and
                                               generation beside torch's
+  python scripts/benchmark.py steps --config.configs="('configs/five.py:<model>,mrpc', ...)"
   python scripts/benchmark.py tail            finite check, norms and AdamW beside optax alone
   python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
                                               surgery from disk to disk beside a plain copy
@@ -12,8 +13,15 @@ Example:
 Writes <workdir>/results.json.
 """
 
+import functools
+
 from ffn_heterogeneity.bench.run import run
 from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":
-    cli.launch(run, "benchmark", "configs/benchmark.py", positional="name")
+    cli.launch(
+        functools.partial(run, load=cli.load_config),
+        "benchmark",
+        "configs/benchmark.py",
+        positional="name",
+    )

@@ -12,11 +12,12 @@ import pytest
 from tiny_models import config_of, random_params, save_tiny_reader, stopped_and_resumed, tiny_of
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.bench.steps import benchmark_steps
 from ffn_heterogeneity.evaluate.displacement import describe, displacements
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
-from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.models.stack import tree_segments, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
@@ -118,6 +119,48 @@ def test_any_subset(files, pieces):
     # The massive layer alone stays whole; the first, of shapes.
     widths = built.model.ffn_widths
     assert len(set(widths)) == (2 if "fuse" in pieces else 1) and widths[1] == widths[2]
+
+
+def scans(jaxpr) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        inner = jax.tree.leaves(
+            tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        )
+        found += equation.primitive.name == "scan"
+        found += sum(scans(getattr(x, "jaxpr", x)) for x in inner
+                     if hasattr(getattr(x, "jaxpr", x), "eqns"))  # fmt: skip
+    return found
+
+
+def test_all_pieces_run_in_the_scans_of_the_plain_model(files):
+    """One over each run of equal layers, forward and backward: none is added by a piece."""
+    counts = {}
+    for pieces in (("fuse", "dora"), ("fuse", "dora", "macdrop"), ALL[:-1], ALL):
+        built = fit.build_shapes(read(config_for(files, pieces)), mesh())
+
+        def loss(params, batch, built=built):
+            outputs = built.forward(params, batch)
+            return sum(jnp.sum(x) for x in jax.tree.leaves(outputs) if x.dtype == jnp.float32)
+
+        gradient = jax.make_jaxpr(jax.grad(loss, allow_int=True))
+        counts[pieces] = scans(gradient(built.state.params, batch_of()).jaxpr)
+    segments = len(tree_segments(built.state.params["stack"]))
+    assert set(counts.values()) == {2 * segments}
+
+
+def test_what_pieces_cost_is_timed_in_turns(files):
+    config = config_of("benchmark", configs=("d/all.py:m", "d/few.py:m"), batch=4, seq_len=32,
+                       repetitions=2)  # fmt: skip
+    pieces = {"d/all.py:m": ALL[:-1], "d/few.py:m": ("fuse", "dora")}
+    found = benchmark_steps(config, lambda spec: config_for(files, pieces[spec]))
+    (label, (_, low, high)) = next(iter(found["ratios"].items()))
+    assert label == "all.py:m / few.py:m" and 0 < low <= high
+    every, few = (found["programs"][name] for name in ("all.py:m", "few.py:m"))
+    assert every["bytes"] > few["bytes"] > every["temporary_mb"]
+    config.configs = config.configs[:1]
+    with pytest.raises(ValueError, match="name two training configs"):
+        benchmark_steps(config, config_for)
 
 
 def gradients(built, config, params, batch, weights=None):

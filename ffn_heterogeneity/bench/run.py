@@ -8,18 +8,20 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import fusion, losses, model, streaming, tail
+from ffn_heterogeneity.bench import fusion, losses, model, steps, streaming, tail
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.families import preset
 
-BENCHMARKS: dict[str, Callable[[ConfigDict, epath.Path], dict]] = {
-    "model": model.benchmark_model,
-    "nucl": lambda config, workdir: losses.benchmark_nucl(rounds=config.repetitions),
-    "nll": lambda config, workdir: losses.benchmark_nll(rounds=config.repetitions),
-    "fusion": lambda config, workdir: fusion.benchmark_fusion(config),
-    "tail": lambda config, workdir: tail.benchmark_tail(config),
-    "streaming": lambda config, workdir: streaming.benchmark_streaming(
+# Each is given a config, a working directory, and what reads the config files that it names.
+BENCHMARKS: dict[str, Callable[..., dict]] = {
+    "model": lambda config, workdir, load: model.benchmark_model(config, workdir),
+    "nucl": lambda config, workdir, load: losses.benchmark_nucl(rounds=config.repetitions),
+    "nll": lambda config, workdir, load: losses.benchmark_nll(rounds=config.repetitions),
+    "fusion": lambda config, workdir, load: fusion.benchmark_fusion(config),
+    "tail": lambda config, workdir, load: tail.benchmark_tail(config),
+    "steps": lambda config, workdir, load: steps.benchmark_steps(config, load),
+    "streaming": lambda config, workdir, load: streaming.benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
     ),
 }
@@ -30,12 +32,18 @@ QUESTIONS: dict[str, Questions] = {
     "nll": losses.NLL_QUESTIONS,
     "fusion": fusion.QUESTIONS,
     "tail": tail.QUESTIONS,
+    "steps": steps.QUESTIONS,
     "streaming": streaming.QUESTIONS,
 }
 
 
-def run(config: ConfigDict, workdir: epath.Path) -> dict:
+def run(
+    config: ConfigDict, workdir: epath.Path, load: Callable[[str], ConfigDict] | None = None
+) -> dict:
     """Runs the benchmark `config.name`; returns what `results.json` holds.
+
+    Args:
+      load: reads "configs/x.py:argument", which the benchmark "steps" names.
 
     Raises:
       ValueError: no such benchmark.
@@ -45,7 +53,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
             f"benchmark {config.name!r}: write scripts/benchmark.py {'|'.join(BENCHMARKS)}"
         )
     results = {"benchmark": config.name, "questions": QUESTIONS[config.name], "machine": machine()}
-    results |= BENCHMARKS[config.name](config, workdir)
+    results |= BENCHMARKS[config.name](config, workdir, load)
     write_results(workdir, results)
     print(workdir / "results.json", file=sys.stderr)
     return results
