@@ -5,8 +5,9 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            --sweep=pairs: every two adjacent layers; --sweep=halves: all, top, bottom, even, odd;
            --sweep=rivals: rules of a neuron's weights or activations, and 20 seeds of chance, a
            few neurons spared: --config.calibrations="('<one.txt>', '<other.txt>')"
-           --sweep=own: rules on text that the model itself writes, and on `calibrations`, plain
-           and with the compensation state_ridge
+           --sweep=own: rules on text that the model itself writes (or on `calibrations`, where an
+           own_text.jsonl saves its being written anew), plain and with the compensation
+           state_ridge; --sweep=tokens: the hybrid on more and less of it
            --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
            once; nothing but numbers is written.
@@ -77,17 +78,30 @@ def rivals(config: ConfigDict):
     )
 
 
+WAYS = (
+    point("plain"),
+    point("ridge", {"compensation": "state_ridge"}),
+    point("ridge_sequential", {"compensation": "state_ridge", "sequential": True}),
+)
+
+
 def own(config: ConfigDict):
-    """Removal without data: rules on what the model itself writes and on `calibrations`, plain and
+    """Removal without data: rules on `calibrations` (none: what the model itself writes), plain and
     with what the kept neurons can say for the others."""
-    texts, rest = ("own", *config.calibrations), {"compensation": ("none", "state_ridge")}
-    ridge = {"criterion": "entropy", "compensation": "state_ridge"}
+    texts = _named(config.calibrations or ("own",))
     return chain(
         UNPRUNED,
         point("entropy", {"criterion": "entropy"}),
-        product(point("entropy_ridge", ridge), _named(texts)),
-        *(product(point(name, {"criterion": name}), _named(texts), rest) for name in ON_TEXT),
+        product(point("entropy", {"criterion": "entropy"}), texts, chain(*WAYS[1:])),
+        *(product(point(name, {"criterion": name}), texts, chain(*WAYS)) for name in ON_TEXT),
     )
+
+
+def tokens(config: ConfigDict):
+    """How much text it takes."""
+    hybrid, sizes = point("optipfair", {"criterion": "optipfair"}), (2048, 8192, 32768, 65536)
+    texts = _named(config.calibrations or ("own",))
+    return product(hybrid, texts, {"calibration_tokens": sizes}, chain(*WAYS))
 
 
 def _named(texts: Sequence[str]) -> Sweep:
@@ -109,6 +123,7 @@ SWEEPS = {
     ),
     "rivals": rivals,
     "own": own,
+    "tokens": tokens,
     "needed": chain(
         UNPRUNED,
         product(point("entropy", {"criterion": "entropy"}), {"lose": LOST}),

@@ -17,6 +17,7 @@ from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery import SURGERIES, states
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.blockwise import compensated
+from ffn_heterogeneity.surgery.calibration import calibration_rows, write_rows
 from ffn_heterogeneity.surgery.own_text import own_rows
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import seen_states
@@ -254,6 +255,54 @@ def test_own_text_begins_with_bos_and_has_as_many_tokens_as_asked():
     again, other = own_rows(model, 700, seed=3), own_rows(model, 700, seed=4)
     assert all(np.array_equal(a, b) for a, b in zip(rows, again, strict=True))
     assert any(not np.array_equal(a, b) for a, b in zip(rows, other, strict=False))
+
+
+def test_own_text_is_what_the_model_finds_likely():
+    """Its mean surprise is the entropy of the model's predictions; another model's text surprises
+    it more."""
+
+    def sharp(seed):
+        params = jax.tree.map(np.array, random_params(LLAMA, seed=seed))
+        params["embed"]["embedding"] *= 4
+        return model_of(params=params)
+
+    def surprise(model, rows):
+        tokens = np.stack([row[:65] for row in rows if len(row) >= 65])
+        hidden = causal_lm.forward(model.config, model.params, {"tokens": tokens})["hidden"]
+        logits = np.asarray(causal_lm.logits(model.config, model.params, hidden), np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        said = np.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], -1)
+        return -said.mean(), -(np.exp(log_p) * log_p).sum(-1)[:, :-1].mean()
+
+    model, other = sharp(0), sharp(1)
+    found, entropy = surprise(model, own_rows(model, 4000, seed=2))
+    assert found == pytest.approx(entropy, rel=0.05) and entropy < 5
+    assert surprise(model, own_rows(other, 4000, seed=2))[0] > 1.2 * entropy
+
+
+def test_own_text_is_kept_and_read_again(tmp_path):
+    model = model_of()
+    rows = own_rows(model, 700, seed=3)
+    write_rows(tmp_path / "own.jsonl", rows)
+    path = str(tmp_path / "own.jsonl")
+    again, fewer = (calibration_rows(model, path, tokens) for tokens in (None, 600))
+    assert all(np.array_equal(a, b) for a, b in zip(rows, again, strict=True))
+    assert sum(len(row) - 1 for row in fewer) == 600
+    asked = {"criterion": "flap", "calibration_tokens": 700, "seed": 3}
+    one, two = (SURGERIES["prune"](model, asked | {"calibration": text})[1]["removed"]
+                for text in ("own", path))  # fmt: skip
+    assert one == two
+    other = model_of(dataclasses.replace(LLAMA, bos_id=5))
+    for reader, tokens, told in (
+        (other, None, "rows of another model"),
+        (model, 800, "700 tokens"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            calibration_rows(reader, path, tokens)
+    for line in ('{"tokens": [0]}', '{"tokens": ["a"]}', '{"tokens": [0, 1e9]}', "[]", "{", "1"):
+        (tmp_path / "bad.jsonl").write_text(f"{line}\n")
+        with pytest.raises(ValueError, match="line 1: no row"):
+            calibration_rows(model, str(tmp_path / "bad.jsonl"))
 
 
 @pytest.mark.parametrize("criterion", ["optipfair", "wanda_sp", "flap", "entropy"])
