@@ -4,7 +4,7 @@
 
     model = fh.load_model("smollm2_135m")
     fh.perplexity(model, text), fh.generate(model, "Once upon a time")
-    smaller, report = fh.surgery.SURGERIES["prune"].function(model, {"criterion": "entropy", ...})
+    smaller, report = fh.prune(model, criterion="entropy", ratio=0.25)
     fh.save_model(smaller, "smaller")
 
 docs/python.md shows more. Everything is imported when it is first used.
@@ -23,6 +23,13 @@ _FACE = (
     "perplexity",
     "classify",
     "hidden_states",
+    "prune",
+    "fuse",
+    "attack",
+    "lora",
+    "fold",
+    "fit",
+    "analyze",
     "push",
     "run",
     "results",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 
 from ffn_heterogeneity.data.windows import text_windows
@@ -16,12 +18,16 @@ from ffn_heterogeneity.evaluate.inputs import prompt_rows, tokenizer_of
 from ffn_heterogeneity.io.card import push as push
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 from ffn_heterogeneity.wording import check_choice
+
+# A model, and the report of what made it.
+Made = tuple[Model, dict[str, Any]]
+ANALYSES = ("connectivity", "massive", "displacement", "lesions", "ntk")
 
 
 def save_model(
@@ -39,6 +45,7 @@ def save_model(
     Raises:
       CheckpointError: as `save_pretrained`.
     """
+    model = one_model(model)
     if os.fspath(directory).endswith(".gguf"):
         options = {"tokenizer": model.tokenizer, **options}
         return epath.Path(save_gguf(model.config, model.params, directory, **options))
@@ -64,7 +71,7 @@ def generate(
     Raises:
       ValueError: a model without a tokenizer, a prompt too long for it, or a bad setting.
     """
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    model, texts = one_model(model), [prompts] if isinstance(prompts, str) else list(prompts)
     ids = prompt_rows(model, texts, chat)
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
     found = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
@@ -89,10 +96,120 @@ def perplexity(
     Raises:
       ValueError: a model without a tokenizer, a text shorter than one window, a bad setting.
     """
+    model = one_model(model)
     bos = bos or ("none" if tokenizer_of(model).bos_token_id is None else "segment")
     rows = text_windows(text, model.tokenizer, window, max_windows, bos)
     options = {"batch_size": batch_size, "progress": None}
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
+
+
+# ---- verbs: a model to a model and a report
+
+
+def prune(model: Model, criterion: str = "entropy", ratio: float = 0.25, **settings: Any) -> Made:
+    """(the model without a share of its FFN neurons, what was done).
+
+    Args:
+      criterion, ratio, settings: of `surgery.reduce.Removal`, as in configs/prune.py: layers,
+        calibration, compensation, seed ...
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("prune", model, {"criterion": criterion, "ratio": ratio, **settings})
+
+
+def fuse(model: Model, method: str = "fusion", ratio: float = 0.25, **settings: Any) -> Made:
+    """(the model with fewer, clustered neurons, what was done).
+
+    Args:
+      method, ratio, settings: of `surgery.fuse.Fusion`, as in configs/fuse.py: layers, n_init ...
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("fuse", model, {"method": method, "ratio": ratio, **settings})
+
+
+def attack(model: Model, k: int = 5, **settings: Any) -> Made:
+    """(the model with its k massive weights zeroed, or alone retained; where they are).
+
+    Args:
+      k, settings: of `surgery.attack.Attack`: attack ("zero", "retain"), layer, token.
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("attack", model, {"k": k, **settings})
+
+
+def lora(model: Model, rank: int = 16, *, seed: int = 0, **settings: Any) -> Made:
+    """(the model with low-rank factors beside its kernels, a report): the same outputs so far.
+
+    Args:
+      rank, settings: of `surgery.adapt.Lora`: alpha, targets, dropout.
+      seed: of A; B is 0.
+
+    Raises:
+      ValueError: as the surgery.
+    """
+    return _operate("lora", model, {"rank": rank, **settings}, jax.random.key(seed))
+
+
+def fold(model: Model) -> Made:
+    """(the model with masks, adapters and factors multiplied into plain kernels, a report)."""
+    return _operate("fold", model, {})
+
+
+def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
+    """(the model that a training leaves, its results): `ffnh train` inside this process.
+
+    Args:
+      config: "nucl_finetune:smollm2,text", or a file of yours.
+      overrides: the config's keys; "__" stands for a dot: data__path="train.txt".
+
+    Raises:
+      ValueError: as `run`.
+    """
+    settings = {name.replace("__", "."): value for name, value in overrides.items()}
+    found = run("train", config, workdir, settings)
+    return load_model(epath.Path(workdir) / "model"), found
+
+
+def analyze(
+    model: Model, analysis: str, workdir: str | os.PathLike | None = None, **settings: Any
+) -> dict[str, Any]:
+    """The numbers that `ffnh analyze` finds in a model.
+
+    Args:
+      analysis: of configs/analyze.py: "connectivity", "massive", "displacement", "lesions", "ntk".
+      workdir: keeps results.json and figures; None: nothing is kept.
+      settings: the config's keys; "__" stands for a dot.
+
+    Raises:
+      ValueError: no such analysis or key, or a setting that cannot be.
+    """
+    # Here: loading and generating do without the command line.
+    from ffn_heterogeneity.evaluate import run as evaluation
+    from ffn_heterogeneity.launch import cli
+
+    check_choice("analysis", analysis, ANALYSES)
+    config, model = cli.load_config(f"analyze:{analysis}"), one_model(model)
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)
+    with tempfile.TemporaryDirectory() as folder:
+        where = epath.Path(workdir or folder)
+        where.mkdir(parents=True, exist_ok=True)
+        return evaluation.run(config, where, lambda *_, **__: model)
+
+
+def _operate(name: str, model: Model, settings: Mapping[str, Any], key: Any = None) -> Made:
+    from ffn_heterogeneity.surgery import SURGERIES
+
+    return SURGERIES[name](one_model(model), settings, key=key)
+
+
+# ---- commands
 
 
 def run(

@@ -16,6 +16,7 @@ PACKAGE = REPOSITORY / "ffn_heterogeneity"
 ORDER = (
     "paths", "wording", "memory", "adapters", "parallel", "models", "probes", "heads", "losses",
     "data", "io", "surgery", "report", "papers", "evaluate", "train", "bench", "launch", "api",
+    "__main__",
 )  # fmt: skip
 # Rooms that import no other (adapters and data: pure parts), but those.
 ALONE = {"data": set(), "report": {"io"}, "adapters": set(), "papers": {"report"}}

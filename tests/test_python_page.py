@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, save_tiny, structured
@@ -87,3 +88,67 @@ def test_chat_and_several_prompts(tmp_path):
     assert fh.generate(model, "ab", 4) == one and isinstance(two, str)
     assert isinstance(fh.generate(model, "ab", 4, chat=True), str)
     assert fh.generate(model, "ab", 4, temperature=5.0, seed=2) != one
+
+
+def test_verbs_are_the_surgeries(tmp_path):
+    model = fh.load_model(save_tiny(tmp_path / "model"))
+    named = {
+        "prune": {"criterion": "gini", "ratio": 0.5, "layers": "top"},
+        "fuse": {"method": "merged", "ratio": 0.5, "seed": 3},
+        "attack": {"k": 1, "attack": "retain"},
+        "lora": {"rank": 2, "targets": "ffn/"},
+    }
+    made = {}
+    for name, settings in named.items():
+        made[name], report = getattr(fh, name)(model, **settings)
+        key = jax.random.key(0) if name == "lora" else None
+        wanted, told = fh.surgery.SURGERIES[name](model, settings, key=key)
+        assert report == told
+        one, other = flatten(made[name].params), flatten(wanted.params)
+        assert all(np.array_equal(x, other[path]) for path, x in one.items()) and len(one)
+        with pytest.raises(ValueError, match="unknown setting 'rato'|has no setting|rato"):
+            getattr(fh, name)(model, rato=0.5)
+    plain, _ = fh.fold(made["lora"])
+    assert not [path for path in flatten(plain.params) if "lora" in path]
+
+
+def test_a_model_with_its_report_is_told_from_a_model(tmp_path):
+    model = fh.load_model(save_tiny(tmp_path / "model"))
+    pair = fh.fold(model)
+    for use in (fh.prune, fh.fold, lambda x: fh.analyze(x, "massive"),
+                lambda x: fh.generate(x, "a"), lambda x: fh.perplexity(x, TEXT),
+                lambda x: fh.save_model(x, tmp_path / "x"),
+                lambda x: fh.hidden_states(x, ["a"]), lambda x: fh.classify(x, ["a"])):  # fmt: skip
+        with pytest.raises(ValueError, match="take the first of the two"):
+            use(pair)
+        with pytest.raises(ValueError, match="fh.load_model reads one"):
+            use("smollm2")
+
+
+def test_analyze_is_the_command(tmp_path):
+    model = fh.load_model(save_tiny(tmp_path / "model"))
+    found = fh.analyze(model, "connectivity", tmp_path / "kept")
+    assert (tmp_path / "kept" / "connectivity.png").exists()
+    assert fh.results(tmp_path / "kept").what.str.contains("entropy").any()
+    sums = fh.losses.nucl.layer_statistics(model.params)
+    assert found["layers"][0]["gini"] == pytest.approx(sums[0]["gini"])
+    smaller, _ = fh.prune(model, ratio=0.5)
+    wanted = fh.losses.nucl.layer_statistics(smaller.params)[0]["gini"]
+    assert fh.analyze(smaller, "connectivity")["layers"][0]["gini"] == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="analysis"):
+        fh.analyze(model, "massiv")
+    with pytest.raises(ValueError, match="unknown key 'lyer'"):
+        fh.analyze(model, "massive", lyer=1)
+
+
+def test_fit_trains(tmp_path):
+    path = save_tiny(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    text = str(tmp_path / "text.txt")
+    own = {"data__path": text, "data__validation_path": text, "data__validation_fraction": 0.0}
+    own |= {"steps": 2, "batch_size": 2, "seq_len": 16, "eval__max_batches": 1}
+    config = f"nucl_finetune:{path},text"
+    model, found = fh.fit(config, tmp_path / "run", tensorboard=False, **own)
+    assert found["steps"] == 2
+    before = flatten(fh.load_model(path).params)
+    assert any(not np.array_equal(x, before[name]) for name, x in flatten(model.params).items())

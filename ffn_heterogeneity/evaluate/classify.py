@@ -23,7 +23,7 @@ from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer
 from ffn_heterogeneity.evaluate.labels import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import RunOptions
@@ -90,6 +90,7 @@ def classify(
     Raises:
       ValueError: a model without such a head or a tokenizer, or texts that are none.
     """
+    model = one_model(model)
     task, config = task_of(model), model.config
     rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
     if not rows:

@@ -21,7 +21,7 @@ from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_
 from ffn_heterogeneity.evaluate.ntk import tangent_kernels, token_states
 from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.heads.classification import Classification
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.stack import layer_leaves, restack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
@@ -49,7 +49,7 @@ def check_ntk(config: ConfigDict) -> None:
         labelled.open_rows(settings.path)
 
 
-def ntk(config: ConfigDict, workdir: epath.Path) -> dict:
+def ntk(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
     """The analysis "ntk": of every method of compression, and of other models, how far a layer's
     outputs and kernels are from the whole model's.
 
@@ -64,7 +64,7 @@ def ntk(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError: as `load_model`, `fuse` and `token_states`; rows that cannot be read.
     """
-    model, layer = load_model(config.model, revision=config.revision), int(config["layer"])
+    model, layer = load(config.model, revision=config.revision), int(config["layer"])
     if layer >= model.config.n_layers:
         raise ValueError(f"layer={layer}: the model has {model.config.n_layers} layers")
     data = _rows(config, model)

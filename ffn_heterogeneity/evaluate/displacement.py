@@ -22,7 +22,7 @@ from ffn_heterogeneity.evaluate.inputs import (
     padded_batches,
 )
 from ffn_heterogeneity.io.files import once
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.probes.displacement import (
@@ -100,7 +100,7 @@ def describe(psi: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
     return result | {"last": jax.tree.map(described, psi["last"])}
 
 
-def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
+def displacement(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
     """The analysis "displacement"; of every checkpoint where the model is a directory of them.
 
     The row of each checkpoint is kept in `<workdir>/series` as soon as it is there.
@@ -110,7 +110,7 @@ def displacement(config: ConfigDict, workdir: epath.Path) -> dict:
     """
     checkpoints, revisions = checkpoints_in(config.model), tuple(config["revisions"])
     if not checkpoints and not revisions:
-        model = load_model(config.model, revision=config.revision)
+        model = load(config.model, revision=config.revision)
         result = _of_model(config, model)
         _say(config.model, result)
         panels = {"all tokens": result, "last tokens": result["last"]}

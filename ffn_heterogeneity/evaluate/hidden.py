@@ -12,7 +12,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.labelled import Form, encode_texts
 from ffn_heterogeneity.evaluate.inputs import tokenizer_of
-from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import check_vocabulary
@@ -42,6 +42,7 @@ def hidden_states(
     Raises:
       ValueError: a model without a tokenizer, texts that are none, ids outside the vocabulary.
     """
+    model = one_model(model)
     if isinstance(texts, np.ndarray):
         ids, types = np.asarray(texts, np.int32), np.zeros(texts.shape, np.int32)
         real = np.ones(ids.shape, bool) if mask is None else np.asarray(mask, bool)

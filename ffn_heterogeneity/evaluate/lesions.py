@@ -15,7 +15,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.inputs import check_inputs, check_least, input_rows, options_of
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, require_language_model
@@ -34,7 +34,7 @@ BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_inp
 SHOWN, LEAST = 10, 1e-6  # neurons that are printed; the least damage of the figure's log axis
 
 
-def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
+def lesions(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
     """The analysis "lesions": every neuron of one layer and `config.others` of the other layers,
     drawn by `config.seed`, removed alone.
 
@@ -48,7 +48,7 @@ def lesions(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError: as `load_model`, `massive_weights` and `input_rows`; a layer with experts.
     """
-    model, _ = fold_all(load_model(config.model, revision=config.revision))
+    model, _ = fold_all(load(config.model, revision=config.revision))
     require_language_model(model.config, "the NLL of lesions")
     found = massive_weights(model.config, model.params, config.layer, config.token)
     rows, options = input_rows(config, model), options_of(config)

@@ -11,7 +11,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.evaluate.inputs import options_of
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.massive import MAGNITUDES, SINKS, STATES, TOP
 from ffn_heterogeneity.probes.observe import observe
@@ -24,7 +24,7 @@ SHOWN = 3  # the paper's figures: the three largest and the median
 PLACES = {"none": None, "first": lambda n: 0, "middle": lambda n: n // 2, "last": lambda n: n}
 
 
-def massive(config: ConfigDict, workdir: epath.Path) -> dict:
+def massive(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
     """The analysis "massive": the massive layer, its neurons, every state of every layer when bos
     stands alone, and what bos does elsewhere in `config.sentence`.
 
@@ -36,7 +36,7 @@ def massive(config: ConfigDict, workdir: epath.Path) -> dict:
     Raises:
       ValueError: as `load_model` and `massive_weights`.
     """
-    model = load_model(config.model, revision=config.revision)
+    model = load(config.model, revision=config.revision)
     found = massive_weights(model.config, model.params, config.layer, config.token)
     token = model.config.bos_id if config.token is None else config.token
     options = options_of(config)

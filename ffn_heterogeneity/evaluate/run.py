@@ -21,14 +21,17 @@ from ffn_heterogeneity.evaluate.lesions import check_lesions, lesions
 from ffn_heterogeneity.evaluate.massive import massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.wording import check_choice
 
 
-def run(config: ConfigDict, workdir: epath.Path) -> dict:
+def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
     """Runs what `config.evaluation` or `config.analysis` names; returns what `results.json` holds.
+
+    Args:
+      load: what makes a model of `config.model`.
 
     Raises:
       ValueError: a setting or a file is unusable; the message names it.
@@ -39,7 +42,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict:
         results["compute_dtype"] = str(options_of(config).compute_dtype)
         print(f"computing in {results['compute_dtype']}", file=sys.stderr)
     _, measure = EVALUATIONS[_chosen(config)[1]]
-    results |= measure(config, workdir)
+    results |= measure(config, workdir, load)
     write_results(workdir, results)
     written = (path for kind in ("*.png", "*.csv") for path in sorted(workdir.glob(kind)))
     for path in (workdir / "results.json", *written):
@@ -77,11 +80,11 @@ def score(config: ConfigDict, model: Model) -> dict:
 
 def _of_a_model(
     measure: Callable[[ConfigDict, Model, epath.Path], dict], summary: Callable[[dict], str]
-) -> Callable[[ConfigDict, epath.Path], dict]:
-    """(config, workdir) -> what `measure` finds in `config.model`; its summary goes to stderr."""
+) -> Callable[[ConfigDict, epath.Path, Load], dict]:
+    """(config, workdir, load) -> what `measure` finds in a model; its summary goes to stderr."""
 
-    def evaluate(config: ConfigDict, workdir: epath.Path) -> dict:
-        model = load_model(config.model, revision=config.revision)
+    def evaluate(config: ConfigDict, workdir: epath.Path, load: Load) -> dict:
+        model = load(config.model, revision=config.revision)
         results = measure(config, model, workdir)
         print(summary(results), file=sys.stderr)
         return results
@@ -142,7 +145,7 @@ EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]]
     "answers": (check_answers, _of_a_model(evaluate_answers, _tasks_table)),
     "chat": (check_chat, _of_a_model(answer_questions, _chat_line)),
     "classify": (check_classify, _of_a_model(classify_file, _labels_line)),
-    "judge": (judge.check, judge.run),
+    "judge": (judge.check, lambda config, workdir, load: judge.run(config, workdir)),
     "connectivity": (lambda config: None, connectivity),
     "displacement": (check_inputs, displacement),
     "massive": (lambda config: None, massive),

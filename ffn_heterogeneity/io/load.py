@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,23 @@ class Model:
 
 # Under `jax.eval_shape` a surgery maps a model of shapes to another, config and all.
 jax.tree_util.register_dataclass(Model, ["params"], ["config", "tokenizer", "source"])
+
+
+def one_model(model: Any) -> Model:
+    """The model itself.
+
+    Raises:
+      ValueError: it is what a verb returns, (model, report), or no model at all.
+    """
+    if isinstance(model, tuple) and model and isinstance(model[0], Model):
+        raise ValueError("this is (model, report), as verbs return it: take the first of the two")
+    if not isinstance(model, Model):
+        raise ValueError(f"this is {type(model).__name__}, no model: fh.load_model reads one")
+    return model
+
+
+# A function as `load_model`: a sweep's keeps what it read.
+Load = Callable[..., Model]
 
 
 def load_model(
