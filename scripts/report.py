@@ -3,6 +3,7 @@
 Example:
   python scripts/report.py runs/alpha-10
   python scripts/report.py --compare runs/alpha-0 runs/alpha-10 --output=runs/alphas
+  python scripts/report.py --compare runs/alpha          (a sweep)
   python scripts/report.py --paper=nucl runs/alpha runs/table4 runs/pairs --out=runs/paper
   python scripts/report.py --paper=mine.py runs/table4
   python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
@@ -27,7 +28,9 @@ from ffn_heterogeneity import papers
 from ffn_heterogeneity.bench.page import write_page
 from ffn_heterogeneity.launch import cli
 
-_COMPARE = flags.DEFINE_bool("compare", False, "Compare the runs: two or more directories.")
+_COMPARE = flags.DEFINE_bool(
+    "compare", False, "Compare the runs: two or more, or those of a sweep."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "Directory; default: runs/<kind>-<date>-<time>.")
 flags.DEFINE_alias("out", "output")
 _NAMES = f"{', '.join(papers.NAMES)}, or your own <file>.py"
@@ -37,9 +40,6 @@ RUNS: list[str] = []
 
 
 def main() -> None:
-    if _COMPARE.value and len(RUNS) < 2:
-        given = ", ".join(RUNS) or "none"
-        raise ValueError(f"--compare needs two or more run directories, given: {given}")
     if _BENCHMARKS.value:
         print(write_page(RUNS, _OUTPUT.value or "docs"), end="")
         return
@@ -48,7 +48,7 @@ def main() -> None:
     from ffn_heterogeneity.report import compare, paper
 
     of = papers.load(_PAPER.value) if _PAPER.value else None
-    name = of.name if of else "compare" if len(RUNS) > 1 else "report"
+    name = of.name if of else "compare" if _COMPARE.value or len(RUNS) > 1 else "report"
     output = _OUTPUT.value or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     text = paper.write_paper(of, RUNS, output) if of else compare.write_report(RUNS, output, name)
     print(text, end="")

@@ -20,6 +20,7 @@ from ffn_heterogeneity.wording import spans
 FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
 MAX_PANELS = 6
+NAMED = 4  # runs in a heading
 DIGITS = 6
 NOTE = "Curves of several seeds are means, with bands from the lowest to the highest."
 
@@ -50,6 +51,9 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
     """
     output, runs = tables.directory(output), read_runs(paths)
     labels = runs.settings["label"].unique()
+    if name == "compare" and len(labels) < 2:
+        given = ", ".join(map(os.fspath, paths))
+        raise ValueError(f"--compare needs two or more runs, given: {given}")
     picture = save_if(draw_runs(runs), output / f"{name}.png")
     rows = differing_keys(runs)
     keys = markdown_table(("config key", *labels), rows) if rows else "None: the configs are equal."
@@ -58,7 +62,7 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
     notes = [f"- {note}." for note in notes_of(runs)]
     several = len(labels) > 1
     parts = [
-        "# " + ", ".join(labels),
+        "# " + (", ".join(labels) if len(labels) <= NAMED else f"{len(labels)} runs"),
         markdown_table(("run", "state", "directory"), list(states(runs))),
         *(["## Config keys that differ", keys] if several else []),
         *("## Numbers", table, *tables.legend(table)),
@@ -76,8 +80,9 @@ def read_runs(paths: Sequence[str]) -> Runs:
     rows, curves, settings = everything(*places)
     folders = settings.index.str.replace(r"/seed_\d+$", "", regex=True)
     settings["folder"] = folders
-    # Of a run over seeds the folders of the seeds.
-    settings = settings[~settings.index.isin(folders[folders != settings.index])]
+    # Of a run over seeds, a sweep and a job of stages what lies in their folders.
+    holders = settings.index.isin(settings.index.map(os.path.dirname))
+    settings = settings[~holders | settings.index.isin(curves["run"])]
     names = settings.folder.unique()
     labels = dict(zip(names, tables.shorter(names), strict=True))
     settings = settings.assign(label=settings.folder.map(labels))

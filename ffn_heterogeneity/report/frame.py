@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from etils import epath
 from ffn_heterogeneity.io.metrics import parse_metrics
 from ffn_heterogeneity.io.rows import FIELDS, RESULTS, ROWS, measurement, read_rows, rows_of
 from ffn_heterogeneity.io.runs import (
+    ARCHIVES,
     CONFIG,
     INPUTS,
     METRICS,
@@ -83,7 +85,7 @@ def everything(
         raise ValueError("no run given: name the work directories of runs, or folders of them")
     runs: dict[str, Facts] = {}
     measured, steps = [], []
-    for directory in map(os.fspath, directories):
+    for directory in _without_files(*map(os.fspath, directories)):
         found = dict(folders(directory, read))
         if not found and not (epath.Path(directory) / SWEEP).exists():
             raise ValueError(f"{directory} holds no run: no {CONFIG} is in it or below it")
@@ -97,6 +99,15 @@ def everything(
                 steps += [own | row for row in _steps(path, texts, what)]
     settings = _settings(runs)
     return _frame(measured, settings), _frame(steps, settings), settings
+
+
+def _without_files(*paths: str) -> list[str]:
+    """Of several paths, as a shell makes of a *, those that are no stray files; says which are."""
+    stray = [path for path in paths if os.path.isfile(path) and not path.endswith(ARCHIVES)]
+    if not stray or len(stray) == len(paths):
+        return list(paths)
+    print(f"no runs, left out: {', '.join(stray)}", file=sys.stderr)
+    return [path for path in paths if path not in stray]
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], settings: pandas.DataFrame) -> pandas.DataFrame:

@@ -264,6 +264,17 @@ def test_a_sweep_is_its_runs(two, tmp_path):
         archive.add(tmp_path / "sweep", "sweep")
     inside, outside = (numbers(read_runs([tmp_path / x])) for x in ("sweep.tar.xz", "sweep"))
     assert outside == inside and outside[0] == ["", "a", "b", "difference", "ratio"]
+    # Its own files are no run, nor are those of a job of stages; a file beside it is none either.
+    sweep = tmp_path / "sweep"
+    (sweep / "config.json").write_text(json.dumps({"stages": ["a", "b"]}))
+    (sweep / "results.json").write_text(json.dumps({"a": {"nll": 1.0}}))
+    assert numbers(read_runs([sweep])) == outside
+    (tmp_path / "note.txt").write_text("note")
+    done = run_script("report", "--compare", str(sweep), f"{tmp_path}/note.txt",
+                      f"--output={tmp_path / 'out'}")  # fmt: skip
+    assert done.code == 0 and "no runs, left out" in done.err and "note.txt" in done.err
+    assert done.out.startswith("# a, b\n")
+    assert run_script("report", f"{tmp_path}/note.txt").code == 2
 
 
 def test_labels_are_below_the_common_directory(tmp_path):
