@@ -50,6 +50,31 @@ _ROOMS = (
     "train",
 )
 __all__ = ["__version__", *_FACE, *_ROOMS]
+# What others call it, and what it is here: of names that newcomers try.
+GUESSES = {
+    "load": "fh.load_model",
+    "from_pretrained": "fh.load_model",
+    "save": "fh.save_model",
+    "save_pretrained": "fh.save_model",
+    "export": "fh.save_model",
+    "push_to_hub": "fh.push",
+    "train_model": "fh.fit",
+    "finetune": "fh.fit",
+    "fine_tune": "fh.fit",
+    "compress": "fh.prune or fh.fuse",
+    "cluster": "fh.fuse",
+    "merge": "fh.fold",
+    "merge_and_unload": "fh.fold",
+    "dora": 'fh.surgery.SURGERIES["dora"]',
+    "quantize": 'fh.surgery.SURGERIES["nf4"]',
+    "ppl": "fh.perplexity",
+    "loss": "fh.perplexity",
+    "predict": "fh.classify",
+    "embed": "fh.hidden_states",
+    "encode": "fh.hidden_states",
+    "chat": "fh.generate(..., chat=True)",
+    "massive_weights": 'fh.analyze(model, "massive")',
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -57,7 +82,10 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.api"), name)
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: there are {__all__}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}: "
+        + (f"that is {GUESSES[name]}" if name in GUESSES else f"there are {__all__}")
+    )
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -200,7 +202,8 @@ def analyze(
     with tempfile.TemporaryDirectory() as folder:
         where = epath.Path(workdir or folder)
         where.mkdir(parents=True, exist_ok=True)
-        return evaluation.run(config, where, lambda *_, **__: model)
+        with contextlib.redirect_stdout(sys.stderr):  # what it finds is returned
+            return evaluation.run(config, where, lambda *_, **__: model)
 
 
 def _operate(name: str, model: Model, settings: Mapping[str, Any], key: Any = None) -> Made:

@@ -311,9 +311,9 @@ def test_fusion_of_shapes_is_that_of_weights(family, method):
 
 def test_a_massive_layer_that_moved_is_said(files, capsys):
     starting_model(read(config_for(files, macdrop__layer=1)))
-    assert "moved on the way" not in capsys.readouterr().out
+    assert "moved on the way" not in capsys.readouterr().err
     starting_model(read(config_for(files, macdrop__layer=2)))
-    assert "moved on the way (from 0): 1 for fuse, 2 for macdrop" in capsys.readouterr().out
+    assert "moved on the way (from 0): 1 for fuse, 2 for macdrop" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("argument", "told"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -152,3 +153,21 @@ def test_fit_trains(tmp_path):
     assert found["steps"] == 2
     before = flatten(fh.load_model(path).params)
     assert any(not np.array_equal(x, before[name]) for name, x in flatten(model.params).items())
+
+
+def test_guesses_are_answered_by_the_right_name():
+    """Every name that is told exists; a method that others have is a function here."""
+    assert set(fh.GUESSES).isdisjoint(dir(fh))
+    for name, told in fh.GUESSES.items():
+        with pytest.raises(AttributeError, match=re.escape(f"that is {told}")):
+            getattr(fh, name)
+        for word in re.findall(r"fh\.(\w+)", told):
+            assert hasattr(fh, word)
+    model = fh.io.load.Model(LLAMA, random_params(LLAMA), None, "here")
+    for name, told in (("generate", "fh.generate"), ("save_pretrained", "fh.save_model")):
+        with pytest.raises(AttributeError, match=f"functions take the model: {told}"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="a Model has no 'x'$"):
+        model.x  # noqa: B018
+    copied = pickle.loads(pickle.dumps(model))
+    assert copied.source == "here" and copied.config == LLAMA

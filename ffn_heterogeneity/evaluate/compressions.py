@@ -177,6 +177,6 @@ def _say(results: Mapping[str, Any], workdir: epath.Path) -> None:
     errors = results["errors"]
     names = list(dict.fromkeys(name for row in errors.values() for name in row))
     rows = [[one, *(number(row.get(name)) for name in names)] for one, row in errors.items()]
-    print(markdown_table(("", *names), rows), file=sys.stderr)
+    print(markdown_table(("", *names), rows))
     bars = {one: row["ntk_error"] for one, row in errors.items() if row["ntk_error"] > 0}
     bar_figure(bars, "NTK approximation error", workdir / "ntk.png")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 from etils import epath
@@ -29,7 +28,7 @@ def connectivity(
     ]
     cells.append(("uniform", "-", *(f"{value:.5g}" for value in _uniform(model.config.d_model))))
     table = markdown_table(("layer", "neurons", *STATISTICS), cells)
-    print(f"{model.source}, mean over each layer's neurons:\n{table}", file=sys.stderr)
+    print(f"{model.source}, mean over each layer's neurons:\n{table}")
     return {"layers": layers, "d_model": model.config.d_model}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,7 +172,7 @@ def _say(name: str, result: dict) -> None:
     rows = [*range(1, layers + 1), *RATES[: layers - 1], "tokens"]
     table = markdown_table(("layer", *header), [*zip(rows, *columns, strict=True)])
     title = "angular displacement before or after the final norm, of all or the last tokens"
-    print(f"{name}: {title}\n{table}", file=sys.stderr)
+    print(f"{name}: {title}\n{table}")
 
 
 def _draw(panels: dict[str, dict[str, dict]], workdir: epath.Path) -> None:

@@ -164,8 +164,7 @@ def _say(result: dict) -> None:
     for row in rows[:SHOWN]:
         print(
             f"layer {row['layer']} (from 0), neuron {row['neuron']}: {row['damage']:+.5f} nats, "
-            f"entropy rank {row['entropy_rank']:.4f}, |h(bos)| {row['bos']:.3g}",
-            file=sys.stderr,
+            f"entropy rank {row['entropy_rank']:.4f}, |h(bos)| {row['bos']:.3g}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
@@ -117,13 +116,11 @@ def _say(name: str, result: dict) -> None:
         f"{i} ({x:.3g})"
         for i, x in zip(result["indices"][:5], result["magnitudes"][:5], strict=True)
     )
-    print(
-        f"{name}, token {result['token']} alone\n{markdown_table(columns, rows)}", file=sys.stderr
-    )
-    print(f"massive layer {result['layer']} (from 1), neurons {top}", file=sys.stderr)
+    print(f"{name}, token {result['token']} alone\n{markdown_table(columns, rows)}")
+    print(f"massive layer {result['layer']} (from 1), neurons {top}")
     for place, tokens in result["bos"].items():
         cells = [f"{row['token']} {row['top'][0]:.3g}" for row in tokens]
-        print(f"bos {place}: {', '.join(cells)}", file=sys.stderr)
+        print(f"bos {place}: {', '.join(cells)}")
 
 
 def _draw(result: dict, workdir: epath.Path) -> None:

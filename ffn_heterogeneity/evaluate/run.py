@@ -81,12 +81,12 @@ def score(config: ConfigDict, model: Model) -> dict:
 def _of_a_model(
     measure: Callable[[ConfigDict, Model, epath.Path], dict], summary: Callable[[dict], str]
 ) -> Callable[[ConfigDict, epath.Path, Load], dict]:
-    """(config, workdir, load) -> what `measure` finds in a model; its summary goes to stderr."""
+    """(config, workdir, load) -> what `measure` finds in a model; and its summary printed."""
 
     def evaluate(config: ConfigDict, workdir: epath.Path, load: Load) -> dict:
         model = load(config.model, revision=config.revision)
         results = measure(config, model, workdir)
-        print(summary(results), file=sys.stderr)
+        print(summary(results))
         return results
 
     return evaluate

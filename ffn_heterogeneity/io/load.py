@@ -44,6 +44,14 @@ class Model:
     tokenizer: Any
     source: str
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, with the function that does what others have as a method."""
+        import ffn_heterogeneity as fh
+
+        found = f"fh.{name}" if name in fh.__all__ else fh.GUESSES.get(name)
+        way = f": functions take the model: {found}" if found else ""
+        raise AttributeError(f"a Model has no {name!r}{way}")
+
     def __repr__(self) -> str:
         """A table of what it is, never its arrays."""
         config, leaves = self.config, flatten(self.params)

@@ -75,7 +75,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
             steps = (
                 spans(missing_steps(kept, range(1, (resume_step or 0) + 1))) or "evaluations alone"
             )
-            print(f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}")
+            said = f"{self.path}: {lost} of {resume_rows} rows are lost, of steps: {steps}"
+            print(said, file=sys.stderr)
         lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
         _write_lines(self.path, lines)
@@ -221,7 +222,7 @@ def _tensorboard(directory: epath.Path, resume_step: int | None):
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        print("tensorboardX is not installed: metrics go to metrics.jsonl only", flush=True)
+        print("tensorboardX is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
         return None
     finally:
         for name in hidden:

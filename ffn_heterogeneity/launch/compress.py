@@ -68,7 +68,10 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     write_card(target, config.model, told, results)
     results |= of_model(target)
     write_results(workdir, results)
-    print(f"{told}; {target}", file=sys.stderr)
+    print(told)
+    if "perplexity_after" in results:
+        print("perplexity {perplexity_before:,.4f} -> {perplexity_after:,.4f}".format(**results))
+    print(target, file=sys.stderr)
     print(loads_in(target), file=sys.stderr)
     if config.get("push"):
         print(push(target, config.push), file=sys.stderr)

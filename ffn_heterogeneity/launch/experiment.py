@@ -14,7 +14,7 @@ from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
-from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.parallel.processes import answer, on_main, say
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.train.shared import Shared
@@ -64,7 +64,7 @@ def run(
     on_main(lambda: write_json(workdir / "results.json", found))
     for name, row in summary.items():
         if name.startswith("validation/") or "perplexity" in name:
-            say(f"{name}: {row['mean']:.5f} [{row['low']:.5f}, {row['high']:.5f}]")
+            answer(f"{name}: {row['mean']:.5f} [{row['low']:.5f}, {row['high']:.5f}]")
     return found
 
 

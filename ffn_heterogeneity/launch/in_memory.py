@@ -73,8 +73,8 @@ def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = lo
         results["answers"] = answers(equal, config.prompts, options, config.max_new_tokens)
     results["seconds"] = time.time() - start
     write_results(workdir, results)
-    said = f"{told}: perplexity {results['perplexity']:,.4f}; {workdir}/results.json"
-    print(said, file=sys.stderr)
+    print(f"{told}: perplexity {results['perplexity']:,.4f}")
+    print(f"{workdir}/results.json", file=sys.stderr)
     return results
 
 

@@ -81,8 +81,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     print(
         f"{results['tokens']:,} tokens of {results['documents']:,} documents in "
         f"{results['shards']} shards ({results['dtype']}): {workdir}/tokens; train on them with "
-        f"--config.data.task=tokens --config.data.path={workdir}/tokens",
-        file=sys.stderr,
+        f"--config.data.task=tokens --config.data.path={workdir}/tokens"
     )
     return results
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import UNSTARTED, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
-from ffn_heterogeneity.parallel.processes import on_main, say
+from ffn_heterogeneity.parallel.processes import answer, on_main, say
 from ffn_heterogeneity.train.build import Built, build_evaluation, objective_of
 from ffn_heterogeneity.train.dry_run import dry_run, parameters_of
 from ffn_heterogeneity.train.evaluation import PREFIX, validation
@@ -77,7 +78,9 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
             print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
         else:
             try_seeds(settings, workdir, shared or Shared(keep_model=False), start)
-        return read_json(workdir / "results.json")
+        results = read_json(workdir / "results.json")
+        _answer(results)
+        return results
 
 
 def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
@@ -255,6 +258,13 @@ def export(config: TrainConfig, model: Model, params: dict, directory: epath.Pat
     save_pretrained(model.config, params, directory, **options)
 
 
+def _answer(results: Mapping[str, Any]) -> None:
+    """Prints what the last validation and the tests found."""
+    for name, value in {**results, **(results["final"] or {})}.items():
+        if name.startswith((PREFIX, "test/")) and np.ndim(value) == 0:
+            answer(f"{name}: {value:.5f}")
+
+
 def summary(workdir: epath.Path, result: LoopResult) -> dict:
     """First, best and final validation metrics, their history, and the speed."""
     rows = read_metrics(workdir / "metrics.jsonl")
@@ -295,5 +305,5 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
     on_main(lambda: write_results(workdir, plain(results)))
     for name, value in metrics.items():
         if np.ndim(value) == 0:
-            say(f"{name}: {value:.5f}")
+            answer(f"{name}: {value:.5f}")
     return plain(results)

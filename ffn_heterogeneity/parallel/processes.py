@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,13 @@ def is_main() -> bool:
 
 
 def say(line: str) -> None:
-    """Prints a line, once for all processes."""
+    """Writes a note on standard error, once for all processes."""
+    if is_main():
+        print(line, file=sys.stderr, flush=True)
+
+
+def answer(line: str) -> None:
+    """Writes a result on standard output, once for all processes."""
     if is_main():
         print(line, flush=True)
 

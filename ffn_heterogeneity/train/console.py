@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -86,14 +87,14 @@ class Progress:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
         elif step == 1 or step % self.every == 0:
-            print(f"step {step}/{self.steps}: {text}", flush=True)
+            print(f"step {step}/{self.steps}: {text}", file=sys.stderr, flush=True)
 
     @_shown()
     def say(self, line: str) -> None:
         if self.bar.disable:
-            print(line, flush=True)
+            print(line, file=sys.stderr, flush=True)
         else:
-            self._tqdm.write(line)
+            self._tqdm.write(line, file=sys.stderr)
 
     def __enter__(self) -> Progress:
         return self

@@ -19,6 +19,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.io.workdir import resume_command
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
+from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
@@ -376,7 +377,7 @@ class TrainLoop:
         self.step = self.saved_step = step
         self._saved_rows = info.get("rows")
         if self._speaks:
-            print(f"resumed from {self.checkpoints.directory / str(step)}", flush=True)
+            say(f"resumed from {self.checkpoints.directory / str(step)}")
 
     def _say(self, line: str) -> None:
         if self._speaks:

@@ -96,7 +96,7 @@ def test_no_files_are_refused(tmp_path):
 
 def test_results_keep_the_questions(tmp_path, monkeypatch):
     assert run.QUESTIONS.keys() == run.BENCHMARKS.keys()
-    monkeypatch.setitem(run.BENCHMARKS, "nll", lambda config, workdir: {"tables": []})
+    monkeypatch.setitem(run.BENCHMARKS, "nll", lambda config, *_: {"tables": []})
     run.run(ConfigDict({"name": "nll"}), tmp_path)
     kept = json.loads((tmp_path / "results.json").read_text())
     assert kept["questions"] == json.loads(json.dumps(run.QUESTIONS["nll"]))

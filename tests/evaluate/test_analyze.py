@@ -43,9 +43,9 @@ def test_connectivity_equals_the_oracle(tmp_path, capsys, config):
     assert (tmp_path / "run" / "connectivity.png").read_bytes().startswith(b"\x89PNG")
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert files == {"results.json", "rows.jsonl", "connectivity.png"}, "no partial files"
-    shown = capsys.readouterr().err.splitlines()
+    shown, notes = (text.splitlines() for text in capsys.readouterr())
     wanted = [str(tmp_path / "run" / name) for name in ("results.json", "connectivity.png")]
-    assert shown[-2:] == wanted
+    assert notes[-2:] == wanted
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown if line[:1] == "|"]
     assert rows[0] == ["layer", "neurons", "entropy", "gini", "mstd"]
     assert [row[0] for row in rows[2:]] == [*map(str, range(config.n_layers)), "uniform"]

@@ -111,8 +111,8 @@ def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
     check(result, expected)
     tokens = sum(map(len, ids))
     assert (result["documents"], result["cut"], result["tokens"]) == (4, 1, tokens)
-    shown = capsys.readouterr().err
-    assert "1 of 4 documents cut to window=20" in shown
+    shown, notes = capsys.readouterr()
+    assert "1 of 4 documents cut to window=20" in notes
     last = result["last"]["after_final_norm"]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()]
     wanted = {"layer": "after, last", "3": f"{last['psi'][2]:.5f}",
@@ -204,7 +204,7 @@ def test_a_stopped_series_goes_on(tmp_path, capsys):
     capsys.readouterr()
     found = run(config, tmp_path / "out")["checkpoints"]
     assert [row["step"] for row in found] == [3, 20]
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     assert all(f"{name}: angular" in shown for name in ("step_3", "step_20")), "of those read, too"
     config.model = str(weights.parent)
     assert run(config, tmp_path / "alone")["after_final_norm"] == found[1]["after_final_norm"]

@@ -385,5 +385,5 @@ def test_the_script(server, files, tmp_path):
         "--config.judge_model=j", "--config.key_env=JUDGE_KEY", f"--workdir={tmp_path / 'out'}",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "score 9.00" in done.err and nowhere(tmp_path / "out", KEY)
+    assert "score 9.00" in done.out and nowhere(tmp_path / "out", KEY)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["score"] == 9.0

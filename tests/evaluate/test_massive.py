@@ -44,7 +44,7 @@ def test_the_analysis(directory, tmp_path, capsys):
     for one, other in zip(results["bos"]["none"], results["bos"]["last"], strict=False):
         np.testing.assert_allclose(one["top"], other["top"], rtol=1e-5)
     assert len(results["sinks"]) == 4 and all(0 < share < 1 for share in results["sinks"])
-    assert f"massive layer {results['layer']} (from 1)" in capsys.readouterr().err
+    assert f"massive layer {results['layer']} (from 1)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("*.png")} == {
         "massive_depth.png", "massive_states.png"}  # fmt: skip
 

@@ -243,24 +243,27 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
         "harness", model="x", tasks=("piqa", "gsm8k"), data_root=str(shared_data), limit=2,
         num_fewshot=0,
     )  # fmt: skip
-    monkeypatch.setattr("ffn_heterogeneity.evaluate.run.load_model", lambda *_, **__: model)
-    whole = run(config, epath.Path(tmp_path / "whole"))
+
+    def evaluated(folder):
+        return run(config, epath.Path(folder), lambda *_, **__: model)
+
+    whole = evaluated(tmp_path / "whole")
     assert list(whole["tasks"]) == ["piqa", "gsm8k"]
     out = tmp_path / "out"
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
         stopped.setattr(HarnessLM, "generate_until", stop)
-        run(config, epath.Path(out))
+        evaluated(out)
     assert [path.name for path in (out / "tasks").iterdir()] == ["piqa.json"]
     assert len(rows_of(out / "samples" / "piqa.jsonl")) == 2
     assert not (out / "results.json").exists()
     monkeypatch.setattr(HarnessLM, "loglikelihood", stop)
-    assert run(config, epath.Path(out)) == whole
+    assert evaluated(out) == whole
     assert json.loads((out / "results.json").read_text())["tasks"] == whole["tasks"]
     assert len(rows_of(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
     # Another name that would be the same file's is not taken for it.
     (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
     with pytest.raises(KeyboardInterrupt):
-        run(config, epath.Path(out))
+        evaluated(out)
 
 
 def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path, capsys):
     with MetricsWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
         writer.write(4, {"loss": 40.0})
     rows = read_metrics(path)
-    assert "lost" not in capsys.readouterr().out
+    assert "lost" not in capsys.readouterr().err
     assert [(r["step"], r["loss"]) for r in rows] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
 
 

@@ -110,7 +110,7 @@ def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
 def test_the_benchmarks_name_is_an_argument(monkeypatch, tmp_path):
     from ffn_heterogeneity.bench import run as benchmark
 
-    monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config, workdir: config.to_dict()})
+    monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config, *_: config.to_dict()})
     for i in (0, 1, 3):
         flags = ["--workdir", str(tmp_path / str(i)), "--config.batch=3"]
         arguments = [*flags[:i], "nll", *flags[i:]] if i != 1 else [flags[2], "nll", *flags[:2]]
@@ -148,7 +148,7 @@ def test_the_traceback_is_there_for_the_asking(tmp_path):
 def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
     from ffn_heterogeneity.evaluate.run import EVALUATIONS
 
-    broken = (lambda config: None, lambda config, workdir: 1 / 0)
+    broken = (lambda config: None, lambda config, workdir, load: 1 / 0)
     monkeypatch.setitem(EVALUATIONS, "connectivity", broken)
     with pytest.raises(ZeroDivisionError):
         run_script("analyze", "--config.model=x", f"--workdir={tmp_path / 'run'}")
@@ -278,3 +278,31 @@ def test_a_real_process_fails_with_one_line():
 def test_help_of_a_real_process(name):
     done = subprocess_of(name, "--help")
     assert done.returncode == 0 and f"python scripts/{name}.py" in done.stdout, done.stderr
+
+
+def test_answers_are_on_stdout_and_notes_on_stderr(model, text, tmp_path):
+    """So `> file` holds every result, and `2> /dev/null` loses none."""
+    small = ["--config.window=16", "--config.max_windows=2", f"--config.text={text}"]
+    of = [f"--config.model={model}"]
+    train = [f"--config=configs/nucl_finetune.py:{model},text", f"--config.data.path={text}",
+             "--config.steps=2", "--config.batch_size=2", "--config.seq_len=16",
+             "--config.eval.max_batches=1", "--config.data.validation_fraction=0.2",
+             "--config.data.passage_chars=500", "--noconfig.tensorboard"]  # fmt: skip
+    commands = {
+        "evaluate": ([*of, *small], ["perplexity "]),
+        "analyze": ([*of, "--config=configs/analyze.py:connectivity"], ["| layer", "uniform"]),
+        "compress": ([*of, *small], ["removed", "parameters", "perplexity "]),
+        "train": (train, ["validation/nll: "]),
+        "sweep": ([*of, *small, "--config=configs/prune_table.py", "--sweep=criteria",
+                   "--only=entropy"], ["removed", ": perplexity "]),  # fmt: skip
+    }  # fmt: skip
+    for name, (flags, told) in commands.items():
+        workdir = tmp_path / name
+        done = run_script(name, *flags, f"--workdir={workdir}")
+        assert done.code == 0, done.err
+        for words in told:
+            assert words in done.out and words not in done.err, (name, done)
+        for note in ("work directory", "it/s", "loading", "step 1/", "compiling", str(tmp_path)):
+            assert note not in done.out, (name, note)
+    again = run_script("train", *train, f"--workdir={tmp_path / 'train'}")
+    assert "validation/nll: " in again.out and "complete" in again.err

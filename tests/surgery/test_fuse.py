@@ -230,7 +230,7 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
         done = run_script("compress", *own, f"--workdir={tmp_path}/{name}",
                           f"--config.export={export}")  # fmt: skip
         total = count_parameters(LLAMA)["total"]
-        assert done.code == 0 and f"compressed by fusion: {total:,} -> " in done.err, done.err
+        assert done.code == 0 and f"compressed by fusion: {total:,} -> " in done.out, done.err
     kept, padded = (load_model(f"{tmp_path}/{name}/model") for name in ("kept", "padded"))
     scales = [layer["ffn"].get("neuron_scale") for layer in unstack(kept.params)["layers"]]
     assert all(scale is not None and scale.sum() == 24 for scale in scales)

@@ -47,7 +47,7 @@ def whole(flags, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole") / "run"
     done = run_script("train", *flags, f"--workdir={workdir}")
     assert done.code == 0, done.err
-    return workdir, done.out
+    return workdir, done.err
 
 
 def test_a_run_says_what_it_needs(whole):
@@ -121,7 +121,7 @@ def test_the_last_line_goes_on(flags, whole, tmp_path, trouble):
     again = run_script("train", *words[2:])
     assert again.code == 0, again.err
     last = {"save": 3, "metrics": 4, "mount": 4}.get(trouble, 6)  # 3 was the best so far
-    assert f"resumed from {workdir}/checkpoints/{last}\n" in again.out
+    assert f"resumed from {workdir}/checkpoints/{last}\n" in again.err
     assert test_loop.metrics(workdir) == test_loop.metrics(whole[0])
     files = [path / "model" / "model.safetensors" for path in (workdir, whole[0])]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -122,10 +122,10 @@ def interrupt_at(position):
 def test_sigterm_saves_and_the_resumed_run_has_the_same_bits(whole, tmp_path, at, capsys):
     result = make_loop(tmp_path, hook=interrupt_at(at)).run()
     assert result.stopped == "SIGTERM" and result.step == at + 1
-    assert "to resume: " in capsys.readouterr().out
+    assert "to resume: " in capsys.readouterr().err
     assert Checkpoints(tmp_path / "checkpoints").latest_step() == at + 1
     again = make_loop(tmp_path).run()
-    assert f"resumed from {tmp_path / 'checkpoints' / str(at + 1)}" in capsys.readouterr().out
+    assert f"resumed from {tmp_path / 'checkpoints' / str(at + 1)}" in capsys.readouterr().err
     assert bits(again.state) == bits(whole[1].state)
     assert metrics(tmp_path) == metrics(whole[0])
     assert again.best == whole[1].best
@@ -138,11 +138,11 @@ def test_a_crash_resumes_from_the_last_checkpoint(whole, tmp_path, capsys):
 
     with pytest.raises(OSError, match="disk is gone"):
         make_loop(tmp_path, hook=crash, checkpoint_every=5, keep_best=False).run()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "stopped at step 9" in out and "to resume: " in out
     assert [row["step"] for row in metrics(tmp_path)][-1] > 5
     again = make_loop(tmp_path, checkpoint_every=5, keep_best=False).run()
-    assert "checkpoints/5" in capsys.readouterr().out
+    assert "checkpoints/5" in capsys.readouterr().err
     assert bits(again.state) == bits(whole[1].state)
     assert metrics(tmp_path) == metrics(whole[0])
 
@@ -153,9 +153,9 @@ def test_rows_that_a_crash_took_are_said_once_and_stay_known(tmp_path, capsys):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:8])[:-5])
     assert make_loop(tmp_path, hook=interrupt_at(10)).run().step == 11
     line = f"{log}: 5 of 12 rows are lost, of steps: 6 to 9\n"
-    assert capsys.readouterr().out.count(line) == 1
+    assert capsys.readouterr().err.count(line) == 1
     result = make_loop(tmp_path).run()
-    assert "lost" not in capsys.readouterr().out
+    assert "lost" not in capsys.readouterr().err
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3, 4, 4, 5, 10, 11, 12, 12]
     assert training.summary(tmp_path, result)["steps_without_metrics"] == "6 to 9"
 
@@ -235,9 +235,9 @@ def test_a_full_disk_stops_with_the_way_out_and_resumes(whole, tmp_path, capsys,
         loop._report, error = report, f"File too large; put that right.*{log}"
     with pytest.raises((CheckpointError, OSError), match=error):
         loop.run()
-    assert "to resume: " in capsys.readouterr().out
+    assert "to resume: " in capsys.readouterr().err
     again = make_loop(tmp_path, checkpoint_every=5).run()
-    assert "checkpoints/5" in capsys.readouterr().out
+    assert "checkpoints/5" in capsys.readouterr().err
     assert bits(again.state) == bits(whole[1].state)
     assert metrics(tmp_path) == metrics(whole[0])
 
@@ -247,7 +247,7 @@ def test_the_way_out_is_told_before_the_checkpoints_are_closed(tmp_path, capsys)
     said = []
 
     def close():
-        said.append(capsys.readouterr().out)
+        said.append(capsys.readouterr().err)
         raise OSError("the disk does not answer")
 
     loop.checkpoints.close = close
@@ -260,7 +260,7 @@ def test_only_the_first_process_writes_and_speaks(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(jax, "process_index", lambda *_: 1)
     result = make_loop(tmp_path, steps=3, save_at_end=False, keep_best=False).run()
     assert result.step == 3 and result.best["step"] == 3
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
     with MetricsWriter(tmp_path / "writer") as writer:
         writer.write(1, {"loss": 1.0})
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -282,7 +282,7 @@ def test_divergence_names_step_term_and_checkpoint(tmp_path, capsys):
         make_loop(tmp_path, terms=(NLL, fragile), hyper=hyper, checkpoint_every=4).run()
     message = str(error.value)
     assert "step 7:" in message and str(tmp_path / "checkpoints" / "4") in message
-    assert "stopped at step" in capsys.readouterr().out
+    assert "stopped at step" in capsys.readouterr().err
     assert max(row["step"] for row in metrics(tmp_path)) == 6
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
 

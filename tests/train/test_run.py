@@ -166,7 +166,7 @@ def test_a_bad_first_batch_names_its_row_and_gives_the_directory_back(files, tmp
     with pytest.raises(DataError, match=r"rows.parquet, row \d+: field 'text' is NoneType \(None"):
         training.run(config, workdir)
     assert [child.name for child in workdir.iterdir()] == ["notes.txt"]
-    assert "to resume" not in capsys.readouterr().out
+    assert "to resume" not in capsys.readouterr().err
 
 
 def test_a_complete_run_is_only_read(files, finished, capsys):
@@ -244,7 +244,7 @@ def test_options(files, tmp_path, changes):
 
 def test_chosen_steps_are_traced(files, tmp_path, capsys):
     training.run(make_config(files, steps=4, profile="3:4"), tmp_path / "x")
-    assert "trace of steps 3 to 3" in capsys.readouterr().out
+    assert "trace of steps 3 to 3" in capsys.readouterr().err
     assert list((tmp_path / "x" / "profile").rglob("*.xplane.pb"))
     for bad in ("3", "0:2", "3:3", "a:b", "3:6"):
         with pytest.raises(ValueError, match=f"profile='{bad}'"):
@@ -261,7 +261,7 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
     assert results["final"]["validation/nll"] > results["best"]["value"]
     assert results["best"]["step"] == 0
     assert results["perplexity_after"] == results["perplexity_before"]
-    assert "no evaluation was better" in capsys.readouterr().out
+    assert "no evaluation was better" in capsys.readouterr().err
     before = flatten(load_model(str(files[0])).params)
     for path, leaf in flatten(load_model(str(tmp_path / "x" / "model")).params).items():
         np.testing.assert_array_equal(leaf, before[path], err_msg=path)

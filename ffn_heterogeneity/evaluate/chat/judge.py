@@ -339,13 +339,13 @@ def _references(benchmark: str, data_root: str) -> dict[Any, list[str]]:
 
 
 def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:
-    """What was found, and what is missing, on stderr."""
+    """What was found on stdout, what is missing on stderr."""
     if results["mode"] == "single":
         score = results["score"]
-        print("no ratings" if score is None else f"score {score:.2f}", file=sys.stderr)
+        print("no ratings" if score is None else f"score {score:.2f}")
     else:
         keys = ("wins", "losses", "ties", "inconsistent")
-        print(", ".join(f"{key} {results[key]}" for key in keys), file=sys.stderr)
+        print(", ".join(f"{key} {results[key]}" for key in keys))
     if results["unanswered"]:
         print(f"{results['unanswered']} questions have no answer yet", file=sys.stderr)
     if results["failed"]:
