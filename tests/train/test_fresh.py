@@ -112,7 +112,7 @@ def test_a_dry_run_plans_it(files, tmp_path, capsys):
     training.run(config, tmp_path / "plan")
     plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert plan["parameters"] == count_parameters(model_shape(read(config)))["total"]
-    assert "928" in capsys.readouterr().err
+    assert "928" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
