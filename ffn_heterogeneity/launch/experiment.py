@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -143,7 +144,7 @@ def _make_stage(name: str, group: Any, model: str) -> Stage:
 
 def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
     """One run of several: its seed everywhere, and no list of seeds."""
-    config = config.copy_and_resolve_references()
+    config = copy.deepcopy(config)  # with its references, which follow
     config.seeds = ()
     if "seed" in config:
         config.seed = seed
@@ -151,7 +152,7 @@ def _with_seed(config: ConfigDict, seed: int) -> ConfigDict:
         group = config.get(name)
         if isinstance(group, ConfigDict) and "seed" in group:
             group.seed = seed
-    return config
+    return config.copy_and_resolve_references()
 
 
 def summarise(results: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import runpy
@@ -132,9 +133,10 @@ def apply(config: ConfigDict, one: Point) -> ConfigDict:
     Raises:
       ValueError: a key that the config has not (the nearest is named), or a value of another type.
     """
-    config = config.copy_and_resolve_references()
+    # With its references: what takes its value from a key that is set, follows.
+    config = copy.deepcopy(config)
     cli.set_keys(config, one.settings, f"point {one.name!r}", "the config")
-    return config
+    return config.copy_and_resolve_references()
 
 
 def check(kind: str, tasks: Sequence[PointRun], names: bool = True) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tiny_models import LLAMA, REPOSITORY, config_of
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import sweep_run
 from ffn_heterogeneity.launch.commands import COMMANDS
+from ffn_heterogeneity.launch.experiment import _with_seed as with_seed
 from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
@@ -136,6 +138,26 @@ def test_what_the_config_file_lacks_is_said(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             sweep_run.apply(config, Point("p", settings))
+
+
+@pytest.mark.parametrize(("name", "argument"), [
+    ("mlp_fusion", "minilm_l6,sst2,fusion,tuned"), ("mlp_fusion", "minilm_l6,sst2,lth"),
+    ("five", "minilm_l6,mrpc"),
+])  # fmt: skip
+def test_what_takes_its_value_from_another_key_follows(name, argument):
+    """In every point, and in every run of `seeds`: as it does on a command line."""
+    config = config_of(name, argument)
+    sweeps = runpy.run_path(str(REPOSITORY / "configs" / f"{name}.py"))["SWEEPS"]
+    for one in itertools.chain.from_iterable(sweeps.values()):
+        wanted = config_of(name, argument)
+        wanted.update_from_flattened_dict(dict(one.settings))
+        assert sweep_run.apply(config, one).to_dict() == wanted.to_dict()
+    config.seeds = (3, 4)
+    for seeded in (sweep_run.apply(config, Point("p", {"seed": 3})), with_seed(config, 3)):
+        groups = [seeded[key] for key in ("fuse", "compress", "tune", "finetune", "mask_2")
+                  if key in seeded]  # fmt: skip
+        assert groups and all(group.seed == 3 for group in groups)
+    assert config.seed == 0 and config.seeds == (3, 4)
 
 
 # ---- one program for many runs
