@@ -29,7 +29,7 @@ from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.calibration import padded
 from ffn_heterogeneity.surgery.states import METHODS, Moments
 
-BATCH = 4  # rows at once
+BATCH = 8  # rows at once
 HELD_OUT = 4  # every fourth row chooses what the others are fitted with
 
 
@@ -84,7 +84,7 @@ def compensated(
 
 
 def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:
-    """(whether it is held out, a batch of at most four rows padded to the longest of all).
+    """(whether it is held out, a batch of at most eight rows padded to the longest of all).
 
     Raises:
       ValueError: too few rows to hold any out.
@@ -96,13 +96,11 @@ def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:
             "calibration_tokens)"
         )
     fitted = [row for place, row in enumerate(rows) if place % HELD_OUT != HELD_OUT - 1]
-    longest = max(map(len, rows))
-    found = []
+    longest, found = max(map(len, rows)), []
     for is_held, some in ((False, fitted), (True, held)):
-        found += [
-            (is_held, padded(some[a : a + BATCH], longest, BATCH))
-            for a in range(0, len(some), BATCH)
-        ]
+        size = min(BATCH, len(some))
+        starts = range(0, len(some), size)
+        found += [(is_held, padded(some[a : a + size], longest, size)) for a in starts]
     return found
 
 
