@@ -98,7 +98,7 @@ def own(config: ConfigDict):
 
 
 def tokens(config: ConfigDict):
-    """How much text it takes."""
+    """The hybrid on more and less text."""
     hybrid, sizes = point("optipfair", {"criterion": "optipfair"}), (2048, 8192, 32768, 65536)
     texts = _named(config.calibrations or ("own",))
     return product(hybrid, texts, {"calibration_tokens": sizes}, chain(*WAYS))

@@ -29,7 +29,6 @@ from ffn_heterogeneity.wording import check_choice
 
 # A model, and the report of what made it.
 Made = tuple[Model, dict[str, Any]]
-ANALYSES = ("connectivity", "massive", "displacement", "lesions", "ntk")
 
 
 def save_model(
@@ -195,7 +194,6 @@ def analyze(
     from ffn_heterogeneity.evaluate import run as evaluation
     from ffn_heterogeneity.launch import cli
 
-    check_choice("analysis", analysis, ANALYSES)
     config, model = cli.load_config(f"analyze:{analysis}"), one_model(model)
     named = {name.replace("__", "."): value for name, value in settings.items()}
     cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)

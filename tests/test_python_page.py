@@ -107,7 +107,7 @@ def test_verbs_are_the_surgeries(tmp_path):
         assert report == told
         one, other = flatten(made[name].params), flatten(wanted.params)
         assert all(np.array_equal(x, other[path]) for path, x in one.items()) and len(one)
-        with pytest.raises(ValueError, match="unknown setting 'rato'|has no setting|rato"):
+        with pytest.raises(ValueError, match="unknown setting 'rato'"):
             getattr(fh, name)(model, rato=0.5)
     plain, _ = fh.fold(made["lora"])
     assert not [path for path in flatten(plain.params) if "lora" in path]

@@ -46,14 +46,15 @@ def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> di
         raise ValueError(f"configs={specs}: name two training configs or more")
     rows, length = int(config["batch"]), int(config["seq_len"])
     programs, calls, together = {}, {}, {}
-    for spec in specs:
-        own, name = load(spec), re.sub(r"[^:,]*/", "", spec)  # without directories
+    names = [re.sub(r"[^:,]*/", "", spec) for spec in specs]  # without directories
+    for spec, name in zip(specs, names, strict=True):
+        own = load(spec)
         own.batch_size, own.compute_dtype = rows, "float32"
         own.update(
             {"lengths": (length,), "together": 1} if "lengths" in own else {"seq_len": length}
         )
         programs[name], calls[name], together[name] = _step(read(own))
-    title = f"{name}, {rows} x {length} tokens; float32"
+    title = f"{names[-1]}, {rows} x {length} tokens; float32"
     found = compare(title, programs, calls, int(config["repetitions"]), _ratios)
     for name, size in together.items():
         found["programs"][name]["bytes"] = size

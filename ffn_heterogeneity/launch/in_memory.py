@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 from etils import epath
@@ -16,7 +16,7 @@ from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
 from ffn_heterogeneity.io.export import pad, save_pretrained
-from ffn_heterogeneity.io.load import Model, load_model
+from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.generate import Generator, Sampling
@@ -34,7 +34,7 @@ UNPRUNED = "none"
 LARGEST = ("lambda_norm", "lambda_max", "condition")
 
 
-def run(config: ConfigDict, workdir: epath.Path, load: Callable[..., Model] = load_model) -> dict:
+def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
     """Changes the model as `config.surgery` says (`configs/prune.py`, `configs/attack.py`), scores
     it as `configs/perplexity.py` says and, where `config.tasks` names any, as `configs/harness.py`.
 

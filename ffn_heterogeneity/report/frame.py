@@ -102,7 +102,7 @@ def everything(
 
 
 def _without_files(*paths: str) -> list[str]:
-    """Of several paths, as a shell makes of a *, those that are no stray files; says which are."""
+    """The paths, as a shell makes them of a *, but stray files; says which those are."""
     stray = [path for path in paths if os.path.isfile(path) and not path.endswith(ARCHIVES)]
     if not stray or len(stray) == len(paths):
         return list(paths)

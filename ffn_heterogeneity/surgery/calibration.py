@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.surgery.own_text import own_rows
+from ffn_heterogeneity.surgery.states import METHODS
 
 # How many tokens of a text, and of the model's own, where nobody says.
 OWN, TOKENS, OWN_TOKENS = "own", 2048, 8192
@@ -19,16 +21,22 @@ WINDOW = 512
 KEPT = ".jsonl"
 
 
-def check_calibration(who: str, calibration: str, tokens: int | None) -> None:
+def check_calibration(asked: Any, chooser: str = "") -> None:
     """Refuses what is wrong whatever the model.
 
     Args:
-      who: looks at calibration text, e.g. "criterion 'flap'"; "": nobody does.
+      asked: a surgery's settings: compensation, calibration, calibration_tokens, sequential.
+      chooser: what else looks at calibration text, e.g. "criterion 'flap'".
 
     Raises:
-      ValueError: there is none, or too little.
+      ValueError: there is none, or too little; nothing that could be sequential.
     """
-    if who and not calibration:
+    who, tokens = chooser, asked.calibration_tokens
+    if asked.compensation in METHODS:
+        who = who or f"compensation {asked.compensation!r}"
+    elif asked.sequential:
+        raise ValueError(f"sequential=True is of compensation {', '.join(METHODS)} alone")
+    if who and not asked.calibration:
         raise ValueError(
             f"{who} looks at calibration text: give --config.calibration=<text file>, or own: "
             "what the model itself writes"

@@ -108,10 +108,12 @@ class Fusion:
             if getattr(self, name) and self.method in ENTRIES:
                 raise ValueError(f"{name}={getattr(self, name)}: {self.method} keeps every neuron")
         check_choice("compensation", self.compensation, ("none", *states.METHODS))
-        who = "" if self.compensation == "none" else f"compensation {self.compensation!r}"
-        if who and self.method in ENTRIES:
-            raise ValueError(f"{who}: {self.method} keeps every neuron: use another method")
-        check_calibration(who, self.calibration, self.calibration_tokens)
+        if self.compensation != "none" and self.method in ENTRIES:
+            raise ValueError(
+                f"compensation={self.compensation!r}: {self.method} keeps every neuron: use "
+                "another method"
+            )
+        check_calibration(self)
         removal_count(1, ratio=self.ratio)
         for name, least in (("n_init", 1), ("steps", 0), ("spare", 0)):
             if getattr(self, name) < least:

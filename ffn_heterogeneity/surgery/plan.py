@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def chooses_by(self) -> str:
-        """Those at which the choice of neurons looks, as `looks`."""
+        """The activations at which the choice of neurons alone looks, as `looks`."""
         if self.criterion in ON_TEXT:
             return "text"
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))

@@ -47,11 +47,7 @@ class Removal(Plan):
             object.__setattr__(self, "ratio", None)
         self.check()
         who = f"criterion {self.criterion!r}" if self.criterion in ON_TEXT else ""
-        if self.compensation in states.METHODS:
-            who = who or f"compensation {self.compensation!r}"
-        elif self.sequential:
-            raise ValueError(f"sequential=True is of {', '.join(states.METHODS)} alone")
-        check_calibration(who, self.calibration, self.calibration_tokens)
+        check_calibration(self, who)
 
 
 def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple[Model, dict]:

@@ -376,8 +376,7 @@ class TrainLoop:
         self.best.row, self.last_measured = info["best"], info["last_measured"]
         self.step = self.saved_step = step
         self._saved_rows = info.get("rows")
-        if self._speaks:
-            say(f"resumed from {self.checkpoints.directory / str(step)}")
+        say(f"resumed from {self.checkpoints.directory / str(step)}")
 
     def _say(self, line: str) -> None:
         if self._speaks:

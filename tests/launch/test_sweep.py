@@ -145,7 +145,7 @@ def test_what_the_config_file_lacks_is_said(tmp_path):
     ("five", "minilm_l6,mrpc"),
 ])  # fmt: skip
 def test_what_takes_its_value_from_another_key_follows(name, argument):
-    """In every point, and in every run of `seeds`: as it does on a command line."""
+    """Every point, and every run of `seeds`, is what the same keys give on a command line."""
     config = config_of(name, argument)
     sweeps = runpy.run_path(str(REPOSITORY / "configs" / f"{name}.py"))["SWEEPS"]
     for one in itertools.chain.from_iterable(sweeps.values()):

@@ -156,8 +156,8 @@ def taken(model, kept):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("sequential", [False, True])
 def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential):
-    """Of states that one row at a time gives in float64: the inputs are the whole model's, or
-    those of the model compensated so far; where a norm stands behind, tokens weigh by it."""
+    """The formula on states that one row at a time gives in float64: the inputs are the whole
+    model's, or those of the model compensated so far; a norm behind the FFN weighs tokens."""
     config = dataclasses.replace(tiny_of(family, layers=2), vocab_size=258)
     model, rows = model_of(config), rows_of(config, 16)
     kept = np.arange(config.ffn_widths[0] // 2)
@@ -189,7 +189,7 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential):
 
 
 def test_masks_and_factors_count():
-    """As if they were in the weights from the start; the factor stays apart, the mask does not."""
+    """The same as in the weights from the start; the factor stays apart, the mask does not."""
     model, rng, rows = model_of(), np.random.default_rng(0), rows_of(LLAMA, 16)
     tree = unstack(jax.tree.map(np.asarray, model.params))
     for layer in tree["layers"]:
@@ -363,6 +363,17 @@ def test_fewer_tokens_than_neurons_are_refused():
     few = [row[:3] for row in rows_of(LLAMA, 4)]
     with pytest.raises(ValueError, match="calibration_tokens of at least 10, better"):
         compensated(model, taken(model, np.arange(10)), "state_ridge", few)
+
+
+@pytest.mark.parametrize("name", ["prune", "fuse"])
+def test_both_surgeries_refuse_the_same_settings(name):
+    for asked, told in (
+        ({"sequential": True}, "sequential=True is of compensation"),
+        ({"compensation": "gram"}, "compensation 'gram' looks at calibration text"),
+        ({"compensation": "gram", "calibration": "own", "calibration_tokens": 9}, "at least 512"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            SURGERIES[name].check(asked)
 
 
 def test_states_that_are_not_finite_are_said():

@@ -339,7 +339,7 @@ def _references(benchmark: str, data_root: str) -> dict[Any, list[str]]:
 
 
 def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:
-    """What was found on stdout, what is missing on stderr."""
+    """Prints findings on stdout, and on stderr what is missing."""
     if results["mode"] == "single":
         score = results["score"]
         print("no ratings" if score is None else f"score {score:.2f}")
