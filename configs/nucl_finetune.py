@@ -20,17 +20,21 @@ Paper:     batch 16, learning rate 1e-6, 100 steps of linear warm-up, dropout 0.
 from ml_collections import ConfigDict
 
 from configs.parts import adapters, losses, train
+from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.launch.sweep import chain, point, product
 
-DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue", "webnlg", "mixture")
 TARGETS = ("ffn_out", "ffn_in_linear", "ffn_in_gated", "attention_out")
 
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
     parts = argument.split(",")
-    place = next((i for i, part in enumerate(parts) if i and part in DATA), 0)
+    known = (*tasks(), "mixture")
+    place = next((i for i, part in enumerate(parts) if i and part in known), 0)
     if not place or not parts[0]:
-        raise ValueError(f"config argument {argument!r}: write <model>,<{'|'.join(DATA)}>[,<loss>]")
+        raise ValueError(
+            f"config argument {argument!r}: write <model>,<data>[,<loss>], data of "
+            f"{', '.join(known)}"
+        )
     config = train.get_config()
     config.model = ",".join(parts[:place])
 

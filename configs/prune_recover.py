@@ -15,13 +15,15 @@ never run again.
 
 from ml_collections import ConfigDict
 
-DATA = ("gsm8k", "text", "jsonl", "mbpp", "superglue", "webnlg")
+from ffn_heterogeneity.data.tasks import tasks
 
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
     model, _, data = argument.rpartition(",")
-    if not model or data not in DATA:
-        raise ValueError(f"config argument {argument!r}: write <model>,<{'|'.join(DATA)}>")
+    if not model or data not in tasks():
+        raise ValueError(
+            f"config argument {argument!r}: write <model>,<data>, data of {', '.join(tasks())}"
+        )
     return ConfigDict(
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.

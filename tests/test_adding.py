@@ -13,20 +13,24 @@ import numpy as np
 import pytest
 from tiny_models import REPOSITORY, TEXT, save_tiny
 
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.paths import flatten
+
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of what runs, with every diff of CONTRIBUTING.md in it."""
     root = tmp_path_factory.mktemp("copy")
-    for name in ("ffn_heterogeneity", "configs", "scripts"):
-        ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("ffn_heterogeneity", "configs", "scripts", "tests", "docs"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
     diffs = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.S)
-    assert len(diffs) == 6, "a loss, a probe, a head, an objective, a criterion, a table"
+    assert len(diffs) == 8, "a loss, a probe, a task, a head, an objective, ... a table"
     for diff in (part for each in diffs for part in re.split(r"(?m)^(?=--- )", each) if part):
         command = ["git", "apply", "--recount", "-"]
         done = subprocess.run(command, input=diff, cwd=root, text=True, capture_output=True)
         assert done.returncode == 0, f"{done.stderr}\n{diff}"
+    shutil.copy(REPOSITORY / "pyproject.toml", root)
     save_tiny(root / "tiny")
     (root / "text.txt").write_text(TEXT)
     return root
@@ -54,6 +58,60 @@ def test_a_loss_and_a_probe(copy):
     assert trained["train/loss"] == pytest.approx(parts, rel=1e-5)
     lengths = next(row for row in rows if "validation/nll" in row)["validation/lengths/mean"]
     assert len(lengths) == 4 and min(lengths) > 0
+
+
+def test_a_task(copy):
+    """It trains, and its questions are answered and scored."""
+    rows = [{"riddle": f"what is {i} and one", "solution": str(i + 1)} for i in range(40)]
+    (copy / "data" / "riddles").mkdir(parents=True)
+    for name in ("train", "validation"):
+        lines = [json.dumps(row) for row in rows[: 40 if name == "train" else 3]]
+        (copy / "data" / "riddles" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    run(
+        copy, "train", "--config=configs/nucl_finetune.py:tiny,riddles,gain", "--workdir=solved",
+        "--config.data.path=data/riddles/train.jsonl", "--config.steps=2", "--config.batch_size=2",
+        "--config.seq_len=64", "--config.tensorboard=false", "--config.optimizer.learning_rate=1",
+        "--config.data.validation_fraction=0.1", "--config.eval.max_batches=1",
+    )  # fmt: skip
+    fold = ("--config=configs/adapt.py:fold", "--config.model=solved/model", "--workdir=folded")
+    run(copy, "compress", *fold)
+    before, after = (flatten(load_model(copy / x).params) for x in ("tiny", "folded/model"))
+    down, attention = (f"stack/segment_0/slot_0/{x}/kernel" for x in ("ffn/down", "attention/out"))
+    gains = after[down] / before[down]
+    np.testing.assert_allclose(gains, np.broadcast_to(gains[:, :1], gains.shape), rtol=1e-4)
+    assert np.ptp(gains) > 0.01
+    np.testing.assert_array_equal(after[attention], before[attention])
+    run(
+        copy, "evaluate", "--config=configs/answers.py", "--config.model=tiny",
+        "--config.data_root=data", "--config.tasks=('riddles',)", "--config.max_new_tokens=2",
+        "--workdir=answers",
+    )  # fmt: skip
+    scored = json.loads((copy / "answers" / "results.json").read_text())["tasks"]["riddles"]
+    assert scored["n"] == 3 and scored["accuracy"] == 0
+
+
+def contracts(copy, *chosen) -> None:
+    """The tests of the copy itself, with the pieces in it."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "CI": "", "RUN_SLOW": "0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_the_new_pieces_meet_their_contracts(copy):
+    picked = (
+        "l1 or norms or largest or gain or (config and (nucl_finetune or topics)) or docstrings"
+    )
+    files = ("contracts", "slips", "adapter_contract", "architecture")
+    contracts(copy, *(f"tests/test_{name}.py" for name in files), "tests/surgery/test_walk.py",
+              f"-k={picked}")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_everything_else_is_as_it_was(copy):
+    contracts(copy, "tests/test_contracts.py", "tests/test_slips.py", "tests/test_architecture.py",
+              "tests/test_adapter_contract.py", "tests/surgery", "tests/losses", "tests/data",
+              "tests/scripts/test_scripts.py")  # fmt: skip
 
 
 def test_an_objective_and_a_head(copy):

@@ -9,6 +9,8 @@ import re
 import pytest
 from tiny_models import LLAMA, config_of, random_params
 
+from configs.parts.adapters import PARTS
+from configs.parts.losses import LOSSES
 from ffn_heterogeneity.adapters import RATES, REFRESHES
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses import TERMS
@@ -26,8 +28,8 @@ SLIPS = [
     for name, surgery in SURGERIES.items()
     for field in dataclasses.fields(surgery.settings)
 ]
-EVERYTHING = "model,text,lora,dora,nf4,macdrop,truncate,teacher,scores,score_mask,gates"
-EVERYTHING += ",diversity,jreg,layerwise,classification,regression,size,score_norm"
+# Every group of configs/parts/, but those that are there without a word.
+EVERYTHING = ",".join(["model,text", *PARTS, *(set(LOSSES) - {"nll", "nucl"})])
 
 
 @pytest.mark.parametrize(("name", "typed", "meant"), [*SEEN, *SLIPS])
@@ -40,7 +42,7 @@ def test_a_surgery_refuses_a_slip(name, typed, meant):
 
 @pytest.mark.parametrize("name", SURGERIES)
 def test_what_is_left_out_is_as_in_the_config(name):
-    if name in ("prune", "attack"):
+    if name in ("prune", "attack", "fuse"):
         config = config_of(name)
     else:
         config = config_of("nucl_finetune", EVERYTHING).get(name, {})

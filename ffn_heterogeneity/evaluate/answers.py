@@ -39,7 +39,7 @@ from ffn_heterogeneity.evaluate.metrics import (
 )
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generation, Generator, Sampling
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_known
 
 PIECE = 16  # batches between two writes
 LEVELS = (2.5, 97.5)  # percentiles: a 95% interval
@@ -135,6 +135,7 @@ def _scored(names: Sequence[str]) -> list[Task]:
             if not task.metrics:
                 known = ", ".join(name for name, one in tasks().items() if one.metrics)
                 raise ValueError(f"task {name!r} has no metric here; those that have: {known}")
+            check_known(task.metrics, METRICS, f"metric of task {name!r}")
             scored.append(task)
     return scored
 

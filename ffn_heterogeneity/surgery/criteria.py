@@ -23,7 +23,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
-from ffn_heterogeneity.wording import check_choice, unknown
+from ffn_heterogeneity.wording import check_choice, check_known
 
 
 def _row_by_row(ffn: dict, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -198,15 +198,13 @@ CRITERIA: dict[str, Criterion] = {
 ON_BOS, ON_TEXT = ("bos",), ("mean_state", "optipfair", "wanda_sp", "flap")
 
 
-# The criterion that merges as it goes (Srinivas & Babu 2015), and all names.
+# The criterion that merges as it goes (Srinivas & Babu 2015).
 SIMILARITY = "similarity"
-NAMES = (*CRITERIA, SIMILARITY)
 
 
 def check_criterion(name: str, budget: str = "layer") -> None:
     """Raises ValueError where there is no such criterion, or not with this budget."""
-    if name not in NAMES:
-        raise ValueError(unknown("criterion", name, sorted(NAMES)))
+    check_known([name], sorted((*CRITERIA, SIMILARITY)), "criterion")
     check_choice("budget", budget, ("layer", "global"))
     if name == SIMILARITY and budget == "global":
         raise ValueError(

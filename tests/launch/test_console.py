@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 from tiny_models import REPOSITORY, save_tiny
+
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.models.stack import unstack
 
 COMMAND = (sys.executable, "-c", "from ffn_heterogeneity.launch.console import main; main()")
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
@@ -68,6 +74,34 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     assert code == 2 and "did you mean 'compress'?" in error
     code, out, _ = ffnh(wheel, tmp_path, "train", "--config=nucl_finetune:some/model,text", "-h")
     assert code == 0 and "--config.model='some/model'" in out and "--workdir" in out
+
+
+def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
+    """The files of docs/howto/your-own.md, as a user of the wheel writes them."""
+    page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
+    files = re.findall(r"```python\n(.*?)```", page, re.S)
+    for name, code in zip(("mine", "thin"), files, strict=True):
+        (tmp_path / f"{name}.py").write_text(code)
+    save_tiny(tmp_path / "tiny")
+    rows = [json.dumps({"riddle": f"{i} and one", "solution": str(i + 1)}) for i in range(40)]
+    (tmp_path / "riddles.jsonl").write_text("\n".join(rows) + "\n")
+    code, out, _ = ffnh(wheel, tmp_path, "train", "--config=mine.py:tiny", "-h")
+    assert code == 0 and re.search(r"losses\.l1\.weight=0\.1 +# of the mean outgoing weight", out)
+    code, out, error = ffnh(
+        wheel, tmp_path, "train", "--config=mine.py:tiny", "--config.data.path=riddles.jsonl",
+        "--workdir=mine", "--config.steps=1", "--config.batch_size=2", "--config.seq_len=64",
+        "--config.eval.max_batches=1", "--config.tensorboard=false",
+    )  # fmt: skip
+    assert code == 0 and 0.1 < float(re.search(r"validation/l1: (.*)", out)[1]) < 0.3, error
+    thin = ("--config=thin.py", "--config.criterion=largest", "--config.model=tiny")
+    code, out, error = ffnh(wheel, tmp_path, "compress", *thin, "--workdir=thin")
+    assert code == 0, error
+    removed = json.loads((tmp_path / "thin" / "results.json").read_text())["removed"]
+    kernels = [
+        x["ffn"]["down"]["kernel"] for x in unstack(load_model(tmp_path / "tiny").params)["layers"]
+    ]
+    for gone, kernel in zip(removed, kernels, strict=True):
+        assert set(gone) == set(np.argsort(np.abs(kernel).max(1))[: len(gone)].tolist())
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ __all__ = ["Example", "Fields", "MixedTask", "Task", "get_task", "tasks"]
 
 @functools.cache
 def tasks() -> dict[str, Task]:
-    """Every task, by name."""
+    """Every task, by name; a config file of one's own may add to it: tasks()["mine"] = TASK."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
         defined = vars(importlib.import_module(f"{__name__}.{module.name}"))
