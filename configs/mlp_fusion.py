@@ -46,7 +46,7 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,sst2,fusi
             "dry_run": "",  # here | v5e:8x8 | h100:8 ...: what the training stages need there
             "seed": 0,  # of every stage
             "data": {
-                "path": "",  # .jsonl, .csv, .tsv, .parquet, a hub name; "": the task's own
+                "path": "",  # as in configs/p32_glue.py
                 "validation_path": "",
             },
             "lengths": (),  # tokens a row, at most three; (): as in configs/p32_glue.py

@@ -42,7 +42,7 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,mrpc") ->
     config.data = ConfigDict(
         {
             "task": task,
-            "path": "",  # .jsonl, .csv, .tsv, .parquet, a hub name; "": the task's own data set
+            "path": "",  # .jsonl, .csv, .tsv, .parquet, saved folder, hub name; "": the task's own
             "validation_path": "",  # or several sets: "matched=<path>,mismatched=<path>"
             "test_path": "",  # labelled rows that are measured once, at the end
             "validation_fraction": 0.0,  # of the rows of a path, where no such path is given

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from absl import flags
 
-from ffn_heterogeneity.io.fetch import DEFAULT_DIRECTORY, SOURCES, fetch_model
+from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.launch import cli
 
-_DIRECTORY = flags.DEFINE_string("directory", DEFAULT_DIRECTORY, "Where the models are kept.")
+_DIRECTORY = flags.DEFINE_string(
+    "directory", None, "Where the models are kept: $FFN_MODELS, .cache/models, the user's cache."
+)
 _ONLY = flags.DEFINE_multi_enum("only", None, list(SOURCES), "Fetch only this one (repeatable).")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ffn_heterogeneity.io.fetch import models_directory
 from ffn_heterogeneity.launch.compilation import cache_directory
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,7 +35,10 @@ if os.environ.get("RUN_SLOW") != "1" and importlib.metadata.version("jaxlib") ==
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared" / "data"
-MODELS = Path(os.environ.get("FFN_MODELS", REPOSITORY / ".cache" / "models"))
+# Where `make models` put them; commands that tests start in other directories look there, too.
+MODELS = REPOSITORY / ".cache" / "models"
+MODELS = models_directory() if "FFN_MODELS" in os.environ or not MODELS.is_dir() else MODELS
+os.environ["FFN_MODELS"] = str(MODELS.absolute())
 
 # Files of a minute and more.
 LONG = ("test_meshes.py", "test_processes.py", "test_jreg.py", "test_run.py", "test_kills.py")

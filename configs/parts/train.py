@@ -19,9 +19,11 @@ def get_config() -> ConfigDict:
     config.seed = 0  # of dropout and of the order of the data
     config.data = ConfigDict()
     config.data.task = "text"  # what a record is: text, tokens, jsonl, or a task's name
-    config.data.path = ""  # file, directory or hub name; "" takes the task's own
+    # Text, .jsonl, .csv, .parquet; a directory of such files or of datasets' save_to_disk; a hub
+    # name; "" takes the task's own.
+    config.data.path = ""
     config.data.validation_fraction = 0.05  # held out, the same part whatever the seed
-    config.data.validation_path = ""  # or data of its own (then set the fraction to 0)
+    config.data.validation_path = ""  # data of its own instead
 
     config.steps = 1000  # of the whole run
     config.batch_size = 16  # rows a step

@@ -7,9 +7,7 @@ and no length does.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,18 +17,15 @@ import numpy as np
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.sources import (
     DataError,
-    ListSource,
     Source,
     open_source,
     read_each,
-    read_utf8,
 )
 from ffn_heterogeneity.wording import settings_of
 
 Batch = dict[str, np.ndarray]
 # Of the draw of a part of the rows, beside the seed; of a held-out part, whatever the seed.
 _PART, _HELD_OUT = 0xF4AC, 0x4E1D
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +34,7 @@ class LabelSettings:
 
     Attributes:
       task: a name of `glue.TASKS`, "labels" or "regression".
-      path: a .jsonl, .csv, .tsv or .parquet file, or a hub name `name[:config]`; "": the task's.
+      path: as `open_source` takes it, but text; "": the task's.
       validation_path: of held-out rows, or of several sets, "<set>=<path>,<set>=<path>"; "": the
         task's where `path` is, else a part of the rows.
       test_path: rows that are measured once, at the end, on the exported weights; "": none.
@@ -104,37 +99,12 @@ def open_rows(path: str, split: str = "train") -> Source:
     """The records of a file, or of a split of a hub data set.
 
     Raises:
-      DataError: as `open_source`; a broken CSV line, by its number; text without fields.
+      DataError: as `open_source`; text without fields.
     """
-    separator = _SEPARATORS.get(path[-4:].lower())
-    source = read_csv(path, separator) if separator else open_source(path, split=split)
+    source = open_source(path, split=split)
     if source.running_text:
         raise DataError(f"{path}: plain text has no fields; give .jsonl, .csv, .tsv or .parquet")
     return source
-
-
-def read_csv(path: str, separator: str = ",") -> ListSource:
-    """A header with the names of the columns, then one record a row.
-
-    Raises:
-      DataError: names the file and line.
-    """
-    records, places = [], []
-    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), delimiter=separator, strict=True)
-    try:
-        names = next(rows)
-        for row in rows:
-            if not row:
-                continue
-            places.append(f"{path}, line {rows.line_num}")
-            if len(row) != len(names):
-                raise DataError(f"{places[-1]}: {len(row)} columns, the header has {len(names)}")
-            records.append(dict(zip(names, row, strict=True)))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
-    if not records:
-        raise DataError(f"{path}: a header and no rows")
-    return ListSource(path, records, places)
 
 
 def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:

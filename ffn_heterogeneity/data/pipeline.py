@@ -314,8 +314,3 @@ def _split_rows(source: Source, fraction: float) -> tuple[np.ndarray, np.ndarray
 def _check(config: DataConfig) -> None:
     if config.prefetch < 0:
         raise DataError(f"prefetch is {config.prefetch}; it must be 0 or more batches")
-    if config.validation_fraction and (config.validation_path or config.validation_split):
-        raise DataError(
-            f"validation_fraction is {config.validation_fraction} and validation_path or "
-            "validation_split is set too: choose one"
-        )

@@ -27,7 +27,7 @@ class DataConfig:
       validation_fraction: share of the records held out, in [0, 1); the same whatever the seed.
         Of running text the last stretch is taken, else records at random (whole rows where a row
         holds several; of a mixture the share of every member).
-      validation_path, validation_split: held-out data of its own instead.
+      validation_path, validation_split: held-out data of its own; the fraction is then 0.
       with_dpr: whether DPR, which is not one of SuperGLUE's eight, takes part in their mixture.
       shuffle: a new order of the records in every epoch; False keeps the file's.
       shuffle_seed: seed of that order; None takes the run's.

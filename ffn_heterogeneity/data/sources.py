@@ -1,21 +1,18 @@
-"""Sources of records: text, JSONL and parquet files, or a data set of the Hugging Face hub.
+"""Sources of records: text, JSONL, CSV and parquet files, saved folders, data sets of the hub.
 
 A source is random access (`len(source)`, `source[i] -> dict`), as grain wants it, and can say where
-row i stands (`source.where(i)`), so that every error names file and line. Text and JSONL are read
-and checked whole when they are opened: a broken line 90,000 is reported now, not after an hour of
-training. Data larger than memory belongs in parquet or in a hub data set.
+row i stands (`source.where(i)`), so that every error names file and line. Text, JSONL and CSV are
+read and checked whole when they are opened: a broken line 90,000 is reported now, not after an hour
+of training. Data larger than memory belongs in parquet or in a data set of the hub (hub.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import csv
+import io
 import json
-import math
 import re
-import socket
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +22,9 @@ from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
 from ffn_heterogeneity.wording import first_line
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
+_KINDS = dict.fromkeys(TEXT_SUFFIXES, "text") | {
+    ".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"
+}  # fmt: skip
 
 
 class DataError(ValueError):
@@ -94,95 +94,32 @@ class ListSource(Source):
 
 
 class ParquetSource(Source):
-    """Rows of a parquet file, memory-mapped when it is local."""
+    """Rows of parquet files of the same columns, memory-mapped where they are local."""
 
-    def __init__(self, path: str):
+    def __init__(self, paths: Sequence[str]):
         import pyarrow
         import pyarrow.parquet
 
+        tables = []
+        for path in paths:
+            try:
+                tables.append(pyarrow.parquet.read_table(path, memory_map="://" not in path))
+            except (pyarrow.ArrowException, OSError) as error:
+                why = first_line(error)
+                raise DataError(f"{path}: not a readable parquet file ({why})") from error
+        self.name = _name(paths)
         try:
-            self._table = pyarrow.parquet.read_table(path, memory_map="://" not in path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from error
+            self._table = pyarrow.concat_tables(tables)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{self.name}: unlike columns ({first_line(error)})") from error
         if not len(self._table):
-            raise DataError(f"{path}: the file has no rows")
-        self.name = path
+            raise DataError(f"{self.name}: no rows")
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self._table.slice(index, 1).to_pylist()[0]
-
-
-class HubSource(Source):
-    """One split of a data set loaded by name through `datasets` (cached, memory-mapped)."""
-
-    def __init__(self, name: str, split: str, revision: str | None = None):
-        import datasets
-
-        repository, _, config = name.partition(":")
-        with hub_errors(name, split):
-            self._data = datasets.load_dataset(
-                repository, config or None, split=split, revision=revision
-            )
-        if not len(self):
-            raise DataError(f"data set {name!r}, split {split!r}, has no rows")
-        self.name, self.rows = f"{name}[{split}]", len(self)
-        self.fingerprint = str(getattr(self._data, "_fingerprint", ""))
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._data[index]
-
-    def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
-        """Rows [start, stop)."""
-        return map(self.__getitem__, range(start, stop))
-
-
-class HubStream(Source):
-    """One split of a data set of the hub, read as it comes and never stored.
-
-    Attributes:
-      rows: how many there are; None where the data set does not say.
-    """
-
-    def __init__(self, name: str, split: str, revision: str | None = None):
-        import datasets
-
-        repository, _, config = name.partition(":")
-        with hub_errors(name, split):
-            builder = datasets.load_dataset_builder(repository, config or None, revision=revision)
-            self._data = builder.as_streaming_dataset(split=split)
-        known = (builder.info.splits or {}).get(split)
-        self.rows = known.num_examples if known else None
-        self.name, self.fingerprint = f"{name}[{split}]", f"{builder.config_id} {builder.hash}"
-        self._split, self._at = split, math.inf
-
-    def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
-        """Those of the rows [start, stop) that there are. To go on is cheap, to go back is not."""
-        if start < self._at:
-            self._rows, self._at = iter(self._data), 0
-        before, self._at = self._at, math.inf  # begun anew where this is not read to its end
-        with hub_errors(self.name, self._split):
-            yield from itertools.islice(self._rows, start - before, stop - before)
-        self._at = stop
-
-
-@contextlib.contextmanager
-def hub_errors(name: str, split: str) -> Iterator[None]:
-    """Whatever goes wrong in `datasets` (network, names, formats) has one way out."""
-    try:
-        with _offline_without_network():
-            yield
-    except Exception as error:
-        raise DataError(
-            f"{name!r} is no local file, and the hub did not give its split {split!r} "
-            f"({type(error).__name__}: {first_line(error)}); try again, or give a local .jsonl, "
-            ".parquet or .txt file"
-        ) from error
 
 
 class Subset:
@@ -209,14 +146,15 @@ def open_source(
     """Opens what `path` names.
 
     Args:
-      path: a text file, a .jsonl file, a .parquet file, a directory of .txt files, several text or
-        several JSONL files (a sequence), or a hub name `name[:config]`.
-      split, revision: of a hub data set; local files have neither and ignore them.
+      path: a file (text, .jsonl, .csv or .tsv with a header, .parquet) or several of one kind (a
+        sequence), a directory of such files, a folder of `datasets.save_to_disk`, or a hub name
+        `name[:config]`.
+      split, revision: of a hub data set or a saved folder; files have neither and ignore them.
       passage_chars: running text is cut into records of at most this many characters.
 
     Raises:
       DataError: no such file, unknown kind, empty, not UTF-8 (file and byte offset), a broken JSON
-        line (file and line number), or a hub name that cannot be loaded.
+        or CSV line (file and line number), or a data set that cannot be loaded.
     """
     paths = [path] if isinstance(path, str) else list(path)
     if not paths or not all(paths):
@@ -230,11 +168,13 @@ def open_source(
     kind = kinds.pop()
     if kind == "text":
         return read_text(files, passage_chars)
-    if kind == "jsonl":
-        return read_jsonl(files)
+    if kind in _READERS:
+        return _READERS[kind](files)
     if len(files) > 1:
-        raise DataError(f"{', '.join(paths)}: only text and JSONL can be given as several files")
-    return ParquetSource(files[0]) if kind == "parquet" else HubSource(files[0], split, revision)
+        raise DataError(f"{', '.join(paths)}: give one data set of the hub, or one saved folder")
+    from ffn_heterogeneity.data.hub import HubSource
+
+    return HubSource(files[0], split, revision)
 
 
 def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListSource:
@@ -271,6 +211,31 @@ def read_jsonl(paths: Sequence[str]) -> ListSource:
     if not records:
         raise DataError(f"{_name(paths)}: no JSON objects, only blank lines")
     return ListSource(_name(paths), records, places)
+
+
+def read_csv(paths: Sequence[str]) -> ListSource:
+    """A header with the names of the columns, then one record a row; .tsv: tabs part columns."""
+    records, places = [], []
+    for path in paths:
+        separator = "\t" if path.lower().endswith(".tsv") else ","
+        text = io.StringIO(read_utf8(path), newline="")
+        rows = csv.reader(text, delimiter=separator, strict=True)
+        try:
+            names = next(rows)
+            for row in filter(None, rows):
+                where = f"{path}, line {rows.line_num}"
+                if len(row) != len(names):
+                    raise DataError(f"{where}: {len(row)} columns, the header has {len(names)}")
+                places.append(where)
+                records.append(dict(zip(names, row, strict=True)))
+        except csv.Error as error:
+            raise DataError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
+    if not records:
+        raise DataError(f"{_name(paths)}: a header and no rows")
+    return ListSource(_name(paths), records, places)
+
+
+_READERS = {"jsonl": read_jsonl, "csv": read_csv, "parquet": ParquetSource}
 
 
 def parse_object(line: str) -> dict[str, Any]:
@@ -316,58 +281,44 @@ def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
 
 
 def _expand(name: str) -> list[str]:
-    """A directory becomes its .txt files in order; anything else is itself."""
+    """A directory becomes its data files in order, a saved folder and anything else is itself."""
     path = epath.Path(name)
-    if not path.is_dir():
+    if not path.is_dir() or kind_of(name) == "hub":
         return [name]
-    files = sorted(str(file) for file in path.glob("*.txt"))
+    # (A README.md beside the data is no data.)
+    kinds = [kind for kind in _KINDS if kind != ".md"]
+    files = sorted(str(file) for file in path.iterdir() if file.suffix.lower() in kinds)
     if not files:
-        raise DataError(f"{name}: a directory without .txt files; name the data file itself")
+        raise DataError(f"{name}: a directory without {', '.join(kinds)} files; name the data file")
     return files
 
 
+def is_saved(path: str) -> bool:
+    """True of a directory that `datasets` wrote by `save_to_disk`."""
+    return any((epath.Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
+
+
 def kind_of(name: str) -> str:
-    """ "text", "jsonl" or "parquet" by the suffix, or "hub" for what may be a hub name.
+    """ "text", "jsonl", "csv" or "parquet" by the suffix, or "hub" for a folder that `datasets`
+    saved or what may be a hub name.
 
     Raises:
       DataError: a file of another kind, or no file and no hub name.
     """
-    suffix = epath.Path(name).suffix.lower()
-    if suffix in TEXT_SUFFIXES:
-        return "text"
-    if suffix in (".jsonl", ".parquet"):
-        return suffix[1:]
-    if epath.Path(name).exists():
-        known = ", ".join((*TEXT_SUFFIXES, ".jsonl", ".parquet"))
+    path = epath.Path(name)
+    suffix = path.suffix.lower()
+    if is_saved(name):
+        return "hub"
+    if suffix in _KINDS:
+        return _KINDS[suffix]
+    if path.is_dir():
+        return "directory"
+    if path.exists():
+        known = ", ".join(_KINDS)
         raise DataError(f"{name}: cannot tell what kind of data {suffix!r} is; known: {known}")
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name):
         return "hub"
     raise DataError(f"{name}: no such file, and not the form of a hub name (owner/name[:config])")
-
-
-@contextlib.contextmanager
-def _offline_without_network() -> Iterator[None]:
-    """Without a network the hub's client retries for 25 s: tell it at once (the cache still works).
-
-    Behind a proxy names may not resolve here though the hub can be reached: nothing is done then.
-    """
-    import datasets
-    import huggingface_hub
-
-    host = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT).hostname
-    flags = (huggingface_hub.constants, datasets.config)
-    before = [module.HF_HUB_OFFLINE for module in flags]
-    try:
-        if not urllib.request.getproxies():
-            socket.getaddrinfo(host, 443)
-    except OSError:
-        for module in flags:
-            module.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for module, value in zip(flags, before, strict=True):
-            module.HF_HUB_OFFLINE = value
 
 
 def _name(paths: Sequence[str]) -> str:

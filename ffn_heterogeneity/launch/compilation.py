@@ -10,6 +10,8 @@ import time
 import warnings
 from pathlib import Path
 
+from ffn_heterogeneity.io.files import user_cache
+
 # A program that compiles faster is not worth a file; after a month an entry is made anew.
 SECONDS, DAYS = 0.5, 30
 
@@ -47,15 +49,15 @@ def cache_directory(name: str = "xla") -> Path | None:
     None where it cannot be made or written, and where others could write to it: what JAX reads
     from there is run.
     """
+    base = user_cache()
+    if base is None:
+        return None
+    directory = base / name / _cpu()
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if not base.is_absolute():
-            return None
-        directory = base / "ffn_heterogeneity" / name / _cpu()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = directory.stat()
         _forget_old(directory)
-    except (OSError, RuntimeError):  # no home, a full or read-only disk
+    except OSError:  # a full or read-only disk
         return None
     private = facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
     return directory if private and os.access(directory, os.W_OK | os.X_OK) else None

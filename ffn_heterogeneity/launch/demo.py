@@ -51,11 +51,13 @@ def python_manual() -> tuple[str, str]:
     return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
-def run(workdir: epath.Path, models: str, steps: int, alpha: float, fresh: bool = False) -> dict:
+def run(
+    workdir: epath.Path, models: str | None, steps: int, alpha: float, fresh: bool = False
+) -> dict:
     """Runs every piece that is not there yet and writes the report.
 
     Args:
-      models: where the model is fetched to.
+      models: where the model is fetched to; None: `fetch.models_directory`.
       alpha: weight of NUCL in the second of two runs of so many steps.
       fresh: removes an earlier demo's pieces first.
 
@@ -71,7 +73,7 @@ def run(workdir: epath.Path, models: str, steps: int, alpha: float, fresh: bool 
         return pieces(workdir, models, settings)
 
 
-def pieces(workdir: epath.Path, models: str, settings: dict) -> dict:
+def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
     """Those that are there are read; `run` says the rest."""
     started = time.time()
     path = fetch_model("smollm2", models)

@@ -18,6 +18,8 @@ from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.stats import student
+from ffn_heterogeneity.train.early import check_early
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.shared import Shared
 
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
@@ -95,7 +97,12 @@ def examine(config: ConfigDict, kind: str = "train") -> None:
 def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) -> dict:
     if "stages" not in config:
         return COMMANDS[kind].run(config, workdir, shared)
-    results = run_stages(make_stages(config), config.model, workdir)
+    stages = make_stages(config)
+    if not (workdir / "results.json").exists():
+        for stage in stages:  # the last one may begin in hours
+            if stage.kind == "train":
+                check_early(read(stage.config))
+    results = run_stages(stages, config.model, workdir)
     on_main(lambda: write_json(workdir / "results.json", {"stages": results}))
     return {"stages": results}
 

@@ -40,6 +40,7 @@ from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
 from ffn_heterogeneity.train.build import Built, build_evaluation, objective_of
 from ffn_heterogeneity.train.dry_run import dry_run, parameters_of
+from ffn_heterogeneity.train.early import check_early
 from ffn_heterogeneity.train.evaluation import PREFIX, validation
 from ffn_heterogeneity.train.fit import check_state, compile_checked
 from ffn_heterogeneity.train.hooks import Hook
@@ -72,6 +73,8 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
     if settings.dry_run:
         return dry_run(settings, workdir)
+    if not (workdir / "results.json").exists():
+        check_early(settings)
     # Alone or not is whoever launches it to say.
     with working_in(workdir, config.to_dict(), alone=False):
         if (workdir / "results.json").exists():

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ffn_heterogeneity.data import sources
+from ffn_heterogeneity.data import hub
+from ffn_heterogeneity.data.corpus.corpora import Layout, find_inputs, plan_chunks, read_chunk
 from ffn_heterogeneity.data.sources import DataError, open_source
 from ffn_heterogeneity.data.tasks import Fields, get_task, tasks
 
@@ -76,6 +77,47 @@ def test_parquet(tmp_path):
     assert read(open_source(path)) == rows
 
 
+def test_tables_in_several_files(write, tmp_path):
+    """CSV and TSV are what `csv` reads; a directory of files of one kind is one source."""
+    import pyarrow
+    import pyarrow.parquet
+
+    write("csv/a.csv", 'text,n\n"one, two",1\n')
+    write("csv/b.tsv", "text\tn\nthree\t2\n")
+    write("csv/README.md", "not data")
+    source = open_source(str(tmp_path / "csv"))
+    assert read(source) == [{"text": "one, two", "n": "1"}, {"text": "three", "n": "2"}]
+    assert source.where(1) == f"{tmp_path}/csv/b.tsv, line 2"
+    paths = [str(tmp_path / f"{name}.parquet") for name in "ab"]
+    for i, path in enumerate(paths):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [str(i)]}), path)
+    assert read(open_source(paths)) == [{"text": "0"}, {"text": "1"}]
+    pyarrow.parquet.write_table(pyarrow.table({"other": [0]}), paths[1])
+    with pytest.raises(DataError, match="and 1 more: unlike columns"):
+        open_source(paths)
+
+
+def test_folders_that_datasets_saved(tmp_path, write):
+    import datasets
+
+    rows = [{"text": "one"}, {"text": "two"}]
+    parts = {name: datasets.Dataset.from_list(rows[:n]) for name, n in (("train", 2), ("test", 1))}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    folder = str(tmp_path / "saved")
+    assert read(open_source(folder)) == read(open_source(f"{folder}/train")) == rows
+    assert read(open_source(folder, split="test")) == rows[:1]
+    with pytest.raises(DataError, match="no split 'validation'; splits seen: train, test:"):
+        open_source(folder, split="validation")
+    documents = [text for chunk in plan_chunks(find_inputs(folder), Layout())
+                 for text in read_chunk(chunk, Layout())]  # fmt: skip
+    assert documents == ["one", "two"]
+    state = tmp_path / "saved" / "test" / "state.json"
+    state.write_text(state.read_text()[:20])
+    with pytest.raises(DataError, match="test: not a readable data set of save_to_disk") as caught:
+        open_source(f"{folder}/test")
+    assert "\n" not in str(caught.value)
+
+
 def test_hub_name_config_split_revision(monkeypatch):
     import datasets
 
@@ -107,13 +149,13 @@ def test_without_a_name_server_the_hub_is_not_retried(monkeypatch):
     import huggingface_hub
 
     def unresolved(*_):
-        raise sources.socket.gaierror("no such name")
+        raise hub.socket.gaierror("no such name")
 
     for module in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources.socket, "getaddrinfo", unresolved)
-    monkeypatch.setattr(sources.urllib.request, "getproxies", dict)
-    with sources._offline_without_network():
+    monkeypatch.setattr(hub.socket, "getaddrinfo", unresolved)
+    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
+    with hub._offline_without_network():
         assert datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE
     assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.HF_HUB_OFFLINE
 
@@ -127,7 +169,10 @@ BROKEN = [
     ("cut.jsonl", b'{"a": 1}\n\n{"a": \n{"a": 3}\n', r"cut.jsonl, line 3: not JSON"),
     ("list.jsonl", b'{"a": 1}\n[1, 2]\n', r"list.jsonl, line 2: list, but"),
     ("bad.parquet", b"PAR1 no table", r"bad.parquet: not a readable parquet"),
-    ("table.csv", b"a,b\n", r"table.csv: cannot tell what kind of data '.csv' is; known: .txt"),
+    ("table.csv", b"a,b\n", "table.csv: a header and no rows"),
+    ("short.csv", b"a,b\n1,2\n\n3\n", "short.csv, line 4: 1 columns, the header has 2"),
+    ("quote.csv", b'a,b\n1,"2\n', "quote.csv, line 2: not CSV"),
+    ("page.html", b"<p>", r"page.html: cannot tell what kind of data '.html' is; known: .txt"),
 ]
 
 
@@ -142,7 +187,7 @@ def test_paths_that_lead_nowhere(write, tmp_path):
     for path, message in [
         (str(tmp_path / "none.txt"), "none.txt: no such file"),
         (str(tmp_path / "none"), "no such file, and not the form of a hub name"),
-        (write("images/a.png", b"").removesuffix("/a.png"), "a directory without .txt files"),
+        (write("images/a.png", b"").removesuffix("/a.png"), "a directory without .txt, "),
         ("", "no data: path is ''"),
         ((), "no data"),
         ((write("a.txt", "x"), write("a.jsonl", "{}")), "several kinds"),

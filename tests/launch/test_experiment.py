@@ -212,8 +212,9 @@ def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
 
 
 def test_a_failed_stage_leaves_its_folder_to_the_mended_command(files, tmp_path):
-    config = staged(files, recover__data__path="nowhere.txt")
-    with pytest.raises(ValueError, match=r"nowhere.txt"):
+    (tmp_path / "empty.txt").touch()
+    config = staged(files, recover__data__path=str(tmp_path / "empty.txt"))
+    with pytest.raises(ValueError, match="empty.txt: the file is empty"):
         experiment.run(config, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["00_prune"]
     assert experiment.run(staged(files), tmp_path / "run")["stages"]["score"]["perplexity"] > 1

@@ -108,7 +108,7 @@ def after_demo(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_runs(after_demo, page, shared_data, torch):
-    variables, ran, left_out = {"MODEL": ".cache/models/smollm2-135m-instruct.gguf"}, 0, []
+    variables, ran, left_out = {"MODEL": "smollm2"}, 0, []
     variables["TEXT"] = "runs/demo/heldout.txt"
     for command in commands(page):
         reason = next(

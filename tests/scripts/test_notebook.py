@@ -47,6 +47,7 @@ def outputs(model, folder, monkeypatch):
     watch, log = folder / ".cache" / "watch", folder / "imported"
     (watch / "sitecustomize.py").write_text(f"LOG = {str(log)!r}\n{WATCH}")
     monkeypatch.setenv("PYTHONPATH", f"{watch}:{REPOSITORY}")
+    monkeypatch.setenv("FFN_MODELS", str(folder / ".cache/models"))
     monkeypatch.setenv("FFN_SOURCE", str(REPOSITORY))
     monkeypatch.setenv("FFN_STEPS", "4")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -309,7 +309,7 @@ def test_the_config_is_small_and_typed():
     assert {key: config[key] for key in paper} == paper
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-6, 100)
     for wrong in ("model", "model,csv", ",text"):
-        with pytest.raises(ValueError, match="write <model>,<gsm8k"):
+        with pytest.raises(ValueError, match="write <model>,<data>"):
             runpy.run_path(str(CONFIG))["get_config"](wrong)
     header = CONFIG.read_text().split('"""')[1]
     assert all(word in header for word in ("Command:", "Hardware:", "Hours:", "Paper:"))

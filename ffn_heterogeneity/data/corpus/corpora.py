@@ -27,12 +27,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ffn_heterogeneity.data.hub import HubSource, HubStream
 from ffn_heterogeneity.data.sources import (
     TEXT_SUFFIXES,
     DataError,
-    HubSource,
-    HubStream,
     decode_utf8,
+    is_saved,
     kind_of,
     parse_object,
 )
@@ -165,12 +165,13 @@ def fingerprint(path: str, kind: str, layout: Layout) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=2)  # a worker reads many pieces of one data set
 def _hub(path: str, layout: Layout) -> HubSource | HubStream:
-    return (HubStream if layout.stream else HubSource)(path, layout.split, layout.revision)
+    kind = HubStream if layout.stream and not is_saved(path) else HubSource
+    return kind(path, layout.split, layout.revision)
 
 
 def _expand(name: str) -> list[tuple[str, str]]:
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() and not is_saved(name):
         files = [
             str(file)
             for file in sorted(path.rglob("*"))
@@ -197,7 +198,10 @@ def _expand(name: str) -> list[tuple[str, str]]:
 
 
 def _kind(name: str) -> str:
-    return kind_of(name.removesuffix(".gz"))
+    kind = kind_of(name.removesuffix(".gz"))
+    if kind not in _READERS:
+        raise DataError(f"{name}: documents are read from {', '.join(KNOWN)} files, not {kind}")
+    return kind
 
 
 def _pieces(path: str, kind: str, layout: Layout) -> Iterator[Piece]:

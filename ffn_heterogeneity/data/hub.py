@@ -1,0 +1,134 @@
+"""Data sets of `datasets`: of the hub, stored or read as they come, and saved folders."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ffn_heterogeneity.data.sources import DataError, Source, is_saved
+from ffn_heterogeneity.wording import first_line
+
+
+class HubSource(Source):
+    """One split of a data set of `datasets` (memory-mapped): of the hub by its name, cached, or a
+    folder that `is_saved`, which may be one split itself."""
+
+    def __init__(self, name: str, split: str, revision: str | None = None):
+        import datasets
+
+        repository, _, config = name.partition(":")
+        if is_saved(name):
+            self._data = _saved(name, split)
+        else:
+            with hub_errors(name, split):
+                self._data = datasets.load_dataset(
+                    repository, config or None, split=split, revision=revision
+                )
+        if not len(self):
+            raise DataError(f"data set {name!r}, split {split!r}, has no rows")
+        self.name, self.rows = f"{name}[{split}]", len(self)
+        self.fingerprint = str(getattr(self._data, "_fingerprint", ""))
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._data[index]
+
+    def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
+        """Rows [start, stop)."""
+        return map(self.__getitem__, range(start, stop))
+
+
+class HubStream(Source):
+    """One split of a data set of the hub, read as it comes and never stored.
+
+    Attributes:
+      rows: how many there are; None where the data set does not say.
+    """
+
+    def __init__(self, name: str, split: str, revision: str | None = None):
+        import datasets
+
+        repository, _, config = name.partition(":")
+        with hub_errors(name, split):
+            builder = datasets.load_dataset_builder(repository, config or None, revision=revision)
+            self._data = builder.as_streaming_dataset(split=split)
+        known = (builder.info.splits or {}).get(split)
+        self.rows = known.num_examples if known else None
+        self.name, self.fingerprint = f"{name}[{split}]", f"{builder.config_id} {builder.hash}"
+        self._split, self._at = split, math.inf
+
+    def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
+        """Those of the rows [start, stop) that there are. To go on is cheap, to go back is not."""
+        if start < self._at:
+            self._rows, self._at = iter(self._data), 0
+        before, self._at = self._at, math.inf  # begun anew where this is not read to its end
+        with hub_errors(self.name, self._split):
+            yield from itertools.islice(self._rows, start - before, stop - before)
+        self._at = stop
+
+
+@contextlib.contextmanager
+def hub_errors(name: str, split: str) -> Iterator[None]:
+    """Whatever goes wrong in `datasets` (network, names, formats) has one way out."""
+    try:
+        with _offline_without_network():
+            yield
+    except Exception as error:
+        raise DataError(
+            f"{name!r} is no local file, and the hub did not give its split {split!r} "
+            f"({type(error).__name__}: {first_line(error)}); try again, or give a local .jsonl, "
+            ".parquet or .txt file"
+        ) from error
+
+
+def _saved(path: str, split: str) -> Any:
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(path)
+    except Exception as error:  # whatever is wrong with its files
+        raise DataError(
+            f"{path}: not a readable data set of save_to_disk ({type(error).__name__}: "
+            f"{first_line(error)})"
+        ) from error
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if split not in data:
+        raise DataError(
+            f"{path}: no split {split!r}; splits seen: {', '.join(map(str, data))}: name "
+            f"the folder of one, {path}/{next(iter(data), '<split>')}"
+        )
+    return data[split]
+
+
+@contextlib.contextmanager
+def _offline_without_network() -> Iterator[None]:
+    """Without a network the hub's client retries for 25 s: tell it at once (the cache still works).
+
+    Behind a proxy names may not resolve here though the hub can be reached: nothing is done then.
+    """
+    import datasets
+    import huggingface_hub
+
+    host = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT).hostname
+    flags = (huggingface_hub.constants, datasets.config)
+    before = [module.HF_HUB_OFFLINE for module in flags]
+    try:
+        if not urllib.request.getproxies():
+            socket.getaddrinfo(host, 443)
+    except OSError:
+        for module in flags:
+            module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(flags, before, strict=True):
+            module.HF_HUB_OFFLINE = value

@@ -1,0 +1,59 @@
+"""Refusals that cost nothing, before a model is read: packages, a login, paths of data."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+
+from etils import epath
+
+from ffn_heterogeneity.data.labelled import named_paths
+from ffn_heterogeneity.data.sources import DataError, kind_of
+from ffn_heterogeneity.data.weighted import parse_mixture
+from ffn_heterogeneity.train.settings import LANGUAGE, TrainConfig
+
+# What reads a kind of data; of a hub data set `datasets`.
+PACKAGES = {"parquet": "pyarrow", "hub": "datasets"}
+
+
+def check_early(config: TrainConfig) -> None:
+    """Refuses what a run would only trip over behind its model.
+
+    Raises:
+      ImportError: a package that the run needs is not installed.
+      DataError: a file or directory of data that is not there.
+      ValueError: Weights & Biases is to be told, and knows no login.
+    """
+    if config.objective == LANGUAGE:
+        importlib.import_module("grain")
+    for key, path in _paths(config):
+        kind = kind_of(path) if path else "hub"  # of the task's own
+        if kind != "hub" and not epath.Path(path).exists():
+            raise DataError(f"data.{key}={path!r}: no such file")
+        if package := PACKAGES.get(kind):
+            importlib.import_module(package)
+    if config.loop.wandb:
+        _check_login(config.loop.wandb)
+
+
+def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """(key of `config.data`, path) of all that is to be read; "" is the task's own."""
+    data = config.data
+    for _, path, _ in parse_mixture(data["mixture"]) if "mixture" in data else ():
+        yield "mixture", path
+    for key in ("path", "validation_path", "test_path"):
+        given = data.get(key, "")
+        if not given and (key != "path" or "mixture" in data):
+            continue
+        if isinstance(given, str) and key != "path":
+            given = list(named_paths(given).values())
+        yield from ((key, path) for path in ([given] if isinstance(given, str) else given))
+
+
+def _check_login(project: str) -> None:
+    wandb = importlib.import_module("wandb")
+    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+        raise ValueError(
+            f"wandb={project!r}: no login is known; run `wandb login`, or set WANDB_MODE=offline"
+        )
