@@ -77,7 +77,7 @@ def launch(
         argv, spec = config_first(argv, default_config)
         config = load_config(spec)
         if set(HELP_FLAGS) & set(argv):
-            _help(config, spec)
+            show_help(config, spec)
         check_keys(argv, config)
         about = "Config file; its argument, where it has one, after a colon."
         holder = config_flags.DEFINE_config_file("config", spec, about, sys_argv=argv)
@@ -129,7 +129,7 @@ def launch_flags(
         "compilation_cache", True, "Compiled programs are kept in the user's cache directory."
     )
     if set(HELP_FLAGS) & set(argv):
-        _help()
+        show_help()
 
     def guarded(rest: Sequence[str]) -> None:
         # Libraries tell of accelerators and engines that are not there; errors are ours to print.
@@ -254,20 +254,14 @@ def one_line(error: BaseException) -> str:
     return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
-def _help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
-    """The script's docstring, its flags, and the config's keys with their values."""
-    module = sys.modules["__main__"]
+def show_help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
+    """Prints what launch/help.py writes, and ends the process."""
+    from ffn_heterogeneity.launch.help import help_text
+
+    by_module = flags.FLAGS.flags_by_module_dict()
+    known = [flag for name in (__name__, sys.argv[0]) for flag in by_module.get(name, ())]
     with reader_may_leave():
-        print((module.__doc__ or "").strip(), "\n\nFlags:")
-        by_module = flags.FLAGS.flags_by_module_dict()
-        for flag in (f for name in (__name__, sys.argv[0]) for f in by_module.get(name, ())):
-            default = "" if flag.default is None else f" (default: {flag.default})"
-            print(f"  --{flag.name}: {flag.help}{default}")
-        if config is not None:
-            print(f"  --config: the file; now {spec}:")
-            said = comments_of(spec.partition(":")[0])
-            for key, value in flatten_config(config.to_dict()).items():
-                print(f"  --config.{key}={value!r}    # {comment_of(key, said)}")
+        print(help_text(sys.modules["__main__"].__doc__ or "", known, config, spec))
     sys.exit(0)
 
 
@@ -279,64 +273,6 @@ def reader_may_leave() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
-    """The comment of the dotted key's longest end that has one, in the first mapping with any."""
-    ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
-    names = [name for end in ends for name in (f"config.{end}", end)]
-    return next((tier[name] for tier in said for name in names if name in tier), "")
-
-
-def comments_of(file: str) -> tuple[dict[str, str], ...]:
-    """Key of a config -> comment: beside or right above it, and above a group it is in, in the file
-    and what it imports of configs/; then the same of the other configs.
-
-    A key is named as it stands there: "config.steps", "data.packing"; of a dictionary in a part's
-    function by both ("nucl.weight"), in `get_config` alone. By its last part too, where nothing
-    says more.
-    """
-    own = list(_imported(Path(file)))
-    folder = home() / "configs"
-    others = [p for p in sorted([*folder.glob("*.py"), *folder.glob("parts/*.py")]) if p not in own]
-    tiers: list[dict[str, str]] = [{}, {}, {}, {}]
-    for number, paths in enumerate((own, others)):
-        for path in paths:
-            _comments(path.read_text(encoding="utf-8"), *tiers[2 * number : 2 * number + 2])
-    return tuple(tiers)
-
-
-def _imported(path: Path) -> Iterator[Path]:
-    """The config and the configs it is made of."""
-    yield path
-    pattern = r"^from configs(\.parts)? import (.+)$"
-    for parts, names in re.findall(pattern, path.read_text(encoding="utf-8"), re.M):
-        for name in names.split(", "):
-            yield from _imported(home() / "configs" / ("parts" if parts else "") / f"{name}.py")
-
-
-def _comments(text: str, direct: dict[str, str], inherited: dict[str, str]) -> None:
-    above, function, commented = [], "", False
-    for line in text.splitlines():
-        code, _, comment = line.partition("# ")
-        if code[:1].strip():  # a new function, or what is in none
-            function = match[1] if (match := re.match(r"def (\w+)", code)) else ""
-        key = re.match(r'\s+(?:"(\w+)": |([\w.]+) = )', code)
-        if function and key and (comment or above):
-            in_dictionary = key[1] and not function.startswith("get_")
-            name = f"{function}.{key[1]}" if in_dictionary else key[1] or key[2]
-            tier = direct if comment or commented else inherited
-            for end in (name, name.split(".")[-1]):
-                tier.setdefault(end, comment.strip() or " ".join(above))
-        alone = not code.strip()
-        # What stands above holds until the next comment, empty line or dictionary.
-        if code.rstrip().endswith("{") or (alone and not commented):
-            above = []
-        commented = alone and bool(comment)
-        if commented:
-            above = [*above, comment]
-        elif alone:
-            above = []
 
 
 def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source: str) -> None:

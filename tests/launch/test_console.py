@@ -74,6 +74,8 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     assert code == 2 and "did you mean 'compress'?" in error
     code, out, _ = ffnh(wheel, tmp_path, "train", "--config=nucl_finetune:some/model,text", "-h")
     assert code == 0 and "--config.model='some/model'" in out and "--workdir" in out
+    assert "ffnh train --config=nucl_finetune:gemma2_2b" in out and "scripts/" not in out
+    assert re.search(r"now\s+nucl_finetune:some/model,text", out) and str(wheel) not in out
 
 
 def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
@@ -86,7 +88,7 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     rows = [json.dumps({"riddle": f"{i} and one", "solution": str(i + 1)}) for i in range(40)]
     (tmp_path / "riddles.jsonl").write_text("\n".join(rows) + "\n")
     code, out, _ = ffnh(wheel, tmp_path, "train", "--config=mine.py:tiny", "-h")
-    assert code == 0 and re.search(r"losses\.l1\.weight=0\.1 +# of the mean outgoing weight", out)
+    assert code == 0 and re.search(r"losses\.l1\.weight=0\.1 +of the mean outgoing weight", out)
     code, out, error = ffnh(
         wheel, tmp_path, "train", "--config=mine.py:tiny", "--config.data.path=riddles.jsonl",
         "--workdir=mine", "--config.steps=1", "--config.batch_size=2", "--config.seq_len=64",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,20 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
     assert ("--config." in done.out.split("Flags:")[1]) == (name in WITH_CONFIG)
     if name == "compress":
         assert "--config.ratio=0.25" in done.out and "configs/prune.py" in done.out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_read_in_80_columns(name):
+    """Keys stand by group, those of none first, each with its comment beside or below it."""
+    _, _, listed = run_script(name, "--help").out.partition("Flags:")
+    assert all(
+        len(line) <= 80 for line in listed.splitlines() if not line.startswith("  --config.")
+    )
+    keys = re.findall(r"^  --config\.([\w.]+)=", listed, re.M)
+    groups = [key.rpartition(".")[0].partition(".")[0] for key in keys]
+    assert groups == sorted(groups) and len(set(keys)) == len(keys)
+    assert re.findall(r"^Config, (\w+):", listed, re.M) == sorted({*groups} - {""})
+    assert not re.search(r"^  --config\.\S+\n  --", listed, re.M), "a key without a comment"
 
 
 def test_help_is_of_the_config_that_is_asked_for():
