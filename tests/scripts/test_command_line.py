@@ -42,9 +42,8 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
 def test_help_is_read_in_80_columns(name):
     """Keys stand by group, those of none first, each with its comment beside or below it."""
     _, _, listed = run_script(name, "--help").out.partition("Flags:")
-    assert all(
-        len(line) <= 80 for line in listed.splitlines() if not line.startswith("  --config.")
-    )
+    said = [line for line in listed.splitlines() if not line.startswith("  --")]
+    assert all(len(line) <= 80 or len(line.split()) == 1 for line in said)
     keys = re.findall(r"^  --config\.([\w.]+)=", listed, re.M)
     groups = [key.rpartition(".")[0].partition(".")[0] for key in keys]
     assert groups == sorted(groups) and len(set(keys)) == len(keys)
