@@ -129,18 +129,22 @@ class MetricsWriter(contextlib.AbstractContextManager):
         raise OSError(error.errno, what, str(self.path)) from None
 
     def _write_events(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Scalars, and of per-layer values a curve a layer, named so that they sort by depth."""
-        points = {}
-        for name, value in metrics.items():
-            value = np.asarray(value)
-            if value.dtype.kind in "fiub" and value.ndim < 2:
-                for i, x in enumerate(value.reshape(-1)):
-                    points[f"{name}/{i:03d}" if value.ndim else name] = float(x)
+        """Scalars; of per-layer values their mean and one histogram (each stands in the file)."""
+        arrays = {name: np.asarray(value) for name, value in metrics.items()}
+        numbers = {k: x for k, x in arrays.items() if x.dtype.kind in "fiub" and x.ndim < 2}
+        points = {name: float(x.mean()) for name, x in numbers.items() if x.size}
+        spread = {k: x[np.isfinite(x)] for k, x in numbers.items() if x.ndim}
+        spread = {f"{name}/layers": x for name, x in spread.items() if x.size}
         if self._wandb is not None:
-            self._wandb.log({"step": int(step), **points})
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            drawn = {name: wandb.Histogram(x) for name, x in spread.items()}
+            self._wandb.log({"step": int(step), **points, **drawn})
         if self._events is not None:
-            for label, x in points.items():
-                self._events.add_scalar(label, x, step)
+            for name, x in points.items():
+                self._events.add_scalar(name, x, step)
+            for name, x in spread.items():
+                self._events.add_histogram(name, x, step)
             self._events.flush()
 
     def flush(self) -> None:

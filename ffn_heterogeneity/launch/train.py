@@ -129,6 +129,8 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
         say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
     for kernels in built.whole:
         say(f"a step makes the kernels of {kernels}")
+    if config.dropout:
+        say(f"dropout={config.dropout:g}: losses in training are higher than in validation for it")
     data = open_data(config, built.objective, model.tokenizer, mesh)
     facts = facts_of(config, built, model)
     with contextlib.closing(data.batches):

@@ -76,13 +76,17 @@ class Progress:
 
         self.steps, self._tqdm = steps, tqdm.tqdm
         self.every = max(1, steps // 20)
-        self.bar = tqdm.tqdm(total=steps, initial=start, unit="step", disable=None)
+        # What does not fit is cut off at its end: how far it is and how long it takes stay.
+        form = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+        self.bar = tqdm.tqdm(
+            total=steps, initial=start, bar_format=form, dynamic_ncols=True, disable=None
+        )
 
     @_shown()
     def update(self, step: int, values: Mapping[str, float], rate: float | None) -> None:
         """`rate`: tokens a second; None where the step's time was the compiler's."""
-        text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-        text += "" if rate is None else f", {rate:,.0f} tokens/s"
+        speed = [] if rate is None else [f"{rate:,.0f} tokens/s"]
+        text = ", ".join([*speed, *(f"{name} {value:.4f}" for name, value in values.items())])
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)

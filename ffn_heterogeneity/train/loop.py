@@ -285,7 +285,9 @@ class TrainLoop:
         if metrics.get("target_tokens", 1) == 0:
             self._say(f"step {step}: the batch has no target, so its loss is 0")
         self.writer.write(step, row)
-        shown = {name: float(metrics[name]) for name in ("loss", "nll") if name in metrics}
+        # A sum of several terms with unlike weights says little: each of them, without its weight.
+        terms = [name for name in hyper if name in metrics]
+        shown = {k: float(metrics[k]) for k in (terms if len(terms) > 1 else ["loss"])}
         if self._speaks:
             self.progress.update(step, shown, tokens / seconds if timed and seconds else None)
         if timed and (line := self.throughput.first_word(self.config.steps - step)):
