@@ -15,7 +15,7 @@ from ffn_heterogeneity.memory import restart_with_huge_pages
 
 WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Directory for all outputs.")
 MODELS = flags.DEFINE_string("models", None, "Where the model is kept (as of fetch_models).")
-STEPS = flags.DEFINE_integer("steps", 28, "Fine-tuning steps of each run.", lower_bound=2)
+STEPS = flags.DEFINE_integer("steps", 22, "Fine-tuning steps of each run.", lower_bound=2)
 ALPHA = flags.DEFINE_float("alpha", 1000.0, "Weight of NUCL (mstd).")
 FRESH = flags.DEFINE_bool("fresh", False, "Start over.")
 

@@ -25,6 +25,7 @@ from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.report.figures import bar_figure, curves_figure
+from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
@@ -85,18 +86,19 @@ def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
     say(f"SmolLM2-135M-Instruct from {path}; {sizes} characters of the Python language reference")
     spec = f"configs/nucl_finetune.py:{path},text"
     model, folder = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
-    results = {
-        "settings": settings,
-        "before": once(folder, "before", model.before),
-        "removal": {
-            label: once(folder, label, functools.partial(model.removal, *removal))
-            for label, removal in REMOVALS.items()
-        },
-        "training": {
-            f"alpha = {alpha:g}": train(workdir, spec, alpha, settings["steps"])
-            for alpha in (0.0, settings["alpha"])
-        },
+    before = once(folder, "before", model.before)
+    removal = {
+        label: once(folder, label, functools.partial(model.removal, *how))
+        for label, how in REMOVALS.items()
     }
+    print(f"\n{removal_table(before, removal)}\n", flush=True)
+    results = {"settings": settings, "before": before, "removal": removal, "training": {}}
+    for alpha in (0.0, settings["alpha"]):
+        trained = train(workdir, spec, alpha, settings["steps"])
+        tuned = Pretrained(workdir, str(workdir / f"train-alpha-{alpha:g}" / "model"), heldout_text)
+        after = once(folder, f"after alpha = {alpha:g}", tuned.after)
+        results["training"][f"alpha = {alpha:g}"] = {**trained, **after}
+    results["bought"] = bought(*(run["added"] for run in results["training"].values()))
     # A second run only reads: the first one's time is the one worth telling.
     results["seconds"] = once(folder, "time", lambda: round(time.time() - started, 1))
     write_results(workdir, results)
@@ -132,6 +134,13 @@ class Pretrained:
         found = perplexity(model.config, model.params, self.rows(), progress="perplexity before")
         return {**found, "layers": layer_sums(model, self.workdir)}
 
+    def after(self) -> dict:
+        """What removal by entropy adds to the NLL of each window."""
+        model = self.model
+        whole = perplexity(model.config, model.params, self.rows(), progress="perplexity after")
+        thin = self.removal(*REMOVALS["highest entropy (NUCL)"])
+        return {"added": np.subtract(thin["nll_windows"], whole["nll_windows"]).tolist()}
+
     def removal(self, criterion: str, reverse: bool) -> dict:
         """Perplexity after removing a quarter of every layer's neurons."""
         model = self.model
@@ -159,7 +168,7 @@ def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: in
     config.data.path = str(workdir / "train.txt")
     config.data.validation_path = str(workdir / "heldout.txt")
     config.data.validation_fraction = 0.0
-    config.eval.every, config.eval.max_batches = max(1, steps // 4), 4
+    config.eval.every, config.eval.max_batches = max(1, steps // 3), 4
     config.checkpoint.every, config.checkpoint.keep_best = 0, False
     config.checkpoint.at_end = False
     config.remat = "none"  # what so few rows would save is not worth a second forward pass
@@ -169,9 +178,8 @@ def demo_config(config: ConfigDict, workdir: epath.Path, alpha: float, steps: in
 def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
     """report.md, figures, and the tables on the terminal."""
     before, removal = results["before"], results["removal"]
-    perplexities = {"none removed": before["perplexity"]}
-    perplexities |= {label: float(found["perplexity"]) for label, found in removal.items()}
-    title = f"perplexity after removing {RATIO:.0%} of the FFN neurons (log scale)"
+    perplexities = with_none(before, removal)
+    title = f"perplexity without {RATIO:.0%} of the FFN neurons (log scale)"
     bar_figure(perplexities, title, workdir / "removal.png")
     runs = results["training"]
     panels = {
@@ -179,23 +187,50 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
         for name, title in PANELS.items()
     }
     curves_figure(panels, workdir / "training.png")
-    removal_table = markdown_table(
-        (f"{RATIO:.0%} of every layer's neurons removed by", "perplexity", "x unpruned"),
-        [
-            (label, f"{value:,.2f}", f"{value / before['perplexity']:.2f}")
-            for label, value in perplexities.items()
-        ],
-    )
     training_table = markdown_table(
         ("fine-tuning", "steps", "NLL before", "NLL after", "entropy before", "entropy after"),
         [training_row(label, run["results"]) for label, run in runs.items()],
     )
     numbers = results["settings"] | {"tokens": before["tokens"], "seconds": results["seconds"]}
     with atomic_path(workdir / "report.md") as temporary:
-        text = REPORT.format(removal=removal_table, training=training_table, **numbers)
-        temporary.write_text(text)
-    print(f"\n{training_table}\n\n{removal_table}\n")
+        tables = {"removal": removal_table(before, removal), "training": training_table}
+        temporary.write_text(REPORT.format(**tables, bought=results["bought"], **numbers))
+    print(f"\n{training_table}\n\n{results['bought']}\n")
     say(f"report: {workdir}/report.md ({results['seconds']:.0f} s)")
+
+
+def with_none(before: Mapping[str, Any], removal: Mapping[str, Any]) -> dict[str, float]:
+    """The perplexities by what was removed, first that of the whole model."""
+    return {"none removed": before["perplexity"]} | {
+        label: float(found["perplexity"]) for label, found in removal.items()
+    }
+
+
+def removal_table(before: Mapping[str, Any], removal: Mapping[str, Any]) -> str:
+    """The perplexities, and how many times that of the whole model they are."""
+    return markdown_table(
+        (f"{RATIO:.0%} of every layer's neurons removed by", "perplexity", "x unpruned"),
+        [
+            (label, f"{value:,.2f}", f"{value / before['perplexity']:,.2f}")
+            for label, value in with_none(before, removal).items()
+        ],
+    )
+
+
+def bought(plain: Sequence[float], nucl: Sequence[float]) -> str:
+    """One sentence on what removal costs after fine-tuning with NUCL, beside fine-tuning alone.
+
+    Args:
+      plain, nucl: what it adds to the NLL of each window, the same windows in both.
+    """
+    found = student(np.subtract(nucl, plain).tolist())
+    told = "less" if found.high < 0 else "more" if found.low > 0 else ""
+    verdict = f"{told} harm than" if told else "as much harm, as far as these windows tell, as"
+    return (
+        f"Without {RATIO:.0%} of its neurons (by entropy) the model tuned with NUCL loses "
+        f"{np.mean(nucl):.3f} nats a token and the one tuned without {np.mean(plain):.3f}: a "
+        f"difference of {found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}], {verdict} without."
+    )
 
 
 def curve(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
@@ -215,6 +250,14 @@ Text: the language reference that every CPython ships; every 8th topic is held o
 {windows} windows of {window} predictions, bos first in each ({tokens:,} tokens).
 Took {seconds:.0f} s.
 
+## Removing the most uniform neurons hurts least
+
+A quarter of every layer's inner neurons removed, no data used, no training after (NUCL, Table 4).
+
+{removal}
+
+![removal](removal.png)
+
 ## NUCL lowers the entropy of the outgoing connections while the text loss behaves
 
 {steps} steps of 2 x {window} tokens, AdamW, with NUCL (mstd, alpha = {alpha:g}) and without,
@@ -224,13 +267,9 @@ everything else equal (NUCL paper, Figures 2 and 3).
 
 ![training](training.png)
 
-## Removing the most uniform neurons hurts least
+## What that buys
 
-A quarter of every layer's inner neurons removed, no data used, no training after (NUCL, Table 4).
-
-{removal}
-
-![removal](removal.png)
+{bought} (The interval is Student's at 95%, of the windows' differences.)
 
 Entropy, gini and mstd of each layer's outgoing connections: ![connectivity](connectivity.png)
 """

@@ -73,10 +73,15 @@ def draw(panels: Sequence[Panel], *, columns: int = 3):
                 axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
                 axis.yaxis.set_minor_formatter("")
             axis.yaxis.set_major_formatter("{x:g}")  # its own writes 0.3 as 3 x 10^-1
+        elif values:
+            _plain_scale(axis, values)
+        if all(float(x).is_integer() for line in panel.lines for x in line.x):
+            axis.xaxis.get_major_locator().set_params(integer=True)  # no layer 2.5, no step 0.5
         axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=_safe(panel.title))
         if any(axis.get_legend_handles_labels()):
-            place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
-            axis.legend(fontsize="small", edgecolor="none", framealpha=0.7, **place)
+            # Outside of the axes: nothing is drawn over.
+            place = ("center left", (1, 0.5)) if beside else ("upper left", (0, -0.16))
+            axis.legend(fontsize="small", frameon=False, loc=place[0], bbox_to_anchor=place[1])
     for unused in axes[len(panels) :]:
         unused.set_visible(False)
     return figure
@@ -99,6 +104,15 @@ def heat(panels: Sequence[Panel]):
         axis.set(xlabel=panel.xlabel, title=_safe(panel.title))
         figure.colorbar(shown, ax=axis, label=f"{panel.ylabel} in its row's range")
     return figure
+
+
+def _plain_scale(axis, values: Sequence[float]) -> None:
+    """Whole numbers at the ticks, not distances from one; what hardly differs looks level."""
+    axis.yaxis.get_major_formatter().set_useOffset(False)
+    low, high = min(values), max(values)
+    room = 0.001 * max(abs(low), abs(high))
+    if high - low < room:
+        axis.set_ylim(low - room, high + room)
 
 
 def _draw_line(axis, line: Line, i: int, dots: bool) -> None:
@@ -168,11 +182,16 @@ def curves_figure(
     save(figure, path)
 
 
+def _short(value: float) -> str:
+    """Four digits, and no power of ten before a million billions."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:,.4g}"
+
+
 def bar_figure(values: Mapping[str, float], title: str, path: str | os.PathLike) -> None:
     """Labelled horizontal bars on a log scale, the first on top."""
     figure, (axis,) = _axes(1, 1, 6.5, 0.5 + 0.42 * len(values))
     bars = axis.barh(list(values), list(values.values()), color=COLOURS[0])
-    axis.bar_label(bars, [f"{value:,.4g}" for value in values.values()], padding=3)
+    axis.bar_label(bars, [_short(value) for value in values.values()], padding=3)
     axis.invert_yaxis()
     axis.set(title=title, xscale="log")
     axis.margins(x=0.18)

@@ -118,6 +118,7 @@ class Built(Evaluation):
             shardings=self.shardings,
             gradient_paths=tuple(trained),
             lengths=len(self.objective.lengths),
+            terms=tuple(term.name for term in self.terms),
         )
 
 

@@ -78,6 +78,7 @@ class Program:
       shardings: the (state, batch, replicated) that the step was built with.
       gradient_paths: sorted paths of the trainable leaves, to name one with a bad gradient.
       lengths: how many shapes its batches may have: programs that may be compiled.
+      terms: names of the loss's.
     """
 
     train_step: Any
@@ -85,6 +86,7 @@ class Program:
     shardings: tuple[Any, Any, Any] = (None, None, None)
     gradient_paths: tuple[str, ...] = ()
     lengths: int = 1
+    terms: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -286,8 +288,8 @@ class TrainLoop:
             self._say(f"step {step}: the batch has no target, so its loss is 0")
         self.writer.write(step, row)
         # A sum of several terms with unlike weights says little: each of them, without its weight.
-        terms = [name for name in hyper if name in metrics]
-        shown = {k: float(metrics[k]) for k in (terms if len(terms) > 1 else ["loss"])}
+        terms = self.program.terms if len(self.program.terms) > 1 else ("loss",)
+        shown = {name: float(metrics[name]) for name in terms}
         if self._speaks:
             self.progress.update(step, shown, tokens / seconds if timed and seconds else None)
         if timed and (line := self.throughput.first_word(self.config.steps - step)):

@@ -1,0 +1,50 @@
+"""Figures as they are read: ticks that mean something, nothing drawn over."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ffn_heterogeneity.launch.demo import bought
+from ffn_heterogeneity.report.figures import Line, Panel, draw
+
+
+def drawn(x, y, lines=1):
+    figure = draw([Panel("a", [Line(f"line {i}", x, np.array([y])) for i in range(lines)])])
+    figure.canvas.draw()
+    return figure, figure.axes[0]
+
+
+@pytest.mark.parametrize(("x", "whole"), [((0, 1, 2), True), ((0.0, 0.5, 1.0), False)])
+def test_layers_and_steps_have_whole_ticks(x, whole):
+    _, axis = drawn(x, (1.0, 2.0, 3.0))
+    assert all(float(tick).is_integer() for tick in axis.get_xticks()) == whole
+
+
+def test_what_hardly_differs_is_level_and_has_no_offset():
+    _, axis = drawn((0, 1, 2), (6.0551, 6.0551001, 6.0551))
+    assert axis.yaxis.get_offset_text().get_text() == ""
+    assert np.ptp(axis.get_ylim()) > 0.01
+    _, axis = drawn((0, 1, 2), (1.0, 2.0, 3.0))
+    assert axis.get_ylim() == pytest.approx((0.9, 3.1))
+
+
+@pytest.mark.parametrize("lines", [2, 8])
+def test_the_legend_stands_outside(lines):
+    _, axis = drawn((0, 1), (1.0, 2.0), lines)
+    box = axis.get_legend().get_window_extent()
+    assert not box.overlaps(axis.patch.get_window_extent())
+
+
+@pytest.mark.parametrize(
+    ("nucl", "verdict"),
+    [
+        ((1.1, 1.2, 1.15), "more harm"),
+        ((0.8, 0.78, 0.82), "less harm"),
+        ((1.1, 0.9, 1.0), "as much"),
+    ],
+)
+def test_the_demo_says_what_it_found(nucl, verdict):
+    text = bought((1.0, 1.0, 1.0), nucl)
+    assert f"{np.mean(nucl):.3f} nats" in text and verdict in text
+    assert f"{np.mean(nucl) - 1:+.4f}" in text
