@@ -53,6 +53,13 @@ __all__ = ["__version__", *_FACE, *_ROOMS]
 # What others call it, and what it is here: of names that newcomers try.
 GUESSES = {
     "load": "fh.load_model",
+    "Model": "fh.load_model",
+    "AutoModelForCausalLM": "fh.load_model",
+    "list_models": "fh.models.families.PRESETS",
+    "num_parameters": "fh.models.shapes.count_parameters(model.config)",
+    "summary": "print(model)",
+    "logits": "fh.models.causal_lm.logits",
+    "forward": "fh.models.causal_lm.forward",
     "from_pretrained": "fh.load_model",
     "save": "fh.save_model",
     "save_pretrained": "fh.save_model",

@@ -48,7 +48,7 @@ def save_model(
     """
     model = one_model(model)
     if os.fspath(directory).endswith(".gguf"):
-        options = {"tokenizer": model.tokenizer, **options}
+        options = {"tokenizer": model.tokenizer, "source": model.source, **options}
         return epath.Path(save_gguf(model.config, model.params, directory, **options))
     options = {"tokenizer": model.tokenizer, "structure": structure, **options}
     return save_pretrained(model.config, model.params, directory, **options)

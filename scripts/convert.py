@@ -45,7 +45,8 @@ def main() -> None:
     if _PEFT.value:
         save_adapters(*given, _PEFT.value, **options)
     elif _OUTPUT.value.endswith(".gguf"):
-        output = save_gguf(*given, **options, tokenizer=tokenizer, type=_TYPE.value)
+        options |= {"tokenizer": tokenizer, "type": _TYPE.value, "source": model.source}
+        output = save_gguf(*given, **options)
     else:
         output = save_pretrained(*given, **options, tokenizer=tokenizer, export=_EXPORT.value)
     total = count_parameters(model.config)["total"]

@@ -155,6 +155,26 @@ def test_fit_trains(tmp_path):
     assert any(not np.array_equal(x, before[name]) for name, x in flatten(model.params).items())
 
 
+def test_the_guesses_of_the_page(tmp_path):
+    """Each works, or is answered by the name that the page tells; few are not."""
+    page = (REPOSITORY / "docs/python.md").read_text().partition("## First guesses")[2]
+    guesses = re.findall(r"^\| `(.+?)` \| (.+?) \|$", page, re.M)
+    path = save_tiny(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    names = {"fh": fh, "MODEL": str(path), "TEXT": TEXT, "OUT": tmp_path,
+             "TEXT_FILE": str(tmp_path / "text.txt"), "model": fh.load_model(path)}  # fmt: skip
+    names["adapted"] = fh.lora(names["model"], rank=2)[0]
+    unanswered = [code for code, answer in guesses if answer.startswith("no")]
+    for code, answer in guesses:
+        if answer == "works":
+            exec(code, names)
+            continue
+        with pytest.raises(TypeError if code in unanswered else AttributeError) as said:
+            exec(code, names)
+        assert code in unanswered or answer.strip("`") in str(said.value), code
+    assert len(guesses) >= 30 and len(unanswered) <= 4
+
+
 def test_guesses_are_answered_by_the_right_name():
     """Every name that is told exists; a method that others have is a function here."""
     assert set(fh.GUESSES).isdisjoint(dir(fh))

@@ -12,13 +12,22 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import loads_in
+from ffn_heterogeneity.io.export import loads_in, transformers_class
+from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import first_line
 
 CARD = "README.md"
-_LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma"}
+_LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma", "minilm": "apache-2.0"}
+# Class of transformers -> what a directory is for, by the hub's name; its lines behind `model`.
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModel": "feature-extraction",
+}
+_GENERATED = "print(tokenizer.decode(model.generate(**ids, max_new_tokens=8)[0]))"
 
 
 def write_card(
@@ -27,6 +36,7 @@ def write_card(
     method: str,
     facts: Mapping[str, Any],
     lines: Sequence[str] = (),
+    place: str = "",
 ):
     """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it; of
     `compared` the perplexities and how they were measured. Of a path here its last part alone: a
@@ -37,11 +47,14 @@ def write_card(
       method: one line.
       facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
       lines: `classifiers.torch_lines`.
+      place: <owner>/<name>, where it goes to the hub.
     """
-    licence = licence_of(base)
+    licence, loader = licence_of(base), transformers_class(directory)
     name = public_text(base)
-    head = ["library_name: ffn_heterogeneity", f"license: {licence or 'other'}"]
-    head += [f"base_model: {base}"] if _is_hub_id(base) else []
+    library = "transformers" if loader else "ffn_heterogeneity"
+    head = [f"library_name: {library}", f"license: {licence or 'other'}"]
+    head += [f"pipeline_tag: {_TASKS[loader]}"] if loader else []
+    head += [f"base_model: {origin}"] if (origin := hub_of(base)) else []
     facts = plain(facts)  # as results.json has it
     flat = flatten_config(facts)
     rows = [
@@ -62,8 +75,31 @@ def write_card(
         "```",
         "",
     ]
-    parts = [*title, *about, *(code if lines else ()), *table]
+    load = ["Load it:", "", "```python", *_loading(loader, place), "```", ""]
+    parts = [*title, *about, *load, *(code if lines else ()), *table]
     (epath.Path(directory) / CARD).write_text("\n".join(parts))
+
+
+def hub_of(base: str) -> str:
+    """The hub id of what a model was made from: itself, a preset's, a fetched model's; "": none."""
+    for name, source in SOURCES.items():
+        if Path(base).name in (name, source.target):
+            return source.hub
+    return PRESETS[base][1] if base in PRESETS else base if _is_hub_id(base) else ""
+
+
+def _loading(loader: str, place: str) -> list[str]:
+    """Lines of Python that load a directory with transformers, where it can, and with us."""
+    where = f'place = "{place or "."}"' + ("" if place else "  # this directory")
+    ours = ["import ffn_heterogeneity as fh", "", "model = fh.load_model(place)"]
+    if not loader:
+        return [where, *ours]
+    theirs = [f"from transformers import {loader}, AutoTokenizer", "", where]
+    theirs += ["tokenizer = AutoTokenizer.from_pretrained(place)"]
+    theirs += [f"model = {loader}.from_pretrained(place)"]
+    theirs += ['ids = tokenizer("The three primary colours are", return_tensors="pt")']
+    theirs += [_GENERATED if loader == "AutoModelForCausalLM" else "print(model(**ids)[0])"]
+    return [*theirs, "", "# Or, to go on with it:", *ours]
 
 
 def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:

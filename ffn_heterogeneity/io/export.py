@@ -224,6 +224,16 @@ def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, shape, strict=True)])
 
 
+def transformers_class(output: str | os.PathLike) -> str:
+    """The class of transformers that loads all of a directory written here; "": none does."""
+    said = loads_in(output)
+    if "transformers (" in said:
+        return said.partition("(")[2].partition(")")[0]
+    if not said.startswith("loads in: transformers"):
+        return ""
+    return "AutoModelForCausalLM" if "vLLM" in said else "AutoModel"
+
+
 def loads_in(output: str | os.PathLike) -> str:
     """One line: which programs load a directory, or .gguf file, that was written here."""
     if os.fspath(output).endswith(".gguf"):

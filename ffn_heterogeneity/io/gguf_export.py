@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ffn_heterogeneity.io.card import hub_of, licence_of, public_text
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import fold
 from ffn_heterogeneity.io.files import atomic_path
@@ -33,6 +34,7 @@ def save_gguf(
     tokenizer: Any = None,
     type: str = "f16",
     overwrite: bool = False,
+    source: str = "",
 ) -> Path:
     """Writes one .gguf file; structure is folded into its kernels.
 
@@ -45,6 +47,8 @@ def save_gguf(
       type: of matrices ("q8_0": of those whose rows are whole blocks of 32, the others f16);
         vectors are always float32.
       overwrite: replace an existing file.
+      source: what the model was made from; its last part, or its hub id, becomes the file's name,
+        its licence the file's.
 
     Raises:
       CheckpointError: a model that the format cannot express, a leaf missing or of the wrong shape,
@@ -81,6 +85,8 @@ def save_gguf(
         key: i for key, i in zip(TOKEN_IDS.values(), _ids(config), strict=True) if i is not None
     }
     fields |= {"general.file_type": TYPES[type], "general.quantization_version": 2}
+    told = {"name": hub_of(source) or public_text(source), "license": licence_of(source)}
+    fields |= {f"general.{key}": value for key, value in told.items() if source and value}
     tensors = _tensors(config, family, leaves)
     check_expressible(config, family, tensors)
     with atomic_path(path) as temporary:

@@ -65,7 +65,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
         results |= compared(before["perplexity"], after["perplexity"], **protocol)
     told = describe(surgery.name, results)
-    write_card(target, config.model, told, results)
+    write_card(target, config.model, told, results, place=config.get("push", ""))
     results |= of_model(target)
     write_results(workdir, results)
     print(told)

@@ -135,7 +135,7 @@ class Pretrained:
         return {**found, "layers": layer_sums(model, self.workdir)}
 
     def after(self) -> dict:
-        """What removal by entropy adds to the NLL of each window."""
+        """The NLL that removal by entropy adds to each window."""
         model = self.model
         whole = perplexity(model.config, model.params, self.rows(), progress="perplexity after")
         thin = self.removal(*REMOVALS["highest entropy (NUCL)"])

@@ -14,10 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
 
+import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
-from ffn_heterogeneity.io.card import licence_of, published, push, write_card
+from ffn_heterogeneity.io.card import hub_of, licence_of, published, push, write_card
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory
@@ -127,6 +129,42 @@ def test_licences(tmp_path):
     assert licence_of(str(tmp_path / "made")) == "mit"
 
 
+def card_of(directory, base="smollm2"):
+    write_card(directory, base, "nothing", {})
+    text = (directory / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    return head, re.search(r"```python\n(.*?)```", text, re.S)[1]
+
+
+def test_the_head_and_the_lines_that_load_it(tmp_path, monkeypatch, capsys, torch):
+    """The hub shows what it is for and from what it was made; what stands there runs."""
+    made = save_tiny(tmp_path / "made")
+    head, lines = card_of(made)
+    assert head == {"library_name": "transformers", "license": "apache-2.0",
+                    "pipeline_tag": "text-generation",
+                    "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # fmt: skip
+    monkeypatch.chdir(made)
+    names = {}
+    exec(lines, names)
+    assert names["model"].config.n_layers == 4 and len(capsys.readouterr().out) > 20
+    uneven = tmp_path / "uneven"
+    in_memory.surgery(config_of("prune", model=str(made), layers="1,3"), uneven)
+    head, lines = card_of(uneven / "model", str(tmp_path / "gemma-3-270m.gguf"))
+    assert head == {"library_name": "ffn_heterogeneity", "license": "gemma",
+                    "base_model": "google/gemma-3-270m"}  # fmt: skip
+    monkeypatch.chdir(uneven / "model")
+    exec(lines, names)
+    assert names["model"].config.ffn_widths == (24, 18, 24, 18)
+
+
+@pytest.mark.parametrize(("base", "hub"), [
+    ("gemma2_2b", "google/gemma-2-2b"), ("own/model", "own/model"), ("runs/x/model", ""),
+    ("minilm", "sentence-transformers/all-MiniLM-L6-v2"), ("/a/b", ""),
+])  # fmt: skip
+def test_what_a_model_was_made_from(base, hub):
+    assert hub_of(base) == hub
+
+
 @pytest.mark.parametrize("changes", [
     {},
     {"streaming": True, "layers": "1,3", "dtype": "bfloat16", "calibration": "long.txt"},
@@ -178,3 +216,18 @@ PLACES = ("/a/c.txt", "~/b/c.txt", "../c.txt", "gs://a/b/c.txt", "C:\\a\\c.txt",
 def test_of_a_place_its_name_is_published(place):
     assert published({"text": place, "ratio": 0.5}) == {"text": "c.txt", "ratio": 0.5}
     assert published({"model": "google/gemma-2-2b"}) == {"model": "google/gemma-2-2b"}
+
+
+def test_a_gguf_file_has_a_name_and_a_licence(model, tmp_path):
+    from gguf import GGUFReader
+
+    options = {"tokenizer": None, "overwrite": True}
+    for source, told in (
+        ("smollm2", {"name": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}),
+        ("/home/me/runs/thin", {"name": "thin", "license": None}),
+    ):
+        fh.save_model(load_model(str(model)), tmp_path / "x.gguf", source=source, **options)
+        fields = GGUFReader(tmp_path / "x.gguf").fields
+        for key, value in told.items():
+            field = fields.get(f"general.{key}")
+            assert (field and field.contents()) == value

@@ -55,6 +55,7 @@ SMALL = [
 ]  # fmt: skip
 ELSEWHERE = {
     r"paper=removals\.py": "its two files stand on the page (tests/report/test_papers.py)",
+    r"^hf |push=": "an account on the hub (tests/io/test_card.py)",
     r"^git ": "the clone that this test stands for",
     r"^make": "this is make's own work",
     r"^pip install": "an environment of its own (tests/launch/test_console.py builds the wheel)",
