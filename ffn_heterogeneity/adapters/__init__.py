@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from ffn_heterogeneity.adapters import dora, gates, lora, low_rank, macdrop, mask, nf4
 
@@ -111,6 +112,9 @@ ADAPTERS: tuple[Adapter, ...] = (
         reads_kernel=True,
     ),
 )
+
+# Leaves that are no real numbers, by name.
+INTEGERS = {"nf4_codes": np.uint8, "nf4_scales": np.uint8, "macdrop_rows": np.int32}
 
 
 @dataclasses.dataclass(frozen=True)

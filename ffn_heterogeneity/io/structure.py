@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import ADAPTERS, FFN_LEAVES, adapters_of, data_leaves
+from ffn_heterogeneity.adapters import ADAPTERS, FFN_LEAVES, INTEGERS, adapters_of, data_leaves
+from ffn_heterogeneity.adapters.macdrop import ROWS
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite
@@ -120,22 +121,28 @@ def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
 
 
 def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
-    """Refuses leaves that no adapter has, of shapes that its axes do not allow, or not finite."""
+    """Refuses leaves that no adapter has, of shapes, kinds or ranges that its axes do not allow."""
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         kernel = shapes.get(f"{module}/kernel")
         if path.startswith(f"{ROOT}/"):
             fits = True
         elif name in FFN_LEAVES:
-            fits = leaf.shape == shapes.get(f"{module}/down/kernel", ())[:1]
+            fits = leaf.shape == shapes.get(f"{module}/down/kernel", (None,))[:1]
         elif name == "kernel":
             fits = leaf.shape == kernel
         else:
             fits = kernel is not None and _allowed(name, leaf.shape, kernel)
         if not fits:
             raise CheckpointError(f"{folder}: the model has no place for {path!r} {leaf.shape}")
-        if leaf.dtype in FLOATS and not all_finite(leaf):
+        expected = INTEGERS.get(name)
+        if leaf.dtype != expected if expected else leaf.dtype not in FLOATS:
+            wanted = np.dtype(expected).name if expected else "floating"
+            raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
+        if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
+        if name == ROWS and (np.any(np.diff(leaf) < 1) or not 0 <= leaf[0] <= leaf[-1] < kernel[1]):
+            raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {kernel[1]}")
     modules: dict[str, dict[str, np.ndarray]] = {}
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
@@ -145,6 +152,8 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
             axes = [pair for adapter in adapters_of(own) for pair in adapter.leaves.items()]
         except ValueError as error:
             raise CheckpointError(f"{folder}: {module}: {error}") from None
+        if "dora_m" in own and "lora_a" not in own:
+            raise CheckpointError(f"{folder}: {module}: DoRA's lengths without LoRA's factors")
         ranks = {own[name].shape[along.index("rank")] for name, along in axes if "rank" in along}
         if len(ranks) > 1:
             raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
@@ -153,7 +162,7 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
 def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool:
     """Whether an adapter's leaf may have that shape beside that kernel [in, out]."""
     axes = next((a.leaves[name] for a in ADAPTERS if name in a.leaves), ())
-    if not shape or len(shape) > len(axes):
+    if not shape or len(shape) > len(axes) or len(shape) < len(axes) and name != "mask":
         return False
     sizes = {
         "in": kernel[0],
@@ -190,6 +199,8 @@ def _digest(leaves: Mapping[str, np.ndarray], paths: Iterable[str]) -> str:
 def _digest_of_files(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
+        if not path.is_file():  # a pipe would be waited for
+            raise CheckpointError(f"{path} is no regular file: copy the directory again")
         with path.open("rb") as file:
             digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Structure kept through a directory: bit for bit, the same function for others, or a refusal."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -130,9 +131,43 @@ def not_finite(leaves):
     leaves["layers/0/ffn/down/lora_a"][0, 0] = np.nan
 
 
+def one_axis_less(leaves):
+    leaves["layers/0/ffn/down/lora_a"] = leaves["layers/0/ffn/down/lora_a"][:, 0]
+
+
+def a_stray_number(leaves):
+    leaves["layers/0/attention/neuron_scale"] = np.array(2.0, np.float32)
+
+
+def whole_numbers(leaves):
+    leaves["layers/0/ffn/down/lora_b"] = leaves["layers/0/ffn/down/lora_b"].astype(np.int64)
+
+
+def lengths_alone(leaves):
+    for name in ("lora_a", "lora_b", "lora_scale"):
+        del leaves[f"layers/0/ffn/down/{name}"]
+    leaves["layers/0/ffn/down/dora_m"] = np.ones(16, np.float32)
+
+
+def rows(*numbers, dtype=np.int32):
+    def change(leaves):
+        leaves["layers/0/ffn/up/macdrop_rows"] = np.array(numbers, dtype)
+        leaves["layers/0/ffn/up/macdrop_keep"] = np.ones((16, len(numbers)), np.float32)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
+        (one_axis_less, "no place for 'layers/0/ffn/down/lora_a'"),
+        (a_stray_number, "no place for 'layers/0/attention/neuron_scale'"),
+        (whole_numbers, "lora_b' is int64, not floating"),
+        (lengths_alone, "DoRA's lengths without LoRA's factors"),
+        (rows(3, 24), "macdrop_rows' must rise, from 0 to below 24"),
+        (rows(-5, 2), "must rise"),
+        (rows(2, 2), "must rise"),
+        (rows(1, 2, dtype=np.float32), "macdrop_rows' is float32, not int32"),
         ("missing", "structure/ is missing"),
         ("cut", "structure was altered or cut"),
         ("altered", "structure was altered or cut"),
@@ -149,6 +184,13 @@ def test_a_damaged_directory_is_refused(kept, how, words):
     directory, _ = kept
     damage(directory, how)
     with pytest.raises(CheckpointError, match=words):
+        read_pretrained(directory)
+
+
+def test_what_is_no_file_is_not_waited_for(kept):
+    directory, _ = kept
+    os.mkfifo(directory / "structure" / "more")
+    with pytest.raises(CheckpointError, match="more is no regular file"):
         read_pretrained(directory)
 
 
