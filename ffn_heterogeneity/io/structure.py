@@ -141,7 +141,11 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
             raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
         if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
-        if name == ROWS and (np.any(np.diff(leaf) < 1) or not 0 <= leaf[0] <= leaf[-1] < kernel[1]):
+        if (
+            name == ROWS
+            and kernel
+            and (np.any(np.diff(leaf) < 1) or not 0 <= leaf[0] <= leaf[-1] < kernel[1])
+        ):
             raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {kernel[1]}")
     modules: dict[str, dict[str, np.ndarray]] = {}
     for path, leaf in kept.items():

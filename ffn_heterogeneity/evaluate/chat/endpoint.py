@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import socket
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -36,7 +36,8 @@ class Endpoint:
       url: http or https; with or without "/v1" or the whole path.
       key: sent as bearer token, and taken out of all that comes back; "": none.
       temperature, max_tokens: None and 0: not sent.
-      timeout: seconds for a whole call.
+      timeout: seconds for a whole call, from the connection to the last byte (finding out the
+        host's address is the system's own affair).
       retries: further tries after a time-out, a broken connection, a busy server (`TRY_AGAIN`) or a
         body that is no chat completion.
       backoff: seconds before the second try; twice as long before each next one, or as long as the
@@ -70,8 +71,6 @@ class Endpoint:
         if self.max_tokens:
             self._body["max_tokens"] = self.max_tokens
         self._stopped = threading.Event()
-        # A redirect would take the key to another host.
-        self._opener = urllib.request.build_opener(_NoRedirects)
 
     def ask(self, system: str, user: str) -> str:
         """The text that answers the two messages.
@@ -104,31 +103,96 @@ class Endpoint:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(self.url, data, headers, method="POST")
-        deadline = time.monotonic() + self.timeout
-        try:
-            with self._opener.open(request, timeout=self.timeout) as response:
-                return self._redacted(_read(response, deadline))
-        except urllib.error.HTTPError as error:
-            # Redacted before anything is cut: half a key would not be found any more.
-            body = ""
-            with contextlib.suppress(OSError, http.client.HTTPException, EndpointError):
-                body = self._redacted(_read(error, deadline))
-            why = f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}"
-            wait = _seconds(error.headers.get("Retry-After"))
-            raise EndpointError(why, body[:SHOWN], error.code in TRY_AGAIN, wait) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            late = isinstance(reason, TimeoutError)
-            why = f"no answer within {self.timeout:g} s" if late else f"no connection: {reason!r}"
-            raise EndpointError(why, again=True) from None
+        with _Deadline(self.timeout) as deadline:
+            try:
+                with deadline.opener.open(request, timeout=self.timeout) as response:
+                    text = _read(response)
+            except urllib.error.HTTPError as error:
+                # Redacted before anything is cut: half a key would not be found any more.
+                body = ""
+                with contextlib.suppress(OSError, http.client.HTTPException, EndpointError):
+                    body = self._redacted(_read(error))
+                why = f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}"
+                wait = _seconds(error.headers.get("Retry-After"))
+                raise EndpointError(why, body[:SHOWN], error.code in TRY_AGAIN, wait) from None
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                reason = getattr(error, "reason", error)
+                why = f"no connection: {reason!r}"
+                if deadline.over.is_set() or isinstance(reason, TimeoutError):
+                    why = self._late()
+                raise EndpointError(why, again=True) from None
+            if deadline.over.is_set():  # what was read may be its beginning
+                raise EndpointError(self._late(), again=True)
+            return self._redacted(text)
+
+    def _late(self) -> str:
+        return f"no answer within {self.timeout:g} s"
 
     def _redacted(self, text: str) -> str:
         return text.replace(self.key, "<key>") if self.key else text
 
 
+class _Deadline:
+    """A wall clock over a call: when it has run out, the call's connections are shut down, whatever
+    they wait for. A time-out of a socket would begin anew with every byte.
+
+    Attributes:
+      opener: of urllib; its connections are watched, and no redirect takes the key elsewhere.
+      over: set when the time is.
+    """
+
+    def __init__(self, seconds: float):
+        self.over, self._watched = threading.Event(), []
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self.opener = urllib.request.build_opener(
+            _NoRedirects, _handler("http", self._connect), _handler("https", self._connect)
+        )
+
+    def _connect(self, *address: Any, **options: Any) -> socket.socket:
+        made = socket.create_connection(*address, **options)
+        self._watched.append(made.dup())  # TLS takes the first one away
+        if self.over.is_set():
+            self._end()
+        return made
+
+    def _end(self) -> None:
+        self.over.set()
+        for one in self._watched:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> _Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._timer.cancel()
+        for one in self._watched:
+            one.close()
+
+
+def _handler(scheme: str, connect: Any) -> urllib.request.BaseHandler:
+    """urllib's own for a scheme, but for what makes the sockets."""
+    base = {"http": urllib.request.HTTPHandler, "https": urllib.request.HTTPSHandler}[scheme]
+    kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[scheme]
+
+    def connection(*given: Any, **options: Any) -> http.client.HTTPConnection:
+        made = kind(*given, **options)
+        made._create_connection = connect
+        return made
+
+    def open_(self: Any, request: urllib.request.Request) -> Any:
+        return self.do_open(connection, request)
+
+    return type(f"_{scheme}", (base,), {f"{scheme}_open": open_})()
+
+
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
+    def _none(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any) -> None:
         return None
+
+    http_error_301 = http_error_302 = http_error_303 = http_error_307 = http_error_308 = _none
 
 
 def _text_of(body: str) -> str:
@@ -144,14 +208,12 @@ def _text_of(body: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _read(response: Any, deadline: float) -> str:
-    """The whole body; a server that sends a byte now and then does not outlast the deadline."""
+def _read(response: Any) -> str:
+    """The whole body."""
     parts, size = [], 0
     while part := response.read1(65_536):
         parts.append(part)
         size += len(part)
-        if time.monotonic() > deadline:
-            raise TimeoutError
         if size > LONGEST_BODY:
             raise EndpointError(f"the answer is longer than {LONGEST_BODY} bytes")
     if missing := getattr(response, "length", None):
