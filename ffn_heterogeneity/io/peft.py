@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ OFF = (
 # Initialisations that take something away from the base's own weights; save_pretrained's
 # path_initial_model_for_weight_conversion makes plain LoRA of them.
 OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Of patterns: characters of one, how many, and seconds for all that a module is tried with.
+LONGEST, PATTERNS, SECONDS = 200, 10_000, 2.0
+LARGEST_ALPHA = 1e6
 
 
 def is_adapter(path: Path) -> bool:
@@ -61,7 +65,13 @@ def base_of(directory: Path) -> str:
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{directory / CONFIG}: base_model_name_or_path names no model")
     near = directory / base
-    path = near if near.exists() else Path(base).expanduser()
+    try:
+        path = near if near.exists() else Path(base).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError):  # no name that a file could have
+        raise CheckpointError(
+            f"{directory / CONFIG}: base_model_name_or_path={base!r:.60} names no model"
+        ) from None
     if path.is_dir() and is_adapter(path):
         raise CheckpointError(f"{directory / CONFIG}: the base {base!r} is an adapter itself")
     return str(path) if path.exists() else base
@@ -136,25 +146,44 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     Raises:
       ValueError: r is not A's rank or below 1, alpha no number, patterns that are none.
     """
+    until = time.monotonic() + SECONDS
 
     def own(key: str, pattern: str) -> Any:
         patterns = settings.get(pattern) or {}
-        if not isinstance(patterns, dict):
-            raise ValueError(f"{pattern}={patterns!r} must map names to numbers")
+        if not isinstance(patterns, dict) or len(patterns) > PATTERNS:
+            raise ValueError(f"{pattern}={patterns!r:.60} must map names to numbers")
         for name, value in patterns.items():
-            try:
-                if re.fullmatch(rf"(.*\.)?({name})", module):
-                    return value
-            except re.error as error:
-                raise ValueError(f"{pattern}: {name!r} is no pattern: {error}") from None
+            if _matches(name, module, until - time.monotonic(), pattern):
+                return value
         return settings.get(key)
 
     stated, alpha = own("r", "rank_pattern"), own("lora_alpha", "alpha_pattern")
-    if stated != rank or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(
-            f"r={stated!r} must be A's rank, {rank}, and at least 1; lora_alpha={alpha!r} a number"
-        )
+    if not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST_ALPHA:
+        raise ValueError(f"lora_alpha={alpha!r:.60} must be a number to {LARGEST_ALPHA:g}")
+    if stated != rank or rank < 1:
+        raise ValueError(f"r={stated!r:.60} must be A's rank, {rank}, and at least 1")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _matches(name: str, module: str, seconds: float, where: str) -> bool:
+    """True if PEFT would take the pattern `name`, which somebody else wrote, for the module.
+
+    Raises:
+      ValueError: it is none, or cannot be told in that time. Repetitions are counted by nobody
+        (they are unrolled), and (?...) is more than any name needs.
+    """
+    import regex  # whose matching, unlike that of `re`, can be timed out
+
+    try:
+        if len(name) > LONGEST or "{" in name or re.search(r"\(\?(?!:)", name):
+            raise ValueError("it is not one of names")
+        if seconds <= 0:
+            raise TimeoutError
+        return regex.fullmatch(rf"(.*\.)?({name})", module, timeout=seconds) is not None
+    except TimeoutError:
+        raise ValueError(f"{where}: {name!r:.60} takes too long to match") from None
+    except (ValueError, regex.error, RecursionError, MemoryError) as error:
+        raise ValueError(f"{where}: {name!r:.60} is no pattern: {error}") from None
 
 
 def _check(directory: Path, leaves: Mapping[str, Any], added: Mapping[str, np.ndarray]) -> None:

@@ -141,11 +141,7 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
             raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
         if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
-        if (
-            name == ROWS
-            and kernel
-            and (np.any(np.diff(leaf) < 1) or not 0 <= leaf[0] <= leaf[-1] < kernel[1])
-        ):
+        if name == ROWS and kernel and not _rises(leaf, kernel[1]):
             raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {kernel[1]}")
     modules: dict[str, dict[str, np.ndarray]] = {}
     for path, leaf in kept.items():
@@ -161,6 +157,11 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
         ranks = {own[name].shape[along.index("rank")] for name, along in axes if "rank" in along}
         if len(ranks) > 1:
             raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
+
+
+def _rises(rows: np.ndarray, below: int) -> bool:
+    """Places of neurons, each once and in their order."""
+    return rows.size > 0 and rows[0] >= 0 and rows[-1] < below and bool(np.all(np.diff(rows) > 0))
 
 
 def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool:

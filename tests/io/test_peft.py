@@ -141,7 +141,14 @@ def test_fused_projections_share_their_input_side(tmp_path, kind):
         ({"r": 0}, "r=0 must be A's rank, 3"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4, which changed"),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga, which changed the base"),
-        ({"lora_alpha": None}, "lora_alpha=None a number"),
+        ({"lora_alpha": None}, "lora_alpha=None must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha=1000.* must be a number to 1e\\+06"),
+        ({"lora_alpha": True and float("inf")}, "not valid JSON|must be a number"),
+        ({"rank_pattern": {"a{1000}": 3}}, "is no pattern: it is not one of names"),
+        ({"rank_pattern": {"(?R)": 3}}, "is no pattern: it is not one of names"),
+        ({"rank_pattern": {"x" * 201: 3}}, "is no pattern: it is not one of names"),
+        ({"rank_pattern": {"(a|b|[a-z_.0-9]|.)*[A-Z]": 3}}, "takes too long to match"),
+        ({"alpha_pattern": {f"m{i}": 3 for i in range(100_000)}}, "must map names to numbers"),
     ],
 )
 def test_what_cannot_be_read(base, tmp_path, changes, message):
