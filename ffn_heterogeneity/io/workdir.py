@@ -13,7 +13,15 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import check_opens, is_bucket, lock, plain, read_json, write_json
+from ffn_heterogeneity.io.files import (
+    atomic_path,
+    check_opens,
+    is_bucket,
+    lock,
+    plain,
+    read_object,
+    write_json,
+)
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.parallel.processes import on_main
@@ -156,7 +164,7 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
     new = what_is_computed(config)
     resumed = (path / "config.json").exists()
     if resumed:
-        old = what_is_computed(read_json(path / "config.json"))
+        old = what_is_computed(_own(path / "config.json"))
         differing = [k for k in {**old, **new} if old.get(k, _ABSENT) != new.get(k, _ABSENT)]
         if differing:
             shown = "; ".join(
@@ -181,6 +189,27 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
         write_json(path / "config.json", config)
     _record_start(path)
     return resumed
+
+
+def finished(workdir: str | os.PathLike) -> dict[str, Any] | None:
+    """The results of the run that `workdir` holds; None: it is not complete.
+
+    Raises:
+      WorkdirError: there is a results.json, and no results in it.
+    """
+    path = epath.Path(workdir) / "results.json"
+    return _own(path) if path.exists() else None
+
+
+def _own(path: epath.Path) -> dict[str, Any]:
+    """An object that a run wrote."""
+    try:
+        found = read_object(path)
+    except CheckpointError as error:
+        raise WorkdirError(f"{error}: put the file back, or use another --workdir") from None
+    if not found and path.name == "results.json":
+        raise WorkdirError(f"{path} is empty: remove it, and the run goes on")
+    return found
 
 
 def release_workdir(workdir: str | os.PathLike, before: Collection[str] = ()) -> bool:
@@ -263,7 +292,7 @@ def _series(directory: str) -> bool:
 def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
     if not (path / "inputs.json").exists():
         return
-    old, new, flat = read_json(path / "inputs.json"), inputs_of(config), flatten_config(config)
+    old, new, flat = _own(path / "inputs.json"), inputs_of(config), flatten_config(config)
     changed = [f"{key}={flat[key]}" for key in new if old.get(key, new[key]) != new[key]]
     if changed:
         raise WorkdirError(
@@ -274,10 +303,11 @@ def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
 
 def _record_start(path: epath.Path) -> None:
     log = path / "command.txt"
-    lines = log.read_text().splitlines() if log.exists() else []
+    lines = log.read_bytes().decode(errors="replace").splitlines() if log.is_file() else []
     command = resume_command(path)
     if command not in lines:
-        log.write_text("\n".join([*lines, command, ""]))
+        with atomic_path(log) as temporary:
+            temporary.write_text("\n".join([*lines, command, ""]))
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

@@ -11,6 +11,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.workdir import finished
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.launch.commands import COMMANDS
@@ -98,7 +99,7 @@ def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) 
     if "stages" not in config:
         return COMMANDS[kind].run(config, workdir, shared)
     stages = make_stages(config)
-    if not (workdir / "results.json").exists():
+    if not finished(workdir):
         for stage in stages:  # the last one may begin in hours
             if stage.kind == "train":
                 check_early(read(stage.config))

@@ -34,7 +34,7 @@ from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.rows import write_results
-from ffn_heterogeneity.io.workdir import UNSTARTED, working_in
+from ffn_heterogeneity.io.workdir import UNSTARTED, finished, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
@@ -73,11 +73,11 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
     if settings.dry_run:
         return dry_run(settings, workdir)
-    if not (workdir / "results.json").exists():
+    if not finished(workdir):
         check_early(settings)
     # Alone or not is whoever launches it to say.
     with working_in(workdir, config.to_dict(), alone=False):
-        if (workdir / "results.json").exists():
+        if finished(workdir):
             print(f"this run is complete: {workdir}/results.json", file=sys.stderr)
         else:
             try_seeds(settings, workdir, shared or Shared(keep_model=False), start)

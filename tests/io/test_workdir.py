@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ffn_heterogeneity.io.files import plain
-from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir, working_in
+from ffn_heterogeneity.io.workdir import WorkdirError, finished, prepare_workdir, working_in
 from ffn_heterogeneity.paths import flatten_config
 
 CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
@@ -147,3 +147,38 @@ def test_a_config_of_something_else_than_data_is_refused(tmp_path):
     with pytest.raises(TypeError, match="not plain data"):
         prepare_workdir(tmp_path, {"function": print})
     assert flatten_config(plain({"a": {"b": {}}, "c": float("inf")})) == {"a.b": {}, "c": "inf"}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("config.json", "[]", "config.json is malformed: it holds a list"),
+    ("config.json", '{"a": ' * 100_000, "config.json is not valid JSON"),
+    ("config.json", '{"steps": ' + "9" * 5000 + "}", "config.json is not valid JSON"),
+    ("config.json", "\xff", "config.json is not valid JSON"),
+    ("inputs.json", "7", "inputs.json is malformed: it holds a int"),
+    ("results.json", "[]", "results.json is malformed: it holds a list"),
+    ("results.json", "{}", "results.json is empty: remove it"),
+])  # fmt: skip
+def test_a_damaged_file_is_one_line(tmp_path, name, content, message):
+    prepare_workdir(tmp_path, CONFIG)
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    with pytest.raises(WorkdirError, match=message) as bad:
+        prepare_workdir(tmp_path, CONFIG)
+        finished(tmp_path)
+    assert (
+        "\n" not in str(bad.value) and "another --workdir" in str(bad.value) or "empty" in message
+    )
+
+
+def test_no_link_is_followed_in_writing(tmp_path):
+    """A file outside stays as it is, whoever left a link to it in the directory."""
+    (tmp_path / "mine").write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("command.txt", "config.json", "inputs.json", "versions.json"):
+        (run / name).symlink_to(tmp_path / "mine")
+    for name in ("config.json", "inputs.json"):
+        (run / name).unlink()
+    prepare_workdir(run, CONFIG)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not any(path.is_symlink() for path in run.iterdir())
+    assert finished(run) is None
