@@ -27,6 +27,12 @@ def check_choice(
         raise error(f"{name}={value!r}: choose one of {tuple(choices)}")
 
 
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError where a number is not finite, or outside [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value!r:.40} must be a number from {low:,g} to {high:,g}")
+
+
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:
     """The message for a name that is none of `names`: the nearest one, and those there are.
 

@@ -242,11 +242,13 @@ def parse_object(line: str) -> dict[str, Any]:
     """The JSON object that a line is; an error says what else it is."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, brackets in brackets
         shown = line if len(line) <= 60 else line[:57] + "..."
+        why = first_line(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg} at column {error.colno}"
         raise DataError(
-            f"not JSON ({error.msg} at column {error.colno}): {shown!r}; each line must be one "
-            "JSON object"
+            f"not JSON ({why}): {shown!r}; each line must be one JSON object"
         ) from error
     if not isinstance(record, dict):
         raise DataError(f"{type(record).__name__}, but each line must be one JSON object")

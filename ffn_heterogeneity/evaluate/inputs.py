@@ -20,6 +20,7 @@ from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
+from ffn_heterogeneity.wording import first_line
 
 Settings = TypeVar("Settings")
 
@@ -186,8 +187,9 @@ def read_token_ids(path: str) -> np.ndarray:
     try:
         with epath.Path(path).open("rb") as file:
             ids = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a plain .npy array of integers: {error}") from None
+    except (ValueError, EOFError, MemoryError) as error:  # of sizes that its header makes up
+        said = first_line(error)
+        raise ValueError(f"{path} is not a plain .npy array of integers: {said}") from None
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{path} is not a plain .npy array of integers but a .npz archive")
     return ids

@@ -134,8 +134,8 @@ def _parse(path: Path, buffer: mmap.mmap) -> GGUFFile:
         shape = tuple(reversed([cursor.number("Q") for _ in range(cursor.number("I"))]))
         table.append((name, shape, GGMLQuantizationType(cursor.number("I")), cursor.number("Q")))
     alignment = fields.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 0 < alignment <= 2**16:
-        raise ValueError(f"general.alignment={alignment!r}")
+    if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment={alignment!r:.20}, a power of two from 8 on is due")
     base = math.ceil(cursor.offset / alignment) * alignment
     raw = np.frombuffer(buffer, np.uint8)
     tensors = {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf_file import GGUFFile, open_gguf
+from ffn_heterogeneity.wording import first_line
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -45,11 +46,22 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
     def get(name: str, default: Any = None) -> Any:
         return fields.get(f"tokenizer.ggml.{name}", default)
 
-    if (tokens := get("tokens")) is None:
+    if get("tokens") is None:
         raise CheckpointError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
+    _check(path, fields)
+    try:
+        return _build(path, fields, get)
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library panics, which is no Exception
+        raise CheckpointError(
+            f"{path}: no tokenizer can be made of its fields ({first_line(error)}): fetch it again"
+        ) from None
+
+
+def _build(path: str, fields: dict[str, Any], get: Callable) -> Any:
+    tokens, kind = get("tokens"), get("model")
     types = get("token_type") or [_NORMAL] * len(tokens)
-    _check(path, tokens, get)
-    kind = get("model")
     if kind == "gpt2":
         pre = get("pre", "gpt-2")
         if pre not in _PRE_TOKENIZERS:
@@ -74,27 +86,45 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
     return _wrap(tokenizer, special, fields, str(path))
 
 
-def _check(path: str, tokens: Sequence[str], get: Callable) -> None:
-    """Lists as long as the vocabulary, ids inside it."""
-    for name in ("token_type", "scores"):
-        if (values := get(name)) is not None and len(values) != len(tokens):
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens"
-            )
-    for name in ("bos", "eos", "unknown", "padding"):
-        number = get(f"{name}_token_id")
-        if not 0 <= (number or 0) < len(tokens):
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{name}_token_id={number} is outside the {len(tokens)} "
-                "tokens"
-            )
+# Kinds of the fields that are read: of a list's entries, or of a value.
+_LISTS = {"tokens": str, "merges": str, "token_type": int, "scores": float}
+_VALUES = {"model": str, "pre": str, "add_space_prefix": bool, "add_bos_token": bool}
+_VALUES |= {"add_eos_token": bool}
+_VALUES |= {f"{name}_token_id": int for name in ("bos", "eos", "unknown", "padding")}
+
+
+def _check(path: str, fields: dict[str, Any]) -> None:
+    """Fields of the kinds that they must be, lists as long as the vocabulary, ids inside it."""
+
+    def refuse(name: str, what: str) -> NoReturn:
+        raise CheckpointError(f"{path}: tokenizer.ggml.{name}{what}")
+
+    given = {name: fields.get(f"tokenizer.ggml.{name}") for name in (*_LISTS, *_VALUES)}
+    tokens = given["tokens"]
+    for name, kind in _LISTS.items():
+        values = given[name]
+        if values is None:
+            continue
+        if not isinstance(values, list) or {*map(type, values)} - {kind}:
+            refuse(name, f" is no list of {kind.__name__}")
+        if name != "merges" and len(values) != len(tokens):
+            refuse(name, f" has {len(values)} entries for {len(tokens)} tokens")
+    for name, kind in _VALUES.items():
+        value = given[name]
+        if value is not None and type(value) is not kind:
+            refuse(name, f"={value!r:.60} is no {kind.__name__}")
+        if kind is int and value is not None and not 0 <= value < len(tokens):
+            refuse(name, f"={value} is outside the {len(tokens)} tokens")
+    template = fields.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{path}: tokenizer.chat_template is no text")
 
 
 def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: str):
     from tokenizers import Tokenizer, decoders, models
 
     vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 takes a word that is a token as it is, whatever the merges would make of it.
     model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(model)

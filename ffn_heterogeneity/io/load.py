@@ -273,11 +273,13 @@ def _local(spec: str, weights: bool) -> Path:
 def _hub_id(spec: str) -> str:
     repo_id = PRESETS[spec][1] if spec in PRESETS else spec
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id) or spec.startswith("."):
-        near = _nearest_path(Path(spec))
+        near = _nearest_path(Path(spec)) or nearest(spec, (*SOURCES, *PRESETS))
         hint = f" (did you mean {near}?)" if near else ""
+        # The list helps with a name alone.
+        listed = "" if "/" in spec else f": {', '.join(PRESETS)}"
         raise CheckpointError(
             f"model {spec!r}{hint} is not a directory, a .gguf file, a hub id (owner/name), a "
-            f"packaged model ({', '.join(SOURCES)}) or a preset: {', '.join(PRESETS)}"
+            f"packaged model ({', '.join(SOURCES)}) or a preset{listed}"
         )
     return repo_id
 

@@ -9,6 +9,7 @@ import itertools
 import shutil
 import sys
 import time
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_range
 
 ENGINES = ("local", "datatrove")
 # Of a dry run: what is tokenised to estimate the rest.
@@ -97,8 +98,9 @@ def check_config(config: ConfigDict) -> None:
     for key in ("processes", "passage_chars"):
         if values[key] < 1:
             raise ValueError(f"{key}={values[key]}: 1 or more")
-    if values["shard_mb"] <= 0:
-        raise ValueError(f"shard_mb={config.shard_mb}: more than 0")
+    for key in ("shard_mb", "train_tokenizer.max_mb"):
+        check_range(key, functools.reduce(getitem, key.split("."), values), 1e-6, 1e6)
+    check_range("train_tokenizer.min_frequency", config.train_tokenizer.min_frequency, 1, 2**31)
     for key in ("max_documents", "max_tokens"):
         if values[key] < 0 or (values[key] and config.engine != "local"):
             raise ValueError(f"{key}={values[key]}: 0 or more, and engine=local where it is more")

@@ -19,9 +19,10 @@ from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_range
 
 LANGUAGE = "language_model"
+MOST = 2**31 - 1  # rows, tokens of a row, steps: what counts them is int32
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULE_KEYS = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
 # Fields that no compiled program depends on: they go through `hyper`, or are the host's business.
@@ -104,6 +105,10 @@ class TrainConfig:
             ("export.weights", self.export["weights"], ("last", "best")),
         ):
             check_choice(key, value, choices)
+        check_range("seed", self.seed, 0, 2**63 - 1)
+        for key, least in (("batch_size", 1), ("accumulation", 1), ("seq_len", 0)):
+            check_range(key, getattr(self, key), least, MOST)
+        check_range("steps", self.loop.steps, 0, MOST)
         for name, settings in self.prepare.items():
             abstract = tuple(key for key, surgery in SURGERIES.items() if surgery.abstract)
             check_choice("prepare", name, abstract)

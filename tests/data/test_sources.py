@@ -167,6 +167,8 @@ BROKEN = [
     ("latin.txt", b"caf\xe9 au lait", r"latin.txt: not UTF-8: byte 0xe9 at offset 3"),
     ("latin.jsonl", b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at offset 13"),
     ("cut.jsonl", b'{"a": 1}\n\n{"a": \n{"a": 3}\n', r"cut.jsonl, line 3: not JSON"),
+    ("deep.jsonl", b'{"a": 1}\n' + b"[" * 100_000, "deep.jsonl, line 2: not JSON"),
+    ("long.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "long.jsonl, line 1: not JSON .Exceeds"),
     ("list.jsonl", b'{"a": 1}\n[1, 2]\n', r"list.jsonl, line 2: list, but"),
     ("bad.parquet", b"PAR1 no table", r"bad.parquet: not a readable parquet"),
     ("table.csv", b"a,b\n", "table.csv: a header and no rows"),

@@ -224,8 +224,8 @@ def drip(n, data):
 
 
 FAILURES = {
-    "hangs": (hang, "no answer within 0.4 s"),
-    "drips": (drip, "no answer within 0.4 s"),
+    "hangs": (hang, "no answer within 1 s"),
+    "drips": (drip, "no answer within 1 s"),
     "500": (lambda n, d: (500, {}, b"broken"), "HTTP 500 .*: broken"),
     "401": (lambda n, d: (401, {}, f"bad key {KEY}".encode()), "HTTP 401 .*: bad key <key>"),
     "redirect": (lambda n, d: (302, {"Location": "http://127.0.0.1:1/"}, b""), "HTTP 302"),
@@ -247,7 +247,7 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
     behave, why = FAILURES[name]
     ask = "And 1"
     server.behave = lambda n, data: behave(n, data) if ask in user_text(data) else chat("[[4]]")
-    config = config_for(server, files, timeout=0.4, retries=0)
+    config = config_for(server, files, timeout=1.0, retries=0)
     results = judge.run(config, tmp_path / "out")
     assert (results["judged"], results["failed"], results["score"]) == (5, 1, 4.0)
     (failed,) = rows_of(tmp_path / "out" / "failed.jsonl")
