@@ -87,8 +87,6 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     save_tiny(tmp_path / "tiny")
     rows = [json.dumps({"riddle": f"{i} and one", "solution": str(i + 1)}) for i in range(40)]
     (tmp_path / "riddles.jsonl").write_text("\n".join(rows) + "\n")
-    code, out, _ = ffnh(wheel, tmp_path, "train", "--config=mine.py:tiny", "-h")
-    assert code == 0 and re.search(r"losses\.l1\.weight=0\.1 +of the mean outgoing weight", out)
     code, out, error = ffnh(
         wheel, tmp_path, "train", "--config=mine.py:tiny", "--config.data.path=riddles.jsonl",
         "--workdir=mine", "--config.steps=1", "--config.batch_size=2", "--config.seq_len=64",

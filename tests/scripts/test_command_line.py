@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, random_params, run_script
 
+from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.models.stack import unstack
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -54,6 +56,17 @@ def test_help_is_read_in_80_columns(name):
 def test_help_is_of_the_config_that_is_asked_for():
     done = run_script("train", "--config=configs/nucl_finetune.py:some/model,jsonl", "-h")
     assert "--config.model='some/model'" in done.out and "--config.data.task='jsonl'" in done.out
+
+
+def test_help_of_a_config_of_ones_own(tmp_path, monkeypatch):
+    """The file of docs/howto/your-own.md: comments of its own keys are shown beside ours."""
+    page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
+    monkeypatch.setitem(TERMS, "l1", None)  # which the file sets, and is then gone
+    shown = run_script("train", f"--config={tmp_path / 'mine.py'}:some/model", "-h").out
+    assert re.search(r"losses\.l1\.weight=0\.1 +of the mean outgoing weight", shown)
+    assert "--config.losses.nucl.variant=" in shown
+    tasks().pop("riddles")
 
 
 def test_compiled_programs_are_kept_unless_the_flag_says_no(monkeypatch, tmp_path):
