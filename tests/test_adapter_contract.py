@@ -50,7 +50,7 @@ ADAPTER_LEAVES = {
 
 
 def leaves_of(adapter, rng, kernel) -> dict:
-    """Those of the table, else numbers between a half and 1.5 of the sizes that its axes say."""
+    """Leaves of the table, else numbers between a half and 1.5 of the sizes that its axes say."""
     if adapter.name in ADAPTER_LEAVES:
         return ADAPTER_LEAVES[adapter.name](rng, kernel)
     sizes = {"in": kernel.shape[-2], "out": kernel.shape[-1], "rank": 2, "one": 1}

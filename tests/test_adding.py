@@ -61,7 +61,7 @@ def test_a_loss_and_a_probe(copy):
 
 
 def test_a_task(copy):
-    """It trains, and its questions are answered and scored."""
+    """The new task trains, and its questions are answered and scored."""
     rows = [{"riddle": f"what is {i} and one", "solution": str(i + 1)} for i in range(40)]
     (copy / "data" / "riddles").mkdir(parents=True)
     for name in ("train", "validation"):

@@ -66,7 +66,7 @@ class HubStream(Source):
         self._split, self._at = split, math.inf
 
     def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
-        """Those of the rows [start, stop) that there are. To go on is cheap, to go back is not."""
+        """Rows [start, stop), as far as there are. To go on is cheap, to go back is not."""
         if start < self._at:
             self._rows, self._at = iter(self._data), 0
         before, self._at = self._at, math.inf  # begun anew where this is not read to its end

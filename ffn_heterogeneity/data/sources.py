@@ -22,9 +22,8 @@ from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
 from ffn_heterogeneity.wording import first_line
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
-_KINDS = dict.fromkeys(TEXT_SUFFIXES, "text") | {
-    ".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"
-}  # fmt: skip
+_KINDS = dict.fromkeys(TEXT_SUFFIXES, "text")
+_KINDS |= {".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 
 class DataError(ValueError):

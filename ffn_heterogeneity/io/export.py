@@ -226,12 +226,18 @@ def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def transformers_class(output: str | os.PathLike) -> str:
     """The class of transformers that loads all of a directory written here; "": none does."""
-    said = loads_in(output)
-    if "transformers (" in said:
-        return said.partition("(")[2].partition(")")[0]
-    if not said.startswith("loads in: transformers"):
+    path = epath.Path(output) / "config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    native = values.get(NATIVE_KEY, {})
+    if not values or "config" in native or {"block_configs", "per_layer_config"} & set(values):
         return ""
-    return "AutoModelForCausalLM" if "vLLM" in said else "AutoModel"
+    name = str(values["architectures"][0])
+    if name.endswith(classifiers.CLASS):
+        return "AutoModelForSequenceClassification"
+    if ROOT in native:
+        return ""
+    encoder = re.search(r"(?<!LMHead)Model$", name)
+    return "AutoModel" if encoder else "AutoModelForCausalLM"
 
 
 def loads_in(output: str | os.PathLike) -> str:
@@ -240,11 +246,16 @@ def loads_in(output: str | os.PathLike) -> str:
         return "loads in: llama.cpp and what is built on it, this library"
     if not (epath.Path(output) / "config.json").exists():
         return "loads in: PEFT on that base, this library"
+    loaded = {
+        "AutoModelForSequenceClassification": "transformers (AutoModelForSequenceClassification)",
+        "AutoModelForCausalLM": "transformers, vLLM, llama.cpp's converter",
+        "AutoModel": "transformers",
+    }
+    if name := transformers_class(output):
+        return f"loads in: {loaded[name]}, this library"
     values = json.loads((epath.Path(output) / "config.json").read_text())
     if "config" in values.get(NATIVE_KEY, {}):
         return "loads in: this library alone (its config.json cannot say all of the model)"
-    if str(values["architectures"][0]).endswith(classifiers.CLASS):
-        return "loads in: transformers (AutoModelForSequenceClassification), this library"
     if ROOT in values.get(NATIVE_KEY, {}):
         return "loads in: this library; in others without the head (README.md may have its lines)"
     if "block_configs" in values:
@@ -252,14 +263,10 @@ def loads_in(output: str | os.PathLike) -> str:
             "loads in: this library, mlx-lm, llama.cpp's converter (tokenizers of Llama 2 and 3); "
             "vLLM and transformers with NVIDIA's DeciLM code, which is not in it"
         )
-    if "per_layer_config" in values:
-        return (
-            "loads in: this library (FFN widths differ by layer; transformers reads the config and "
-            "refuses the weights: write it padded for it and vLLM, Llama's as .gguf for llama.cpp)"
-        )
-    if re.search(r"(?<!LMHead)Model$", str(values["architectures"][0])):  # an encoder's
-        return "loads in: transformers, this library"
-    return "loads in: transformers, vLLM, llama.cpp's converter, this library"
+    return (
+        "loads in: this library (FFN widths differ by layer; transformers reads the config and "
+        "refuses the weights: write it padded for it and vLLM, Llama's as .gguf for llama.cpp)"
+    )
 
 
 def _specs(rules: list[Rule], leaves: dict[str, np.ndarray]) -> dict[str, Spec]:

@@ -136,8 +136,9 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
         if not fits:
             raise CheckpointError(f"{folder}: the model has no place for {path!r} {leaf.shape}")
         expected = INTEGERS.get(name)
-        if leaf.dtype != expected if expected else leaf.dtype not in FLOATS:
-            wanted = np.dtype(expected).name if expected else "floating"
+        wanted = np.dtype(expected).name if expected else "floating"
+        allowed = (np.dtype(expected),) if expected else FLOATS
+        if leaf.dtype not in allowed:
             raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
         if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")

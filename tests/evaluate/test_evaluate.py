@@ -21,6 +21,7 @@ from tiny_models import (
     torch_nll,
 )
 
+from ffn_heterogeneity.evaluate.inputs import read_token_ids
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.run import run
 
@@ -186,3 +187,12 @@ def test_neither_text_nor_ids(model, tmp_path):
     with pytest.raises(ValueError, match="exactly one of --config.text"):
         run(config_of("perplexity", model=str(model)), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_array_that_claims_more_than_there_is(tmp_path):
+    with (tmp_path / "ids.npy").open("wb") as file:
+        header = {"descr": "<i8", "fortran_order": False, "shape": (10**14,)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(ValueError, match="ids.npy is not a plain .npy array") as bad:
+        read_token_ids(str(tmp_path / "ids.npy"))
+    assert "\n" not in str(bad.value)

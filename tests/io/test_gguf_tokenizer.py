@@ -8,6 +8,7 @@ import inspect
 import json
 import random
 import re
+import struct
 import unicodedata
 
 import pytest
@@ -337,6 +338,15 @@ def test_unknown_kinds_are_refused(change, word):
     with pytest.raises(CheckpointError, match=word) as caught:
         read_tokenizer(file)
     assert "small.gguf" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("alignment", [0, 1, 3, 24, 2**20])
+def test_an_alignment_that_no_file_has(tmp_path, alignment):
+    name = b"general.alignment"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name
+    (tmp_path / "x.gguf").write_bytes(header + struct.pack("<II", 4, alignment) + bytes(64))
+    with pytest.raises(CheckpointError, match=f"general.alignment={alignment}, a power of two"):
+        open_gguf(tmp_path / "x.gguf")
 
 
 # ---- the real files

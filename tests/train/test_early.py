@@ -1,4 +1,4 @@
-"""What a run would trip over later is refused before its model is fetched or read."""
+"""Early refusals: a run that would trip later does so before its model is fetched or read."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def test_one_of_several_held_out_sets(tmp_path):
     config = config_of("p32_glue", f"{NOWHERE},mnli", data__validation_path=paths)
     message = "data.validation_path='none/a.jsonl': no such file"
     assert refused(tmp_path, config, DataError) == message
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("seed", -1), ("seed", 2**63), ("batch_size", 2**31), ("seq_len", 2**40), ("steps", 10**12),
+])  # fmt: skip
+def test_a_number_beyond_any_sense(tmp_path, key, value):
+    config = config_of("nucl_finetune", f"{NOWHERE},text", data__path=__file__)
+    config[key] = value
+    assert f"{key}={value} must be a number from" in refused(tmp_path, config)
 
 
 def test_of_a_stage_that_comes_later(tmp_path):

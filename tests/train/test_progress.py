@@ -1,4 +1,4 @@
-"""What a run says on a terminal while it trains."""
+"""The progress bar of a run on a terminal."""
 
 from __future__ import annotations
 
