@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from etils import epath
 
 from ffn_heterogeneity.bench.run import QUESTIONS
-from ffn_heterogeneity.io.files import read_object
+from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, write_text
 
 INTRODUCTION = """# Benchmarks

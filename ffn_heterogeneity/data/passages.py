@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 PASSAGE_CHARS = 16_384
 
@@ -14,6 +14,20 @@ def passages(text: str, size: int) -> Iterator[tuple[int, int]]:
         end = _passage_end(text, start, size)
         yield start, end
         start = end
+
+
+def streamed(parts: Iterable[str], size: int) -> Iterator[tuple[str, bool, bool]]:
+    """(passage, whether it starts the text, whether it ends it), as `passages` cuts the text that
+    the parts are; no more than a part and a passage of it is held."""
+    rest, starts = "", True
+    for part in parts:
+        rest, at = rest + part, 0
+        while len(rest) - at > size:
+            end = _passage_end(rest, at, size)
+            yield rest[at:end], starts, False
+            at, starts = end, False
+        rest = rest[at:]
+    yield rest, starts, True
 
 
 def _passage_end(text: str, start: int, size: int) -> int:

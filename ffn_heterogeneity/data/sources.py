@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
+from ffn_heterogeneity.io.read import open_regular, parse_json
 from ffn_heterogeneity.wording import first_line
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
@@ -240,15 +240,10 @@ _READERS = {"jsonl": read_jsonl, "csv": read_csv, "parquet": ParquetSource}
 def parse_object(line: str) -> dict[str, Any]:
     """The JSON object that a line is; an error says what else it is."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, brackets in brackets
+        record = parse_json(line, "", DataError, lax=True)
+    except DataError as error:
         shown = line if len(line) <= 60 else line[:57] + "..."
-        why = first_line(error)
-        if isinstance(error, json.JSONDecodeError):
-            why = f"{error.msg} at column {error.colno}"
-        raise DataError(
-            f"not JSON ({why}): {shown!r}; each line must be one JSON object"
-        ) from error
+        raise DataError(f"{error}: {shown!r}; each line must be one JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{type(record).__name__}, but each line must be one JSON object")
     return record
@@ -261,7 +256,8 @@ def read_utf8(path: str) -> str:
       DataError: it does not exist, is empty, or is not UTF-8 (names the byte offset).
     """
     try:
-        data = epath.Path(path).read_bytes()
+        with open_regular(path, DataError) as file:
+            data = file.read()
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     text = decode_utf8(path, data).removeprefix("\ufeff")

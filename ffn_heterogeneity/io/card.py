@@ -15,6 +15,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import loads_in, transformers_class
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import first_line
@@ -147,7 +148,7 @@ def _measured(facts: Mapping[str, Any]) -> list[str]:
 def licence_of(base: str) -> str:
     """The base's own word for its licence: of its card, or of a model that we know; "": unknown."""
     card = Path(base) / CARD
-    if card.is_file() and (found := re.search(r"^license: *(\S+)", card.read_text(), re.M)):
+    if card.is_file() and (found := re.search(r"^license: *(\S+)", read_text(card), re.M)):
         return found[1] if found[1] != "other" else ""
     name = Path(base).name.lower()
     return next((licence for key, licence in _LICENCES.items() if name.startswith(key)), "")

@@ -30,6 +30,7 @@ from ffn_heterogeneity.io import classifiers
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
+from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
 from ffn_heterogeneity.models.families import (
@@ -227,7 +228,7 @@ def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def transformers_class(output: str | os.PathLike) -> str:
     """The class of transformers that loads all of a directory written here; "": none does."""
     path = epath.Path(output) / "config.json"
-    values = json.loads(path.read_text()) if path.exists() else {}
+    values = read_object(path) if path.exists() else {}
     native = values.get(NATIVE_KEY, {})
     if not values or "config" in native or {"block_configs", "per_layer_config"} & set(values):
         return ""
@@ -253,7 +254,7 @@ def loads_in(output: str | os.PathLike) -> str:
     }
     if name := transformers_class(output):
         return f"loads in: {loaded[name]}, this library"
-    values = json.loads((epath.Path(output) / "config.json").read_text())
+    values = read_object(epath.Path(output) / "config.json")
     if "config" in values.get(NATIVE_KEY, {}):
         return "loads in: this library alone (its config.json cannot say all of the model)"
     if ROOT in values.get(NATIVE_KEY, {}):
@@ -318,7 +319,7 @@ def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
     tokenizer.save_pretrained(os.fspath(directory))
     path = directory / "tokenizer_config.json"
     if path.is_file():
-        values = json.loads(path.read_text())
+        values = read_object(path)
         # transformers 5's name of the class; 4 knows only the old one, and 5 knows both.
         if values.get("tokenizer_class") == "TokenizersBackend":
             _write_json(path, values | {"tokenizer_class": "PreTrainedTokenizerFast"})

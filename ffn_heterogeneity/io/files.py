@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.wording import first_line
 
 
@@ -158,38 +158,6 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes `value` as indented JSON, atomically. NaN and infinity are written as strings."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
-
-
-def read_object(path: str | os.PathLike) -> dict[str, Any]:
-    """The JSON object in a file that somebody else wrote.
-
-    Raises:
-      CheckpointError: no UTF-8, no JSON (NaN is none), nested too deep, or no object.
-    """
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
-
-    try:
-        values = json.loads(epath.Path(path).read_text(), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {first_line(error)}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is malformed: it holds a {type(values).__name__}, no object")
-    return values
-
-
-def read_json(path: str | os.PathLike) -> Any:
-    """Reads JSON.
-
-    Raises:
-      ValueError: the file is not JSON; the message names the file and the place.
-    """
-    text = epath.Path(path).read_text()
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
 def once(folder: str | os.PathLike | None, name: str, function: Callable[[], Any]) -> Any:

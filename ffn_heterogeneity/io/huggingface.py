@@ -19,7 +19,7 @@ from ffn_heterogeneity.io import classifiers, safetensors
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
-from ffn_heterogeneity.io.files import read_object
+from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.structure import KEY, read_structure
 from ffn_heterogeneity.models.config import (
     ConfigError,

@@ -16,10 +16,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain, read_json
+from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain
+from ffn_heterogeneity.io.read import parse_json, read_json, read_text
 from ffn_heterogeneity.wording import first_line, spans
 
 BUCKET_SECONDS = 30.0
+# Bytes of a run's file, and steps in it: more than any run's, less than memory's end.
+MAX_BYTES, MAX_STEP = 4 << 30, 1 << 40
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
@@ -178,7 +181,7 @@ def read_metrics(path: str | os.PathLike, *, last_step: int | None = None) -> li
       ValueError: a line other than the last is not JSON with a step.
     """
     path = epath.Path(path)
-    rows = parse_metrics(path.read_text() if path.exists() else "", path)
+    rows = parse_metrics(read_text(path, MAX_BYTES) if path.exists() else "", path)
     return [row for row in rows if last_step is None or row["step"] <= last_step]
 
 
@@ -208,10 +211,11 @@ def missing_steps(
 
 def _row(line: str) -> dict | None:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        row = parse_json(line, "")
+    except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if type(step) is int and 0 <= step < MAX_STEP else None
 
 
 def _write_lines(path: epath.Path, lines: Sequence[str]) -> None:

@@ -20,8 +20,9 @@ import numpy as np
 from ffn_heterogeneity.adapters import FFN_LEAVES, gates
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import atomic_path, read_object, write_json
+from ffn_heterogeneity.io.files import atomic_path, write_json
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
+from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.safetensors import SINGLE, open_file
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import family_by_name

@@ -17,6 +17,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.files import atomic_path, plain, write_json
+from ffn_heterogeneity.io.read import parse_json
 from ffn_heterogeneity.wording import first_line
 
 RESULTS, ROWS = "results.json", "rows.jsonl"
@@ -216,7 +217,7 @@ def read_rows(text: str, source: str) -> list[dict[str, Any]]:
 def _checked(line: str) -> dict[str, Any]:
     if len(line) > MAX_LINE:
         raise ValueError(f"{len(line):,} characters, a row has at most {MAX_LINE:,}")
-    row = json.loads(line)
+    row = parse_json(line, "")
     if not isinstance(row, dict) or not {"what", "value"} <= set(row):
         raise ValueError("no row: it is no object with a 'what' and a 'value'")
     for field, value in row.items():

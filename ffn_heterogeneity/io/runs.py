@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 
 from etils import epath
 
+from ffn_heterogeneity.io.read import MAX_FILE
+from ffn_heterogeneity.io.read import read_text as _read
 from ffn_heterogeneity.io.rows import RESULTS, ROWS
 
 CONFIG, INPUTS, METRICS = "config.json", "inputs.json", "metrics.jsonl"
 SWEEP, SAMPLES = "sweep.json", "samples"
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
-# Files that are read of a run, and how much of one file and of all files of an archive.
+# Files that are read of a run, and how much all files of an archive may hold.
 READ = (CONFIG, INPUTS, RESULTS, ROWS)
-MAX_FILE, MAX_ARCHIVE = 64 << 20, 4 << 30
+MAX_ARCHIVE = 4 << 30
 # Folders of a run that hold no runs.
 _LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", SAMPLES, "tensorboard")
 Texts = dict[str, str]  # file's name -> text
@@ -32,7 +34,7 @@ def read_text(path: str) -> str:
         if found and os.path.isfile(archive + end):
             return _members(archive + end).get(os.path.normpath(member), "")
     place = epath.Path(path)
-    return _text(place) if place.exists() else ""
+    return _read(place, MAX_FILE) if place.exists() else ""
 
 
 def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
@@ -52,7 +54,7 @@ def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
     while places:
         place = places.pop()
         files = {path.name: path for path in place.iterdir()}
-        texts = {name: _text(files[name]) for name in read if name in files}
+        texts = {name: _read(files[name], MAX_FILE) for name in read if name in files}
         if texts:
             yield os.fspath(place), texts
         below = (files[name] for name in sorted(files, reverse=True) if name not in _LEAVES)
@@ -79,22 +81,10 @@ def _read_archive(path: str, written: float) -> Texts:
                 folder, name = os.path.split(member.name)
                 wanted = name in (*READ, METRICS) or os.path.basename(folder) == SAMPLES
                 if wanted and member.isfile():
-                    _check_size(member.size, f"{path}: {member.name}")
+                    if member.size > MAX_FILE:
+                        raise ValueError(f"{path}: {member.name} has {member.size:,} bytes")
                     text = archive.extractfile(member).read().decode()
                     texts[os.path.normpath(member.name)] = text
     except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no archive that can be read: {error}") from None
     return texts
-
-
-def _text(path: epath.Path) -> str:
-    _check_size(path.stat().length, os.fspath(path))
-    try:
-        return path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}") from None
-
-
-def _check_size(size: int, name: str) -> None:
-    if size > MAX_FILE:
-        raise ValueError(f"{name} has {size:,} bytes, more than the {MAX_FILE:,} that are read")

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import read_object
+from ffn_heterogeneity.io.read import parse_json, read_object
 from ffn_heterogeneity.wording import some
 
 INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ def _header(path: Path) -> tuple[dict, int]:
     """({name: entry}, where the data begins) of a whole file."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
+        header = parse_json(file.read(size).decode(), os.fspath(path), CheckpointError)
     header.pop("__metadata__", None)
     return header, 8 + size
 

@@ -11,6 +11,7 @@ from etils import epath
 from orbax.checkpoint.path import atomicity, atomicity_defaults
 
 from ffn_heterogeneity.io.files import walk
+from ffn_heterogeneity.io.read import read_json
 
 MANIFEST = "manifest.json"
 # In a bucket, where nothing can be moved, orbax writes these two after the manifest.
@@ -29,7 +30,7 @@ def temporary_path_class(directory: epath.Path) -> type[atomicity.TemporaryPath]
 def problem(folder: epath.Path) -> str | None:
     """The fault in the files of a sealed folder, or None."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = read_json(folder / MANIFEST)
         sums = {name: (size, checksum) for name, (size, checksum) in manifest.items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"

@@ -19,11 +19,11 @@ from ffn_heterogeneity.io.files import (
     is_bucket,
     lock,
     plain,
-    read_object,
     write_json,
 )
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.read import read_bytes, read_object
 from ffn_heterogeneity.parallel.processes import on_main
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import shell_line
@@ -205,7 +205,7 @@ def _own(path: epath.Path) -> dict[str, Any]:
     """An object that a run wrote."""
     try:
         found = read_object(path)
-    except CheckpointError as error:
+    except (OSError, ValueError) as error:
         raise WorkdirError(f"{error}: put the file back, or use another --workdir") from None
     if not found and path.name == "results.json":
         raise WorkdirError(f"{path} is empty: remove it, and the run goes on")
@@ -303,7 +303,7 @@ def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
 
 def _record_start(path: epath.Path) -> None:
     log = path / "command.txt"
-    lines = log.read_bytes().decode(errors="replace").splitlines() if log.is_file() else []
+    lines = read_bytes(log).decode(errors="replace").splitlines() if log.is_file() else []
     command = resume_command(path)
     if command not in lines:
         with atomic_path(log) as temporary:

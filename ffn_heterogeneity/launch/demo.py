@@ -17,9 +17,10 @@ from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate.connectivity import layer_sums
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.fetch import fetch_model
-from ffn_heterogeneity.io.files import atomic_path, once, read_json
+from ffn_heterogeneity.io.files import atomic_path, once
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import cli

@@ -17,6 +17,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.corpus import corpora, shards
+from ffn_heterogeneity.data.corpus.documents import Chunk, Layout
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.corpus.tokenise import Settings, Tokeniser
 from ffn_heterogeneity.data.corpus.tokenizer_training import (
@@ -114,7 +115,7 @@ def check_config(config: ConfigDict) -> None:
 
 def settings_of(config: ConfigDict) -> Settings:
     """Settings of turning documents into tokens, from the config."""
-    layout = corpora.Layout(
+    layout = Layout(
         text_field=config.text_field,
         separator=config.separator,
         chunk_bytes=max(int(float(config.shard_mb) * 1e6), 1),
@@ -139,7 +140,7 @@ class Training:
 def trained_tokenizer(
     training: Training,
     workdir: Path,
-    chunks: list[corpora.Chunk],
+    chunks: list[Chunk],
     settings: Settings,
     dry_run: bool,
 ) -> Any:
@@ -173,7 +174,7 @@ def trained_tokenizer(
     return load_tokenizer(directory)
 
 
-def estimate(chunks: list[corpora.Chunk], tokenizer: Any, settings: Settings) -> dict[str, Any]:
+def estimate(chunks: list[Chunk], tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """Estimates what a run would make, from a sample of the input; prints it and writes nothing."""
     texts = sample_texts(chunks, settings.layout, SAMPLE_BYTES)
     texts = [text for text in itertools.islice(texts, 10_000) if text.strip()]

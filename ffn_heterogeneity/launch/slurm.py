@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.read import read_json
 
 # Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.workdir import WorkdirError, release_workdir, what_is_computed
 from ffn_heterogeneity.launch.commands import COMMANDS, Command
 from ffn_heterogeneity.parallel.processes import on_main, say

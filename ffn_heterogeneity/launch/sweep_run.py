@@ -15,7 +15,8 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir, working_in
 from ffn_heterogeneity.launch import cli, experiment, slurm
 from ffn_heterogeneity.launch.commands import COMMANDS

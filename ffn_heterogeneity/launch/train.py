@@ -29,10 +29,11 @@ from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
-from ffn_heterogeneity.io.files import plain, read_json
+from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import UNSTARTED, finished, working_in
 from ffn_heterogeneity.parallel import partition

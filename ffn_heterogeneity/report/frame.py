@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from ffn_heterogeneity.io.metrics import parse_metrics
+from ffn_heterogeneity.io.read import parse_object
 from ffn_heterogeneity.io.rows import FIELDS, RESULTS, ROWS, measurement, read_rows, rows_of
 from ffn_heterogeneity.io.runs import (
     ARCHIVES,
@@ -26,6 +26,7 @@ from ffn_heterogeneity.io.runs import (
 )
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
+from ffn_heterogeneity.wording import first_line
 
 if TYPE_CHECKING:
     import pandas
@@ -193,22 +194,19 @@ def units(run: str, spec: str) -> dict[Any, float]:
     """
     name, _, key = spec.partition(":")
     text = read_text(os.path.join(run, name))
-    if name.endswith(".jsonl"):
-        rows = map(json.loads, text.splitlines())
-        return {row["doc_id"]: float(row[key]) for row in rows if key in row}
-    return dict(enumerate(json.loads(text or "{}").get(key, ())))
+    place = os.path.join(run, name)
+    try:
+        if name.endswith(".jsonl"):
+            rows = [parse_object(line, place) for line in text.splitlines()]
+            return {row["doc_id"]: float(row[key]) for row in rows if key in row}
+        return {i: float(x) for i, x in enumerate(parse_object(text or "{}", place).get(key, ()))}
+    except (TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f"{place}: {key} is no number a row ({first_line(error)})") from None
 
 
 def _object(path: str, texts: Texts, name: str) -> dict[str, Any]:
     """The object in a file of JSON; empty where there is no such file."""
-    place = os.path.join(path, name)
-    try:
-        value = json.loads(texts.get(name, "{}"))
-    except ValueError as error:
-        raise ValueError(f"{place} is no JSON: {error}") from None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{place} holds {str(value)[:40]!r} where names and values should be")
-    return dict(value)
+    return parse_object(texts.get(name, "{}"), os.path.join(path, name))
 
 
 def _hashable(value: Any) -> Any:

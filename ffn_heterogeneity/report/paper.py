@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas
 from etils import epath
 
-from ffn_heterogeneity.io.files import read_json
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.report import frame, stats, tables, tidy
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle

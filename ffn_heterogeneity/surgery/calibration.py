@@ -12,6 +12,7 @@ import numpy as np
 from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.read import parse_object
 from ffn_heterogeneity.surgery.own_text import own_rows
 from ffn_heterogeneity.surgery.states import METHODS
 
@@ -89,7 +90,7 @@ def read_rows(model: Model, path: str, tokens: int | None = None) -> list[np.nda
     rows, left, config = [], np.inf if tokens is None else tokens, model.config
     for number, line in enumerate(read_utf8(path).splitlines(), 1):
         try:
-            row = np.asarray(json.loads(line)["tokens"])
+            row = np.asarray(parse_object(line, "the line")["tokens"])
             if row.ndim != 1 or row.dtype.kind != "i" or len(row) < 2:
                 raise ValueError("no list of ids")
         except (ValueError, KeyError, TypeError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ffn_heterogeneity.data.corpus.corpora import Layout
+from ffn_heterogeneity.data.corpus.documents import Layout
 from ffn_heterogeneity.data.corpus.shards import open_corpus
 from ffn_heterogeneity.data.corpus.tokenise import Settings
 
@@ -43,8 +43,11 @@ def documents_of(directory):
     ]
 
 
+KEYS = ("text_field", "separator", "max_tokens")
+
+
 def settings(chunk_bytes=2000, **more):
-    layout = {key: more.pop(key) for key in ("text_field", "separator") if key in more}
+    layout = {key: more.pop(key) for key in KEYS if key in more}
     return Settings(Layout(chunk_bytes=chunk_bytes, **layout), **more)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,9 @@ import pytest
 from prepare_tools import Slow, contents, documents_of, expected, settings, texts
 
 from ffn_heterogeneity.data.corpus import corpora, prepare_workers
-from ffn_heterogeneity.data.corpus.corpora import Layout, find_inputs, plan_chunks, read_chunk
+from ffn_heterogeneity.data.corpus import documents as documents_reader
+from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
+from ffn_heterogeneity.data.corpus.documents import Layout, hub, read_chunk
 from ffn_heterogeneity.data.corpus.prepare import claim, prepare
 from ffn_heterogeneity.data.corpus.shards import open_corpus
 from ffn_heterogeneity.data.corpus.tokenise import Settings
@@ -177,7 +182,9 @@ def pieces_of(paths, **layout):
 
 @pytest.mark.parametrize("size", [1, 7, 100, 1000, 10**9])
 def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypatch):
-    monkeypatch.setattr(corpora, "_BLOCK", 5)  # separators across the ends of what is read at once
+    monkeypatch.setattr(
+        documents_reader, "BLOCK", 5
+    )  # separators across the ends of what is read at once
     documents = texts(30, seed=3)
     lines = [{"text": text} for text in documents]
     chunks, found = pieces_of(write("a.jsonl", lines), chunk_bytes=size)
@@ -207,10 +214,10 @@ def test_blank_lines_lines_and_whole_files(write):
 def test_line_ends_that_hide_the_separator(write):
     path = write("crlf.txt", "one\r\n\r\ntwo\r\n")
     for separator in ("blank_line", "line"):
-        layout = corpora.Layout(separator=separator)
+        layout = Layout(separator=separator)
         chunks = corpora.plan_chunks(corpora.find_inputs(path), layout)
         with pytest.raises(DataError, match="its lines end in CRLF"):
-            [text for chunk in chunks for text in corpora.read_chunk(chunk, layout)]
+            [text for chunk in chunks for text in read_chunk(chunk, layout)]
 
 
 def test_parquet_by_row_groups_and_small_files_share_a_chunk(write, tmp_path):
@@ -273,6 +280,52 @@ def test_bad_input(write, characters, tmp_path, name, content, message, chunk_by
         assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    "row", ['{"text": "x", "b": ' + "[" * 100_000, '{"text": ' + "9" * 5000 + "}"]
+)
+def test_a_mended_command_may_run_in_the_same_directory(write, characters, tmp_path, row):
+    write("a.jsonl", f'{{"text": "x"}}\n{row}\n'.encode())
+    with pytest.raises(DataError, match="a.jsonl, line 2: not JSON"):
+        prepare(str(tmp_path / "a.jsonl"), characters(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write("a.jsonl", b'{"text": "x"}\n')
+    assert prepare(str(tmp_path / "a.jsonl"), characters(), tmp_path / "out")["documents"] == 1
+
+
+def test_a_document_longer_than_memory_streams_and_ends_at_the_limit(characters, tmp_path):
+    with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
+        for _ in range(200):
+            file.write(b"the whale " * 100_000)  # 200 MB in all, 0.4 packed
+    tracemalloc.start()
+    found = prepare(
+        str(tmp_path / "a.txt.gz"), characters(), tmp_path / "out", settings=settings(max_tokens=9)
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found["documents"] == 1 and 9 <= found["tokens"] < 20_000 and peak < 30 << 20
+
+
+def test_a_line_without_end_is_refused_by_its_number(characters, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_reader, "MAX_LINE", 2 << 20)
+    good = json.dumps({"text": "a" * (1 << 20)})
+    (tmp_path / "a.jsonl").write_text(f'{good}\n\n{good}\n{{"text": "{"b" * (3 << 20)}"}}\n')
+    with pytest.raises(DataError, match="a.jsonl, line 4: a line of more than 2 MB"):
+        prepare(str(tmp_path / "a.jsonl"), characters(), tmp_path / "out", settings=settings(10**8))
+
+
+def test_a_long_document_of_spaces_is_an_empty_one(write, characters, tmp_path):
+    path = write("a.jsonl", [{"text": "one"}, {"text": " \n" * 600}, {"text": "two " * 300}])
+    found = prepare(path, characters(), tmp_path / "out", settings=settings(passage_chars=100))
+    assert found["documents"] == 2 and found["empty_documents"] == 1
+    one, two = documents_of(tmp_path / "out")
+    assert one == characters().encode("one", False) + [2]
+    assert two == characters().encode("two " * 300, False) + [2]
+    path = write("b.txt", " " * 1000)
+    with pytest.raises(DataError, match="1 documents, all of them empty"):
+        prepare(path, characters(), tmp_path / "none", settings=settings(passage_chars=100))
+    assert not (tmp_path / "none").exists()
+
+
 def test_inputs_that_lead_nowhere(write, characters, tmp_path):
     file = write("a.txt", "x")
     write("mixed/a.txt", "x")
@@ -326,10 +379,10 @@ def test_hub_data_sets(characters, tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(corpora, "HUB_ROWS", 10)
-    corpora._hub.cache_clear()
+    hub.cache_clear()
     layout = Layout(split="validation", revision="v2")
     manifest = prepare("owner/name:part", characters(), tmp_path, settings=Settings(layout))
-    corpora._hub.cache_clear()
+    hub.cache_clear()
     assert set(asked) == {("owner/name", "part", "validation", "v2")}
     assert len(manifest["shards"]) == 3 and len(documents_of(tmp_path)) == 25
     assert manifest["inputs"][0]["path"] == "owner/name:part[validation]"

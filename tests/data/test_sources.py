@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from ffn_heterogeneity.data import hub
-from ffn_heterogeneity.data.corpus.corpora import Layout, find_inputs, plan_chunks, read_chunk
+from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
+from ffn_heterogeneity.data.corpus.documents import Layout, read_chunk
 from ffn_heterogeneity.data.sources import DataError, open_source
 from ffn_heterogeneity.data.tasks import Fields, get_task, tasks
 

@@ -9,7 +9,8 @@ import pytest
 from prepare_tools import contents, documents_of, expected, settings, texts
 
 from ffn_heterogeneity.data.corpus import corpora
-from ffn_heterogeneity.data.corpus.corpora import Layout
+from ffn_heterogeneity.data.corpus import documents as documents_reader
+from ffn_heterogeneity.data.corpus.documents import Layout
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.corpus.tokenise import Settings
 from ffn_heterogeneity.data.sources import DataError
@@ -47,7 +48,7 @@ def hub(write, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     monkeypatch.setattr(corpora, "HUB_ROWS", 10)
     yield files, begun, known
-    corpora._hub.cache_clear()
+    documents_reader.hub.cache_clear()
 
 
 def of_hub(**limits):
@@ -89,7 +90,7 @@ def test_rows_of_a_stream_are_limited(hub, characters, tmp_path):
 def test_a_stream_that_breaks_is_one_line_and_goes_on(hub, characters, tmp_path, monkeypatch):
     files, begun, _ = hub
     layout = of_hub(max_documents=25)
-    source = corpora._hub("owner/name:part", layout.layout)
+    source = documents_reader.hub("owner/name:part", layout.layout)
     rows = iter(source._data)
 
     def broken():

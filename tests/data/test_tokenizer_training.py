@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ffn_heterogeneity.data.corpus.corpora import Layout, find_inputs, plan_chunks
+from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
+from ffn_heterogeneity.data.corpus.documents import Layout
 from ffn_heterogeneity.data.corpus.shards import tokenizer_facts
 from ffn_heterogeneity.data.corpus.tokenizer_training import (
     sample_texts,

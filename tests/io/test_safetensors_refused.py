@@ -70,7 +70,7 @@ def test_unknown_architecture(saved):
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("{", "not valid JSON"), ("[]", "malformed"), ('{"model_type": "llama"}', "hidden_size")],
+    [("{", "not JSON"), ("[]", "malformed"), ('{"model_type": "llama"}', "hidden_size")],
 )
 def test_damaged_config(saved, text, word):
     (saved[0] / "config.json").write_text(text)

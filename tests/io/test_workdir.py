@@ -151,9 +151,9 @@ def test_a_config_of_something_else_than_data_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("config.json", "[]", "config.json is malformed: it holds a list"),
-    ("config.json", '{"a": ' * 100_000, "config.json is not valid JSON"),
-    ("config.json", '{"steps": ' + "9" * 5000 + "}", "config.json is not valid JSON"),
-    ("config.json", "\xff", "config.json is not valid JSON"),
+    ("config.json", '{"a": ' * 100_000, "config.json: not JSON"),
+    ("config.json", '{"steps": ' + "9" * 5000 + "}", "config.json: not JSON"),
+    ("config.json", "\xff", "config.json is no text"),
     ("inputs.json", "7", "inputs.json is malformed: it holds a int"),
     ("results.json", "[]", "results.json is malformed: it holds a list"),
     ("results.json", "{}", "results.json is empty: remove it"),

@@ -16,8 +16,8 @@ import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, free_address, random_params
 
 from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.files import read_json
 from ffn_heterogeneity.io.metrics import read_metrics
+from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.parallel.placement import local_rows

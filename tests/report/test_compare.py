@@ -229,9 +229,9 @@ def test_panels(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("results.json", "{", "results.json is no JSON"),
-        ("results.json", "[1]", r"results.json holds '\[1\]' where names"),
-        ("config.json", "3", "config.json holds '3'"),
+        ("results.json", "{", "results.json: not JSON"),
+        ("results.json", "[1]", "results.json is malformed: it holds a list"),
+        ("config.json", "3", "config.json is malformed: it holds a int"),
         ("metrics.jsonl", '{"st\n{"step": 1}\n', "metrics.jsonl, line 1 is not JSON"),
         ("metrics.jsonl", '{"step": 1}\n{"loss": 2}\n7\n', 'line 2 .*step: {"loss": 2}'),
     ],

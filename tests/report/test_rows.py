@@ -305,7 +305,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"bad.tar.xz is no archive"):
         fh.results(tmp_path / "bad.tar.xz")
     (tmp_path / "results.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="names and values"):
+    with pytest.raises(ValueError, match="malformed: it holds a list"):
         fh.results(tmp_path)
     monkeypatch.setattr(run_files, "MAX_FILE", 3)
     with pytest.raises(ValueError, match="more than the 3"):

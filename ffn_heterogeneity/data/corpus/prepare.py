@@ -21,10 +21,12 @@ import numpy as np
 import tqdm
 
 from ffn_heterogeneity.data.corpus import corpora, shards
+from ffn_heterogeneity.data.corpus.documents import Chunk, Layout
 from ffn_heterogeneity.data.corpus.prepare_workers import Pool, open_pool
 from ffn_heterogeneity.data.corpus.tokenise import PROGRESS, Settings, Tokeniser, note, shard_name
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import read_json, write_json
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.read import read_json
 
 PLAN = "plan.json"
 
@@ -206,7 +208,7 @@ def _whole(directory: Path, entry: Mapping[str, Any], dtype: np.dtype, verify: b
 
 
 def up_to_limits(
-    chunks: Sequence[corpora.Chunk], done: Mapping[str, dict], layout: corpora.Layout
+    chunks: Sequence[Chunk], done: Mapping[str, dict], layout: Layout
 ) -> list[dict[str, Any]] | None:
     """The entries of the first shards that reach a limit, or of all; None: some are not made."""
     entries, sums = [], {"documents": 0, "tokens": 0}
@@ -222,7 +224,7 @@ def up_to_limits(
 
 
 def _run(
-    pool: Pool, chunks: Sequence[corpora.Chunk], done: dict, layout: corpora.Layout, ahead: int
+    pool: Pool, chunks: Sequence[Chunk], done: dict, layout: Layout, ahead: int
 ) -> list[dict[str, Any]]:
     """Makes shards, and adds them to `done`, until `up_to_limits` has them; a progress bar of
     input bytes, with tokens/s. `ahead`: chunks that are waiting or at work."""

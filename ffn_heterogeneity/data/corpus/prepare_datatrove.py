@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ffn_heterogeneity.data.corpus import corpora, shards
+from ffn_heterogeneity.data.corpus.documents import Chunk, DocumentPart, Layout, read_chunk
 from ffn_heterogeneity.data.corpus.prepare import PLAN, claim, finish, make_plan, release
 from ffn_heterogeneity.data.corpus.tokenise import (
     PROGRESS,
@@ -28,7 +29,7 @@ from ffn_heterogeneity.data.corpus.tokenise import (
     write_shard,
 )
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import read_json
+from ffn_heterogeneity.io.read import read_json
 
 try:
     from datatrove.data import Document
@@ -50,7 +51,7 @@ class ChunkReader(PipelineStep):
 
     type, name = "READER", "chunks"
 
-    def __init__(self, chunks: Sequence[corpora.Chunk], layout: corpora.Layout, directory: Path):
+    def __init__(self, chunks: Sequence[Chunk], layout: Layout, directory: Path):
         super().__init__()
         self.chunks, self.layout, self.directory = chunks, layout, directory
         self.tasks = len(chunks)
@@ -59,7 +60,7 @@ class ChunkReader(PipelineStep):
         for chunk in self.chunks[rank::world_size]:
             if note(self.directory, shard_name(chunk.number)).exists():
                 continue
-            for number, text in enumerate(corpora.read_chunk(chunk, self.layout)):
+            for number, text in enumerate(read_chunk(chunk, self.layout)):
                 metadata = {"chunk": chunk.number}
                 yield Document(text=text, id=f"{chunk.number}/{number}", metadata=metadata)
 
@@ -80,8 +81,8 @@ class TokenShards(PipelineStep):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Passes nothing on: it is the last step."""
         for number, documents in itertools.groupby(data or (), lambda d: d.metadata["chunk"]):
-            texts = (document.text for document in documents)
-            entry = write_shard(shard_name(number), texts, self.tokeniser, self.directory)
+            parts = (DocumentPart(document.text) for document in documents)
+            entry = write_shard(shard_name(number), parts, self.tokeniser, self.directory)
             self.stat_update("tokens", value=entry["tokens"])
         # Chunks of which a filter left nothing.
         for number in range(rank, self.chunks, world_size):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ffn_heterogeneity.data.corpus import corpora
+from ffn_heterogeneity.data.corpus.documents import Chunk, read_parts
 from ffn_heterogeneity.data.corpus.tokenise import Tokeniser, shard_name, write_shard
 
 # Of a process that `open_pool` started: what it makes shards with.
@@ -31,10 +31,10 @@ class Worker:
         self.counters = counters
         self.tick: Callable[[], None] | None = None
 
-    def __call__(self, chunk: corpora.Chunk) -> dict[str, Any]:
-        texts = corpora.read_chunk(chunk, self._tokeniser.settings.layout)
+    def __call__(self, chunk: Chunk) -> dict[str, Any]:
+        parts = read_parts(chunk, self._tokeniser.settings.layout)
         name = shard_name(chunk.number)
-        return write_shard(name, texts, self._tokeniser, self._directory, chunk.size, self._report)
+        return write_shard(name, parts, self._tokeniser, self._directory, chunk.size, self._report)
 
     def _report(self, size: int, tokens: int) -> None:
         with getattr(self.counters, "get_lock", contextlib.nullcontext)():
@@ -65,7 +65,7 @@ class Pool:
         future.set_result(function(*args))
         return future
 
-    def tokenise(self, chunk: corpora.Chunk, tick: Callable[[], None]) -> concurrent.futures.Future:
+    def tokenise(self, chunk: Chunk, tick: Callable[[], None]) -> concurrent.futures.Future:
         """A chunk to its shard's entry; `tick` is called now and then if that is done here."""
         if self._executor is not None:
             return self._executor.submit(_tokenise, chunk)
@@ -108,5 +108,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenise(chunk: corpora.Chunk) -> dict[str, Any]:
+def _tokenise(chunk: Chunk) -> dict[str, Any]:
     return _STARTED[0](chunk)

@@ -27,7 +27,8 @@ import tqdm
 
 from ffn_heterogeneity.data.packing import encode
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import atomic_path, read_json
+from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.read import read_json
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "token shards", 1
@@ -98,7 +99,9 @@ class ShardWriter:
         self._directory, self.name, self._dtype = Path(directory), name, dtype
         self._stack = contextlib.ExitStack()
         self._hash, self._offsets = hashlib.sha256(), [0]
+        self._before = self._hash.copy()  # of the documents that have ended
         self._file: Any = None
+        self.tokens = 0
 
     def __enter__(self) -> ShardWriter:
         self._stack.__enter__()
@@ -111,19 +114,39 @@ class ShardWriter:
 
     def add(self, ids: Sequence[int]) -> None:
         """One document, not empty."""
+        self.extend(ids)
+        self.end()
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """More of the document that `end` ends."""
         if self._file is None:
             path = self._stack.enter_context(atomic_path(_path(self._directory, self.name, 0)))
             self._file = path.open("wb")
         data = np.asarray(ids, np.int64).astype(self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
-        self._offsets.append(self._offsets[-1] + len(ids))
+        self.tokens += len(ids)
+
+    def end(self, least: int = 1) -> bool:
+        """Ends a document; one of fewer than `least` tokens is dropped, and the answer False."""
+        if kept := self.tokens - self._offsets[-1] >= least:
+            self._offsets.append(self.tokens)
+            self._before = self._hash.copy()
+        elif self._file is not None:
+            self.tokens, self._hash = self._offsets[-1], self._before.copy()
+            self._file.seek(self.tokens * self._dtype.itemsize)
+            self._file.truncate()
+        return kept
 
     def close(self) -> dict[str, Any]:
         """Moves the files; returns the shard's entry in the manifest."""
-        entry = {"name": self.name, "tokens": self._offsets[-1]}
-        entry["documents"] = len(self._offsets) - 1
+        entry = {"name": self.name, "tokens": self.tokens, "documents": len(self._offsets) - 1}
         if self._file is None:
+            return entry
+        if not self.tokens:  # all that was begun was dropped
+            self._file.close()
+            self._stack.close()
+            _path(self._directory, self.name, 0).unlink()
             return entry
         offsets = np.asarray(self._offsets, _OFFSETS).tobytes()
         with atomic_path(_path(self._directory, self.name, 1)) as path:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ffn_heterogeneity.data.corpus import corpora, shards
+from ffn_heterogeneity.data.corpus import shards
+from ffn_heterogeneity.data.corpus.documents import DocumentPart, Layout
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
+from ffn_heterogeneity.data.passages import PASSAGE_CHARS, streamed
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Example
 from ffn_heterogeneity.io.files import write_json
@@ -36,7 +38,7 @@ class Settings:
         blank lines, lines or spaces, which bounds memory and time.
     """
 
-    layout: corpora.Layout = corpora.Layout()
+    layout: Layout = Layout()
     eos: bool = True
     passage_chars: int = PASSAGE_CHARS
 
@@ -52,43 +54,27 @@ class Tokeniser:
         self.end = [] if self.encoder.eos_id is None else [self.encoder.eos_id]
         self.dtype = shards.token_dtype(shards.vocab_size(tokenizer))
 
-    def encode(self, texts: Sequence[str], report: Report = _nothing) -> list[list[int]]:
-        """Ids of each text; `report` is told the characters and tokens done, now and then."""
-        limit = self.settings.passage_chars
-        short = [text for text in texts if len(text) <= limit]
-        found = self._batch(short)
-        report(sum(map(len, short)), sum(map(len, found)))
-        encoded, ids = [], iter(found)
-        for text in texts:
-            if len(text) <= limit:
-                encoded.append(next(ids) + self.end)
-            else:
-                encoded.append(self._long(text, report))
-        return encoded
-
-    def _batch(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each of some short documents."""
         tokenizer: Any = self.tokenizer
         if not callable(tokenizer):
-            return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        options = {"return_attention_mask": False, "verbose": False}
-        encoded: Any = tokenizer(texts, add_special_tokens=False, **options)
-        return encoded["input_ids"]
+            found = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        else:
+            options = {"return_attention_mask": False, "verbose": False}
+            encoded: Any = tokenizer(texts, add_special_tokens=False, **options)
+            found = encoded["input_ids"]
+        return [ids + self.end for ids in found]
 
-    def _long(self, text: str, report: Report) -> list[int]:
-        found = []
-        for start, stop in passages(text, self.settings.passage_chars):
-            example = Example("", text[start:stop], start == 0, stop == len(text))
-            ids, _ = self.encoder.ids(example)
-            found += ids
-            report(stop - start, len(ids))
-        return found
+    def encode_long(self, parts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+        """(text, ids) of the passages of a document."""
+        for text, starts, ends in streamed(parts, self.settings.passage_chars):
+            ids, _ = self.encoder.ids(Example("", text, starts, ends))
+            yield text, ids
 
 
 def write_shard(
     name: str,
-    texts: Iterable[str],
+    parts: Iterable[DocumentPart],
     tokeniser: Tokeniser,
     directory: Path,
     size: int = 0,
@@ -96,11 +82,14 @@ def write_shard(
 ) -> dict[str, Any]:
     """Writes a shard; returns its entry, with the number of `empty` documents left out.
 
+    No more is read once there are the layout's `max_tokens`: a long document ends there.
+
     Args:
       size: bytes of the input, about.
       report: told how many of those, and how many tokens, are done, now and then.
     """
     empty, left = 0, size
+    limit = tokeniser.settings.layout.max_tokens or sys.maxsize
 
     def bounded(done: int, tokens: int) -> None:
         nonlocal left
@@ -109,18 +98,42 @@ def write_shard(
         report(done, tokens)
 
     with shards.ShardWriter(directory, name, tokeniser.dtype) as writer:
-        for batch in _batches(texts):
-            full = [text for text in batch if text.strip()]
-            empty += len(batch) - len(full)
-            for ids in tokeniser.encode(full, bounded):
-                if len(ids) > len(tokeniser.end):
-                    writer.add(ids)
-                else:  # the tokenizer keeps nothing of it
-                    empty += 1
+        for batch in _batches(parts, tokeniser.settings.passage_chars):
+            add = _add if isinstance(batch, list) else _add_long
+            empty += add(batch, tokeniser, writer, bounded)
+            if writer.tokens >= limit:
+                break
         entry = writer.close() | {"empty": empty}
     write_json(note(directory, name), entry)
     report(left, 0)
     return entry
+
+
+def _add(texts: list[str], tokeniser: Tokeniser, writer: shards.ShardWriter, report: Report) -> int:
+    """Writes short documents; returns how many of them were empty."""
+    before, empty = writer.tokens, 0
+    full = [text for text in texts if text.strip()]
+    for ids in tokeniser.encode(full) if full else ():
+        if len(ids) > len(tokeniser.end):
+            writer.add(ids)
+        else:  # the tokenizer keeps nothing of it
+            empty += 1
+    report(sum(map(len, texts)), writer.tokens - before)
+    return len(texts) - len(full) + empty
+
+
+def _add_long(
+    parts: Iterator[str], tokeniser: Tokeniser, writer: shards.ShardWriter, report: Report
+) -> int:
+    """Writes a long document up to the limit of tokens; returns 1 where it is empty."""
+    limit, full = tokeniser.settings.layout.max_tokens or sys.maxsize, False
+    for text, ids in tokeniser.encode_long(parts):
+        full = full or bool(text.strip())
+        writer.extend(ids)
+        report(len(text), len(ids))
+        if writer.tokens >= limit:
+            break
+    return not writer.end(len(tokeniser.end) + 1 if full else sys.maxsize)
 
 
 def note(directory: Path, name: str) -> Path:
@@ -133,13 +146,27 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}"
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARS:
+def _batches(parts: Iterable[DocumentPart], limit: int) -> Iterator[list[str] | Iterator[str]]:
+    """Lists of documents of at most `limit` characters; of each longer one an iterator of parts,
+    to be read to its end, or the last."""
+    parts, batch, size = iter(parts), [], 0
+    for part in parts:
+        if part.ends and len(part.text) <= limit:
+            batch.append(part.text)
+            size += len(part.text)
+            if size < BATCH_CHARS:
+                continue
+        if batch:
             yield batch
             batch, size = [], 0
+        if not part.ends or len(part.text) > limit:
+            yield _document(part, parts)
     if batch:
         yield batch
+
+
+def _document(part: DocumentPart, more: Iterator[DocumentPart]) -> Iterator[str]:
+    yield part.text
+    while not part.ends:
+        part = next(more)
+        yield part.text

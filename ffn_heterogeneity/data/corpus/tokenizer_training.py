@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.data.corpus import corpora
+from ffn_heterogeneity.data.corpus.documents import Chunk, Layout, read_parts
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.io.files import atomic_path, read_json, write_json
+from ffn_heterogeneity.io.files import atomic_path, write_json
+from ffn_heterogeneity.io.read import read_json
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SPECIAL = (BOS, EOS, PAD)  # ids 0, 1, 2
@@ -88,16 +89,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 
     )
 
 
-def sample_texts(
-    chunks: Sequence[corpora.Chunk], layout: corpora.Layout, max_bytes: int
-) -> Iterator[str]:
-    """The documents of evenly spread chunks, `max_bytes` of UTF-8 at most: the last one is cut."""
+def sample_texts(chunks: Sequence[Chunk], layout: Layout, max_bytes: int) -> Iterator[str]:
+    """The documents of evenly spread chunks, long ones in parts, `max_bytes` of UTF-8 at most: the
+    last one is cut."""
     total = sum(chunk.size for chunk in chunks)
     count = min(max(1, round(len(chunks) * max_bytes / total)), len(chunks))
     last = count if layout.stream else len(chunks)  # a stream has to be read up to there
     left = max_bytes
     for number in np.linspace(0, last - 1, count).astype(int):
-        for text in corpora.read_chunk(chunks[number], layout):
+        for text, _ in read_parts(chunks[number], layout):
             if left <= 0:
                 return
             # A character has a byte at least: no more of a long document is looked at.

@@ -13,6 +13,8 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
+from ffn_heterogeneity.io.read import parse_json
+
 # Worth another try: the server is busy, or a gateway before it failed.
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 LONGEST_WAIT = 120.0  # seconds, whatever the server asks for
@@ -198,8 +200,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _text_of(body: str) -> str:
     """The content of the first choice."""
     try:
-        text = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        text = parse_json(body, "", lax=True)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError) as error:
         kind = "no JSON" if isinstance(error, ValueError) else "no chat completion"
         raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN], True) from None
     if not isinstance(text, str) or not text.strip():

@@ -1,0 +1,259 @@
+"""The documents of a chunk of a corpus: text in blocks, JSONL line by line, parquet and the hub's
+data sets row group by row group, so that a document of text may be longer than memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import functools
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ffn_heterogeneity.data.hub import HubSource, HubStream
+from ffn_heterogeneity.data.sources import DataError, decode_utf8, is_saved, parse_object
+from ffn_heterogeneity.data.tasks.base import text_of
+from ffn_heterogeneity.wording import first_line
+
+SEPARATORS = {"blank_line": b"\n\n", "line": b"\n"}
+MAX_LINE = 64 << 20  # bytes of a line of JSONL
+BLOCK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The form of a document, and the size of a chunk.
+
+    Attributes:
+      text_field: of JSONL, parquet and hub records.
+      separator: of text files: "" (a file is a document), "blank_line", "line", or the very text
+        that stands between documents ("<|endoftext|>").
+      chunk_bytes: input bytes of a chunk, about.
+      split, revision: of a hub data set.
+      stream: hub data sets are read as they come and not stored.
+      max_documents, max_tokens: no more shards are made once there are so many (0: all); nor are
+        more rows of a hub data set read.
+    """
+
+    text_field: str = "text"
+    separator: str = ""
+    chunk_bytes: int = 64 << 20
+    split: str = "train"
+    revision: str | None = None
+    stream: bool = False
+    max_documents: int = 0
+    max_tokens: int = 0
+
+    @property
+    def breaks(self) -> bytes:
+        """The separator as it stands in a file."""
+        return SEPARATORS.get(self.separator, self.separator.encode())
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a file, or its row groups, or rows of a hub data set."""
+
+    path: str
+    kind: str
+    start: int
+    stop: int
+    size: int  # in bytes of input, about
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The documents of one shard."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+class DocumentPart(NamedTuple):
+    """A document, or some of one that is long; `ends` where it is the last of it."""
+
+    text: str
+    ends: bool = True
+
+
+def read_chunk(chunk: Chunk, layout: Layout) -> Iterator[str]:
+    """The documents of a chunk, in order; empty ones too. Raises as `read_parts`."""
+    whole = ""
+    for text, ends in read_parts(chunk, layout):
+        whole += text
+        if ends:
+            yield whole
+            whole = ""
+
+
+def read_parts(chunk: Chunk, layout: Layout) -> Iterator[DocumentPart]:
+    """The documents of a chunk, in order; empty ones too, and of text long ones in parts.
+
+    Raises:
+      DataError: not UTF-8 (the byte), not JSON or without the field (line or row), half a
+        surrogate pair, which no tokenizer takes.
+    """
+    for piece in chunk.pieces:
+        yield from READERS[piece.kind](piece, layout)
+
+
+@functools.lru_cache(maxsize=2)  # a worker reads many pieces of one data set
+def hub(path: str, layout: Layout) -> HubSource | HubStream:
+    kind = HubStream if layout.stream and not is_saved(path) else HubSource
+    return kind(path, layout.split, layout.revision)
+
+
+def open_parquet(path: str) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path, memory_map=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from error
+
+
+def _read_text(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
+    breaks, lines = layout.breaks.decode(), layout.separator in SEPARATORS
+    # Of the document that is being read: what was not given yet, and whether some was.
+    held, given, edge = "", False, ""
+    for text in _decoded(piece):
+        if lines and "\r\n" in edge + text:
+            raise DataError(
+                f"{piece.path}: its lines end in CRLF, so separator={layout.separator!r} would not "
+                "be found: write it with LF line ends first"
+            )
+        edge = text[-1:]
+        *whole, held = (held + text).split(breaks) if breaks else [held + text]
+        for document in whole:
+            # A run of blank lines is one separator.
+            yield DocumentPart(_stripped(document, given, True) if lines else document)
+            given = False
+        if len(held) > BLOCK:
+            # What may be the begin of a separator, or is to be stripped, stays.
+            stop = len(held.rstrip("\n")) if lines else max(len(held) - len(breaks or " ") + 1, 0)
+            part, held = held[:stop], held[stop:]
+            part = _stripped(part, given, False) if lines else part
+            given = given or bool(part)
+            yield DocumentPart(part, False)
+    yield DocumentPart(_stripped(held, given, True) if lines else held)
+
+
+def _stripped(text: str, given: bool, ends: bool) -> str:
+    """Without the line ends at its begin, and at its end."""
+    text = text if given else text.lstrip("\n")
+    return text.rstrip("\n") if ends else text
+
+
+def _decoded(piece: Piece) -> Iterator[str]:
+    """The text of a piece, a block at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for offset in range(piece.start, piece.stop, BLOCK):
+        data = read_range(piece.path, offset, min(BLOCK, piece.stop - offset))
+        try:
+            text = decoder.decode(data, offset + len(data) >= piece.stop)
+        except UnicodeDecodeError as error:  # of these bytes, and some that were left before
+            begin = offset + len(data) - len(error.object)
+            text = decode_utf8(piece.path, error.object, begin)  # says which byte
+        yield text if offset else text.removeprefix("\ufeff")
+
+
+def _read_jsonl(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
+    offset = piece.start
+    for line in _lines(piece):
+        text = decode_utf8(piece.path, line[: MAX_LINE + 1], offset)
+        text = text if offset else text.removeprefix("\ufeff")
+        try:
+            if len(line) > MAX_LINE:
+                raise DataError(f"a line of more than {MAX_LINE >> 20} MB is not read")
+            if text.strip():
+                yield DocumentPart(text_of(parse_object(text), layout.text_field))
+        except DataError as error:
+            raise DataError(f"{piece.path}, line {_line(piece.path, offset)}: {error}") from error
+        offset += len(line) + 1
+
+
+def _lines(piece: Piece) -> Iterator[bytes]:
+    """The lines of a piece without their ends; of one that is too long the begin, as the last."""
+    rest = b""
+    for start in range(piece.start, piece.stop, BLOCK):
+        block = rest + read_range(piece.path, start, min(BLOCK, piece.stop - start))
+        *whole, rest = block.split(b"\n")
+        yield from whole
+        if len(rest) > MAX_LINE:
+            break
+    yield rest
+
+
+def _line(path: str, offset: int) -> int:
+    """The number of the line at an offset."""
+    starts = range(0, offset, BLOCK)
+    blocks = (read_range(path, start, min(BLOCK, offset - start)) for start in starts)
+    return 1 + sum(block.count(b"\n") for block in blocks)
+
+
+def _read_parquet(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
+    file = open_parquet(piece.path)
+    before = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+    groups = list(range(piece.start, piece.stop))
+    for batch in file.iter_batches(row_groups=groups, columns=[layout.text_field]):
+        for value in batch.column(0).to_pylist():
+            before += 1
+            record = {layout.text_field: value}
+            yield DocumentPart(_text(record, layout.text_field, f"{piece.path}, row {before}"))
+
+
+def _read_hub(piece: Piece, layout: Layout) -> Iterator[DocumentPart]:
+    source = hub(piece.path, layout)
+    for number, row in enumerate(source.read(piece.start, piece.stop), piece.start):
+        yield DocumentPart(_text(row, layout.text_field, source.where(number)))
+
+
+def size_of(path: str) -> int:
+    """Bytes of the file's content: a packed one is read through."""
+    if not path.endswith(".gz"):
+        return Path(path).stat().st_size
+    read_range(path, sys.maxsize, 0)
+    return _opened(path, Path(path).stat().st_mtime_ns).tell()
+
+
+def _text(record: Mapping[str, Any], field: str, where: str) -> str:
+    try:
+        return text_of(record, field)
+    except DataError as error:
+        raise DataError(f"{where}: {error}; set text_field") from error
+
+
+def read_range(path: str, start: int, size: int) -> bytes:
+    """Bytes of a file's content.
+
+    It stays open: in a packed one to go on is cheap, to go back is not.
+    """
+    try:
+        file = _opened(path, Path(path).stat().st_mtime_ns)
+        file.seek(start)
+        return file.read(size)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not a readable .gz file ({first_line(error)})") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: str, changed: int) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+READERS = {
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "hub": _read_hub,
+}
