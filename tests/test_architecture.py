@@ -22,7 +22,7 @@ ORDER = (
 ALONE = {"data": set(), "report": {"io"}, "adapters": set(), "papers": {"report"}}
 ONLY_FOR = {"papers": "papers"}  # a room that no other imports: the command joins it to reports
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.
-SHARED = {"paths", "wording", "io.files", "io.errors", "io.read"}
+SHARED = {"paths", "wording", "io.files", "io.errors", "io.read", "io.child"}
 # Longer than files (390 lines) and functions (60) may be: none may be added.
 TO_BE_CUT: set[str] = set()
 

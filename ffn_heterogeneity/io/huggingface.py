@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io import classifiers, safetensors
+from ffn_heterogeneity.io import classifiers, safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
@@ -30,15 +30,6 @@ from ffn_heterogeneity.models.config import (
 from ffn_heterogeneity.models.families import Family, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template*",
-)
 _HUB_PATTERNS = [
     "config.json",
     "generation_config.json",
@@ -46,7 +37,7 @@ _HUB_PATTERNS = [
     "model-*.safetensors",
     safetensors.INDEX,
     "structure/*",
-    *TOKENIZER_FILES,
+    *tokenizer_files.FILES,
 ]
 
 
@@ -148,40 +139,6 @@ def stored_tensors(directory: str | os.PathLike, family: Family) -> dict[str, St
         what = f"{len(left_out)} tensors of pre-training heads"
         print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
     return tensors
-
-
-def read_tokenizer(directory: str | os.PathLike) -> Any:
-    """The directory's tokenizer (`transformers.PreTrainedTokenizerFast`); None if it has none.
-
-    tokenizer.json is read by the `tokenizers` library, without torch. A directory with only a
-    SentencePiece or vocabulary file goes through transformers' converters (which import torch).
-    Code that a directory brings along (`auto_map`) is never run, and nobody is asked whether to.
-
-    Raises:
-      CheckpointError: transformers cannot read the files, or not without such code.
-    """
-    directory = Path(directory)
-    if (directory / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(directory)
-        except Exception as error:  # the tokenizers library raises nothing more special
-            raise CheckpointError(
-                f"{directory}: the tokenizer cannot be read ({first_line(error)}): fetch it again"
-            ) from None
-    if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        except ValueError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(
-                f"{directory}: no tokenizer can be read ({reason}); code in a model's directory is "
-                "never run: save the tokenizer as tokenizer.json where you trust it"
-            ) from None
-    return None
 
 
 def download(

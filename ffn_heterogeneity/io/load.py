@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.adapters import leaf_axes
-from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, peft
+from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, peft, tokenizer_files
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.io.files import check_opens, copy_tree, is_bucket
@@ -131,7 +131,7 @@ def load_model(
         params = peft.read_adapters(path, base.config, base.params)
         return dataclasses.replace(base, params=params, source=f"{path} on {base.source}")
     config, params = huggingface.read_pretrained(path, **options)
-    return Model(config, params, huggingface.read_tokenizer(path), source)
+    return Model(config, params, tokenizer_files.read_tokenizer(path), source)
 
 
 def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> ModelConfig:
@@ -180,11 +180,11 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
     Raises:
       CheckpointError: as `load_model`; or there is no tokenizer.
     """
-    _, path = _find(spec, revision, only=huggingface.TOKENIZER_FILES)
+    _, path = _find(spec, revision, only=tokenizer_files.FILES)
     if _is_file(path):
         found = gguf_tokenizer.read_tokenizer(gguf_file.open_gguf(path))
     else:
-        found = huggingface.read_tokenizer(path)
+        found = tokenizer_files.read_tokenizer(path)
     if found is None and peft.is_adapter(path):
         return load_tokenizer(peft.base_of(path))
     if found is None:

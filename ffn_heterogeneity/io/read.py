@@ -55,11 +55,14 @@ def read_bytes(
       FileNotFoundError: there is none.
       error: see `open_regular`; more than `limit` bytes.
     """
+    parts, size = [], 0
     with open_regular(path, error) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise error(f"{os.fspath(path)} has more than the {limit:,} bytes that are read")
-    return data
+        # A size may be a lie, as in /proc; what is asked for at once is taken from memory at once.
+        while part := file.read(1 << 16):
+            parts.append(part)
+            if (size := size + len(part)) > limit:
+                raise error(f"{os.fspath(path)} has more than the {limit:,} bytes that are read")
+    return b"".join(parts)
 
 
 def read_text(

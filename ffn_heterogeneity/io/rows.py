@@ -189,13 +189,30 @@ def _is_end(values: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_int(values: Mapping[str, Any], name: str) -> bool:
-    return isinstance(values.get(name), int) and not isinstance(values[name], bool)
+    return is_count(values.get(name))
+
+
+def is_count(value: Any) -> bool:
+    """True of what int64 holds: frames can hold no more."""
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return _NOT_FINITE.get(value)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def read_results(results: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
+    """The measurements of a results.json that somebody else wrote.
+
+    Raises:
+      ValueError: it is not of the form that any command writes; names the file.
+    """
+    try:
+        return [_check_row(row) for row in rows_of(results)]
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{source} is damaged: {first_line(error)}") from None
 
 
 def read_rows(text: str, source: str) -> list[dict[str, Any]]:
@@ -220,13 +237,18 @@ def _checked(line: str) -> dict[str, Any]:
     row = parse_json(line, "")
     if not isinstance(row, dict) or not {"what", "value"} <= set(row):
         raise ValueError("no row: it is no object with a 'what' and a 'value'")
+    return _check_row(row)
+
+
+def _check_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, its numbers as numbers; raises ValueError where a field is of another type."""
     for field, value in row.items():
         if field not in FIELDS:
             raise ValueError(f"a row has no field {field!r:.40}: there are {', '.join(FIELDS)}")
         if FIELDS[field] is float:
             row[field] = value = _number(value)
-        elif FIELDS[field] is int and isinstance(value, bool):
+        elif FIELDS[field] is int and not is_count(value):
             value = None
         if not isinstance(value, (int, float) if FIELDS[field] is float else FIELDS[field]):
-            raise ValueError(f"field {field!r} is no {FIELDS[field].__name__}: {value!r:.40}")
+            raise ValueError(f"field {field!r} is no {FIELDS[field].__name__}: {row[field]!r:.40}")
     return row

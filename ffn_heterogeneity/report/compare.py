@@ -15,7 +15,6 @@ from ffn_heterogeneity.report.frame import SETTINGS, everything
 from ffn_heterogeneity.report.stats import middle
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
 from ffn_heterogeneity.report.tidy import Frame, last, plain, progress, spread, text_of
-from ffn_heterogeneity.wording import spans
 
 FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
@@ -156,14 +155,19 @@ def notes_of(runs: Runs) -> Iterator[str]:
     for (label, what), its in bad.groupby(["label", "what"], sort=False):
         yield f"{label}: {what} is not finite, first at step {its['step'].min()}"
     for (label, run), its in runs.curves.groupby(["label", "run"], sort=False):
-        if lost := _lost(its):
-            yield f"{label}: {run}/metrics.jsonl lacks the rows of steps {spans(lost)}"
+        if lost := list(_lost(its)):
+            steps = ", ".join(" to ".join(map(str, sorted({x[0], x[-1]}))) for x in lost)
+            yield f"{label}: {run}/metrics.jsonl lacks the rows of steps {steps}"
 
 
-def _lost(curves: Frame) -> list[int]:
+def _lost(curves: Frame) -> Iterator[range]:
     """Steps of a training of which a crash took the rows."""
-    there = set(curves[curves.what.str.startswith("train/")]["step"])
-    return [step for step in range(1, curves["step"].max()) if there and step not in there]
+    there = sorted(set(curves[curves.what.str.startswith("train/")]["step"]))
+    before = 0
+    for step in [*there, curves["step"].max()] if there else ():
+        if step > before + 1:
+            yield range(before + 1, step)
+        before = step
 
 
 def choose_panels(runs: Runs) -> list[str]:
@@ -192,4 +196,4 @@ def _curve(curves: Frame, name: str) -> dict[int, float]:
     its = curves[curves.what == name]
     points = dict(zip(its["step"], its["value"].where(np.isfinite(its["value"])), strict=True))
     lost = _lost(curves) if points and name.startswith("train/") else ()
-    return points | dict.fromkeys(lost, np.nan)
+    return points | {steps[0]: np.nan for steps in lost}

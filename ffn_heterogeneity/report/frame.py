@@ -12,7 +12,15 @@ from etils import epath
 
 from ffn_heterogeneity.io.metrics import parse_metrics
 from ffn_heterogeneity.io.read import parse_object
-from ffn_heterogeneity.io.rows import FIELDS, RESULTS, ROWS, measurement, read_rows, rows_of
+from ffn_heterogeneity.io.rows import (
+    FIELDS,
+    RESULTS,
+    ROWS,
+    is_count,
+    measurement,
+    read_results,
+    read_rows,
+)
 from ffn_heterogeneity.io.runs import (
     ARCHIVES,
     CONFIG,
@@ -95,7 +103,7 @@ def everything(
                 texts = found[path]
                 runs[path] = _facts(path, texts, config)
                 seed = config.get("seed")
-                own = {"run": path, "seed": seed if isinstance(seed, int) else None}
+                own = {"run": path, "seed": seed if is_count(seed) else None}
                 measured += [own | row for row in _measured(path, texts)]
                 steps += [own | row for row in _steps(path, texts, what)]
     settings = _settings(runs)
@@ -167,7 +175,7 @@ def _measured(path: str, texts: Texts) -> list[dict[str, Any]]:
         return []
     if ROWS in texts:
         return read_rows(texts[ROWS], os.path.join(path, ROWS))
-    rows = rows_of(values)
+    rows = read_results(values, os.path.join(path, RESULTS))
     if RESULTS in texts and not rows:
         place = os.path.join(path, RESULTS)
         raise ValueError(f"{place} holds no measurement: is it damaged?")

@@ -14,7 +14,7 @@ from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation
 from ffn_heterogeneity.data.templates import render_template
-from ffn_heterogeneity.io import huggingface
+from ffn_heterogeneity.io import child, tokenizer_files
 from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
 
 TALK = [{"role": "user", "content": "Äh\n"}, {"role": "assistant", "content": "<b> \ud83d \u2028"}]
@@ -50,7 +50,7 @@ def test_what_grows_without_end_is_stopped(template, why):
     with pytest.raises(ValueError, match=rf"template of some/model is stopped: it {why}") as bad:
         rendered(template)
     assert not isinstance(bad.value, DataError) and "\n" not in str(bad.value)
-    process = templates._renderer(os.getpid()).process
+    process = child.kept("template", templates.BYTES, os.getpid()).process
     with open(f"/proc/{process.pid}/status") as file:
         (peak,) = [int(line.split()[1]) for line in file if line.startswith("VmHWM")]
     assert peak < 1e6, "kB"
@@ -60,7 +60,7 @@ def test_what_loops_is_stopped_off_the_main_thread(impatient, tmp_path):
     """As a model's directory brings it; the next conversation finds a new process."""
     directory = save_tiny(tmp_path / "model")
     (directory / "chat_template.jinja").write_text(LOOP)
-    encoder = Encoder(huggingface.read_tokenizer(directory))
+    encoder = Encoder(tokenizer_files.read_tokenizer(directory))
     talk = (Message("user", "a"), Message("assistant", "b"))
     with ThreadPoolExecutor(3) as pool:
         looping = pool.submit(encode_conversation, talk, encoder)

@@ -18,7 +18,8 @@ from tiny_models import save_tiny
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf import read_gguf
-from ffn_heterogeneity.io.huggingface import read_pretrained, read_tokenizer
+from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.tokenizer_files import read_tokenizer
 
 DEEP = "[" * 100_000 + "]" * 100_000
 HOSTILE = [None, True, -1, 0, 0.5, 10**9, 10**23, 1e308, float("nan"), "", "x", "\ud800", [], [7],

@@ -1,0 +1,83 @@
+"""Trials of what strangers wrote, within bounds: a line of JSON in, one out, until stdin ends.
+
+Started by `child.py` with a task and the bytes it may use beside what it has when it begins; a line
+says for how many seconds it may compute, and on what. Nothing can be trusted to end by itself, as
+one operation of Python (`'x' * 10**11`, `9**9**9`) can take all of either: the kernel ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def template() -> Callable[[Any], dict[str, Any]]:
+    """Renders a conversation by a chat template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(request: Any) -> dict[str, Any]:
+        text = render_jinja_template(**request)[0][0]
+        # What many times longer is than all that went in is no conversation.
+        too_long = len(text) > (1 << 20) + 4 * len(json.dumps(request))
+        return {"runaway": f"writes {len(text):,} characters"} if too_long else {"text": text}
+
+    return render
+
+
+def tokenizer() -> Callable[[Any], dict[str, Any]]:
+    """Reads a tokenizer.json and encodes every kind of text by it once."""
+    from tokenizers import Tokenizer
+
+    def encode(path: Any) -> dict[str, Any]:
+        count, text = 0, _sample()
+        made = Tokenizer.from_file(path)
+        for part in text:
+            count += len(made.encode(part).ids)
+        too_long = count > 64 * sum(map(len, text))
+        return {"runaway": f"makes {count:,} tokens of a page"} if too_long else {"tokens": count}
+
+    return encode
+
+
+def _sample() -> list[str]:
+    """Every printable character of the first planes' common blocks, runs of some, and words."""
+    blocks = ((0x20, 0x7F), (0xA0, 0x530), (0x5D0, 0x600), (0x900, 0x980), (0x2000, 0x2070))
+    blocks += ((0x3040, 0x3100), (0x4E00, 0x4F00), (0xAC00, 0xAC80), (0x1F600, 0x1F640))
+    every = "".join(chr(i) for start, stop in blocks for i in range(start, stop))
+    runs = [
+        c * 300 + "!" for c in ("a", "B", "1", " ", "\n", ".", "-", "ab", "a ", "é", "字", " \n")
+    ]
+    return ["", "One word, 2 numbers; it's \t all.\r\n\n" * 8, every, " ".join(every), *runs]
+
+
+TASKS = {"template": template, "tokenizer": tokenizer}
+
+
+def main(task: str, more: int) -> None:
+    answer = TASKS[task]()
+    pages = Path("/proc/self/statm")
+    if pages.exists():  # elsewhere address space is not bounded in any case
+        limit = int(pages.read_text().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for line in sys.stdin:
+        seconds, request = json.loads(line)
+        # Of computing, not of waiting. SIGPROF ends the process.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            reply = json.dumps(answer(request))
+        except MemoryError:
+            reply = json.dumps({"runaway": f"wants more than {more >> 20} MB"})
+        except BaseException as error:  # a program of its author's; a library that panics
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reply = json.dumps({"refused": lines[0][:200]})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(reply, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,114 @@
+"""A directory's tokenizer: its files checked, tried within bounds, then read by `transformers`.
+
+A tokenizer.json is a program of a kind: normalisers that multiply, patterns that match for ever.
+First it is read in a process with bounds (`io.child`), and a page of every kind of text encoded by
+it, while this one imports `transformers`. A text may still be made for a tokenizer that passes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ffn_heterogeneity.io import child
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.read import open_regular, read_object
+from ffn_heterogeneity.wording import first_line
+
+# What the hub is asked for, and what is checked here.
+FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+)
+# Gemma's 33 MB take a second and 300 MB.
+SECONDS, BYTES, MAX_BYTES = 10.0, 768 << 20, 128 << 20
+_KINDS = {"tokenizer_class": str, "auto_map": (dict, list), "added_tokens_decoder": dict}
+_KINDS |= {"model_max_length": (int, float), "chat_template": (str, list, dict)}
+
+
+def read_tokenizer(directory: str | os.PathLike) -> Any:
+    """The directory's tokenizer (`transformers.PreTrainedTokenizerFast`); None if it has none.
+
+    tokenizer.json is read by the `tokenizers` library, without torch. A directory with only a
+    SentencePiece or vocabulary file goes through transformers' converters (which import torch).
+    Code that a directory brings along (`auto_map`) is never run, and nobody is asked whether to.
+
+    Raises:
+      CheckpointError: a file that is none, or too large; settings of wrong types; a tokenizer that
+        takes more than `SECONDS` or `BYTES`; transformers cannot read the files, or not without
+        such code.
+    """
+    directory = Path(directory)
+    fast = (directory / "tokenizer.json").is_file()
+    others = ("tokenizer.model", "vocab.json", "vocab.txt")
+    if not fast and not any((directory / name).is_file() for name in others):
+        return None
+    _check_files(directory)
+    if fast:
+        _try(directory / "tokenizer.json")
+        from transformers import PreTrainedTokenizerFast
+
+        return _read(directory, PreTrainedTokenizerFast, "fetch it again")
+    from transformers import AutoTokenizer
+
+    way = "code in a model's directory is never run: save it as tokenizer.json where you trust it"
+    return _read(directory, AutoTokenizer, way)
+
+
+def _read(directory: Path, kind: Any, way: str) -> Any:
+    try:
+        return kind.from_pretrained(directory, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library panics, which is no Exception
+        raise CheckpointError(
+            f"{directory}: the tokenizer cannot be read ({first_line(error)}): {way}"
+        ) from None
+
+
+def _check_files(directory: Path) -> None:
+    for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
+        if path.is_dir():  # a folder of training
+            continue
+        with open_regular(path, CheckpointError) as file:
+            if (size := file.seek(0, os.SEEK_END)) > MAX_BYTES:
+                raise CheckpointError(f"{path}: {size:,} bytes; {MAX_BYTES:,} are read")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        values = read_object(path)
+        for key, kind in _KINDS.items():
+            if not isinstance(values.get(key), (kind, type(None))):
+                raise CheckpointError(f"{path}: {key}={values[key]!r:.60} is of a wrong type")
+        if name == "added_tokens.json":
+            continue
+        groups = [values] if name == "special_tokens_map.json" else []
+        named = ("extra_special_tokens", "model_specific_special_tokens")
+        groups += [values[key] for key in named if isinstance(values.get(key), dict)]
+        # Each becomes an attribute of the tokenizer: one named chat_template would be the template.
+        for token in (token for group in groups for token in group):
+            if not re.fullmatch(r"\w+_tokens?", token):
+                raise CheckpointError(f"{path}: a special token named {token!r:.60}, not *_token")
+
+
+def _try(path: Path) -> None:
+    """Refuses a tokenizer.json that cannot be read, or used, within the bounds."""
+
+    def meanwhile() -> None:
+        from transformers import PreTrainedTokenizerFast  # noqa: F401  (seconds, the first time)
+
+    reply = child.ask("tokenizer", os.fspath(path.absolute()), SECONDS, BYTES, meanwhile)
+    if "runaway" in reply:
+        raise CheckpointError(f"{path} is stopped: it {reply['runaway']}")
+    if "refused" in reply:
+        raise CheckpointError(
+            f"{path}: the tokenizer cannot be read ({reply['refused']}): fetch it again"
+        )
