@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 from tqdm import tqdm
 
-from ffn_heterogeneity.io import huggingface, safetensors
+from ffn_heterogeneity.io import huggingface, safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, check_names, checked
 from ffn_heterogeneity.io.card import published
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -154,7 +154,7 @@ def compress_directory(
         with open_pieces(temporary, specs, max_shard_bytes) as pieces:
             removed, reports = _write(checkpoint, written, plan, cuts, pieces)
         write_configs(temporary, written, {spec.dtype for spec in specs.values()}, form)
-        for pattern in ("generation_config.json", *huggingface.TOKENIZER_FILES):
+        for pattern in ("generation_config.json", *tokenizer_files.FILES):
             for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
                 shutil.copyfile(file, temporary / file.name)
         results = results_of(plan, (checkpoint.config, smaller), removed, reports)

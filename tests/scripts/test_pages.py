@@ -86,7 +86,7 @@ def quoted(page: str) -> tuple[set[str], set[str]]:
     runs = [path for name in archives for path in (DOCS / "results/runs").glob(f"{name}.tar.xz")]
     for table in draw_all(paper, gather(paper, sorted(map(os.fspath, runs)))[1]):
         text += "".join(f"\n{number(value)}" for row in table.rows for value in row)
-    shares = " ".join(re.findall(r"[^|]*\] Fieller", text))
+    shares = " ".join(re.findall(r"[^|\n]*\] Fieller", text))
     return numbers(text), {f"{100 * float(one):.0f}" for one in numbers(shares)}
 
 

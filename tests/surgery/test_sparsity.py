@@ -116,7 +116,7 @@ def test_the_losses_are_their_formulas():
     off = np.dot(sizes, kept) / np.dot(sizes, ranks) - 0.6
     assert len(set(sizes)) == 2 and len(own) == 16
     for tree in (params, unstack(params)):
-        value, gradient = jax.value_and_grad(lambda tree: term.function(tree).total)(tree)
+        value, gradient = jax.jit(jax.value_and_grad(lambda x: term.function(x).total))(tree)
         assert float(value) == pytest.approx(0.7 * off - 0.2 * off**2, rel=1e-4)
         slopes = [x.reshape(-1, 2) for path, x in flatten(gradient).items()
                   if path.endswith(gates.MULTIPLIERS)]  # fmt: skip
