@@ -68,5 +68,5 @@ def _section(question: str, reading: str, rows: Sequence[tuple[str, str, Mapping
     # By their numbers: "generate 8" before "generate 32".
     columns = sorted(names, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)])
     cells = [(*where, *(ratios.get(one, UNKNOWN) for one in columns)) for *where, ratios in rows]
-    table = markdown_table(("machine", "size", *columns), cells)
+    table = markdown_table(("machine", "size", *columns), cells, links=True)
     return f"## {question}\n\n{reading}:\n\n{table}\n"

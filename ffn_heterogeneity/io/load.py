@@ -127,7 +127,7 @@ def load_model(
         config, params = gguf.read_gguf(file, **options)
         return Model(config, params, gguf_tokenizer.read_tokenizer(file), source)
     if peft.is_adapter(path):
-        base = load_model(peft.base_of(path), **options)
+        base = _of_base(load_model, path, **options)
         params = peft.read_adapters(path, base.config, base.params)
         return dataclasses.replace(base, params=params, source=f"{path} on {base.source}")
     config, params = huggingface.read_pretrained(path, **options)
@@ -149,8 +149,17 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
     if _is_file(path):
         return gguf.read_gguf_config(path)
     if peft.is_adapter(path):
-        return load_config(peft.base_of(path))
+        return _of_base(load_config, path)
     return huggingface.read_config(path)
+
+
+def _of_base(load: Callable, path: Path, **options: Any) -> Any:
+    """What is loaded of the model that adapters are for."""
+    base = peft.base_of(path)
+    try:
+        return load(base, **options)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}, the base that it names: {error}") from None
 
 
 def load_kept(spec: str | os.PathLike, *, revision: str | None = None) -> dict[str, np.ndarray]:
@@ -186,7 +195,7 @@ def load_tokenizer(spec: str | os.PathLike, *, revision: str | None = None) -> A
     else:
         found = tokenizer_files.read_tokenizer(path)
     if found is None and peft.is_adapter(path):
-        return load_tokenizer(peft.base_of(path))
+        return _of_base(load_tokenizer, path)
     if found is None:
         raise CheckpointError(f"{spec} holds no tokenizer: give a directory with tokenizer.json")
     return found

@@ -58,10 +58,10 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
     keys = markdown_table(("config key", *labels), rows) if rows else "None: the configs are equal."
     header, rows = numbers(runs)
     table = markdown_table(header, rows) if rows else "None yet."
-    notes = [f"- {note}." for note in notes_of(runs)]
+    notes = [f"- {tables.as_text(note)}." for note in notes_of(runs)]
     several = len(labels) > 1
     parts = [
-        "# " + (", ".join(labels) if len(labels) <= NAMED else f"{len(labels)} runs"),
+        "# " + tables.as_text(", ".join(labels) if len(labels) <= NAMED else f"{len(labels)} runs"),
         markdown_table(("run", "state", "directory"), list(states(runs))),
         *(["## Config keys that differ", keys] if several else []),
         *("## Numbers", table, *tables.legend(table)),

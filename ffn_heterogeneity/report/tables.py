@@ -26,15 +26,22 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def as_text(value: object, links: bool = False) -> str:
+    """One line of Markdown that shows the text: no HTML, no link (unless `links`), no end of a
+    cell. Names of runs and settings are whatever somebody wrote."""
+    text = " ".join(str(value).split()).replace("|", "\\|").replace("<", "\\<")
+    return text if links else text.replace("](", "]\\(")
+
+
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], links: bool = False
+) -> str:
     """A Markdown table with aligned columns: first column left, others right.
 
     Raises:
       ValueError: a row has another number of cells than the header.
     """
-    # Patterns of paths hold bars.
-    texts = [[" ".join(str(cell).split()) for cell in row] for row in (header, *rows)]
-    cells = [[text.replace("|", "\\|") for text in row] for row in texts]
+    cells = [[as_text(cell, links) for cell in row] for row in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
 

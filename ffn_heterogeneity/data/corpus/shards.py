@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ import tqdm
 from ffn_heterogeneity.data.packing import encode
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.files import atomic_path
-from ffn_heterogeneity.io.read import read_json
+from ffn_heterogeneity.io.read import read_object
+from ffn_heterogeneity.wording import first_line
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "token shards", 1
@@ -240,19 +242,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{directory}: no {MANIFEST}{unfinished}; scripts/prepare_data.py makes token shards"
         )
     try:
-        manifest = read_json(path)
+        manifest = read_object(path, DataError)
         found = (manifest["format"], manifest["version"])
-        for entry in manifest["shards"]:
-            _ = entry["name"], entry["tokens"], entry["documents"], entry["sha256"]
-        _ = manifest["tokenizer"]["fingerprint"], np.dtype(manifest["dtype"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not a manifest of token shards ({error})") from error
+        for entry in [*manifest["shards"], *manifest.get("without_documents", ())]:
+            counts = entry["tokens"], entry["documents"]
+            if not re.fullmatch(r"shard-\d+", entry["name"]) or not all(map(_is_count, counts)):
+                raise ValueError(f"shard {str(entry['name'])!r:.40} of {str(counts):.60}")
+            if entry["tokens"]:
+                _ = [entry["sha256"][suffix].lower() for suffix in SUFFIXES]
+        if manifest["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {str(manifest['dtype'])!r:.40}")
+        _ = manifest["tokenizer"]["fingerprint"], manifest["policy"]["eos_id"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = first_line(error)
+        raise DataError(f"{path}: not a manifest of token shards ({reason})") from error
     if found != (FORMAT, VERSION):
         raise DataError(
             f"{path}: {found[0]!r} of version {found[1]!r}, this code reads {FORMAT!r} of version "
             f"{VERSION}; prepare the data again"
         )
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 48
 
 
 def check_shard(
