@@ -24,7 +24,7 @@ from ffn_heterogeneity.launch.compilation import keep_compiled
 from ffn_heterogeneity.memory import restart_with_huge_pages
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.wording import unknown
+from ffn_heterogeneity.wording import first_line, unknown
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
@@ -201,12 +201,34 @@ def load_config(spec: str) -> ConfigDict:
         )
     if str(home()) not in sys.path:  # config files import configs.parts
         sys.path.append(str(home()))  # last: nothing in it stands in for an installed module
-    get_config = runpy.run_path(name).get("get_config")
+    with _line_of(name):
+        get_config = runpy.run_path(name).get("get_config")
     if get_config is None:
         raise UsageError(f"config file {name!r} defines no get_config()")
     if colon and not inspect.signature(get_config).parameters:
         raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
-    return get_config(*([argument] if colon else []))
+    with _line_of(name):
+        return get_config(*([argument] if colon else []))
+
+
+@contextlib.contextmanager
+def _line_of(name: str) -> Iterator[None]:
+    """Says where in a config file the block's error is; its own words to a user pass as they are.
+
+    Raises:
+      UsageError: what is no error of a user's, with the file and the line.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == name]
+        line, said = lines[-1] if lines else 0, first_line(error)
+        if isinstance(error, SyntaxError) and error.filename == name:
+            line, said = error.lineno, error.msg
+        raise UsageError(f"{name}, line {line}: {type(error).__name__}: {said}") from error
 
 
 def check_keys(argv: Sequence[str], config: ConfigDict) -> None:

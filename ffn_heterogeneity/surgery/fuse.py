@@ -52,7 +52,7 @@ from ffn_heterogeneity.surgery.neurons import (
     times,
 )
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
-from ffn_heterogeneity.wording import check_choice, settings_of
+from ffn_heterogeneity.wording import check_choice, check_range, settings_of
 
 
 class Made(NamedTuple):
@@ -115,9 +115,8 @@ class Fusion:
             )
         check_calibration(self)
         removal_count(1, ratio=self.ratio)
-        for name, least in (("n_init", 1), ("steps", 0), ("spare", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name, least, most in (("n_init", 1, 10_000), ("steps", 0, 10**9), ("spare", 0, 10**9)):
+            check_range(name, getattr(self, name), least, most)
 
 
 def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None) -> tuple:

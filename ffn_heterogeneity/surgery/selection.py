@@ -58,7 +58,8 @@ def _parse_layers(text: str) -> list[int]:
     chosen: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        chosen += range(int(first), int(last) + 1) if dash else [int(first)]
+        # No model has so many layers: a range is not written out before it is checked.
+        chosen += range(int(first), min(int(last), 10**6) + 1) if dash else [int(first)]
     return chosen
 
 

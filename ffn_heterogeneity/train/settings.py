@@ -109,6 +109,7 @@ class TrainConfig:
         for key, least in (("batch_size", 1), ("accumulation", 1), ("seq_len", 0)):
             check_range(key, getattr(self, key), least, MOST)
         check_range("steps", self.loop.steps, 0, MOST)
+        check_range("eval.every", self.eval_every, 0, MOST)
         for name, settings in self.prepare.items():
             abstract = tuple(key for key, surgery in SURGERIES.items() if surgery.abstract)
             check_choice("prepare", name, abstract)
