@@ -19,6 +19,7 @@
 set -euo pipefail
 : "${TPU:=ffn}" "${ZONE:=us-west4-a}" "${TYPE:=v5litepod-8}" "${VERSION:=v2-alpha-tpuv5-lite}"
 : "${SPOT:=1}" "${SOURCE:=}" "${WAIT:=60}"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 show=''
 if [[ ${1-} == --print ]]; then show=yes; shift; fi
 
@@ -36,8 +37,11 @@ create() {
 }
 setup() {
   [[ -n $SOURCE ]] || { echo "error: set SOURCE to what pip shall install" >&2; exit 2; }
-  # The images bring Python 3.10; uv brings its own.
-  on_all "pip install -q uv && ~/.local/bin/uv venv -q --python 3.12 ~/ffn && ~/.local/bin/uv pip install -q --python ~/ffn/bin/python $(printf %q "ffn-heterogeneity[all,tpu] @ $SOURCE")"
+  # The images bring Python 3.10; uv brings its own. All but the package itself by version and hash.
+  do_it gcloud compute tpus tpu-vm scp "$here/locked/py3.12.txt" "$TPU:ffn-locked.txt" \
+    --zone="$ZONE" --worker=all
+  local uv='~/.local/bin/uv' into='-q --python ~/ffn/bin/python'
+  on_all "pip install -q uv==0.13.9 && $uv venv -q --python 3.12 ~/ffn && $uv pip install $into --require-hashes -r ~/ffn-locked.txt && $uv pip install $into --no-deps $(printf %q "ffn-heterogeneity @ $SOURCE")"
 }
 run() { on_all "~/ffn/bin/ffnh $(quoted "$@")"; }
 there() { [[ $(gcloud compute tpus tpu-vm describe "$TPU" --zone="$ZONE" --format='value(state)' 2>/dev/null) == READY ]]; }

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 from tiny_models import REPOSITORY, TEXT, save_tiny
 
 from ffn_heterogeneity.io.metrics import read_metrics
@@ -46,13 +48,37 @@ def test_every_command_for_a_tpu():
     assert lines[0] == f"{TPU.format('delete')} --quiet".split()
     assert lines[1] == f"{TPU.format('create')} {WHERE} --spot".split()
     ssh = f"{TPU.format('ssh')} --worker=all".split()
-    assert lines[2][:-1] == ssh and lines[3][:-1] == ssh and len(lines) == 4
-    setup = lines[2][-1].removeprefix("--command=")
-    assert shlex.split(setup.split(" && ")[2]) == [
-        "~/.local/bin/uv", "pip", "install", "-q", "--python", "~/ffn/bin/python",
-        "ffn-heterogeneity[all,tpu] @ git+https://example.org/x",
-    ]  # fmt: skip
-    assert shlex.split(lines[3][-1].removeprefix("--command=")) == ["~/ffn/bin/ffnh", *command]
+    locked, where = f"{LAUNCH}/locked/py3.12.txt", "--zone=us-west4-a --worker=all"
+    scp = f"gcloud compute tpus tpu-vm scp {locked} ffn:ffn-locked.txt {where}"
+    assert lines[2] == scp.split()
+    assert lines[3][:-1] == ssh and lines[4][:-1] == ssh and len(lines) == 5
+    steps = map(shlex.split, lines[3][-1].removeprefix("--command=").split(" && "))
+    install = ["~/.local/bin/uv", "pip", "install", "-q", "--python", "~/ffn/bin/python"]
+    assert [*steps][2:] == [
+        [*install, "--require-hashes", "-r", "~/ffn-locked.txt"],
+        [*install, "--no-deps", "ffn-heterogeneity @ git+https://example.org/x"],
+    ]
+    assert shlex.split(lines[4][-1].removeprefix("--command=")) == ["~/ffn/bin/ffnh", *command]
+
+
+@pytest.mark.parametrize("path", sorted((LAUNCH / "locked").glob("*.txt")), ids=lambda x: x.stem)
+def test_what_is_locked_is_all_that_is_needed(path):
+    """Every requirement has hashes; those of the package are there, in a version that it allows."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    pins, hashes = {}, 0
+    for line in lines:
+        if line.startswith("    --hash=sha256:"):
+            hashes += 1
+            continue
+        assert hashes or not pins, f"{line} follows one without a hash"
+        name, _, version = line.removesuffix(" \\").partition(" ;")[0].partition("==")
+        pins[name.partition("[")[0].lower().replace("_", "-")], hashes = version, 0
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    for requirement in map(Requirement, wanted):
+        name = requirement.name.lower().replace("_", "-")
+        assert requirement.specifier.contains(pins[name], prereleases=True), name
+    assert len(pins) > 100 and "libtpu" in pins
     code, out, _ = run("tpu_vm.sh", "--print", "create", SPOT="0", ZONE="eu-1", TPU="t")
     assert (
         out.split()
