@@ -1,0 +1,59 @@
+"""SECURITY.md line by line: every promise has tests that try to break it, by name."""
+
+from __future__ import annotations
+
+import re
+
+from tiny_models import REPOSITORY
+
+# A promise's first words -> (file, test) of tests/.
+PROMISES = {
+    "No code of a model's directory": [
+        ("scripts/test_bad_models", "test_code_in_a_directory_never_runs"),
+        ("scripts/test_bad_models", "test_a_damaged_directory"),
+    ],
+    "A chat template is rendered": [
+        ("data/test_templates", "test_what_grows_without_end_is_stopped"),
+        ("data/test_templates", "test_what_loops_is_stopped_off_the_main_thread"),
+        ("io/test_tokenizer_files", "test_what_cannot_be_read_is_one_line"),
+        ("io/test_tokenizer_files", "test_what_computes_without_end_is_stopped"),
+    ],
+    "MBPP runs programs": [
+        ("evaluate/test_sandbox", "test_hostile_programs_fail"),
+        ("evaluate/test_sandbox", "test_nothing_runs_unless_allowed"),
+        ("evaluate/test_sandbox", "test_nothing_runs_where_namespaces_are_forbidden"),
+    ],
+    "Of lm-evaluation-harness's own": [
+        ("evaluate/test_tasks", "test_no_grader_that_nobody_read_sees_what_a_model_wrote")
+    ],
+    "A call of a judge's endpoint": [
+        ("evaluate/test_endpoint_deadline", "test_a_drip_does_not_outlast_the_deadline"),
+        ("evaluate/test_endpoint_deadline", "test_whatever_is_answered_is_that_answers_failure"),
+    ],
+    "Patterns in PEFT's files": [
+        ("io/test_peft", "test_what_cannot_be_read"),
+        ("io/test_structure", "test_a_damaged_directory_is_refused"),
+        ("io/test_fetch", "test_the_real_models_are_those_that_are_pinned"),
+    ],
+    "Files are read where": [
+        ("io/test_read", "test_what_is_no_file_of_text"),
+        ("io/test_read", "test_what_is_no_json"),
+        ("data/test_prepare", "test_a_document_longer_than_memory_streams_and_ends_at_the_limit"),
+        ("data/test_prepare", "test_a_line_without_end_is_refused_by_its_number"),
+    ],
+    "Reports read runs as hostile": [("test_hostile_cases", "test_reports")],
+    "Not bounded": [],
+    "Config files": [("scripts/test_hostile_commands", "test_one_line")],
+}
+
+
+def test_every_promise_is_tried():
+    text = (REPOSITORY / "SECURITY.md").read_text()
+    said = [" ".join(part.split()) for part in re.split(r"(?m)^- ", text)[1:]]
+    left = dict(PROMISES)
+    for promise in said:
+        (words,) = [words for words in left if promise.startswith(words)]
+        for file, name in left.pop(words):
+            source = (REPOSITORY / "tests" / f"{file}.py").read_text()
+            assert f"\ndef {name}(" in source, f"{words}: tests/{file}.py has no {name}"
+    assert not left
