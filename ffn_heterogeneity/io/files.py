@@ -87,7 +87,10 @@ def _remove_leftovers(path: epath.Path) -> None:
     for found in filter(name.fullmatch, os.listdir(path.parent)):
         left = path.parent / found
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            handle = os.open(left, os.O_RDONLY)
+            if os.path.islink(left):  # nobody here made it, and it may lead anywhere
+                os.unlink(left)
+                continue
+            handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait
             if lock(handle):
                 left.rmtree() if left.is_dir() else left.unlink()
             os.close(handle)

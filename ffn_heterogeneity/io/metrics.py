@@ -127,7 +127,9 @@ class MetricsWriter(contextlib.AbstractContextManager):
         with contextlib.suppress(OSError):
             file.close()
         if events is not None:
-            events.file_writer.event_writer.close = lambda: None
+            writer = events.file_writer.event_writer
+            writer._worker.stop()  # its thread would die loudly when Python ends
+            writer.close = lambda: None
         what = f"{error.strerror}; put that right, then resume"
         raise OSError(error.errno, what, str(self.path)) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.io.read import read_json
+from ffn_heterogeneity.io.read import read_object
 
 # Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")
@@ -122,11 +123,14 @@ def _running(folder: Path, name: str) -> Any:
 
     if not _note(folder, name).exists():
         return None
-    note = read_json(_note(folder, name))
+    note = read_object(_note(folder, name))
     kinds = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
-    if note["cluster"] not in kinds:
+    cluster, job_id = note.get("cluster"), str(note.get("id"))
+    if str(cluster) not in kinds or not re.fullmatch(r"[\d_]+", job_id):
+        if cluster != "debug":
+            print(f"{_note(folder, name)} names no job: it is not waited for", file=sys.stderr)
         return None
-    job = kinds[note["cluster"]](folder=folder, job_id=note["id"])
+    job = kinds[str(cluster)](folder=folder, job_id=job_id)
     return None if _ended(job) else job
 
 

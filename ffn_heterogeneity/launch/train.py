@@ -72,6 +72,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
     """
     start, workdir, settings = time.time(), epath.Path(workdir), read(config)
     logging.set_verbosity(logging.WARNING)  # orbax tells twenty lines a save
+    logging.get_absl_logger().addFilter(_no_traceback)
     if settings.dry_run:
         return dry_run(settings, workdir)
     if not finished(workdir):
@@ -85,6 +86,11 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
         results = read_json(workdir / "results.json")
         _answer(results)
         return results
+
+
+def _no_traceback(record: Any) -> bool:
+    """Of orbax's threads: the error that ends the run says in one line what they say in fifty."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def try_seeds(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 from tiny_models import LLAMA, random_params
 
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.files import atomic_path, write_json
 from ffn_heterogeneity.io.gguf_export import save_gguf
 
 WRITER = """
 import sys, time
-from ffn_heterogeneity.io.files import atomic_path
+from ffn_heterogeneity.io.files import atomic_path, write_json
 with atomic_path(sys.argv[1] + "/model", directory=True) as a, \\
      atomic_path(sys.argv[1] + "/model.gguf") as b:
     (a / "half").write_text("x")
@@ -78,3 +79,16 @@ def test_a_gguf_file_after_a_kill(tmp_path):
     (tmp_path / ".m.0123abcd.partial.gguf").write_text("half")
     save_gguf(LLAMA, random_params(LLAMA), tmp_path / "m.gguf", type="f32")
     assert names(tmp_path) == {"m.gguf"}
+
+
+def test_links_and_pipes_under_a_temporary_name(tmp_path):
+    """What nobody here made: a link goes, where it leads stays; a FIFO is not waited for."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "kept").write_text("x")
+    (tmp_path / ".a.01234567.partial.json").symlink_to(tmp_path / "far")
+    (tmp_path / ".a.11234567.partial.json").symlink_to("/dev/zero")
+    (tmp_path / ".a.21234567.partial.json").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / ".a.31234567.partial.json")
+    write_json(tmp_path / "a.json", 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "far"}
+    assert (tmp_path / "far" / "kept").exists()

@@ -301,6 +301,16 @@ def test_jobs_that_still_run_are_waited_for(tmp_path):
     assert (tmp_path / "log").read_text() == "ran\nran\n"
 
 
+@pytest.mark.parametrize("note", ['{"cluster": "local", "id": "../x"}', '{"cluster": [], "id": 3}'])
+def test_a_job_file_that_names_no_job_is_not_waited_for(tmp_path, capsys, note):
+    (tmp_path / "one.job.json").write_text(note)
+    assert slurm._running(tmp_path, "one") is None
+    assert "one.job.json names no job" in capsys.readouterr().err
+    (tmp_path / "one.job.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="one.job.json: not JSON"):
+        slurm._running(tmp_path, "one")
+
+
 @pytest.mark.slow
 def test_a_sweep_as_local_jobs_is_the_same_sweep(files, pairs, tmp_path):
     flags = table_flags(files, "pairs", tmp_path / "run")
