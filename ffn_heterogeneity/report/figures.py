@@ -117,9 +117,9 @@ def _plain_scale(axis, values: Sequence[float]) -> None:
 
 def _draw_line(axis, line: Line, i: int, dots: bool) -> None:
     colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
-    style, marker = ("", ".") if dots else (style, "o" if len(line.x) <= MANY else "")
-    look = {"color": colour, "marker": marker, "markersize": 3, "label": _safe(line.label)}
-    axis.plot(line.x, line.y.mean(0), style, **look)
+    style, marker = ("none", ".") if dots else (style, "o" if len(line.x) <= MANY else "")
+    look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3}
+    axis.plot(line.x, line.y.mean(0), label=_safe(line.label), **look)
     if len(line.y) > 1:
         low, high = line.y.min(0), line.y.max(0)
         axis.fill_between(line.x, low, high, color=colour, alpha=0.2, linewidth=0)

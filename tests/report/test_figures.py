@@ -48,3 +48,12 @@ def test_the_demo_says_what_it_found(nucl, verdict):
     text = bought((1.0, 1.0, 1.0), nucl)
     assert f"{np.mean(nucl):.3f} nats" in text and verdict in text
     assert f"{np.mean(nucl) - 1:+.4f}" in text
+
+
+def test_no_line_joins_dots():
+    lines = [Line("a", [3, 1, 2], np.array([[1.0, 2.0, 3.0]]))]
+    (dotted, lined) = (
+        draw([Panel("", lines, dots=dots)]).axes[0].lines[0] for dots in (True, False)
+    )
+    assert dotted.get_linestyle() == "None" and dotted.get_marker() == "."
+    assert lined.get_linestyle() == "-" and lined.get_marker() == "o"
