@@ -24,8 +24,8 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_hostile_cases import HOSTILE, places, replaced
-from tiny_models import LLAMA, byte_tokenizer, random_params, save_tiny
+from test_hostile_cases import HOSTILE
+from tiny_models import LLAMA, byte_tokenizer, places, random_params, replaced, save_tiny
 from tokenizers import pre_tokenizers
 
 from ffn_heterogeneity.io import gguf_tokenizer
@@ -77,7 +77,7 @@ def json_bent(data: bytes, chance: random.Random) -> bytes:
 
 
 def header_bent(data: bytes, chance: random.Random) -> bytes:
-    """Of a safetensors file: the header's JSON, or any bytes."""
+    """A safetensors file with its header's JSON bent, or any of its bytes."""
     size = int.from_bytes(data[:8], "little")
     if chance.random() < 0.3:
         return bytes_bent(data, chance)

@@ -7,7 +7,6 @@ cases runs always, the same each time; all of them with RUN_SLOW=1.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny
+from tiny_models import LLAMA, byte_tokenizer, config_of, places, random_params, replaced, save_tiny
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.data.corpus.prepare import prepare
@@ -39,24 +38,6 @@ HOSTILE = [
 WHOLE = ["", "null", "7", "{", "[" * 100_000, '{"a": ' * 5000 + "1" + "}" * 5000, "\x00" * 99,
          '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}", '{"a": NaN}', "\ufeff{}"]  # fmt: skip
 ALL = os.environ.get("RUN_SLOW") == "1"
-
-
-def places(node, path=()):
-    yield path
-    if isinstance(node, dict | list):
-        for key in node if isinstance(node, dict) else range(len(node)):
-            yield from places(node[key], (*path, key))
-
-
-def replaced(document, path, value):
-    if not path:
-        return value
-    document = copy.deepcopy(document)
-    node = document
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = value
-    return document
 
 
 def bent(text, share):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import json
@@ -203,6 +204,26 @@ def torch_nll(torch, model, rows) -> tuple[float, int]:
         total += losses.double().sum().item()
         count += len(row) - 1
     return total, count
+
+
+def places(node, path=()):
+    """Paths of all values inside JSON, containers too."""
+    yield path
+    if isinstance(node, dict | list):
+        for key in node if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*path, key))
+
+
+def replaced(document, path, value):
+    """The document with another value at a path."""
+    if not path:
+        return value
+    document = copy.deepcopy(document)
+    node = document
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return document
 
 
 class Finished(NamedTuple):

@@ -154,7 +154,7 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
 
 
 def _of_base(load: Callable, path: Path, **options: Any) -> Any:
-    """What is loaded of the model that adapters are for."""
+    """The model that adapters are for, or a part of it; an error names the adapters too."""
     base = peft.base_of(path)
     try:
         return load(base, **options)

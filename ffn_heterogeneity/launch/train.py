@@ -89,7 +89,7 @@ def run(config: ConfigDict, workdir: str | os.PathLike, shared: Shared | None = 
 
 
 def _no_traceback(record: Any) -> bool:
-    """Of orbax's threads: the error that ends the run says in one line what they say in fifty."""
+    """False of what orbax's threads log of an error: the run ends with a line that says it."""
     return not (record.exc_info and "orbax" in record.pathname)
 
 

@@ -170,7 +170,7 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"):
-            _check_count(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
@@ -181,7 +181,7 @@ class ModelConfig:
         check_choice("norm_kind", self.norm_kind, NORM_KINDS, ConfigError)
         check_choice("positions", self.positions, POSITIONS, ConfigError)
         for name in ("first_position", "token_types"):
-            _check_count(name, getattr(self, name), 0)
+            check_count(name, getattr(self, name), 0)
         if self.qkv_clip is not None and not self.qkv_clip > 0:
             raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive or None")
         if not self.layers:
@@ -194,9 +194,9 @@ class ModelConfig:
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
         if layer.ffn_kind not in FFN_KINDS:
             raise ConfigError(f"layer {i}: ffn_kind={layer.ffn_kind!r}, not in {FFN_KINDS}")
-        _check_count(f"layer {i}: ffn_width", layer.ffn_width, 1)
+        check_count(f"layer {i}: ffn_width", layer.ffn_width, 1)
         if layer.window is not None:
-            _check_count(f"layer {i}: window", layer.window, 1)
+            check_count(f"layer {i}: window", layer.window, 1)
         if self.lm_head and not layer.causal:
             raise ConfigError(f"layer {i}: causal=False sees the next word: set lm_head=False")
         placement = layer.norm_placement
@@ -285,11 +285,11 @@ def config_to_dict(config: ModelConfig) -> dict:
     return dataclasses.asdict(config)
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int = 1) -> None:
     """Refuses what is no number of things, or more than any array's axis holds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
-        kind = "a positive integer" if least else "an integer from 0 on"
-        raise ConfigError(f"{name}={value!r:.60} must be {kind}, below 2^31")
+        kind = "is not a positive whole number" if least else "must be an integer from 0 on"
+        raise ConfigError(f"{name}={value!r:.60} {kind}, below 2^31")
 
 
 def config_from_dict(values: dict) -> ModelConfig:

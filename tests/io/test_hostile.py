@@ -6,7 +6,6 @@ replaced in turn by what has no business there, and containers that lie about co
 
 from __future__ import annotations
 
-import copy
 import json
 import resource
 import struct
@@ -14,7 +13,7 @@ import time
 
 import pytest
 from test_gguf import random_leaves, tiny_config, write
-from tiny_models import save_tiny
+from tiny_models import places, replaced, save_tiny
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf import read_gguf
@@ -41,25 +40,6 @@ def reads_or_refuses(read, path, *, name=None):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def places(node, path=()):
-    """Paths of all values inside JSON, containers too."""
-    yield path
-    if isinstance(node, dict | list):
-        for key in node if isinstance(node, dict) else range(len(node)):
-            yield from places(node[key], (*path, key))
-
-
-def replaced(document, path, value):
-    if not path:
-        return value
-    document = copy.deepcopy(document)
-    node = document
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = value
-    return document
 
 
 KEYS = (

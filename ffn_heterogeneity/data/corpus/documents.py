@@ -37,7 +37,7 @@ class Layout:
       split, revision: of a hub data set.
       stream: hub data sets are read as they come and not stored.
       max_documents, max_tokens: no more shards are made once there are so many (0: all); nor are
-        more rows of a hub data set read.
+        more rows of a hub data set read. A shard, and a document in it, ends at `max_tokens`, too.
     """
 
     text_field: str = "text"

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import (
+    ConfigError,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    check_count,
+)
 from ffn_heterogeneity.models.families.names import GGUF_NAMES, HF_NAMES, HF_POST_NORM_NAMES
 from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 
@@ -312,8 +318,7 @@ def gguf_widths(meta: Mapping[str, Any]) -> list[int]:
 def check_counts(values: Mapping[str, Any]) -> None:
     """Refuses what is no number of things, before anything is built from it."""
     for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise ConfigError(f"{key}={value!r:.60} is not a positive whole number")
+        check_count(key, value)
 
 
 def short_float(value: float) -> float:
