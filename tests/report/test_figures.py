@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from ffn_heterogeneity.launch.demo import bought
 from ffn_heterogeneity.report.figures import Line, Panel, draw
+from ffn_heterogeneity.report.tables import markdown_table
 
 
 def drawn(x, y, lines=1):
@@ -57,3 +60,12 @@ def test_no_line_joins_dots():
     )
     assert dotted.get_linestyle() == "None" and dotted.get_marker() == "."
     assert lined.get_linestyle() == "-" and lined.get_marker() == "o"
+
+
+def test_names_and_values_are_shown_as_text():
+    """HTML, links and ends of cells that somebody wrote; our own links stay links."""
+    hostile = '<img src=x>|[a](b)\n# "c"'
+    table = markdown_table(("run", "value"), [(hostile, "<b>")])
+    assert len(table.splitlines()) == 3 and "](" not in table
+    assert not re.search(r"(?<!\\)[<]", table) and table.count("\\|") == 1
+    assert "[a](b)" in markdown_table(("run",), [("[a](b)",)], links=True)
