@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
             "window": 128,  # tokens a window
             "remat": "dots",
             "unroll": 1,
-            # "transformers": torch on the same weights, interleaved (extra `parity`).
+            # transformers | torch.compile: torch on the same weights, interleaved (extra `parity`).
             "peer": "",
             # Measured rounds, after one that compiles.
             "repetitions": 20,

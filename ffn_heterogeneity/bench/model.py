@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench import timing
-from ffn_heterogeneity.bench.peer import Torch
+from ffn_heterogeneity.bench.peer import PEERS, Torch
 from ffn_heterogeneity.bench.timing import Questions, machine, paired_interval, said
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.load import Model
@@ -84,7 +84,7 @@ class Timed:
     repetitions: int
 
     def __post_init__(self):
-        check_choice("peer", self.peer, ("", "transformers"))
+        check_choice("peer", self.peer, ("", *PEERS))
         for name in self.calls:
             check_choice("calls", name, CALLS)
         for name in self.dtypes:
@@ -111,8 +111,9 @@ def benchmark_model(
     model = model or preset(timed.model)[0]
     ours, peer, about, calls = Ours(model, timed), None, machine(), {}
     if timed.peer:
-        peer = Torch(model, ours.params, batch=timed.batch, new=NEW, learning_rate=LEARNING_RATE)
-        about |= peer.about()
+        sizes = {"batch": timed.batch, "new": NEW, "learning_rate": LEARNING_RATE}
+        peer = Torch(model, ours.params, **sizes, peer=timed.peer)
+        about |= {"peer": timed.peer} | peer.about()
     for call in timed.calls:
         for dtype in timed.dtypes:
             arguments = call, dtype, ours.rows(call)

@@ -6,30 +6,54 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.models.config import ModelConfig
 
 
+PEERS = ("transformers", "torch.compile")  # as they come, or compiled (generation excepted)
+
+
 class Torch:
     """torch with its default attention and fused AdamW, in bfloat16 by autocast.
 
-    But for generation, whose weights are in bfloat16: autocast would cast them at every token.
+    But for generation, whose weights are in bfloat16: autocast would cast them at every token. On a
+    GPU if JAX computes on one; `XLA_PYTHON_CLIENT_PREALLOCATE=false` leaves torch its memory.
+
+    Raises:
+      ValueError: JAX computes on a GPU that this torch cannot use.
     """
 
     def __init__(
-        self, model: ModelConfig, params: dict, *, batch: int, new: int, learning_rate: float
+        self,
+        model: ModelConfig,
+        params: dict,
+        *,
+        batch: int,
+        new: int,
+        learning_rate: float,
+        peer: str = PEERS[0],
     ):
         import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM
 
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"peer={peer!r}: JAX computes on a GPU, and torch {torch.__version__} cannot: "
+                "install torch with CUDA, or set JAX_PLATFORMS=cpu"
+            )
+
         with tempfile.TemporaryDirectory() as directory:
             save_pretrained(model, params, f"{directory}/model")
             load, path = AutoModelForCausalLM.from_pretrained, f"{directory}/model"
-            self.models = {name: load(path, dtype=name) for name in ("float32", "bfloat16")}
+            names = ("float32", "bfloat16")
+            self.models = {name: load(path, dtype=name).to(self.device) for name in names}
         self.model, self.batch, self.new = self.models["float32"], batch, new
         parameters = self.model.parameters()
+        self.logits = torch.compile(self._logits) if peer == "torch.compile" else self._logits
         self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 
     def about(self) -> dict[str, Any]:
@@ -48,7 +72,7 @@ class Torch:
         """The counterpart of `bench.model.Ours.call`."""
         import torch  # pyright: ignore[reportMissingImports]
 
-        tokens = torch.tensor(rows.astype(np.int64))
+        tokens = torch.tensor(rows.astype(np.int64), device=self.device)
         if name.startswith("generate"):
             return lambda: self._generate(self.models[dtype], tokens)
         functions = {"forward": self._forward, "train step": self._step}
@@ -58,14 +82,20 @@ class Torch:
         def call():
             with (
                 torch.set_grad_enabled(training),
-                torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
+                torch.autocast(self.device, dtype=torch.bfloat16, enabled=half),
             ):
-                return function(tokens)
+                result = function(tokens)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            return result
 
         return call
 
     def _forward(self, rows):
-        return self.model(input_ids=rows[:, :-1], use_cache=False).logits
+        return self.logits(rows[:, :-1])
+
+    def _logits(self, tokens):
+        return self.model(input_ids=tokens, use_cache=False).logits
 
     def _loss(self, rows):
         from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
@@ -86,4 +116,4 @@ class Torch:
     def _generate(self, model, rows):
         length = {"max_new_tokens": self.new, "min_new_tokens": self.new}
         greedy = {"do_sample": False, "pad_token_id": 0}
-        return model.generate(rows, attention_mask=rows >= 0, **length, **greedy)
+        return model.generate(rows, attention_mask=rows >= 0, **length, **greedy).cpu()
