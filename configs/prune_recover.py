@@ -3,7 +3,8 @@
 
 Command:   python scripts/train.py --config=configs/prune_recover.py:gemma2_2b,gsm8k \
              --config.prune.ratio=0.25 --config.score.text=<held-out.txt> --workdir=runs/recover
-           The argument is <model>,<data> as of configs/nucl_finetune.py.
+           The argument is <model>,<data> as of configs/nucl_finetune.py. scripts/sweep.py with
+           --sweep=own: entropy, the hybrid on the model's own text, and with state_ridge.
 Hardware:  that of the fine-tuning (configs/nucl_finetune.py); removal and scoring need less.
 Hours:     SmolLM2-135M, 40 steps of 4 x 256 tokens on 2 CPU cores: minutes.
 Paper:     Table 4 compares removal criteria without recovery; the recovery's settings are ours.
@@ -14,8 +15,11 @@ never run again.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from ffn_heterogeneity.data.tasks import tasks
+from ffn_heterogeneity.launch.sweep import chain, point
+from ffn_heterogeneity.surgery.reduce import Removal
 
 
 def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict:
@@ -39,6 +43,9 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "base": "configs/prune.py",  # the config that it starts from
                 "criterion": "entropy",  # entropy | gini | mstd | magnitude | random
                 "reverse": False,
+                "calibration": Removal.calibration,
+                "calibration_tokens": placeholder(int),
+                "compensation": Removal.compensation,
                 "ratio": 0.25,
                 "layers": "all",  # or top | bottom | even | odd | pair:5 | 0,3,7 | 4-9
                 "seed": 0,  # of the random criterion
@@ -52,6 +59,8 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "accumulation": 1,
                 "seq_len": 512,
                 "dropout": 0.0,
+                "compute_dtype": "auto",
+                "unroll": -1,
                 "data": {"path": "", "validation_fraction": 0.05, "passage_chars": 16_384},
                 "losses": {"nucl": {"weight": 0.0}},
                 "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 100},
@@ -67,6 +76,19 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "window": 512,
                 "max_windows": 40,
                 "bos": "segment",
+                "compute_dtype": "auto",
             },
         }
     )
+
+
+KIND = "train"
+OWN = {"prune.criterion": "optipfair", "prune.calibration": "own"}
+SWEEPS = {
+    # Removal without data (configs/prune_table.py, its sweep "own") with the same recovery.
+    "own": chain(
+        point("entropy", {"prune.criterion": "entropy"}),
+        point("hybrid", OWN),
+        point("hybrid_ridge", OWN | {"prune.compensation": "state_ridge"}),
+    ),
+}
