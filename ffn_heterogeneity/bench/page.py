@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
+from ffn_heterogeneity.bench.peer import COMPILED
 from ffn_heterogeneity.bench.run import QUESTIONS
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, write_text
@@ -50,6 +51,8 @@ def _answers(path: epath.Path) -> list[tuple]:
         raise ValueError(f"{path} is not the results.json of scripts/benchmark.py")
     facts, tables = results["machine"], results["tables"]
     machine = CPU.format(**facts) if facts["device"] == "cpu" else facts["device"]
+    if facts.get("peer") == COMPILED:
+        machine += f", {COMPILED}"
     cells = [(row[0], row[-1]) for one in tables for row in one["rows"] if row[-1] != UNKNOWN]
     for question, (reading, labels, pattern) in results["questions"].items():
         # What a label has in brackets is of the machine: one column for all machines.

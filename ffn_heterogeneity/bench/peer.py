@@ -12,8 +12,8 @@ import numpy as np
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.models.config import ModelConfig
 
-
-PEERS = ("transformers", "torch.compile")  # as they come, or compiled (generation excepted)
+COMPILED = "torch.compile"
+PEERS = ("transformers", COMPILED)  # as it comes, or compiled (generation excepted)
 
 
 class Torch:
@@ -53,7 +53,7 @@ class Torch:
             self.models = {name: load(path, dtype=name).to(self.device) for name in names}
         self.model, self.batch, self.new = self.models["float32"], batch, new
         parameters = self.model.parameters()
-        self.logits = torch.compile(self._logits) if peer == "torch.compile" else self._logits
+        self.logits = torch.compile(self._logits) if peer == COMPILED else self._logits
         self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 
     def about(self) -> dict[str, Any]:

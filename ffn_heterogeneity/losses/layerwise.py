@@ -55,7 +55,7 @@ def layerwise_term(
     check_choice("states", states, (*STATES, GRADIENT))
     own = Probe("layerwise", functools.partial(_apart, states, sum_hidden))
     look = STATES.get(states, STATES["ffn"])
-    shown = Probe("taught", lambda seen, batch, _: look(seen), kind="example")
+    shown = Probe("taught", functools.partial(_shown, look), kind="example")
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"]["layerwise"]
@@ -76,18 +76,23 @@ def layerwise_term(
 
             return jax.grad(loss)(jnp.zeros(taught.shape, taught.dtype))
 
-        taught = forward(teacher, batch, probes=(shown,), config=config)["probes"]["taught"]
+        taught, real = forward(teacher, batch, probes=(shown,), config=config)["probes"]["taught"]
         if states == GRADIENT:
             wanted = jax.lax.stop_gradient(gradients(teacher, config))
-            real = counted_tokens(batch, wanted.shape[1:3])["all"]
             squares = jnp.where(real[..., None], wanted, 0) ** 2 / wanted.shape[3]
             squares = jnp.sum(squares, (1, 2, 3), keepdims=True)
-            scale = jnp.sqrt(squares / jnp.maximum(jnp.sum(real), 1))
+            scale = jnp.sqrt(squares / jnp.maximum(jnp.sum(real[0]), 1))
             apart = gradients(params, None) - wanted
             return {"layerwise": apart / jnp.where(scale > 0, scale, 1)}
         return {"layerwise": jax.lax.stop_gradient(taught)}
 
     return LossTerm(context.name, function, context.weight, probes=(own,), per_layer=per_layer)
+
+
+def _shown(look: Callable[[Any], jax.Array], seen: Any, batch: dict, _: Any) -> tuple:
+    """(states, real) of a layer's own rows, several of which an objective may have joined."""
+    states_btd = look(seen)
+    return states_btd, counted_tokens(batch, states_btd.shape[:2])["all"]
 
 
 def _loss_of_rows(outputs: dict, batch: dict) -> jax.Array:

@@ -137,12 +137,18 @@ def _layer_and_sums(
     factor = neuron_factor(ffn)
     state = jnp.asarray(state)
     state = state if factor is None else state * factor.astype(state.dtype)
-    weight = (batch["segment_ids"] > 0).astype(jnp.float32)[:, 1:]
-    if whole.post_norms:
-        output = seen.ffn_output[:, 1:].astype(jnp.float32)
-        weight = weight / (jnp.mean(output**2, -1) + whole.norm_eps)
-    root = jnp.sqrt(weight)[..., None]
-    state = state[:, 1:].astype(jnp.float32) * root
+
+    def weighed(places: slice) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(weights [B, t], their roots and the states times those [B, t, .]) of some places."""
+        weight = (batch["segment_ids"] > 0).astype(jnp.float32)[:, places]
+        if whole.post_norms:
+            output = seen.ffn_output[:, places].astype(jnp.float32)
+            weight = weight / (jnp.mean(output**2, -1) + whole.norm_eps)
+        root = jnp.sqrt(weight)[..., None]
+        return weight, root, state[:, places].astype(jnp.float32) * root
+
+    on_bos, _, first = weighed(slice(1))
+    weight, root, state = weighed(slice(1, None))
     missed = (seen.ffn_output - found)[:, 1:].astype(jnp.float32) * root
     return x, {
         "states": jnp.einsum("btc,btk->ck", state, state),
@@ -151,6 +157,8 @@ def _layer_and_sums(
         "squares": jnp.sum(missed**2),
         "weight": jnp.sum(weight),
         "tokens": jnp.sum(weight > 0),
+        "first": jnp.sum(first**2, (0, 1)),
+        "rows": jnp.sum(on_bos > 0),
     }
 
 

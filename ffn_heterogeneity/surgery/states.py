@@ -4,10 +4,12 @@ Over calibration text, bos left out: g [c] the smaller block's states behind the
 its factors), y the whole block's output, r = y - g W what the smaller one's W misses of it; G =
 mean g g^T, B = mean g r^T. What is added to W is D:
 
-- state_ridge [ours]: D = diag(1 / rms) (Z + lambda I)^-1 diag(1 / rms) B, where rms is each
-  neuron's and Z = diag(1 / rms) G diag(1 / rms). lambda: that of `LAMBDAS` whose output is nearest
-  on held-out rows; D is then fitted to all. Of removed neurons r = h_R W_R: they are explained by
-  the kept ones, h_R ~ h_S C, and D = C W_R.
+- state_ridge [ours]: D = diag(1 / u) (Z + lambda I)^-1 diag(1 / u) B, where u is each neuron's unit
+  and Z = diag(1 / u) G diag(1 / u). lambda: that of `LAMBDAS` whose output is nearest on held-out
+  rows; D is then fitted to all. Of removed neurons r = h_R W_R: they are explained by the kept
+  ones, h_R ~ h_S C, and D = C W_R. u is the neuron's rms, but at least 1 / `LOUD` of its size on
+  bos: a massive neuron, silent elsewhere, would otherwise say on bos a hundred times what was
+  fitted (SmolLM2 without its quarter of highest entropy: 17 times the whole stream there).
 - gram (GRAIL, arXiv 2602.23795): W + D = (G + lambda I)^-1 mean g y^T, lambda `GRAM` times the mean
   of G's diagonal [ours: the paper's is not known here]. Neurons that speak quietly go.
 - bias (FLAP): mean r is added to the output's bias; W stays.
@@ -23,6 +25,7 @@ import numpy as np
 
 LAMBDAS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 GRAM = 0.01
+LOUD = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Moments:
       squares: |r|^2.
       weight: of all tokens.
       tokens: how many.
+      first: g^2 on bos, which is not among the tokens, [c].
+      rows: how many of those.
     """
 
     states: np.ndarray
@@ -44,6 +49,8 @@ class Moments:
     squares: float
     weight: float
     tokens: float
+    first: np.ndarray
+    rows: float
 
     def __add__(self, other: Moments) -> Moments:
         fields = (field.name for field in dataclasses.fields(self))
@@ -53,6 +60,12 @@ class Moments:
         """mean |r - g D|^2, of D added to W."""
         inside = np.vdot(added, self.states @ added) - 2 * np.vdot(added, self.crossed)
         return max(float(self.squares + inside), 0.0) / self.weight
+
+    def units(self) -> np.ndarray:
+        """u [c]: what state_ridge measures each neuron in."""
+        typical = np.diag(self.states) / self.weight
+        loud = self.first / self.rows * self.tokens / self.weight
+        return np.sqrt(np.maximum(typical, loud / LOUD**2))
 
 
 class Fit(NamedTuple):
@@ -79,9 +92,9 @@ def explained(moments: Moments, ridge: float) -> np.ndarray:
     """D [c, n] of state_ridge; of a neuron that never speaks the row is 0."""
     from scipy.linalg import solve
 
-    rms = np.sqrt(np.diag(moments.states) / moments.weight)
-    scale = np.divide(1, rms, out=np.zeros_like(rms), where=rms > 0)[:, None]
-    system = moments.states / moments.weight * scale * scale[:, 0] + ridge * np.eye(len(rms))
+    units = moments.units()
+    scale = np.divide(1, units, out=np.zeros_like(units), where=units > 0)[:, None]
+    system = moments.states / moments.weight * scale * scale[:, 0] + ridge * np.eye(len(units))
     return scale * solve(system, scale * moments.crossed / moments.weight, assume_a="pos")
 
 

@@ -37,13 +37,13 @@ def rows_of(config, count=8, seed=0):
             for n in rng.integers(9, 20, count)]  # fmt: skip
 
 
-def states_of(config, params, rows, layer, what="ffn_state"):
+def states_of(config, params, rows, layer, what="ffn_state", places=slice(1, None)):
     """h of every real token but the first, [tokens, m] in float64, one row at a time."""
     probe = Probe("h", lambda seen, batch, _: getattr(seen, what), kind="example")
     found = []
     for row in rows:
         outputs = causal_lm.forward(config, params, {"tokens": row[None]}, probes=(probe,))
-        found.append(np.asarray(outputs["probes"]["h"][layer, 0, 1:], np.float64))
+        found.append(np.asarray(outputs["probes"]["h"], np.float64)[layer, 0, places])
     return found
 
 
@@ -76,17 +76,17 @@ def problem(seed=0, m=20, tokens=200, outputs=6):
     return *moments, kept, gone, w, h, parts[1]
 
 
-def moments_of(g, r):
-    return states.Moments(g.T @ g, g.T @ r, r.sum(0), np.vdot(r, r), len(g), len(g))
+def moments_of(g, r, first=0.0, rows=1):
+    first = np.broadcast_to(np.float64(first), g.shape[1])
+    return states.Moments(g.T @ g, g.T @ r, r.sum(0), np.vdot(r, r), len(g), len(g), first, rows)
 
 
-def ridge_by_rows(h, kept, gone, ridge):
-    """C of the formula, from the states themselves."""
-    z = h[:, kept] / np.sqrt((h[:, kept] ** 2).mean(0))
+def ridge_by_rows(h, kept, gone, ridge, least=0.0):
+    """C of the formula, from the states themselves; no unit is less than `least`."""
+    units = np.maximum(np.sqrt((h[:, kept] ** 2).mean(0)), least)
+    z = h[:, kept] / units
     system = z.T @ z / len(h) + ridge * np.eye(len(kept))
-    return (np.linalg.inv(system) @ (z.T @ h[:, gone] / len(h))).T / np.sqrt(
-        (h[:, kept] ** 2).mean(0)
-    )
+    return (np.linalg.inv(system) @ (z.T @ h[:, gone] / len(h))).T / units
 
 
 def test_state_ridge_is_its_formula():
@@ -106,6 +106,23 @@ def test_state_ridge_is_its_formula():
     assert report["lambda"] == min(errors, key=errors.get)
     share = errors[report["lambda"]] / np.linalg.norm(held[:, gone] @ w[gone])
     assert report["held_residual"] == pytest.approx(share, rel=1e-6)
+
+
+def test_what_is_loud_on_bos_says_little_there():
+    """Neurons of 1,000 times their rms on bos, three rows of it: the unit is a tenth of that, and
+    the others' parts hardly change. Without it bos would get 30 times as much."""
+    fitted, held, kept, gone, w, h, _ = problem()
+    rms, loud = np.sqrt((h[:, kept] ** 2).mean(0)), np.arange(len(kept)) < 2
+    on_bos = np.where(loud, 1000 * rms, rms)
+    fitted = dataclasses.replace(fitted, first=3 * on_bos**2, rows=3)
+    whole = fitted + dataclasses.replace(held, first=on_bos**2, rows=1)
+    added = states.explained(whole, 0.3)
+    c = ridge_by_rows(h, kept, gone, 0.3, on_bos / 10).T
+    np.testing.assert_allclose(added, c @ w[gone], rtol=0, atol=1e-8)
+    careless = ridge_by_rows(h, kept, gone, 0.3).T @ w[gone]
+    much, little = (np.linalg.norm(on_bos @ x) for x in (careless, added))
+    assert little < much / 30
+    assert whole.error(added) <= whole.error(np.zeros_like(added))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -155,9 +172,11 @@ def taken(model, kept):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("sequential", [False, True])
-def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential):
+def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monkeypatch):
     """The formula on states that one row at a time gives in float64: the inputs are the whole
-    model's, or those of the model compensated so far; a norm behind the FFN weighs tokens."""
+    model's, or those of the model compensated so far; a norm behind the FFN weighs tokens. Here
+    bos decides most neurons' units."""
+    monkeypatch.setattr(states, "LOUD", 0.5)
     config = dataclasses.replace(tiny_of(family, layers=2), vocab_size=258)
     model, rows = model_of(config), rows_of(config, 16)
     kept = np.arange(config.ffn_widths[0] // 2)
@@ -180,7 +199,13 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential):
         r = [x[:, len(kept):] @ w[len(kept):] * np.sqrt(a)[:, None]
              for x, a in zip(h, weights, strict=True)]  # fmt: skip
         g, r, total = np.concatenate(g), np.concatenate(r), np.concatenate(weights).sum()
-        whole = dataclasses.replace(moments_of(g, r), weight=total)
+        bos, ends = (np.concatenate(states_of(*own, rows, layer, what, slice(1)))
+                     for what in ("ffn_state", "ffn_output"))  # fmt: skip
+        if config.post_norms:
+            bos = bos / np.sqrt((ends**2).mean(1, keepdims=True) + config.norm_eps)
+        first = (bos[:, kept] ** 2).sum(0)
+        whole = dataclasses.replace(moments_of(g, r, first, len(rows)), weight=total)
+        assert (whole.units() > np.sqrt(np.diag(whole.states) / total)).any()
         wanted = w[: len(kept)] + states.explained(whole, reports[layer]["lambda"])
         np.testing.assert_allclose(down_of(found.params, layer), wanted, rtol=0, atol=3e-5)
         assert reports[layer]["layer"] == layer and reports[layer]["tokens"] == len(g)

@@ -155,7 +155,7 @@ def test_gradients_reach_the_student_alone(files, states):
     assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=1e-9)
 
 
-def fused(files, workdir, method, **changes):
+def fused(files, workdir, method, together=1, **changes):
     own = {
         "data__path": str(files / "train.jsonl"),
         "data__validation_path": str(files / "held_out.jsonl"),
@@ -167,7 +167,7 @@ def fused(files, workdir, method, **changes):
     with config.unlocked():
         for name in config.stages:
             if config[name].kind == "train":
-                config[name].fields, config[name].together = "sentence", 1
+                config[name].fields, config[name].together = "sentence", together
                 config[name].compute_dtype, config[name].tensorboard = "float32", False
                 config[name].optimizer.learning_rate = 2e-2
                 config[name].export = {"weights": "last"}
@@ -196,6 +196,18 @@ def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
         np.testing.assert_array_equal(end[f"layers/{i}/ffn/neuron_scale"],
                                       before[f"layers/{i}/ffn/neuron_scale"])  # fmt: skip
     assert not np.array_equal(after["embed/embedding"], end["embed/embedding"])
+
+
+@pytest.mark.parametrize("states", ["gradient", pytest.param("block", marks=pytest.mark.slow)])
+def test_joined_rows_have_the_loss_of_rows_alone(files, tmp_path, states):
+    found = []
+    for together in (1, 2):
+        workdir = tmp_path / str(together)
+        own = {"stages": ("compress", "tune"), "tune__losses__layerwise__states": states}
+        _, folders = fused(files, workdir, "fusion,tuned", together, tune__epochs=0.1, **own)
+        found.append(json.loads((folders[1] / "results.json").read_text()))
+    alone, joined = (one["first"]["validation/layerwise"] for one in found)
+    assert joined == pytest.approx(alone, rel=1e-4) and alone > 0
 
 
 def test_rounds_mask_more_and_rewind(files, tmp_path):
