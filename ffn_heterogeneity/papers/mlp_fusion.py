@@ -30,9 +30,11 @@ UNTUNED, TUNED = {"tune.kind": None}, {"tune.losses.layerwise.states": "block"}
 WIDTHS, THREE_QUARTERS = ["sketch", "fusion"], {"compress.ratio": [0.75, None]}
 DEFAULT = {**THREE_QUARTERS, "compress.layers": ["2-5", None]}  # of MiniLM's six layers
 # Of language models: how they were made smaller, and what is equal beside it.
-REDUCED = ("fuse.method", "fuse.canonical", "fuse.spare", "prune.criterion", "fuse.ratio")
+REDUCED = ("fuse.method", "fuse.canonical", "fuse.spare", "fuse.ratio")
+REDUCED += ("prune.criterion", "prune.compensation")
 RECOVERED = (*REDUCED, "model", "fuse.n_init", "prune.ratio", "recover.", "score.")
-SETTINGS = dict.fromkeys((*REDUCED, "recover.kind", "recover.base"))
+SETTINGS = dict.fromkeys((*REDUCED, "fuse.n_init", "prune.ratio", "stages"))
+SETTINGS |= dict.fromkeys(("recover.kind", "recover.base"))
 SETTINGS |= dict.fromkeys((*SAME, "analysis", "method", "objective", "ratio", "canonical", "spare"))
 DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
 NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
@@ -97,7 +99,10 @@ def recovered(rows: Frame) -> Frame:
     """Language models compressed, or neurons removed, then trained on: their last measurement."""
     rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
     rows = rows.assign(model=model_of(rows["recover.base"]))
-    return tidy.records(rows, RECOVERED, ("model", *REDUCED))
+    for stage in ("fuse", "prune"):  # in the config of a job that leaves that stage out, too
+        left_out = ~rows.stages.map(lambda stages, name=stage: name in (stages or ()))
+        rows.loc[left_out, [name for name in RECOVERED if name.startswith(f"{stage}.")]] = None
+    return tidy.records(rows, RECOVERED, ("model", *(x for x in RECOVERED if x[-1] != ".")))
 
 
 # ---- tables
