@@ -67,8 +67,6 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,sst2,fusi
     if tuned:
         _stage(config, "tune", _tuning(config, task))
     _stage(config, "finetune", _training(config, task))
-    if method == WHOLE:
-        config.finetune.truncate = {"blocks": 0}  # the first so many of its layers; 0: all
     return config
 
 
@@ -96,7 +94,6 @@ def _training(config: ConfigDict, task: str) -> dict:
         "epochs": 3.0,
         "batch_size": 32,
         "dropout": 0.1,
-        "compute_dtype": "auto",  # as in configs/parts/train.py
         "data": data,
         "optimizer": {
             "learning_rate": 2e-5,

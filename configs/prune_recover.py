@@ -10,8 +10,8 @@ Hours:     SmolLM2-135M, 40 steps of 4 x 256 tokens on 2 CPU cores: minutes.
 Paper:     Table 4 compares removal criteria without recovery; the recovery's settings are ours.
 
 A stage is a group: its kind, the config file it starts from, and the settings that differ (any key
-of that file may be added here). Every stage writes <workdir>/<nn>_<name>/; a completed one is
-never run again.
+of that file may be added here, or on the command line: --config.recover.remat=full). Every stage
+writes <workdir>/<nn>_<name>/; a completed one is never run again.
 """
 
 from ml_collections import ConfigDict
@@ -59,8 +59,6 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "accumulation": 1,
                 "seq_len": 512,
                 "dropout": 0.0,
-                "compute_dtype": "auto",
-                "unroll": -1,
                 "data": {"path": "", "validation_fraction": 0.05, "passage_chars": 16_384},
                 "losses": {"nucl": {"weight": 0.0}},
                 "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 100},
@@ -76,7 +74,6 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "window": 512,
                 "max_windows": 40,
                 "bos": "segment",
-                "compute_dtype": "auto",
             },
         }
     )

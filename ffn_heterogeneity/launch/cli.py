@@ -78,7 +78,11 @@ def launch(
         config = load_config(spec)
         if set(HELP_FLAGS) & set(argv):
             show_help(config, spec)
+        added = add_stage_keys(argv, config)
         check_keys(argv, config)
+        if added:
+            argv = [one for one in argv if not re.match(r"--?config=", one)]
+            return argv, config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
         about = "Config file; its argument, where it has one, after a colon."
         holder = config_flags.DEFINE_config_file("config", spec, about, sys_argv=argv)
         return argv, holder
@@ -231,6 +235,41 @@ def _line_of(name: str) -> Iterator[None]:
         raise UsageError(f"{name}, line {line}: {type(error).__name__}: {said}") from error
 
 
+def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> bool:
+    """Gives the stages of a job the keys of the files they start from that the command line sets.
+
+    Returns:
+      Whether there are any.
+    """
+    bases, added = {}, False
+    for key in keys_not_there(argv, config):
+        stage, *path = key.split(".")
+        group = config.get(stage)
+        if not (path and isinstance(group, ConfigDict) and isinstance(group.get("base"), str)):
+            continue
+        if stage not in bases:
+            bases[stage] = load_config(group.base)
+        base = bases[stage]
+        for name in path[:-1]:
+            base = base.get(name) if isinstance(base, ConfigDict) else None
+        if isinstance(base, ConfigDict) and path[-1] in base:
+            with config.unlocked():
+                for name in path[:-1]:
+                    if name not in group:
+                        group[name] = ConfigDict()
+                    group = group[name]
+                group[path[-1]] = base.get_ref(path[-1])
+            added = True
+    return added
+
+
+def keys_not_there(argv: Sequence[str], config: ConfigDict) -> list[str]:
+    """The keys of --config.<key> that the config does not have."""
+    names = flatten_config(config.to_dict())
+    matches = (re.match(r"--?(no)?config\.([^=]+)", argument) for argument in argv[1:])
+    return [match[2] for match in matches if match and match[2] not in names]
+
+
 def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
     """Refuses a --config.<key> that the config does not have.
 
@@ -238,14 +277,11 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
       UsageError: names the nearest key, and all of them.
     """
     names = flatten_config(config.to_dict())
-    for argument in argv[1:]:
-        match = re.match(r"--?(no)?config\.([^=]+)", argument)
-        if not match or match[2] in names:
-            continue
-        inside = [name for name in names if name.startswith(f"{match[2]}.")]
+    for key in keys_not_there(argv, config):
+        inside = [name for name in names if name.startswith(f"{key}.")]
         if inside:
-            raise UsageError(f"config key {match[2]!r} is a group: set one of {', '.join(inside)}")
-        raise UsageError(unknown("config key", match[2], names))
+            raise UsageError(f"config key {key!r} is a group: set one of {', '.join(inside)}")
+        raise UsageError(unknown("config key", key, names))
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:

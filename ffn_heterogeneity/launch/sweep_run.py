@@ -211,7 +211,7 @@ def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) 
     mine = flatten_config(task.config.to_dict())
     # `--only` brings the point's own settings along.
     own = () if script else tuple(task.point.settings)
-    changed = [key for key in mine if mine[key] != base[key] and key not in own]
+    changed = [key for key in mine if key not in own and mine[key] != base.get(key, ...)]
     place = [f"--workdir={task.directory}"]
     if not script:
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]

@@ -12,7 +12,7 @@ import pytest
 from absl.flags._helpers import _damerau_levenshtein as distance
 from tiny_models import REPOSITORY, config_of
 
-from ffn_heterogeneity.launch.cli import UsageError, check_keys
+from ffn_heterogeneity.launch.cli import UsageError, add_stage_keys, check_keys
 from ffn_heterogeneity.paths import flatten_config
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
@@ -151,3 +151,31 @@ def test_a_real_process_says_so_in_one_line(tmp_path):
     start = "error: unknown config key 'optimizer.Learning-rate', did you mean "
     assert done.stderr.startswith(f"{start}'optimizer.learning_rate'?")
     assert not workdir.exists()
+
+
+def test_stages_take_the_keys_of_the_files_they_start_from():
+    """With their types and references; what those files have not is refused as before."""
+    config = config_of("prune_recover", "model,text")
+    before = flatten_config(config.to_dict())
+    set_here = {"recover.checkpoint.at_end": True, "recover.revision": None, "prune.protect": ""}
+    argv = ["train", *(f"--config.{key}=x" for key in set_here), "--config.score.window=4"]
+    assert add_stage_keys(argv, config)
+    check_keys(argv, config)
+    assert flatten_config(config.to_dict()) == before | set_here
+    assert config.recover.get_type("revision") is str
+    for key in ("recover.checkpoint.at_ends", "recover.nothing.at_end", "seeds.x", "prune.base.x"):
+        wrong = ["train", f"--config.{key}=x"]
+        assert not add_stage_keys(wrong, config)
+        with pytest.raises(UsageError, match="config key"):
+            check_keys(wrong, config)
+    assert not add_stage_keys(["train", "--config.x=1"], config_of("nucl_finetune", "model,text"))
+
+
+def test_a_stage_computes_with_such_a_key():
+    made = subprocess.run(
+        [sys.executable, "scripts/train.py", "--config=configs/prune_recover.py:smollm2_135m,text",
+         "--config.recover.optimizer.b2=2", "--config.dry_run=h100:1", "--workdir=runs/never"],
+        cwd=REPOSITORY, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 2 and "b2" in made.stderr.splitlines()[-1]
+    assert not (REPOSITORY / "runs/never").exists()
