@@ -32,7 +32,8 @@ def text_read(place: Any) -> str:
 
 
 def removals(rows: Frame) -> Frame:
-    rows = nucl.removals(rows, ("model", "ratio", *nucl.REMOVAL, "sequential", "window"))
+    rows = nucl.removals(rows, ("model", "ratio", *FREE, "window"), SAME)
+    rows["calibration_tokens"] = rows.calibration_tokens.where(rows.calibration.astype(bool))
     order = rows.sequential.map(lambda value: ", layer after layer" if value else "")
     made = rows.compensation + order
     return rows.assign(text_read=rows.calibration.map(text_read), made_good=made)

@@ -48,7 +48,11 @@ SETTINGS |= dict.fromkeys(("protect", "lose", "calibration"), "")
 # ---- runs
 
 
-def removals(rows: Frame, shown: Sequence[str] = ("model", *REMOVAL[:4])) -> Frame:
+def removals(
+    rows: Frame,
+    shown: Sequence[str] = ("model", *REMOVAL[:4]),
+    same: Sequence[str] = REMOVED,
+) -> Frame:
     """Neurons removed, and the perplexity after it; none removed is that of any rule and size."""
     measured = rows[rows.what == "perplexity"]
     rows = rows[rows.criterion.notna() & rows["run"].isin(measured["run"])].copy()
@@ -56,7 +60,7 @@ def removals(rows: Frame, shown: Sequence[str] = ("model", *REMOVAL[:4])) -> Fra
     rows.loc[idle, [*REMOVAL[1:], *SIZE]] = tidy.IDLE
     rows.loc[idle, "layers"] = "all"
     rows["draws"] = (rows.criterion == "random") | rows.lose.str.startswith("random:")
-    return tidy.records(rows, REMOVED, shown, {"draws": True})
+    return tidy.records(rows, same, shown, {"draws": True})
 
 
 def trainings(rows: Frame) -> Frame:

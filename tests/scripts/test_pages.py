@@ -29,7 +29,10 @@ STATES = {
 }  # fmt: skip
 # Page -> what it may quote of docs/results, and its archives.
 SOURCES = {
-    "nucl": (("nucl_*", "table_*", "figure_4_*"), ("lesions-*",)),  # of no run: what is printed
+    "nucl": (
+        ("nucl_*", "table_*", "figure_4_*", "own_*"),
+        ("lesions-*",),
+    ),  # of no run: what is printed
     "jreg": (("jreg_*",), ("lesions-*",)),
     "massive_weights": (("massive_*", "macdrop*", "table_4_smollm2*"), ("lesions-*",)),
     "p32": ((), ("p32-*",)),

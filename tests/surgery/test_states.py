@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from test_state_formulas import moments_of
 from tiny_models import byte_tokenizer, random_params, tiny_of
 
 from ffn_heterogeneity.io.load import Model
@@ -63,101 +64,6 @@ def test_sums_are_of_real_tokens_alone():
             np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-9)
 
 
-def problem(seed=0, m=20, tokens=200, outputs=6):
-    """(moments of three rows of four, of the rest, kept, gone, W, h of all tokens, h held out):
-    states that depend on each other, of which a quarter goes."""
-    rng = np.random.default_rng(seed)
-    mix = rng.normal(size=(8, m)) * np.exp(rng.normal(size=m))
-    h = rng.normal(size=(tokens, 8)) @ mix + 0.1 * rng.normal(size=(tokens, m)) + 0.2
-    gone = np.sort(rng.permutation(m)[: m // 4])
-    kept, w = np.setdiff1d(np.arange(m), gone), rng.normal(size=(m, outputs))
-    parts = h[: 3 * tokens // 4], h[3 * tokens // 4 :]
-    moments = [moments_of(x[:, kept], x[:, gone] @ w[gone]) for x in parts]
-    return *moments, kept, gone, w, h, parts[1]
-
-
-def moments_of(g, r, first=0.0, rows=1):
-    first = np.broadcast_to(np.float64(first), g.shape[1])
-    return states.Moments(g.T @ g, g.T @ r, r.sum(0), np.vdot(r, r), len(g), len(g), first, rows)
-
-
-def ridge_by_rows(h, kept, gone, ridge, least=0.0):
-    """C of the formula, from the states themselves; no unit is less than `least`."""
-    units = np.maximum(np.sqrt((h[:, kept] ** 2).mean(0)), least)
-    z = h[:, kept] / units
-    system = z.T @ z / len(h) + ridge * np.eye(len(kept))
-    return (np.linalg.inv(system) @ (z.T @ h[:, gone] / len(h))).T / units
-
-
-def test_state_ridge_is_its_formula():
-    *moments, kept, gone, w, h, held = problem()
-    added, _, report = states.state_ridge(*moments, w[kept])
-    c = ridge_by_rows(h, kept, gone, report["lambda"]).T
-    np.testing.assert_allclose(added, c @ w[gone], rtol=0, atol=1e-8)
-    wanted, plain = ((h[:, gone] @ w[gone] - h[:, kept] @ x @ w[gone]) for x in (c, 0 * c))
-    residual = np.linalg.norm(wanted) / np.linalg.norm(plain)
-    assert report["residual"] == pytest.approx(residual, rel=1e-6) and residual < 0.5
-    # lambda is the best on what was held out, of those tried.
-    fitted = h[: len(h) - len(held)]
-    errors = {}
-    for ridge in states.LAMBDAS:
-        own = ridge_by_rows(fitted, kept, gone, ridge).T
-        errors[ridge] = np.linalg.norm(held[:, gone] @ w[gone] - held[:, kept] @ own @ w[gone])
-    assert report["lambda"] == min(errors, key=errors.get)
-    share = errors[report["lambda"]] / np.linalg.norm(held[:, gone] @ w[gone])
-    assert report["held_residual"] == pytest.approx(share, rel=1e-6)
-
-
-def test_what_is_loud_on_bos_says_little_there():
-    """Neurons of 1,000 times their rms on bos, three rows of it: the unit is a tenth of that, and
-    the others' parts hardly change. Without it bos would get 30 times as much."""
-    fitted, held, kept, gone, w, h, _ = problem()
-    rms, loud = np.sqrt((h[:, kept] ** 2).mean(0)), np.arange(len(kept)) < 2
-    on_bos = np.where(loud, 1000 * rms, rms)
-    fitted = dataclasses.replace(fitted, first=3 * on_bos**2, rows=3)
-    whole = fitted + dataclasses.replace(held, first=on_bos**2, rows=1)
-    added = states.explained(whole, 0.3)
-    c = ridge_by_rows(h, kept, gone, 0.3, on_bos / 10).T
-    np.testing.assert_allclose(added, c @ w[gone], rtol=0, atol=1e-8)
-    careless = ridge_by_rows(h, kept, gone, 0.3).T @ w[gone]
-    much, little = (np.linalg.norm(on_bos @ x) for x in (careless, added))
-    assert little < much / 30
-    assert whole.error(added) <= whole.error(np.zeros_like(added))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_ridge_makes_the_output_worse_than_removal_and_a_large_one_is_removal(seed):
-    fitted, held, *_ = problem(seed, tokens=40)
-    whole = fitted + held
-    plain = whole.error(np.zeros_like(whole.crossed))
-    for ridge in (1e-6, 0.1, 10.0, 1e4):
-        assert whole.error(states.explained(whole, ridge)) <= plain * (1 + 1e-12)
-    assert np.abs(states.explained(whole, 1e12)).max() <= 1e-6
-
-
-def test_gram_is_its_formula():
-    *moments, kept, gone, w, h, _ = problem()
-    added, _, report = states.gram(*moments, w[kept])
-    g = h.T @ h / len(h)
-    ridge = states.GRAM * np.diag(g)[kept].mean()
-    b = g[:, kept] @ np.linalg.inv(g[np.ix_(kept, kept)] + ridge * np.eye(len(kept)))
-    np.testing.assert_allclose(w[kept] + added, b.T @ w, rtol=1e-8, atol=1e-8)
-    wanted = h @ w - h[:, kept] @ b.T @ w
-    plain = h[:, gone] @ w[gone]
-    assert report["residual"] == pytest.approx(
-        np.linalg.norm(wanted) / np.linalg.norm(plain), rel=1e-6
-    )
-
-
-def test_a_removed_copy_costs_nothing():
-    """Twins whose outgoing weights differ: the one that stays takes over, with a small lambda."""
-    rng = np.random.default_rng(0)
-    g, w = rng.normal(size=(400, 12)), rng.normal(size=(12, 5))
-    moments = moments_of(g, g @ w)  # the twins that go have these states too
-    plain = moments.error(np.zeros_like(w))
-    assert moments.error(states.explained(moments, 1e-9)) <= 1e-5 * plain
-
-
 # ---- block by block
 
 
@@ -190,8 +96,11 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monke
     for layer in range(2):
         own = mixed if sequential and layer == 1 else model
         own = own.config, own.params
-        h = states_of(*own, rows, layer)
-        outputs = states_of(*own, rows, layer, "ffn_output")
+        h, outputs = (states_of(*own, rows, layer, what, slice(None))
+                      for what in ("ffn_state", "ffn_output"))  # fmt: skip
+        (bos, h), (ends, outputs) = (
+            (np.stack([x[0] for x in one]), [x[1:] for x in one]) for one in (h, outputs)
+        )
         w = down_of(model.params, layer)
         weights = [1 / ((y**2).mean(1) + config.norm_eps) if config.post_norms else np.ones(len(y))
                    for y in outputs]  # fmt: skip
@@ -199,8 +108,6 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monke
         r = [x[:, len(kept):] @ w[len(kept):] * np.sqrt(a)[:, None]
              for x, a in zip(h, weights, strict=True)]  # fmt: skip
         g, r, total = np.concatenate(g), np.concatenate(r), np.concatenate(weights).sum()
-        bos, ends = (np.concatenate(states_of(*own, rows, layer, what, slice(1)))
-                     for what in ("ffn_state", "ffn_output"))  # fmt: skip
         if config.post_norms:
             bos = bos / np.sqrt((ends**2).mean(1, keepdims=True) + config.norm_eps)
         first = (bos[:, kept] ** 2).sum(0)
