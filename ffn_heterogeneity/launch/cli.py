@@ -249,17 +249,20 @@ def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> bool:
             continue
         if stage not in bases:
             bases[stage] = load_config(group.base)
-        base = bases[stage]
-        for name in path[:-1]:
+        *groups, last = path
+        base: Any = bases[stage]
+        inside: Any = group
+        for name in groups:
             base = base.get(name) if isinstance(base, ConfigDict) else None
-        if isinstance(base, ConfigDict) and path[-1] in base:
-            with config.unlocked():
-                for name in path[:-1]:
-                    if name not in group:
-                        group[name] = ConfigDict()
-                    group = group[name]
-                group[path[-1]] = base.get_ref(path[-1])
-            added = True
+        if not isinstance(base, ConfigDict) or isinstance(base.get(last, base), ConfigDict):
+            continue  # it is not there either, or a group
+        with config.unlocked():
+            for name in groups:
+                if name not in inside:
+                    inside[name] = ConfigDict()
+                inside = inside[name]
+            inside[last] = base.get_ref(last)
+        added = True
     return added
 
 
