@@ -10,7 +10,7 @@ Hours:     SmolLM2-135M, 40 steps of 4 x 256 tokens on 2 CPU cores: minutes.
 Paper:     Table 4 compares removal criteria without recovery; the recovery's settings are ours.
 
 A stage is a group: its kind, the config file it starts from, and the settings that differ (any key
-of that file may be added here, or on the command line: --config.recover.remat=full). Every stage
+of that file may be added, here or on the command line by <stage>.<key>). Every stage
 writes <workdir>/<nn>_<name>/; a completed one is never run again.
 """
 
