@@ -13,7 +13,7 @@ Command:   python scripts/train.py --config=configs/five.py:<model>,<task> \
            layerwise  MLP Fusion: the fused layers' states towards the whole model's
            Tasks as in configs/p32_glue.py.
 Hardware:  SmolLM2-135M trains on a CPU.
-Hours:     SmolLM2-135M, 60 steps of 32 rows: ten seconds of an H100 and two minutes to compile.
+Hours:     SmolLM2-135M, 60 steps of 32 rows: 230 seconds of a shared H100, half to compile.
 Paper:     none has them together. Each piece's settings are its own config's; the weights of the
            losses are ours.
 

@@ -1,5 +1,5 @@
 """Removal without data: rules on what the model itself writes, and what the kept neurons can say
-for the others; before and after a short recovery.
+for the others.
 
 A report of our own, in the form of those of the papers:
 
@@ -8,7 +8,6 @@ A report of our own, in the form of those of the papers:
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -20,21 +19,19 @@ from ffn_heterogeneity.report.tidy import Frame
 from ffn_heterogeneity.report.versus import versus
 
 PRINTED = printed(__file__)
-SAME = (*nucl.REMOVED, "sequential")
-FREE = (*nucl.REMOVAL, "sequential")
 UNPRUNED, ENTROPY = {"criterion": "none"}, {"criterion": "entropy", **nucl.PLAIN}
 
 
 def text_read(place: Any) -> str:
-    """ "own <seed>" of a model's own text, the corpus of another."""
-    own = re.fullmatch(r"\w+-(\d+)\.jsonl", os.path.basename(str(place)))
+    """ "own 0" of a model's own text (text-0/own_text.jsonl, smollm2-0.jsonl), else the corpus."""
+    own = re.search(r"-(\d+)(?:/own_text)?\.jsonl$", str(place))
     return f"own {own[1]}" if own else corpus(place)
 
 
 def removals(rows: Frame) -> Frame:
-    rows = nucl.removals(rows, ("model", "ratio", *FREE, "window"), SAME)
+    rows = nucl.removals(rows, ("model", "ratio", *nucl.REMOVAL, "window"))
     rows["calibration_tokens"] = rows.calibration_tokens.where(rows.calibration.astype(bool))
-    order = rows.sequential.map(lambda value: ", layer after layer" if value else "")
+    order = rows.sequential.eq(True).map({True: ", layer after layer", False: ""})
     made = rows.compensation + order
     return rows.assign(text_read=rows.calibration.map(text_read), made_good=made)
 
@@ -43,11 +40,13 @@ def own(runs: Runs) -> Frame:
     every = runs["removal"]
     columns = {
         "NLL": "nll",
-        "less unpruned": versus(every, "nll", every, UNPRUNED, SAME, (*FREE, *nucl.SIZE), "units"),
-        "less entropy": versus(every, "nll", every, ENTROPY, SAME, FREE, "units"),
+        "less unpruned": versus(
+            every, "nll", every, UNPRUNED, nucl.REMOVED, (*nucl.REMOVAL, *nucl.SIZE), "units"
+        ),
+        "less entropy": versus(every, "nll", every, ENTROPY, nucl.REMOVED, nucl.REMOVAL, "units"),
     }
     return tidy.cells(every, columns)
 
 
 KINDS = {"removal": removals}
-SETTINGS = nucl.SETTINGS | {"sequential": False}
+SETTINGS = nucl.SETTINGS

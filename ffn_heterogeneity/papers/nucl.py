@@ -21,7 +21,7 @@ WEIGHT, VARIANT, TARGETS = NUCL + "weight", NUCL + "variant", NUCL + "targets"
 SCORE, NLL = "score", "validation/nll"
 ENTROPY_OF_WEIGHTS = "validation/entropy/ent/ffn_out/mean"
 REMOVAL = ("criterion", "reverse", "compensation", "layers", "protect", "lose", "calibration")
-REMOVAL += ("calibration_tokens",)
+REMOVAL += ("calibration_tokens", "sequential")
 SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 REMOVED = ("model", *REMOVAL, *SIZE, *EVALUATION)  # equal in the runs of a removal
@@ -42,17 +42,13 @@ QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
 # In runs whose config does not have them.
 SETTINGS = dict.fromkeys((*REMOVAL, *SIZE, *EVALUATION, WEIGHT, VARIANT, TARGETS))
 SETTINGS |= dict.fromkeys(("shape.layers", "data.task", "data.path"))
-SETTINGS |= dict.fromkeys(("protect", "lose", "calibration"), "")
+SETTINGS |= dict.fromkeys(("protect", "lose", "calibration"), "") | {"sequential": False}
 
 
 # ---- runs
 
 
-def removals(
-    rows: Frame,
-    shown: Sequence[str] = ("model", *REMOVAL[:4]),
-    same: Sequence[str] = REMOVED,
-) -> Frame:
+def removals(rows: Frame, shown: Sequence[str] = ("model", *REMOVAL[:4])) -> Frame:
     """Neurons removed, and the perplexity after it; none removed is that of any rule and size."""
     measured = rows[rows.what == "perplexity"]
     rows = rows[rows.criterion.notna() & rows["run"].isin(measured["run"])].copy()
@@ -60,7 +56,7 @@ def removals(
     rows.loc[idle, [*REMOVAL[1:], *SIZE]] = tidy.IDLE
     rows.loc[idle, "layers"] = "all"
     rows["draws"] = (rows.criterion == "random") | rows.lose.str.startswith("random:")
-    return tidy.records(rows, same, shown, {"draws": True})
+    return tidy.records(rows, REMOVED, shown, {"draws": True})
 
 
 def trainings(rows: Frame) -> Frame:

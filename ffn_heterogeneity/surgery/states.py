@@ -8,8 +8,8 @@ mean g g^T, B = mean g r^T. What is added to W is D:
   and Z = diag(1 / u) G diag(1 / u). lambda: that of `LAMBDAS` whose output is nearest on held-out
   rows; D is then fitted to all. Of removed neurons r = h_R W_R: they are explained by the kept
   ones, h_R ~ h_S C, and D = C W_R. u is the neuron's rms, but at least 1 / `LOUD` of its size on
-  bos: a massive neuron, silent elsewhere, would otherwise say on bos a hundred times what was
-  fitted (SmolLM2 without its quarter of highest entropy: 17 times the whole stream there).
+  bos: what a massive neuron says would otherwise be far louder on bos than anything fitted
+  (SmolLM2 without its quarter of highest entropy: 17 times the whole residual stream).
 - gram (GRAIL, arXiv 2602.23795): W + D = (G + lambda I)^-1 mean g y^T, lambda `GRAM` times the mean
   of G's diagonal [ours: the paper's is not known here]. Neurons that speak quietly go.
 - bias (FLAP): mean r is added to the output's bias; W stays.
