@@ -78,14 +78,10 @@ def launch(
         config = load_config(spec)
         if set(HELP_FLAGS) & set(argv):
             show_help(config, spec)
-        added = add_stage_keys(argv, config)
+        add_stage_keys(argv, config)
         check_keys(argv, config)
-        if added:
-            argv = [one for one in argv if not re.match(r"--?config=", one)]
-            return argv, config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
-        about = "Config file; its argument, where it has one, after a colon."
-        holder = config_flags.DEFINE_config_file("config", spec, about, sys_argv=argv)
-        return argv, holder
+        argv = [one for one in argv if not re.match(r"--?config=", one)]  # it is read
+        return argv, config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
 
     with _one_line():
         argv, holder = prepare(list(sys.argv))
@@ -235,13 +231,9 @@ def _line_of(name: str) -> Iterator[None]:
         raise UsageError(f"{name}, line {line}: {type(error).__name__}: {said}") from error
 
 
-def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> bool:
-    """Gives the stages of a job the keys of the files they start from that the command line sets.
-
-    Returns:
-      Whether there are any.
-    """
-    bases, added = {}, False
+def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
+    """Gives a job's stages the keys of the files they start from that the command line sets."""
+    bases = {}
     for key in keys_not_there(argv, config):
         stage, *path = key.split(".")
         group = config.get(stage)
@@ -262,8 +254,6 @@ def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> bool:
                     inside[name] = ConfigDict()
                 inside = inside[name]
             inside[last] = base.get_ref(last)
-        added = True
-    return added
 
 
 def keys_not_there(argv: Sequence[str], config: ConfigDict) -> list[str]:
