@@ -76,8 +76,17 @@ def taken(model, kept):
     return dataclasses.replace(model, config=config, params=restack(config, tree))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sequential"),
+    [
+        ("gpt2", False),
+        ("gemma3", True),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gemma3", False, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monkeypatch):
     """The formula on states that one row at a time gives in float64: the inputs are the whole
     model's, or those of the model compensated so far; a norm behind the FFN weighs tokens. Here

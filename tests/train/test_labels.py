@@ -112,8 +112,17 @@ def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
     assert isinstance(value, float)
 
 
-@pytest.mark.parametrize("model", ["bert", "roberta", "llama"])
-@pytest.mark.parametrize("pooling", ["last", "p32"])
+@pytest.mark.parametrize(
+    ("model", "pooling"),
+    [
+        ("bert", "last"),
+        ("llama", "p32"),
+        pytest.param("roberta", "last", marks=pytest.mark.slow),
+        pytest.param("llama", "last", marks=pytest.mark.slow),
+        pytest.param("bert", "p32", marks=pytest.mark.slow),
+        pytest.param("roberta", "p32", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling):
     """Losses of every step and what is measured; the batches are smaller."""
     seen, sizes = [], []

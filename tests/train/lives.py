@@ -1,0 +1,139 @@
+"""Processes at work in a directory, to be killed: the toy run, and the commands themselves."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tiny_models import REPOSITORY
+
+from ffn_heterogeneity.io.metrics import read_metrics
+
+PROGRAM = Path(__file__).with_name("kill_toy.py")
+
+
+class Life:
+    """One process of the run; it has imported everything when it is born, and waits for `go`."""
+
+    def __init__(self, workdir, steps, cache, mesh=None):
+        # What a life compiles the next ones read: the time goes into saving and killing.
+        keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        self.workdir = workdir
+        program = [PROGRAM, workdir, str(steps)]
+        if mesh:
+            program = [PROGRAM.with_name("kill_mesh.py"), workdir, str(steps), mesh]
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *program],
+            env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            | dict(zip(keys, (str(cache), "0"), strict=True)),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def go(self):
+        assert self.process.stdout.readline() == "ready\n", self.process.stdout.read()
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def end(self, number=None):
+        """`(return code, output)`, after the signal `number`."""
+        if number is not None:
+            self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+    def wait_for(self, changes, look):
+        """Waits until what `look()` gives has changed so many times, or the process has ended."""
+        seen = look()
+        while changes and self.process.poll() is None:
+            now = look()
+            changes, seen = changes - (now != seen), now
+            time.sleep(0.0003)
+
+    def wait_for_saves(self, number):
+        # A save begins with orbax's temporary directory and ends without it: two changes.
+        self.wait_for(2 * number - 1, lambda: bool(half_saved(self.workdir)))
+
+    def wait_for_rows(self, number):
+        def written():
+            path = self.workdir / "metrics.jsonl"
+            return path.stat().st_mtime_ns if path.exists() else 0
+
+        self.wait_for(number, written)
+
+
+def half_saved(workdir):
+    return list((workdir / "checkpoints").glob("*tmp*"))
+
+
+def whole(workdir):
+    names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def rows(workdir):
+    found = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
+
+
+class Launch(Life):
+    """The command itself, from the start of its interpreter on."""
+
+    def __init__(self, workdir, flags, cache, script="train"):
+        self.workdir = workdir
+        keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        self.process = subprocess.Popen(
+            [sys.executable, REPOSITORY / f"scripts/{script}.py", *flags, f"--workdir={workdir}"],
+            env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+            | dict(zip(keys, (str(cache), "0"), strict=True)),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def wait_for_halves(self, number):
+        """Until so many files or directories have been begun under a temporary name."""
+        seen = set()
+
+        def begun():
+            seen.update(half_written(self.workdir))
+            return len(seen)
+
+        begun()  # what an earlier life left
+        self.wait_for(number, begun)
+
+    def wait_for_export(self, number):
+        """Until it has begun and written so much; from len(WRITTEN) on until the model is moved."""
+        before, model = set(half_exported(self.workdir)), self.workdir / "model"
+        former = model.stat().st_ino if model.exists() else 0
+
+        def reached():
+            if number >= len(WRITTEN):
+                return model.exists() and model.stat().st_ino != former
+            new = set(half_exported(self.workdir)) - before
+            return any((path / WRITTEN[number]).exists() for path in new)
+
+        self.wait_for(1, reached)
+
+
+# What an export writes, one after the other.
+WRITTEN = ("", "model.safetensors", "structure", "structure/model.safetensors", "config.json",
+           "generation_config.json", "tokenizer.json", "tokenizer_config.json")  # fmt: skip
+
+
+def half_exported(workdir):
+    return list(workdir.glob(".model.*"))
+
+
+def half_written(workdir):
+    """At any depth."""
+    names = re.compile(r"\.partial|checkpoint-tmp")
+    with contextlib.suppress(FileNotFoundError):  # a directory that has just been moved
+        return [path for path in workdir.rglob("*") if names.search(path.name)]
+    return []
+
+
+def files(workdir):
+    """Names of all files and directories; tensorstore's own are digests."""
+    found = (str(path.relative_to(workdir)) for path in workdir.rglob("*"))
+    return {re.sub(r"[0-9a-f]{32}", "*", name) for name in found}

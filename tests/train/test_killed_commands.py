@@ -1,0 +1,116 @@
+"""Five commands killed eight times each with SIGKILL, where they can in the middle of a save."""
+
+import json
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+from lives import Launch, files, half_exported, half_written
+from tiny_models import TEXT, WIDE, save_tiny
+
+KILLS = 8
+TRAINING = ["--config.steps=60", "--config.batch_size=2", "--config.accumulation=1",
+            "--config.seq_len=96", "--config.eval.every=8", "--config.checkpoint.every=2",
+            "--config.tensorboard=false", "--config.data.path={folder}/alpaca.jsonl"]  # fmt: skip
+POINTS = ["--config=configs/nucl_finetune.py:{folder}/model,text,lora", "--sweep=targets",
+          "--config.data.path={folder}/text.txt", "--config.steps=24", "--config.batch_size=2",
+          "--config.seq_len=32", "--config.eval.every=8", "--config.checkpoint.every=2",
+          "--config.tensorboard=false", "--config.data.passage_chars=400",
+          "--config.data.validation_fraction=0.2"]  # fmt: skip
+# Name -> (script, flags, the most halves of files that a life sees before it is killed).
+COMMANDS = {
+    "macdrop": ("train", ["--config=configs/macdrop_sft.py:{folder}/model,lora,macdrop",
+                          *TRAINING], 8),
+    "qlora": ("train", ["--config=configs/macdrop_sft.py:{folder}/model,lora,nf4", *TRAINING], 8),
+    "sweep": ("sweep", POINTS, 12),
+    "compress": ("compress", ["--config=configs/prune.py", "--config.model={folder}/model"], 0),
+    "prepare": ("prepare_data", ["--config.input={folder}/corpus.jsonl", "--config.shard_mb=0.01",
+                                 "--config.tokenizer={folder}/model"], 20),
+}  # fmt: skip
+TIMED = re.compile("seconds|per_second|timing")
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the commands read; and, under `compiled`, what the first of them compiles."""
+    folder, words = tmp_path_factory.mktemp("read"), TEXT.split()
+    save_tiny(folder / "model", WIDE)
+    (folder / "text.txt").write_text(TEXT)
+    told = (" ".join(words[i : i + 4]) for i in range(80))
+    pairs = [{"instruction": one, "input": "", "output": one[::-1]} for one in told]
+    (folder / "alpaca.jsonl").write_text(lines(pairs))
+    documents = [{"text": f"{i} {' '.join(words[i % 90 :][:60])}"} for i in range(3000)]
+    (folder / "corpus.jsonl").write_text(lines(documents))
+    return folder
+
+
+def untimed(value):
+    """Without times; a row of results that says one is left out whole."""
+    if isinstance(value, dict):
+        return {k: untimed(v) for k, v in value.items() if not TIMED.search(k)}
+    if isinstance(value, list):
+        return [untimed(v) for v in value]
+    return value
+
+
+def read(path):
+    if path.suffix not in (".json", ".jsonl"):
+        return path.read_bytes()
+    text = path.read_text()
+    if path.suffix == ".json":
+        return untimed(json.loads(text))
+    rows = [json.loads(line) for line in text.splitlines()]
+    return [untimed(row) for row in rows if not TIMED.search(str(row.get("what")))]
+
+
+def left(workdir):
+    """Every file's content; of checkpoints the names alone, for their states are in the model."""
+    out = {str(path.relative_to(workdir)): path for path in workdir.rglob("*") if path.is_file()}
+    differ = re.compile("checkpoints|command.txt|README.md")  # paths and times
+    return {name: read(path) for name, path in out.items() if not differ.search(name)}
+
+
+def kill(life, kind, chance, most):
+    """Kills at its moment; whether that fell inside a save, or None where it came too late."""
+    if kind == "start":
+        time.sleep(chance.uniform(0, 3))
+    elif most:
+        life.wait_for_halves(chance.randint(1, most))
+    else:
+        life.wait_for_export(chance.choice((0, 1, 4)))
+    code, output = life.end(signal.SIGKILL)
+    if code == 0:
+        return None
+    assert code == -signal.SIGKILL, output
+    return bool(half_written(life.workdir) if most else half_exported(life.workdir))
+
+
+@pytest.mark.slow
+def test_forty_commands_killed(folder, tmp_path):
+    chance, inside = random.Random(3), dict.fromkeys(COMMANDS, 0)
+    for name, (script, flags, most) in COMMANDS.items():
+        flags = [flag.format(folder=folder) for flag in flags]
+        plain, workdir = tmp_path / name, tmp_path / f"{name}_killed"
+        code, output = Launch(plain, flags, folder / "compiled", script).end()
+        assert code == 0, output
+        for number in range(KILLS):
+            kind, found = "start" if number % 4 == 0 else "save", None
+            while found is None:
+                if (workdir / "results.json").exists():  # it ended before its kill: anew
+                    shutil.rmtree(workdir)
+                life = Launch(workdir, flags, folder / "compiled", script)
+                found = kill(life, kind, chance, most)
+            inside[name] += found and kind == "save"
+        code, output = Launch(workdir, flags, folder / "compiled", script).end()
+        assert code == 0, output
+        assert files(workdir) == files(plain), name
+        assert left(workdir) == left(plain), name
+    print(inside)
+    assert sum(inside.values()) >= 15, inside
