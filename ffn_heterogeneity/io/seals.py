@@ -62,6 +62,8 @@ class _SealedThenMoved(atomicity.AtomicRenameTemporaryPath):
             await super().finalize()
             return
         self._final_path = final.parent / f"{final.name}{atomicity.TMP_DIR_SUFFIX}-sealed"
+        if self._final_path.exists():  # of a process that was killed between the two moves
+            await asyncio.to_thread(self._final_path.rmtree)
         try:
             await super().finalize()
             await asyncio.to_thread(_seal, self._final_path)

@@ -90,6 +90,16 @@ def test_the_best_of_every_kept_checkpoint_is_kept(tmp_path):
     assert again.best_step == 1 and again.restore(make_state(), 1)[1] == {"data": {"p": 1}}
 
 
+def test_killed_before_the_seal(tmp_path):
+    """Between orbax's move to the second temporary name and ours to the last one."""
+    left = tmp_path / f"3{atomicity.TMP_DIR_SUFFIX}-sealed"
+    left.mkdir()
+    (left / "half").write_text("half")
+    checkpoints = filled(tmp_path, [3])
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    checkpoints.verify(3)
+
+
 def test_killed_between_the_move_and_the_removal(tmp_path, monkeypatch):
     """The new best is whole before the old one is touched, and says itself that it is the best."""
     checkpoints = filled(tmp_path, [1, 2], best=(1,), keep=1)
