@@ -162,10 +162,12 @@ def parse_mixture(mixture: Any) -> list[tuple[str, str, float]]:
         try:
             task, path, weight = entry
             found.append((str(task), str(path), float(weight)))
-        except (TypeError, ValueError):
-            raise DataError(f"mixture: {entry!r} is not (task, path, weight)") from None
+        except (TypeError, ValueError, OverflowError):  # an integer that no float is
+            raise DataError(f"mixture: {entry!r:.99} is not (task, path, weight)") from None
         if not 0 < found[-1][2] < float("inf"):
             raise DataError(f"mixture: {entry!r} has a weight that is not positive and finite")
+    if not sum(weight for *_, weight in found) < float("inf"):
+        raise DataError("mixture: its weights sum up to more than a float holds")
     names = [entry[:2] for entry in found]
     if len({*names}) < len(names):
         raise DataError("mixture: a member stands there twice; add up its weights")

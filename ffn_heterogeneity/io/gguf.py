@@ -15,6 +15,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import Family, family_from_gguf
+from ffn_heterogeneity.models.families.common import token_id
 
 TOKEN_IDS = {
     "bos_id": "tokenizer.ggml.bos_token_id",
@@ -66,7 +67,9 @@ def _metadata(file: GGUFFile, architecture: str, tensors: dict[str, Stored]) -> 
     """What `Family.from_gguf` reads; takes the rope tensor, which is metadata, out of `tensors`."""
     prefix = f"{architecture}."
     meta = {k.removeprefix(prefix): v for k, v in file.fields.items() if k.startswith(prefix)}
-    meta |= {ours: file.fields[key] for ours, key in TOKEN_IDS.items() if key in file.fields}
+    for ours, key in TOKEN_IDS.items():
+        if key in file.fields:
+            meta[ours] = token_id(file.fields[key])
     if "token_embd.weight" not in tensors:
         raise ConfigError("missing tensors: 'token_embd.weight'")
     meta["vocab_size"] = tensors["token_embd.weight"].shape[0]

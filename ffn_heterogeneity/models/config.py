@@ -188,8 +188,17 @@ class ModelConfig:
             raise ConfigError("layers is empty: a model needs at least one layer")
         if not 0 <= self.norm_eps < 1:
             raise ConfigError(f"norm_eps={self.norm_eps!r} is outside [0, 1)")
+        self._check_ids()
         for i, layer in enumerate(self.layers):
             self._check_layer(i, layer)
+
+    def _check_ids(self) -> None:
+        """Ids beyond the vocabulary pass: files have them, of tokens that are never read."""
+        for name in ("bos_id", "eos_id", "pad_id"):
+            value = getattr(self, name)
+            several = name == "eos_id" and isinstance(value, tuple) and value
+            for one in () if value is None else value if several else (value,):
+                check_count(name, one, 0)
 
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
         if layer.ffn_kind not in FFN_KINDS:

@@ -118,6 +118,8 @@ def v_rows(batch):
         (lambda m: (m[0], (*m[1][:2], 0)), "not positive"),
         (lambda m: (m[0], (*m[1][:2], "nan")), "not positive"),
         (lambda m: (m[0], (*m[1][:2], "much")), "is not"),
+        (lambda m: (m[0], (*m[1][:2], 10**400)), "is not"),
+        (lambda m: ((*m[0][:2], 1e308), (*m[1][:2], 1e308)), "more than a float"),
         (lambda m: (m[0], ("text", "gone.txt", 1)), "gone.txt"),
         (lambda m: (m[0], ("texd", m[0][1], 1)), "texd"),
         (lambda m: 7, "mixture"),

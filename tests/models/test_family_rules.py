@@ -198,12 +198,26 @@ def test_settings_that_change_the_function_are_refused(change):
         ({"norm_kind": "batch"}, "norm_kind='batch': choose one of"),
         ({"qkv_clip": 0.0}, "qkv_clip=0.0 must be positive"),
         ({"head_dim": 4}, "rope.fraction=0.25 rotates 1 of head_dim=4 dimensions"),
+        ({"bos_id": "x"}, "bos_id='x' must be an integer"),
+        ({"bos_id": (1, 2)}, r"bos_id=\(1, 2\) must be an integer"),
+        ({"eos_id": (1, -3)}, "eos_id=-3 must be an integer from 0 on"),
+        ({"eos_id": ()}, r"eos_id=\(\) must be an integer"),
+        ({"eos_id": True}, "eos_id=True must be an integer"),
+        ({"pad_id": 10**12}, "pad_id=1000000000000 must be an integer"),
     ],
 )
 def test_configs_that_describe_no_model_are_refused(changes, words):
     config, _ = families.preset("pythia_70m")
     with pytest.raises(ConfigError, match=words):
         dataclasses.replace(config, **changes)
+
+
+def test_no_token_is_written_as_minus_one_in_llamas_files():
+    config, _ = families.preset("llama3_8b")
+    values = llama.to_hf(config) | {"pad_token_id": -1, "eos_token_id": [7, 9]}
+    read = families.config_from_hf(values)
+    assert read.pad_id is None and read.eos_id == (7, 9) and read.bos_id == config.bos_id
+    assert common.token_id(2**32 - 1) is None  # and in GGUF, whose ids have no sign
 
 
 @pytest.mark.parametrize("name", ["pythia_70m", "olmo_7b_0424", "qwen3_8b"])

@@ -234,10 +234,15 @@ def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
         "ffn_bias": bool(values.get("mlp_bias", False)),
         "tied": bool(values["tie_word_embeddings"]),
         "max_position": values["max_position_embeddings"],
-        "bos_id": values.get("bos_token_id"),
-        "eos_id": tuple(eos) if isinstance(eos, list) else eos,
-        "pad_id": values.get("pad_token_id"),
+        "bos_id": token_id(values.get("bos_token_id")),
+        "eos_id": tuple(eos) if isinstance(eos, list) else token_id(eos),
+        "pad_id": token_id(values.get("pad_token_id")),
     }
+
+
+def token_id(value: Any) -> Any:
+    """None for -1, which stands for no token in Llama's files (in GGUF as 2^32 - 1)."""
+    return None if value in (-1, (1 << 32) - 1) else value
 
 
 def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
