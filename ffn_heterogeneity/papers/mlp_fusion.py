@@ -37,6 +37,7 @@ SETTINGS = dict.fromkeys((*REDUCED, "fuse.n_init", "prune.ratio", "stages"))
 SETTINGS |= dict.fromkeys(("recover.kind", "recover.base"))
 SETTINGS |= dict.fromkeys((*SAME, "analysis", "method", "objective", "ratio", "canonical", "spare"))
 DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
+PARTS = {"webnlg_seen": "S", "webnlg_unseen": "U", "webnlg": "A"}  # Table IV's letters
 NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
 
 
@@ -105,6 +106,13 @@ def recovered(rows: Frame) -> Frame:
     return tidy.records(rows, RECOVERED, ("model", *(x for x in RECOVERED if x[-1] != ".")))
 
 
+def answering(rows: Frame) -> Frame:
+    """Models trained on WebNLG: BLEU and TER, in percent, of what others asked of them."""
+    rows = rows[(rows["data.task"] == "webnlg") & rows.what.isin(["bleu", "ter"])]
+    rows = rows.assign(what=rows.what.str.upper() + " " + rows.task.map(PARTS))
+    return tidy.records(rows, ("model", "steps", "optimizer."), ("model", "steps"))
+
+
 # ---- tables
 
 
@@ -153,6 +161,11 @@ def kernels(runs: Runs) -> Frame:
     columns |= {"of words": f"{FFN}_words", "block output": BLOCK}
     columns |= {"of words (block)": f"{BLOCK}_words", "kept share": "kept_share"}
     return tidy.cells(runs["kernel"], columns)
+
+
+def webnlg(runs: Runs) -> Frame:
+    columns = [f"{name} {part}" for name in ("BLEU", "TER") for part in PARTS.values()]
+    return tidy.cells(runs["answering"], dict(zip(columns, columns, strict=True)))
 
 
 def against(runs: Runs, these: Match, base: Match) -> Frame:
@@ -251,6 +264,6 @@ def above_half_depth(runs: Runs) -> Frame:
 
 
 KINDS = {"finetuned": finetunings, "kernel": blocks}
-KINDS |= {"untrained": in_memory, "recovered": recovered}
+KINDS |= {"untrained": in_memory, "recovered": recovered, "answering": answering}
 CURVE_KINDS = {"curves": finetunings}
 CURVES = ("train/loss",)
