@@ -258,13 +258,15 @@ def minilm_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_quickly():
-    """For tiny programs: less optimisation is less time."""
+    """For tiny programs, those of children too: less optimisation is less time."""
     import jax
 
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "1")
+        yield
     jax.config.update(name, before)
 
 

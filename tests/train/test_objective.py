@@ -32,6 +32,7 @@ PROGRAM = Path(outside_task.__file__)
 PLACES = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"
 UNTIED = dataclasses.replace(LLAMA, tied=False)
 WORDS = ("entailment", "contradiction", "neutral")
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(autouse=True)
