@@ -193,12 +193,16 @@ class ModelConfig:
             self._check_layer(i, layer)
 
     def _check_ids(self) -> None:
-        """Ids beyond the vocabulary pass: files have them, of tokens that are never read."""
-        for name in ("bos_id", "eos_id", "pad_id"):
-            value = getattr(self, name)
-            several = name == "eos_id" and isinstance(value, tuple) and value
-            for one in () if value is None else value if several else (value,):
-                check_count(name, one, 0)
+        """Refuses what is no id. Ids beyond the vocabulary pass: files have them, of tokens that
+        are never read."""
+        ids = [("bos_id", self.bos_id), ("pad_id", self.pad_id)]
+        if isinstance(self.eos_id, tuple) and self.eos_id:
+            ids += [("eos_id", one) for one in self.eos_id]
+        else:
+            ids.append(("eos_id", self.eos_id))
+        for name, value in ids:
+            if value is not None:
+                check_count(name, value, 0)
 
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
         if layer.ffn_kind not in FFN_KINDS:

@@ -92,7 +92,7 @@ class Launch(Life):
         )  # fmt: skip
 
     def wait_for_halves(self, number):
-        """Until so many files or directories have been begun under a temporary name."""
+        """The moment at which so many files or directories were begun under a temporary name."""
         seen = set()
 
         def begun():
@@ -103,7 +103,7 @@ class Launch(Life):
         self.wait_for(number, begun)
 
     def wait_for_export(self, number):
-        """Until it has begun and written so much; from len(WRITTEN) on until the model is moved."""
+        """The moment at which it has written so much; from len(WRITTEN) on, has moved the model."""
         before, model = set(half_exported(self.workdir)), self.workdir / "model"
         former = model.stat().st_ino if model.exists() else 0
 
@@ -125,11 +125,12 @@ def half_exported(workdir):
     return list(workdir.glob(".model.*"))
 
 
-def half_written(workdir):
-    """At any depth."""
+def half_written(workdir, since=0.0):
+    """Paths under temporary names at any depth, changed from a time on."""
     names = re.compile(r"\.partial|checkpoint-tmp")
     with contextlib.suppress(FileNotFoundError):  # a directory that has just been moved
-        return [path for path in workdir.rglob("*") if names.search(path.name)]
+        found = [path for path in workdir.rglob("*") if names.search(path.name)]
+        return [path for path in found if path.stat().st_mtime >= since]
     return []
 
 

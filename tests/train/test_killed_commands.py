@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from lives import Launch, files, half_exported, half_written
+from lives import Launch, files, half_written
 from tiny_models import TEXT, WIDE, save_tiny
 
 KILLS = 8
@@ -39,7 +39,7 @@ def lines(rows):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the commands read; and, under `compiled`, what the first of them compiles."""
+    """A folder of what the commands read; under `compiled` is what the first of them compiles."""
     folder, words = tmp_path_factory.mktemp("read"), TEXT.split()
     save_tiny(folder / "model", WIDE)
     (folder / "text.txt").write_text(TEXT)
@@ -79,6 +79,7 @@ def left(workdir):
 
 def kill(life, kind, chance, most):
     """Kills at its moment; whether that fell inside a save, or None where it came too late."""
+    born = time.time()  # what an earlier life left half-written is none of this one's
     if kind == "start":
         time.sleep(chance.uniform(0, 3))
     elif most:
@@ -89,7 +90,7 @@ def kill(life, kind, chance, most):
     if code == 0:
         return None
     assert code == -signal.SIGKILL, output
-    return bool(half_written(life.workdir) if most else half_exported(life.workdir))
+    return bool(half_written(life.workdir, born))
 
 
 @pytest.mark.slow
