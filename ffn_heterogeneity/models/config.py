@@ -195,12 +195,13 @@ class ModelConfig:
     def _check_ids(self) -> None:
         """Refuses what is no id. Ids beyond the vocabulary pass: files have them, of tokens that
         are never read."""
-        ids = [("bos_id", self.bos_id), ("pad_id", self.pad_id)]
+        single = {"bos_id": self.bos_id, "pad_id": self.pad_id}
         if isinstance(self.eos_id, tuple) and self.eos_id:
-            ids += [("eos_id", one) for one in self.eos_id]
+            for one in self.eos_id:
+                check_count("eos_id", one, 0)
         else:
-            ids.append(("eos_id", self.eos_id))
-        for name, value in ids:
+            single["eos_id"] = self.eos_id
+        for name, value in single.items():
             if value is not None:
                 check_count(name, value, 0)
 

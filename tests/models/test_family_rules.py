@@ -201,6 +201,7 @@ def test_settings_that_change_the_function_are_refused(change):
         ({"bos_id": "x"}, "bos_id='x' must be an integer"),
         ({"bos_id": (1, 2)}, r"bos_id=\(1, 2\) must be an integer"),
         ({"eos_id": (1, -3)}, "eos_id=-3 must be an integer from 0 on"),
+        ({"eos_id": (1, None)}, "eos_id=None must be an integer"),
         ({"eos_id": ()}, r"eos_id=\(\) must be an integer"),
         ({"eos_id": True}, "eos_id=True must be an integer"),
         ({"pad_id": 10**12}, "pad_id=1000000000000 must be an integer"),
