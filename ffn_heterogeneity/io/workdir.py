@@ -59,14 +59,19 @@ CLAIM = ("config.json", "inputs.json", "command.txt", "versions.json")
 # Last parts of config keys that name what a run reads.
 INPUTS = (
     "model",
+    "rewind",
     "tokenizer",
     "text",
+    "calibration",
     "jsonl",
     "token_ids",
+    "input",
     "path",
     "validation_path",
     "test_path",
     "data_root",
+    "answers",
+    "baseline",
 )
 _ABSENT = "<absent>"
 

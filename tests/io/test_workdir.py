@@ -94,11 +94,11 @@ def test_another_config_is_refused_with_its_keys(tmp_path):
     assert "optimizer.name" not in message
 
 
-@pytest.mark.parametrize("key", ["text", "model", "data.path"])
+@pytest.mark.parametrize("key", ["text", "calibration", "model", "data.path"])
 def test_inputs_that_changed_are_refused(tmp_path, key):
     """The path is the same, what lies there is not."""
     source = tmp_path / "source"
-    if key == "text":
+    if key in ("text", "calibration"):
         file = source
         file.write_text("one two three")
     else:
