@@ -89,8 +89,7 @@ def cluster(
     m, p = points.shape
     if not 1 <= c <= m:
         raise ValueError(f"{c} clusters of {m} neurons: choose 1 to {m}")
-    largest = float(np.abs(points).max())
-    if not math.isfinite(largest):
+    if not np.isfinite(points).all():
         raise ValueError("a weight is NaN or infinite: check the checkpoint")
     if products is None:
         products = 4 * m * m > MAX_BYTES or 16 * p < m
@@ -100,8 +99,11 @@ def cluster(
         return _lloyd(data, first, c, products, tolerance, p)
 
     with jax.enable_x64(False):  # the same draws and clusters in any mode
-        # Scaled by a power of two, so that squares neither vanish nor overflow.
-        data = jnp.asarray(np.ldexp(points, -int(np.frexp(largest)[1])), jnp.float32)
+        # About their mean, so that float32 is spent on how they differ; scaled by a power of two,
+        # so that squares neither vanish nor overflow.
+        data = points - points.mean(0)
+        data = np.ldexp(data, -int(np.frexp(np.abs(data).max())[1]))
+        data = jnp.asarray(data, jnp.float32)
         data = data if products else _gram(data, mesh)
         keys = jax.random.split(jax.random.key(seed), starts)
         labels, _, steps = min(map(run, _bar(keys, label)), key=lambda one: float(one[1]))

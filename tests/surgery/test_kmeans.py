@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import jax
 import numpy as np
 import pytest
 from sklearn.cluster import KMeans
@@ -143,3 +144,27 @@ def test_copies_of_points_close_together_are_never_split(products, seed):
     found = cluster(points, 12, seed=seed, products=products)
     assert sorted(found.sizes) == [30] * 12
     assert len({(label, own) for label, own in zip(found.labels, which, strict=True)}) == 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_copy_is_drawn_while_another_point_is_left(seed):
+    """Two points of 600 copies each and ten near one of them, at five millionths of the squares:
+    what rounding makes of the copies' distances adds up to more than theirs."""
+    rng, times = np.random.default_rng(seed), [600] * 2 + [1] * 10
+    unlike = rng.normal(size=(12, 257))
+    unlike *= np.sqrt(2.5e-6) / np.linalg.norm(unlike, axis=1, keepdims=True)
+    unlike += np.where(np.arange(12)[:, None] == 1, -1, 1) / np.sqrt(257)
+    which = rng.permutation(np.repeat(np.arange(12), times))
+    points = unlike[which].astype(np.float32)
+    drawn = kmeans._spread(points, jax.random.key(seed), 12, products=True)
+    assert len({*which[np.asarray(drawn)].tolist()}) == 12
+
+
+def test_points_far_from_the_origin():
+    """What all share is taken away before anything is squared in float32."""
+    far = POINTS.astype(np.float64) + 1e4
+    found = cluster(far, 60, seed=2)
+    np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, seed=2).labels)
+    np.testing.assert_allclose(
+        found.centroids - 1e4, cluster(POINTS, 60, seed=2).centroids, atol=1e-9
+    )
