@@ -39,6 +39,7 @@ def plain(rows: Frame) -> Frame:
     taken = {SETTINGS + name for name in OWN}
     names = {name: name.removeprefix(SETTINGS) for name in rows.columns if name not in taken}
     rows = rows.drop(columns=[SETTINGS + "model", SETTINGS + "seed"], errors="ignore")
+    rows = rows.copy()  # a copy holds its columns together: others may be added at little cost
     whole = rows.split.astype(object) + "/" + rows.what
     rows = rows.assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
     rows = rows.rename(columns=names)
@@ -102,7 +103,7 @@ def labelled(rows: Frame, texts: Mapping[str, Any]) -> Frame:
     every |= {"column": texts["cells"]} if "cells" in texts else {}
     made = {name: _named(rows, x) for name, x in every.items()}
     made["from"] = made["from"].astype(object) + rows["differs"]
-    return rows.assign(**made)
+    return rows.copy().assign(**made)  # as in `plain`
 
 
 def _named(rows: Frame, label: Any) -> pandas.Series:
