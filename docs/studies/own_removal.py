@@ -19,6 +19,7 @@ from ffn_heterogeneity.report.tidy import Frame
 from ffn_heterogeneity.report.versus import versus
 
 PRINTED = printed(__file__)
+TASKS = {name: (name, None) for name in ("hellaswag", "piqa", "arc_easy", "winogrande", "sciq")}
 UNPRUNED, ENTROPY = {"criterion": "none"}, {"criterion": "entropy", **nucl.PLAIN}
 
 
@@ -36,6 +37,14 @@ def removals(rows: Frame) -> Frame:
     return rows.assign(text_read=rows.calibration.map(text_read), made_good=made)
 
 
+def mean_over_layers(rows: Frame, what: str) -> Frame:
+    """A row a run."""
+    own = rows[rows.what == what]
+    means = own.groupby("run")["value"].mean()
+    own = own.drop_duplicates("run")
+    return own.assign(value=own["run"].map(means), layer=None)
+
+
 def own(runs: Runs) -> Frame:
     every = runs["removal"]
     columns = {
@@ -44,8 +53,22 @@ def own(runs: Runs) -> Frame:
             every, "nll", every, UNPRUNED, nucl.REMOVED, (*nucl.REMOVAL, *nucl.SIZE), "units"
         ),
         "less entropy": versus(every, "nll", every, ENTROPY, nucl.REMOVED, nucl.REMOVAL, "units"),
+        "left": mean_over_layers(every, "compensated/held_residual"),
     }
     return tidy.cells(every, columns)
+
+
+def tasks(runs: Runs) -> Frame:
+    """Accuracies in percent, and question by question against removal by entropy."""
+    every = runs["removal"]
+    scored = tidy.scores(every[every.task.notna()], TASKS)
+    columns = {}
+    for task in TASKS:
+        columns[task] = scored[scored.what == task]
+        columns[f"{task}, less entropy"] = versus(
+            scored, task, scored, ENTROPY, nucl.REMOVED, nucl.REMOVAL, "units"
+        )
+    return tidy.cells(scored, columns)
 
 
 KINDS = {"removal": removals}
