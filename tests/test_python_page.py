@@ -74,6 +74,8 @@ def test_import_is_light():
 def test_the_face_is_whole(tmp_path):
     assert {"load_model", "save_model", "generate", "perplexity", "losses"} <= set(dir(fh))
     assert all(getattr(fh, name) is not None for name in dir(fh))
+    reference = (REPOSITORY / "docs" / "reference" / "face.md").read_text()
+    assert set(re.findall(r"autofunction:: (\w+)", reference)) == {*fh._FACE}
     with pytest.raises(AttributeError, match="'load_modle': there are .*load_model"):
         fh.load_modle  # noqa: B018
     assert (REPOSITORY / "ffn_heterogeneity" / "py.typed").exists()

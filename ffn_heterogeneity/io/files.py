@@ -56,6 +56,10 @@ def atomic_path(path: str | os.PathLike, *, directory: bool = False) -> Iterator
             shutil.rmtree(old, ignore_errors=True)  # another process may be removing it, too
         else:
             temporary.replace(path)
+    except OSError as error:
+        if error.errno and not error.filename:  # a full disk does not say whose file it was
+            error.filename = os.fspath(path)
+        raise
     finally:
         if temporary.exists():
             temporary.rmtree() if temporary.is_dir() else temporary.unlink()

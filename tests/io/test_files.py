@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def test_an_error_leaves_nothing_and_the_former_file(tmp_path):
         with pytest.raises(KeyError), atomic_path(tmp_path / name, directory=directory):
             raise KeyError
     assert names(tmp_path) == {"model", "model.gguf"} and (tmp_path / "model/weights").exists()
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large: '.*/m.gguf'$"):
+            save_gguf(LLAMA, random_params(LLAMA), tmp_path / "m.gguf", type="f32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not names(tmp_path)
 
 
 def test_a_gguf_file_after_a_kill(tmp_path):
