@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import re
+import resource
 import runpy
 import socket
 import sys
@@ -241,6 +242,17 @@ class Finished(NamedTuple):
         lines = [line for line in self.err.splitlines() if line.startswith("error:")]
         assert len(lines) == 1 and self.err.rstrip().endswith(lines[0]), self.err
         return lines[0]
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int):
+    """Writing past `size` bytes fails, as on a full disk (Python ignores the signal SIGXFSZ)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def run_script(name: str, *arguments, cwd: Path = REPOSITORY) -> Finished:

@@ -22,6 +22,8 @@ from etils import epath
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.wording import first_line
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit
+
 
 def user_cache() -> Path | None:
     """`ffn_heterogeneity` in the user's cache directory; None where there is none."""
@@ -57,7 +59,7 @@ def atomic_path(path: str | os.PathLike, *, directory: bool = False) -> Iterator
         else:
             temporary.replace(path)
     except OSError as error:
-        if error.errno and not error.filename:  # a full disk does not say whose file it was
+        if error.errno in FULL and not error.filename:  # it does not say whose file it was
             error.filename = os.fspath(path)
         raise
     finally:

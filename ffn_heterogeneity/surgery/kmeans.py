@@ -28,7 +28,7 @@ from ffn_heterogeneity.surgery.weights import CACHED, blocks
 
 MAX_STEPS = 300
 TOLERANCE = 1e-4  # of the mean variance of a coordinate: scikit-learn's, as the paper's code has it
-ZERO = 1e-6  # a squared distance below this share of the norms is 0: duplicates stay duplicates
+ZERO = -1e9  # a squared distance below this share of the norms is 0: duplicates stay duplicates
 MAX_BYTES = 4 << 30  # of K
 CHUNK = 1024  # rows whose products are made at once, where there is no K
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -89,7 +89,8 @@ def cluster(
     m, p = points.shape
     if not 1 <= c <= m:
         raise ValueError(f"{c} clusters of {m} neurons: choose 1 to {m}")
-    if not np.isfinite(points).all():
+    largest = float(np.abs(points).max())
+    if not math.isfinite(largest):
         raise ValueError("a weight is NaN or infinite: check the checkpoint")
     if products is None:
         products = 4 * m * m > MAX_BYTES or 16 * p < m
@@ -99,10 +100,10 @@ def cluster(
         return _lloyd(data, first, c, products, tolerance, p)
 
     with jax.enable_x64(False):  # the same draws and clusters in any mode
-        # About their mean, so that float32 is spent on how they differ; scaled by a power of two,
-        # so that squares neither vanish nor overflow.
-        data = points - points.mean(0)
-        data = np.ldexp(data, -int(np.frexp(np.abs(data).max())[1]))
+        # Scaled by a power of two, so that squares neither vanish nor overflow; about their mean,
+        # so that float32 is spent on how they differ.
+        data = np.ldexp(points, -int(np.frexp(largest)[1]))
+        data -= data.mean(0)
         data = jnp.asarray(data, jnp.float32)
         data = data if products else _gram(data, mesh)
         keys = jax.random.split(jax.random.key(seed), starts)
@@ -187,8 +188,7 @@ def _lloyd(
     """
     norms = _norms(data, products)
     m = len(norms)
-    middle = jnp.sum(data.mean(0) ** 2) if products else data.mean()
-    least = tolerance * (norms.mean() - middle) / p
+    least = tolerance * norms.mean() / p  # the points' mean is 0
 
     def nearest(centres, squares):
         """(label, |mu|^2 - 2 x . mu of it) of every point."""

@@ -96,6 +96,12 @@ def test_tiny_and_huge_weights(exponent, products):
     np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, products=products).labels)
 
 
+def test_the_mean_of_huge_float32_weights_does_not_overflow():
+    huge = np.ldexp(np.abs(POINTS), 123)
+    found = cluster(huge, 60, seed=2)
+    np.testing.assert_array_equal(found.labels, cluster(np.abs(POINTS), 60, seed=2).labels)
+
+
 def test_what_cannot_be_clustered_is_refused():
     for c in (0, 241):
         with pytest.raises(ValueError, match=f"{c} clusters of 240 neurons: choose 1 to 240"):
@@ -161,7 +167,7 @@ def test_no_copy_is_drawn_while_another_point_is_left(seed):
 
 
 def test_points_far_from_the_origin():
-    """What all share is taken away before anything is squared in float32."""
+    """Clusters of points that share a large part: it goes before anything is squared in float32."""
     far = POINTS.astype(np.float64) + 1e4
     found = cluster(far, 60, seed=2)
     np.testing.assert_array_equal(found.labels, cluster(POINTS, 60, seed=2).labels)

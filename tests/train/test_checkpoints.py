@@ -1,9 +1,7 @@
 """Run checkpoints: round trip, what is kept, every kind of damage refused by name, full disks."""
 
-import contextlib
 import json
 import random
-import resource
 import shutil
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint.path import atomicity, atomicity_defaults
+from tiny_models import no_file_beyond
 
 from ffn_heterogeneity.io import checkpoints as module
 from ffn_heterogeneity.io import seals
@@ -204,17 +203,6 @@ def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
     assert everything - {*listed} == {MANIFEST, *seals.LATE}
     (tmp_path / "3" / atomicity.COMMIT_SUCCESS_FILE).unlink()
     assert Checkpoints(tmp_path).steps() == [2]
-
-
-@contextlib.contextmanager
-def no_file_beyond(size):
-    """Writing past `size` bytes fails, as on a full disk (Python ignores the signal SIGXFSZ)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # Orbax leaves coroutines behind that were never awaited, and says what it dies of on its threads.

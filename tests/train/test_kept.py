@@ -13,8 +13,7 @@ import signal
 import jax
 import pytest
 import test_loop
-from test_checkpoints import no_file_beyond
-from tiny_models import REPOSITORY, TEXT, run_script, save_tiny
+from tiny_models import REPOSITORY, TEXT, no_file_beyond, run_script, save_tiny
 
 from ffn_heterogeneity import memory
 from ffn_heterogeneity.io.checkpoints import Checkpoints

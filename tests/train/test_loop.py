@@ -8,7 +8,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from test_checkpoints import no_file_beyond
+from tiny_models import no_file_beyond
 from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
