@@ -28,7 +28,7 @@ from ffn_heterogeneity.surgery.weights import CACHED, blocks
 
 MAX_STEPS = 300
 TOLERANCE = 1e-4  # of the mean variance of a coordinate: scikit-learn's, as the paper's code has it
-ZERO = -1e9  # a squared distance below this share of the norms is 0: duplicates stay duplicates
+ZERO = 1e-6  # a squared distance below this share of the norms is 0: duplicates stay duplicates
 MAX_BYTES = 4 << 30  # of K
 CHUNK = 1024  # rows whose products are made at once, where there is no K
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
