@@ -20,6 +20,9 @@ from ffn_heterogeneity.report.versus import versus
 
 PRINTED = printed(__file__)
 TASKS = {name: (name, None) for name in ("hellaswag", "piqa", "arc_easy", "winogrande", "sciq")}
+HOW = ("method", "compensation", "calibration", "calibration_tokens", "n_init")
+CLUSTERED = ("model", "ratio", *HOW, *nucl.EVALUATION)
+WHOLE, MERGED = {"method": "none"}, {"method": "merged", "compensation": "none"}
 UNPRUNED, ENTROPY = {"criterion": "none"}, {"criterion": "entropy", **nucl.PLAIN}
 
 
@@ -35,6 +38,15 @@ def removals(rows: Frame) -> Frame:
     order = rows.sequential.eq(True).map({True: ", layer after layer", False: ""})
     made = rows.compensation + order
     return rows.assign(text_read=rows.calibration.map(text_read), made_good=made)
+
+
+def clusters(rows: Frame) -> Frame:
+    rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
+    rows = rows.copy()
+    whole = rows.ratio == 0
+    rows.loc[whole, ["ratio", *HOW[1:]]] = tidy.IDLE
+    rows.loc[whole, "method"] = "none"
+    return tidy.records(rows, CLUSTERED, ("model", *HOW, "ratio"))
 
 
 def mean_over_layers(rows: Frame, what: str) -> Frame:
@@ -71,5 +83,16 @@ def tasks(runs: Runs) -> Frame:
     return tidy.cells(scored, columns)
 
 
-KINDS = {"removal": removals}
-SETTINGS = nucl.SETTINGS
+def merged(runs: Runs) -> Frame:
+    """Neurons clustered, each cluster's sums kept; what the centroids can say besides."""
+    every = runs["merged"]
+    columns = {"NLL": "nll", "left": mean_over_layers(every, "compensated/held_residual")}
+    columns["less unpruned"] = versus(
+        every, "nll", every, WHOLE, CLUSTERED, (*HOW, "ratio"), "units"
+    )
+    columns["less merged"] = versus(every, "nll", every, MERGED, CLUSTERED, HOW, "units")
+    return tidy.cells(every, columns)
+
+
+KINDS = {"removal": removals, "merged": clusters}
+SETTINGS = nucl.SETTINGS | dict.fromkeys(("method", "n_init"))
