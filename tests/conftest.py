@@ -286,3 +286,9 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def files(model, text):
+    """Both."""
+    return model, text

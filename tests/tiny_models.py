@@ -15,11 +15,11 @@ import socket
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
 from unittest import mock
 
 import jax
 import numpy as np
+from tiny_runs import REPOSITORY, Finished, flags_of
 
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.models import causal_lm, families
@@ -27,12 +27,10 @@ from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten_config, unflatten
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 TEXT = topics["lambda"] + topics["yield"]
-LLAMA = ModelConfig(
-    "llama", vocab_size=258, d_model=16, n_heads=4, n_kv_heads=2, head_dim=4,
-    layers=(LayerConfig(24),) * 4, bos_id=0, eos_id=1, max_position=128,
-)  # fmt: skip
+_SIZES = {"vocab_size": 258, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
+_LAYERS = (LayerConfig(24),) * 4
+LLAMA = ModelConfig("llama", **_SIZES, layers=_LAYERS, bos_id=0, eos_id=1, max_position=128)
 
 
 # Of widths that can be quantised.
@@ -151,12 +149,10 @@ def card_differs(directory: Path, results: dict) -> dict:
     """{number: (the card's, results.json's)} of a model's card, where they are not the same."""
     rows = re.findall(r"^\| (\S+) \| (\S+) \|$", (directory / "README.md").read_text(), re.M)
     said = {key: json.loads(value) for key, value in rows if key != "number"}
-    numbers = {
-        key.replace(".", "/"): value for key, value in flatten_config(results).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }  # fmt: skip
-    return {key: (said.get(key), numbers.get(key)) for key in {**said, **numbers}
-            if said.get(key) != numbers.get(key)}  # fmt: skip
+    flat = {key.replace(".", "/"): value for key, value in flatten_config(results).items()}
+    numbers = {k: x for k, x in flat.items() if isinstance(x, int | float) and type(x) is not bool}
+    pairs = {key: (said.get(key), numbers.get(key)) for key in {**said, **numbers}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def config_of(name: str, argument: str | None = None, **changes):
@@ -227,23 +223,6 @@ def replaced(document, path, value):
     return document
 
 
-class Finished(NamedTuple):
-    """What a script left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The one line of a user's error; fails where there is more, or less."""
-        assert self.code == 2, self
-        assert "Traceback" not in self.err, self.err
-        lines = [line for line in self.err.splitlines() if line.startswith("error:")]
-        assert len(lines) == 1 and self.err.rstrip().endswith(lines[0]), self.err
-        return lines[0]
-
-
 @contextlib.contextmanager
 def no_file_beyond(size: int):
     """Writing past `size` bytes fails, as on a full disk (Python ignores the signal SIGXFSZ)."""
@@ -255,7 +234,7 @@ def no_file_beyond(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def run_script(name: str, *arguments, cwd: Path = REPOSITORY) -> Finished:
+def run_script(name: str, *arguments, cwd: Path = REPOSITORY, **keys) -> Finished:
     """Runs scripts/<name>.py as a program, but in this process: 0.1 s instead of 5."""
     import grain  # noqa: F401 (its flags too are defined once per process)
     from absl import app, flags
@@ -263,6 +242,7 @@ def run_script(name: str, *arguments, cwd: Path = REPOSITORY) -> Finished:
 
     app.define_help_flags()  # once per process, so not among those to delete
     path = str(REPOSITORY / "scripts" / f"{name}.py")
+    command = [path, *flags_of(**keys), *map(str, arguments)]
     out, err, code = io.StringIO(), io.StringIO(), 0
     before, handlers = set(flags.FLAGS), list(logging.root.handlers)
     verbosity = absl_logging.get_verbosity()
@@ -271,7 +251,7 @@ def run_script(name: str, *arguments, cwd: Path = REPOSITORY) -> Finished:
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))
             stack.enter_context(contextlib.chdir(cwd))
-            stack.enter_context(mock.patch.object(sys, "argv", [path, *map(str, arguments)]))
+            stack.enter_context(mock.patch.object(sys, "argv", command))
             runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
         code = stop.code or 0

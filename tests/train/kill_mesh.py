@@ -48,11 +48,8 @@ def main(workdir: Path, steps: int, sizes: tuple[int, ...]) -> None:
     print("ready", flush=True)
     if not sys.stdin.readline():  # nobody is there any more
         return
-    program = Program(
-        step,
-        lambda step: {"learning_rate": RATE, "alpha": float(HYPER["alpha"])},
-        shardings=placed,
-    )
+    rates = {"learning_rate": RATE, "alpha": float(HYPER["alpha"])}
+    program = Program(step, lambda step: rates, shardings=placed)
     when = LoopConfig(steps, checkpoint_every=2, accumulation=ACCUMULATION, tensorboard=False)
     loop = TrainLoop(when, program, state, Batches(config.vocab_size), workdir)
     result = loop.run()

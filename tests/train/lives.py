@@ -15,22 +15,23 @@ from ffn_heterogeneity.io.metrics import read_metrics
 PROGRAM = Path(__file__).with_name("kill_toy.py")
 
 
+def born(command, cache, **more):
+    """The process; what one life compiles the next ones read: the time goes into saving."""
+    own = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **more}
+    return subprocess.Popen([sys.executable, *command], env=os.environ | own, **pipes)
+
+
 class Life:
     """One process of the run; it has imported everything when it is born, and waits for `go`."""
 
     def __init__(self, workdir, steps, cache, mesh=None):
-        # What a life compiles the next ones read: the time goes into saving and killing.
-        keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
         self.workdir = workdir
         program = [PROGRAM, workdir, str(steps)]
         if mesh:
             program = [PROGRAM.with_name("kill_mesh.py"), workdir, str(steps), mesh]
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *program],
-            env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-            | dict(zip(keys, (str(cache), "0"), strict=True)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        self.process = born(["-W", "ignore", *program], cache, stdin=subprocess.PIPE)
 
     def go(self):
         assert self.process.stdout.readline() == "ready\n", self.process.stdout.read()
@@ -83,13 +84,8 @@ class Launch(Life):
 
     def __init__(self, workdir, flags, cache, script="train"):
         self.workdir = workdir
-        keys = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-        self.process = subprocess.Popen(
-            [sys.executable, REPOSITORY / f"scripts/{script}.py", *flags, f"--workdir={workdir}"],
-            env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-            | dict(zip(keys, (str(cache), "0"), strict=True)),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        command = [REPOSITORY / f"scripts/{script}.py", *flags, f"--workdir={workdir}"]
+        self.process = born(command, cache)
 
     def wait_for_halves(self, number):
         """The moment at which so many files or directories were begun under a temporary name."""
@@ -117,8 +113,8 @@ class Launch(Life):
 
 
 # What an export writes, one after the other.
-WRITTEN = ("", "model.safetensors", "structure", "structure/model.safetensors", "config.json",
-           "generation_config.json", "tokenizer.json", "tokenizer_config.json")  # fmt: skip
+WRITTEN = ("", "model.safetensors", "structure", "structure/model.safetensors", "config.json")
+WRITTEN += ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def half_exported(workdir):

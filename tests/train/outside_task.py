@@ -42,12 +42,8 @@ def rows_of(count: int, seed: int) -> list[tuple]:
 
 
 def batch_of(rows: list[tuple], length: int, size: int) -> dict:
-    batch = {
-        "tokens": np.zeros((size, length), np.int32),
-        "segment_ids": np.zeros((size, length), np.int32),
-        "score": np.zeros(size, np.float32),
-        "kind": np.full(size, -1, np.int32),
-    }
+    batch = {name: np.zeros((size, length), np.int32) for name in ("tokens", "segment_ids")}
+    batch |= {"score": np.zeros(size, np.float32), "kind": np.full(size, -1, np.int32)}
     for i, (tokens, score, kind) in enumerate(rows):
         batch["tokens"][i, : len(tokens)] = tokens
         batch["segment_ids"][i, : len(tokens)] = 1
@@ -93,20 +89,20 @@ def scores(config, model):
     size = config.batch_size
 
     def data(tokenizer, rows):
-        sets = {"near": held_out(rows_of(18, 1), size, rows),
-                "far": held_out(rows_of(10, 2), size, rows)}  # fmt: skip
+        counts = {"near": (18, 1), "far": (10, 2)}
+        sets = {name: held_out(rows_of(*count), size, rows) for name, count in counts.items()}
         batches = Drawn(rows_of(64, 0), size, rows, config.seed)
         return Data(batches, sets, lambda results: {"rows": 64})
 
     def predictions(params, outputs, batch):
         made = outputs["predictions"]
-        return {"said": made[:, 0], "meant": batch["score"], "kind": made[:, 1:].argmax(1),
-                "meant_kind": batch["kind"], "valid": batch["kind"] >= 0}  # fmt: skip
+        said = {"said": made[:, 0], "kind": made[:, 1:].argmax(1), "valid": batch["kind"] >= 0}
+        return said | {"meant": batch["score"], "meant_kind": batch["kind"]}
 
+    leaves = dict.fromkeys(("tokens", "segment_ids"), (("B", "T"), np.int32))
     return Objective(
         "scores",
-        batch={"tokens": (("B", "T"), np.int32), "segment_ids": (("B", "T"), np.int32),
-               "score": (("B",), np.float32), "kind": (("B",), np.int32)},
+        batch=leaves | {"score": (("B",), np.float32), "kind": (("B",), np.int32)},
         lengths=tuple({"T": length} for length in LENGTHS),
         data=data,
         head=HeadConfig.of("pooled", {"outputs": 1 + KINDS}),
@@ -115,13 +111,14 @@ def scores(config, model):
         predictions=predictions,
         metrics=metrics,
         best="max:validation/near/spearman",
-    )  # fmt: skip
+    )
 
 
 def metrics(rows):
     said, meant = (np.argsort(np.argsort(rows[name])) for name in ("said", "meant"))
-    return {"spearman": float(np.corrcoef(said, meant)[0, 1]), "rows": float(len(said)),
-            "accuracy": float(np.mean(rows["kind"] == rows["meant_kind"]))}  # fmt: skip
+    right = float(np.mean(rows["kind"] == rows["meant_kind"]))
+    rank = float(np.corrcoef(said, meant)[0, 1])
+    return {"spearman": rank, "rows": float(len(said)), "accuracy": right}
 
 
 def pooled(model, settings):
@@ -129,9 +126,9 @@ def pooled(model, settings):
 
     def leaves(key):
         pooler, out = jax.random.split(key)
-        return {"pooler": {"kernel": 0.1 * jax.random.normal(pooler, (model.d_model,) * 2)},
-                "out": {"kernel": 0.1 * jax.random.normal(out, (model.d_model,
-                                                                settings["outputs"]))}}  # fmt: skip
+        sizes = {"pooler": (pooler, model.d_model), "out": (out, settings["outputs"])}
+        draws = {k: jax.random.normal(key, (model.d_model, n)) for k, (key, n) in sizes.items()}
+        return {name: {"kernel": 0.1 * kernel} for name, kernel in draws.items()}
 
     def apply(params, outputs, batch, drop):
         real = batch["segment_ids"][..., None].astype(jnp.float32)
@@ -171,10 +168,8 @@ def wobble(settings):
     return refresh
 
 
-ADDED = (
-    (build.OBJECTIVES, "scores", scores), (HEADS, "pooled", pooled), (REFRESHES, "wobble", wobble),
-    (TERMS, "squares", squares), (TERMS, "kinds", kinds),
-)  # fmt: skip
+ADDED = ((build.OBJECTIVES, "scores", scores), (HEADS, "pooled", pooled))
+ADDED += ((REFRESHES, "wobble", wobble), (TERMS, "squares", squares), (TERMS, "kinds", kinds))
 
 
 def register():
@@ -183,11 +178,9 @@ def register():
 
 
 def config_for(model: Path | str, **changes):
-    small = {
-        "steps": 6, "batch_size": 4, "accumulation": 2, "seq_len": 64, "dropout": 0.1,
-        "eval__every": 2, "optimizer__learning_rate": 3e-3, "optimizer__warmup_steps": 0,
-        "tensorboard": False, "checkpoint__every": 2,
-    }  # fmt: skip
+    small = {"steps": 6, "batch_size": 4, "accumulation": 2, "seq_len": 64, "dropout": 0.1}
+    small |= {"eval__every": 2, "checkpoint__every": 2, "tensorboard": False}
+    small |= {"optimizer__learning_rate": 3e-3, "optimizer__warmup_steps": 0}
     config = config_of("nucl_finetune", f"{model},text", **(small | changes))
     with config.unlocked():
         config.objective, config.refresh, config.wobble = "scores", ("wobble",), {"size": 0.1}

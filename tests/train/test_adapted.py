@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import LLAMA, TEXT, batch_of, config_of, random_params, save_tiny, structured
+from tiny_models import LLAMA, batch_of, config_of, random_params, structured
+from tiny_runs import refused, small_run
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.adapters import REFRESHES
@@ -36,20 +37,8 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LORA = {"rank": 3, "alpha": 6.0, "targets": "attention/|ffn/"}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    root = tmp_path_factory.mktemp("files")
-    (root / "text.txt").write_text(TEXT)
-    return save_tiny(root / "tiny"), root / "text.txt"
-
-
 def config_for(model, text, argument="text", **changes):
-    small = {
-        "steps": 4, "batch_size": 2, "seq_len": 16, "data__path": str(text), "dropout": 0.0,
-        "data__passage_chars": 100, "data__validation_fraction": 0.2, "eval__every": 2,
-        "eval__max_batches": 1, "optimizer__learning_rate": 1e-2, "optimizer__warmup_steps": 0,
-        "losses__nucl__weight": 0.0, "tensorboard": False,
-    }  # fmt: skip
+    small = small_run(text, steps=4, eval__every=2, losses__nucl__weight=0.0)
     return config_of("nucl_finetune", f"{model},{argument}", **(small | changes))
 
 
@@ -63,8 +52,8 @@ def moved(before, after) -> set[str]:
 
 def test_lora_alone_moves(files, tmp_path):
     """And the base stays, bit for bit; saves hold it once."""
-    config = config_for(*files, argument="text,lora", lora__rank=3, checkpoint__every=1,
-                        checkpoint__keep=10)  # fmt: skip
+    saves = {"checkpoint__every": 1, "checkpoint__keep": 10}
+    config = config_for(*files, argument="text,lora", lora__rank=3, **saves)
     results = training.run(config, tmp_path / "run")
     before, after = load_model(files[0]), load_model(tmp_path / "run/model")
     names = {path.split("/")[-1] for path in moved(before, after)}
@@ -82,12 +71,14 @@ def test_lora_alone_moves(files, tmp_path):
     assert [x.name for x in (tmp_path / "run/checkpoints_frozen").iterdir()] == ["0"]
 
 
-@pytest.mark.parametrize("scope", ["massive", *(
-    pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "others"))])  # fmt: skip
+SLOW_SCOPES = [pytest.param(x, marks=pytest.mark.slow) for x in ("layer", "others")]
+
+
+@pytest.mark.parametrize("scope", ["massive", *SLOW_SCOPES])
 def test_dora_trains_past_massive_weights(files, tmp_path, scope):
     """What is dropped comes back: the base is the same bit for bit, and MacDrop is not saved."""
-    config = config_for(*files, argument="text,dora,macdrop", dora__rank=3, macdrop__k=2,
-                        macdrop__scope=scope, dora__dropout=0.1)  # fmt: skip
+    own = {"macdrop__k": 2, "macdrop__scope": scope, "dora__rank": 3, "dora__dropout": 0.1}
+    config = config_for(*files, argument="text,dora,macdrop", **own)
     results = training.run(config, tmp_path / "run")
     before, after = load_model(files[0]), load_model(tmp_path / "run/model")
     names = {path.split("/")[-1] for path in moved(before, after)}
@@ -100,8 +91,8 @@ def test_dora_trains_past_massive_weights(files, tmp_path, scope):
     drawn = [row["train/macdrop"] for row in map(json.loads, lines) if "train/macdrop" in row]
     np.testing.assert_allclose(drawn, [0.6, 0.4, 0.2, 0.0], atol=1e-6)  # 0.8 (1 - t / 4)
     # Evaluation knows nothing of it: before the first step it is the model as it came.
-    plain = training.run(config_for(*files, argument="text,dora", dora__rank=3, steps=1),
-                         tmp_path / "plain")  # fmt: skip
+    config = config_for(*files, argument="text,dora", dora__rank=3, steps=1)
+    plain = training.run(config, tmp_path / "plain")
     first = [one["first"]["validation/nll"] for one in (results, plain)]
     assert first[0] == pytest.approx(first[1], rel=1e-6)
 
@@ -143,12 +134,10 @@ def test_rates_by_name():
     mask = dict.fromkeys(flatten(params), True)
     rates = ((r"^layers/1/ffn/down/", 10.0), (r"^embed/", 0.0))
     grads = jax.tree.map(np.ones_like, flatten(params))
-    plain, other = (
-        make_optimizer(OptimizerConfig("sgd", rates=one), params, mask) for one in ((), rates)
-    )
-    steps = [
-        one.update(grads, one.init(grads), grads, learning_rate=0.1)[0] for one in (plain, other)
-    ]
+    steps = []
+    for own in ((), rates):
+        one = make_optimizer(OptimizerConfig("sgd", rates=own), params, mask)
+        steps.append(one.update(grads, one.init(grads), grads, learning_rate=0.1)[0])
     down = steps[1]["stack/segment_0/slot_0/ffn/down/kernel"]
     np.testing.assert_allclose(down[:, 0, 0], [-0.1, -1.0, -0.1, -0.1], rtol=1e-6)
     assert not np.any(steps[1]["embed/embedding"])
@@ -187,10 +176,9 @@ def test_macdrop_copies_no_stacked_weight(drops):
         model = SURGERIES["macdrop"](model, settings)[0]
     kernels = [x.shape for p, x in flatten(model.params).items() if re.search("ffn/.*/kernel$", p)]
     assert {shape[0] for shape in kernels} == ({2, 1, 4} if drops else {7})
-    step, state = stepper(
-        model.params, (nll_term(TermContext("nll", model=config)),), (r"/lora_[ab]$",), config,
-        REFRESHES["macdrop"]({}) if drops else None, donate=True,
-    )  # fmt: skip
+    terms, refresh = (nll_term(TermContext("nll", model=config)),), REFRESHES["macdrop"]({})
+    given = {"refresh": refresh if drops else None, "donate": True}
+    step, state = stepper(model.params, terms, (r"/lora_[ab]$",), config, **given)
     batch = jax.tree.map(lambda x: x[None], batch_of(258))
     hyper = {"learning_rate": jnp.float32(0.1), "macdrop": jnp.float32(0.5)}
     text = step.lower(state, batch, hyper).compile().as_text()
@@ -199,17 +187,11 @@ def test_macdrop_copies_no_stacked_weight(drops):
     assert {kind for shape, kind in made if shape in stacked} == {"parameter", "get-tuple-element"}
 
 
-def stepper(params, terms, patterns=(), config=LLAMA, refresh=None, donate=False):
+def stepper(params, terms, patterns=(), config=LLAMA, donate=False, **given):
     mask = partition.trainable_mask(flatten(params), (), patterns, layer_names(params))
     optimizer = make_optimizer(OptimizerConfig(), params, mask)
-    step = make_train_step(
-        functools.partial(causal_lm.forward, config),
-        terms,
-        optimizer,
-        mask,
-        donate=donate,
-        refresh=refresh,
-    )
+    forward = functools.partial(causal_lm.forward, config)
+    step = make_train_step(forward, terms, optimizer, mask, donate=donate, **given)
     return step, create_state(params, optimizer, mask)
 
 
@@ -265,9 +247,8 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
     with jax.enable_x64(True):
         apart, together = logits(params, np.float64), logits(plain, np.float64)
     assert apart.dtype == np.float64 and np.abs(apart - together).max() <= 1e-6 * scale
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "kept", attn_implementation="eager"
-    ).eval()
+    kind = transformers.AutoModelForCausalLM
+    theirs = kind.from_pretrained(tmp_path / "kept", attn_implementation="eager").eval()
     with torch.no_grad():
         found = theirs(torch.tensor(tokens)).logits.numpy()
     assert np.abs(found - folded).max() <= 1e-5 * scale
@@ -276,17 +257,11 @@ def test_smollm2_kept(smollm2_gguf, torch, tmp_path):
 def test_stages_hand_the_structure_on(files, tmp_path):
     """P stays apart through a removal and a training: folded, a stage would train another model."""
     model = load_model(files[0])
-    save_pretrained(
-        LLAMA, structured(LLAMA, model.params), tmp_path / "kept", tokenizer=model.tokenizer,
-        structure="keep",
-    )  # fmt: skip
-    config = config_of(
-        "prune_recover", f"{tmp_path}/kept,text", recover__steps=2, recover__batch_size=2,
-        recover__seq_len=16, recover__data__path=str(files[1]), recover__data__passage_chars=100,
-        recover__data__validation_fraction=0.2, recover__eval__max_batches=1,
-        recover__tensorboard=False, recover__optimizer__learning_rate=1e-2,
-        score__text=str(files[1]), score__window=16, score__max_windows=3,
-    )  # fmt: skip
+    params, options = structured(LLAMA, model.params), {"tokenizer": model.tokenizer}
+    save_pretrained(LLAMA, params, tmp_path / "kept", structure="keep", **options)
+    score = {"score__text": str(files[1]), "score__window": 16, "score__max_windows": 3}
+    small = small_run(files[1], "recover__") | score
+    config = config_of("prune_recover", f"{tmp_path}/kept,text", **small)
     experiment.run(config, tmp_path / "run")
     pruned, after = (
         flatten(unstack(load_model(tmp_path / "run" / name / "model").params))
@@ -317,12 +292,9 @@ def test_insertion_changes_no_function_and_runs_on_shapes():
     for path, leaf in flatten(adapted).items():
         if path.endswith("lora_a"):  # uniform up to 1 / sqrt(inputs)
             assert 0.8 < np.abs(leaf).max() * leaf.shape[-2] ** 0.5 <= 1, path
-    with pytest.raises(ValueError, match="has LoRA's leaves already"):
-        with_lora(adapted)
-    with pytest.raises(ValueError, match="found in no kernel"):
-        insert_lora(_model(params), LORA | {"targets": "mlp"})
-    with pytest.raises(ValueError, match="rank=0"):
-        insert_lora(_model(params), LORA | {"rank": 0})
+    refused("has LoRA's leaves already", with_lora, adapted)
+    refused("found in no kernel", insert_lora, _model(params), LORA | {"targets": "mlp"})
+    refused("rank=0", insert_lora, _model(params), LORA | {"rank": 0})
     one = insert_lora(_model(params), LORA | {"targets": "layers/1/ffn/up"})
     assert one[1] == {"adapted": ["layers/1/ffn/up"]}
     assert flatten(unstack(one[0].params))["layers/1/ffn/up/lora_a"].shape == (16, 3)
@@ -339,10 +311,8 @@ def test_merged_is_unmerged():
 def test_nucl_reaches_lora_through_the_effective_kernel():
     """Gradients by A and B against central differences, float64."""
     with jax.enable_x64(True):
-        params = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64), structured(LLAMA, random_params(LLAMA))
-        )
-        flat = flatten(params)
+        params = structured(LLAMA, random_params(LLAMA))
+        flat = flatten(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params))
         value = lambda leaves: nucl_term(TermContext("nucl")).function(unflatten(leaves)).total  # noqa: E731
         grads = jax.grad(value)(flat)
         rng = np.random.default_rng(0)
@@ -351,9 +321,8 @@ def test_nucl_reaches_lora_through_the_effective_kernel():
             for _ in range(4):
                 at = tuple(rng.integers(0, n) for n in flat[path].shape)
                 ends = [value(flat | {path: flat[path].at[at].add(h)}) for h in (1e-6, -1e-6)]
-                assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(
-                    float(grads[path][at]), rel=1e-4, abs=1e-9
-                )
+                slope = pytest.approx(float(grads[path][at]), rel=1e-4, abs=1e-9)
+                assert (ends[0] - ends[1]) / 2e-6 == slope
 
 
 def test_lora_costs_its_factors_and_no_gradient_of_the_base():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint.path import atomicity, atomicity_defaults
 from tiny_models import no_file_beyond
+from tiny_runs import refused
 
 from ffn_heterogeneity.io import checkpoints as module
 from ffn_heterogeneity.io import seals
@@ -191,10 +192,8 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path):
 
 def test_a_bucket_is_sealed_before_orbax_marks_it(tmp_path, monkeypatch):
     """Nothing is moved there; a directory without orbax's mark is one killed while it was saved."""
-    monkeypatch.setattr(
-        atomicity_defaults, "get_default_temporary_path_class",
-        lambda *_, **__: atomicity.CommitFileTemporaryPath,
-    )  # fmt: skip
+    name, kind = "get_default_temporary_path_class", atomicity.CommitFileTemporaryPath
+    monkeypatch.setattr(atomicity_defaults, name, lambda *_, **__: kind)
     checkpoints = filled(tmp_path, best=(2,))
     assert checkpoints.restore(make_state())[1] == {"data": {"p": 3}}
     assert Checkpoints(tmp_path).best_step == 2
@@ -264,22 +263,19 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_another_tree_is_refused_by_leaf(tmp_path):
     checkpoints = filled(tmp_path)
-    other = make_state()
+    other, more = make_state(), make_state() | {"new": jnp.zeros(2)}
     other["a/b"]["x"] = jnp.zeros((700, 91))
-    with pytest.raises(CheckpointError, match=r"leaf 'a.b.x' is float32\[700, 90\] there and"):
-        checkpoints.restore(other)
-    more = make_state() | {"new": jnp.zeros(2)}
-    with pytest.raises(CheckpointError, match="leaf 'new' is absent there"):
-        checkpoints.restore(more)
+    words = (r"leaf 'a.b.x' is float32\[700, 90\] there and", "leaf 'new' is absent there")
+    for wrong, told in zip((other, more), words, strict=True):
+        refused(told, checkpoints.restore, wrong, error=CheckpointError)
 
 
 def test_nothing_to_restore(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint; there are none"):
-        Checkpoints(tmp_path).restore(make_state())
-    with pytest.raises(CheckpointError, match=r"no checkpoint 9; there are \[2, 3\]"):
-        filled(tmp_path).restore(make_state(), 9)
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpoints(tmp_path, keep=0)
+    lost = {"error": CheckpointError}
+    empty, state = Checkpoints(tmp_path), make_state()
+    refused("holds no checkpoint; there are none", empty.restore, state, **lost)
+    refused(r"no checkpoint 9; there are \[2, 3\]", filled(tmp_path).restore, state, 9, **lost)
+    refused("keep=0", Checkpoints, tmp_path, keep=0)
 
 
 # ---- leaves that never change

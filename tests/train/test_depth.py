@@ -39,6 +39,7 @@ from ffn_heterogeneity.train.step import make_train_step
 DEPTHS = (12, 26, 46)
 B, T, V, D, M, HEADS, KV_HEADS, HEAD = 2, 64, 256, 64, 128, 4, 2, 16
 FAMILIES = ("llama", "gemma2")  # layers all alike, and local and global in turn
+SLOW_REMATS = [pytest.param(x, marks=pytest.mark.slow) for x in ("full", "attention_output")]
 SLOW_GEMMA2 = ["llama", pytest.param("gemma2", marks=pytest.mark.slow)]
 
 
@@ -59,10 +60,9 @@ def model_of(family: str, depth: int):
         dataclasses.replace(layer, ffn_width=M, window=layer.window and 16)
         for layer in (config.layers[i % 2] for i in range(depth))
     )
-    return dataclasses.replace(
-        config, layers=layers, vocab_size=V, d_model=D, n_heads=HEADS, n_kv_heads=KV_HEADS,
-        head_dim=HEAD, bos_id=0, eos_id=1, pad_id=None,
-    )  # fmt: skip
+    sizes = {"vocab_size": V, "d_model": D, "n_heads": HEADS, "n_kv_heads": KV_HEADS}
+    ids = {"bos_id": 0, "eos_id": 1, "pad_id": None}
+    return dataclasses.replace(config, layers=layers, head_dim=HEAD, **sizes, **ids)
 
 
 def abstract_batch(*leading: int) -> dict:
@@ -78,14 +78,9 @@ def lower_step(family: str, depth: int, remat: str = "dots", nucl: bool = True):
     optimizer = make_optimizer(OptimizerConfig("adamw"), params, mask)
     options = causal_lm.RunOptions(remat=remat)
 
-    def forward(params, batch, *, probes, dropout):
-        return causal_lm.forward(
-            config, params, batch, options=options, probes=probes, dropout=dropout
-        )
-
-    terms = (nll_term(TermContext("nll", model=config)), nucl_term(TermContext("nucl", "alpha")))[
-        : 1 + nucl
-    ]
+    forward = functools.partial(causal_lm.forward, config, options=options)
+    terms = (nll_term(TermContext("nll", model=config)),)
+    terms += (nucl_term(TermContext("nucl", "alpha")),) * nucl
     step = make_train_step(forward, terms, optimizer, mask)
     hyper = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in ("learning_rate", "alpha")}
     return step.lower(abstract_state(params, optimizer, mask), abstract_batch(1), hyper)
@@ -125,22 +120,16 @@ def compiled_steps(family: str) -> tuple[dict[int, float], dict[int, int]]:
 
 def slopes(temporary: dict[int, int]) -> tuple[float, float]:
     """Bytes a layer, between the first two depths and between the last two."""
-    first, second, third = DEPTHS
-    return (
-        (temporary[second] - temporary[first]) / (second - first),
-        (temporary[third] - temporary[second]) / (third - second),
-    )
+    first, second = zip(DEPTHS[:-1], DEPTHS[1:], strict=True)
+    return tuple((temporary[b] - temporary[a]) / (b - a) for a, b in (first, second))
 
 
 def saved_activations(family: str, remat: str) -> int:
     """A of the module's docstring, in bytes."""
     x, query, key, stats = D, HEADS * HEAD, KV_HEADS * HEAD, 2 * HEADS
     attended = query
-    floats = {
-        "full": x,
-        "attention_output": x + attended,
-        "dots": x + query + 2 * key + attended + stats + D + 2 * M + (family == "gemma2") * D,
-    }
+    dots = x + query + 2 * key + attended + stats + D + 2 * M + (family == "gemma2") * D
+    floats = {"full": x, "attention_output": x + attended, "dots": dots}
     return 4 * B * T * floats[remat]
 
 
@@ -174,13 +163,7 @@ def test_compilation_takes_as_long_at_any_depth(family):
 
 
 @pytest.mark.parametrize("family", SLOW_GEMMA2)
-@pytest.mark.parametrize(
-    "remat",
-    [
-        "dots",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "attention_output")),
-    ],
-)
+@pytest.mark.parametrize("remat", ["dots", *SLOW_REMATS])
 def test_a_layer_adds_its_saved_activations_to_the_gradient_and_no_more(family, remat):
     temporary = {
         depth: lower_gradient(family, depth, remat).compile().memory_analysis().temp_size_in_bytes

@@ -106,23 +106,15 @@ def test_windows_frozen_leaves_and_remat_count():
 def test_products_are_those_the_compiler_counts():
     """XLA's own count of an unrolled step, which holds element-wise work too."""
     model = ModelConfig("llama", 2048, 256, 4, 4, 64, (LayerConfig(1024),) * 2, tied=False)
-    config = make_config(
-        "x",
-        batch_size=4,
-        seq_len=64,
-        unroll=0,
-        remat="none",
-        dropout=0.0,
-        **{"losses.nucl.weight": None},
-    )
+    changes = {"batch_size": 4, "seq_len": 64, "unroll": 0, "remat": "none", "dropout": 0.0}
+    config = make_config("x", **changes, **{"losses.nucl.weight": None})
     mesh = partition.make_mesh()
     config = read(config)
     built = build(config, Model(model, causal_lm.abstract_params(model), None, ""), mesh)
     batch = built.objective.shapes(4, {"T": 64})
     batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
-    hyper = dict.fromkeys(
-        hyper_function(config, built.objective.terms)(0), jax.ShapeDtypeStruct((), jnp.float32)
-    )
+    rates = hyper_function(config, built.objective.terms)(0)
+    hyper = dict.fromkeys(rates, jax.ShapeDtypeStruct((), jnp.float32))
     cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
     ours = dry_run.step_flops(config, built)["model"]
     assert 1 <= cost["flops"] / ours < 1.1
@@ -161,10 +153,8 @@ def test_a_quantised_base_is_counted_in_weights(tmp_path, capsys):
 def test_a_dry_run_here_compiles_and_the_run_may_follow(tmp_path, capsys):
     model = save_tiny(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text(TEXT)
-    changes = {
-        "data.path": str(tmp_path / "text.txt"), "data.validation_fraction": 0.0, "steps": 2,
-        "batch_size": 2, "seq_len": 16, "tensorboard": False,
-    }  # fmt: skip
+    changes = {"data.path": str(tmp_path / "text.txt"), "data.validation_fraction": 0.0}
+    changes |= {"steps": 2, "batch_size": 2, "seq_len": 16, "tensorboard": False}
     config = make_config(model, dry_run="here", **changes)
     found = run.run(config, tmp_path / "run")
     held = found["compiled"]["bytes_per_device"]
@@ -192,10 +182,7 @@ def test_only_the_config_is_read(tmp_path):
         ({"dry_run": "tpu"}, "dry_run='tpu': write 'here' or <kind>:<number or shape>"),
         ({"dry_run": "v9:2x2"}, "kinds: v4, v5e"),
         ({"dry_run": "h100:0"}, "there must be a device"),
-        (
-            {"dry_run": "h100:32"},
-            "batch_size=16 .* cannot be cut over 32 devices .* multiple of 32",
-        ),
+        ({"dry_run": "h100:32"}, "batch_size=16 .* cut over 32 devices .* multiple of 32"),
         ({"dry_run": "h100:8", "mesh.tensor": 3}, ": 3 does not divide 8"),
         ({"dry_run": "h100:4", "mesh.tensor": 8, "mesh.fsdp": 1}, "needs 8 devices, there are 4"),
         ({"dry_run": "h100:8", "freeze": ("ffn/dwn",)}, "decides nothing"),

@@ -34,9 +34,10 @@ def test_one_of_several_held_out_sets(tmp_path):
     assert refused(tmp_path, config, DataError) == message
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("seed", -1), ("seed", 2**63), ("batch_size", 2**31), ("seq_len", 2**40), ("steps", 10**12),
-])  # fmt: skip
+FAR = (("seed", -1), ("seed", 2**63), ("batch_size", 2**31), ("seq_len", 2**40), ("steps", 10**12))
+
+
+@pytest.mark.parametrize(("key", "value"), FAR)
 def test_a_number_beyond_any_sense(tmp_path, key, value):
     config = config_of("nucl_finetune", f"{NOWHERE},text", data__path=__file__)
     config[key] = value
@@ -44,8 +45,8 @@ def test_a_number_beyond_any_sense(tmp_path, key, value):
 
 
 def test_of_a_stage_that_comes_later(tmp_path):
-    config = config_of("prune_recover", f"{NOWHERE},text", recover__data__path="none/a.txt",
-                       score__text=__file__)  # fmt: skip
+    paths = {"recover__data__path": "none/a.txt", "score__text": __file__}
+    config = config_of("prune_recover", f"{NOWHERE},text", **paths)
     assert refused(tmp_path, config, DataError) == "data.path='none/a.txt': no such file"
     parts = (("text", "none/a.txt", 0.5), ("jsonl", "none/b.jsonl", 0.5))
     config = config_of("nucl_finetune", f"{NOWHERE},mixture", data__mixture=parts)

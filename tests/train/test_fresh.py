@@ -7,9 +7,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
+from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_tiny
 
-from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model, load_tokenizer
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.launch import train as training
@@ -19,13 +18,12 @@ from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import model_shape, starting_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-TINY = {
-    "shape__layers": 3, "shape__d_model": 16, "shape__ffn_width": 24, "shape__n_heads": 2,
-    "shape__vocab_size": 260, "data__task": "text", "data__validation_fraction": 0.2, "steps": 6,
-    "batch_size": 4, "accumulation": 2, "seq_len": 24, "optimizer__warmup_steps": 2,
-    "data__passage_chars": 400, "eval__every": 3, "eval__max_batches": 2, "checkpoint__every": 0,
-    "tensorboard": False,
-}  # fmt: skip
+SHAPE = {"layers": 3, "d_model": 16, "ffn_width": 24, "n_heads": 2, "vocab_size": 260}
+TINY = {f"shape__{key}": value for key, value in SHAPE.items()}
+TINY |= {"data__task": "text", "data__validation_fraction": 0.2, "data__passage_chars": 400}
+TINY |= {"steps": 6, "batch_size": 4, "accumulation": 2, "seq_len": 24, "tensorboard": False}
+TINY |= {"eval__every": 3, "eval__max_batches": 2, "checkpoint__every": 0}
+TINY["optimizer__warmup_steps"] = 2
 
 
 @pytest.fixture
@@ -33,9 +31,8 @@ def files(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     lines = [f"sentence {i}: the quick brown fox number {i * i}" for i in range(200)]
     (tmp_path / "text.txt").write_text("\n\n".join(lines))
-    return {
-        "tokenizer": str(tmp_path / "tokenizer"), "data__path": str(tmp_path / "text.txt"), **TINY
-    }  # fmt: skip
+    paths = {"tokenizer": str(tmp_path / "tokenizer"), "data__path": str(tmp_path / "text.txt")}
+    return paths | TINY
 
 
 @pytest.mark.parametrize(
@@ -100,8 +97,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
 
 
 def test_going_on_from_a_model(files, tmp_path):
-    save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "model", tokenizer=byte_tokenizer())
-    config = config_of("jreg_pretrain", "local", **files, model=str(tmp_path / "model"))
+    config = config_of("jreg_pretrain", "local", **files, model=str(save_tiny(tmp_path / "model")))
     model = starting_model(read(config))
     assert model.config.n_layers == LLAMA.n_layers
     assert (jax.tree.leaves(model.params)[0] == jax.tree.leaves(random_params(LLAMA))[0]).all()

@@ -14,6 +14,7 @@ import jax
 import pytest
 import test_loop
 from tiny_models import REPOSITORY, TEXT, no_file_beyond, run_script, save_tiny
+from tiny_runs import flags_of, small_run
 
 from ffn_heterogeneity import memory
 from ffn_heterogeneity.io.checkpoints import Checkpoints
@@ -32,13 +33,10 @@ pytestmark = [
 def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("files")
     (root / "text.txt").write_text(TEXT)
-    settings = {
-        "data.path": root / "text.txt", "data.passage_chars": 100, "steps": 6, "batch_size": 2,
-        "seq_len": 16, "eval.every": 3, "eval.max_batches": 1, "checkpoint.every": 2,
-        "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0, "tensorboard": False,
-    }  # fmt: skip
+    settings = small_run(root / "text.txt", steps=6, eval__every=3, checkpoint__every=2)
+    settings |= {"optimizer__learning_rate": 1e-3, "dropout": 0.1}
     config = f"{REPOSITORY}/configs/nucl_finetune.py:{save_tiny(root / 'tiny')},text"
-    return [f"--config={config}", *(f"--config.{key}={value}" for key, value in settings.items())]
+    return flags_of(config, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +49,13 @@ def whole(flags, tmp_path_factory):
 
 def test_a_run_says_what_it_needs(whole):
     said = whole[1]
-    assert re.search(
+    for words in (
         r"[\d,]+ parameters, computed in float32: 0.00 GiB train.*; 32 tokens a step, 192 in all",
-        said,
-    )
-    assert re.search(
-        r"compiled in [\d.]+ s; a step \(remat=dots\) needs 0.00 of [\d.]+ GiB of memory", said
-    )
-    # Of the four steps after the compiled one three count; the fifth is followed by one more.
-    assert re.search(r"s a step, [\d,]+ tokens/s: 1 more take about 0:00:01 beside eval", said)
+        r"compiled in [\d.]+ s; a step \(remat=dots\) needs 0.00 of [\d.]+ GiB of memory",
+        # Of the four steps after the compiled one three count; the fifth is followed by one more.
+        r"s a step, [\d,]+ tokens/s: 1 more take about 0:00:01 beside eval",
+    ):
+        assert re.search(words, said), words
     assert said.index("compiled in") < said.index("step 0: validation") < said.index(" s a step,")
 
 
@@ -97,12 +93,10 @@ def broken(trouble, workdir, patch):
 
 
 LONGER = ("metrics", "export", "results")
+SLOWER = [pytest.param(x, marks=pytest.mark.slow) for x in LONGER]
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    ["save", "mount", *(pytest.param(x, marks=pytest.mark.slow) for x in LONGER)],
-)
+@pytest.mark.parametrize("trouble", ["save", "mount", *SLOWER])
 def test_the_last_line_goes_on(flags, whole, tmp_path, trouble):
     workdir = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -135,25 +129,20 @@ def test_five_thousand_steps_through_every_trouble(tmp_path):
     reference = test_loop.make_loop(tmp_path / "whole", **options).run()
     workdir, limits = tmp_path / "run", []
 
-    def fill():
-        limits.append(no_file_beyond((workdir / "metrics.jsonl").stat().st_size + 9))
-        limits[-1].__enter__()
-
-    def fill_before_a_save():
-        limits.append(no_file_beyond((workdir / "metrics.jsonl").stat().st_size + 900))
+    def fill(room):
+        limits.append(no_file_beyond((workdir / "metrics.jsonl").stat().st_size + room))
         limits[-1].__enter__()
 
     troubles = {
         700: lambda: os.kill(os.getpid(), signal.SIGHUP),
-        1800: fill,
+        1800: lambda: fill(9),
         2900: lambda: workdir.rename(tmp_path / "away"),
-        3749: fill_before_a_save,
+        3749: lambda: fill(900),  # before a save
         4400: lambda: os.kill(os.getpid(), signal.SIGTERM),
     }
     for _ in range(len(troubles) + 1):
-        loop = test_loop.make_loop(
-            workdir, hook=lambda now: troubles.pop(now, lambda: None)(), **options
-        )
+        hook = lambda now: troubles.pop(now, lambda: None)()  # noqa: E731
+        loop = test_loop.make_loop(workdir, hook=hook, **options)
         try:
             result = loop.run()
         except (OSError, ValueError) as error:
@@ -190,10 +179,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path
     monkeypatch.setattr(fit, "compile_step", compile_step)
     monkeypatch.setattr(fit, "memory_of", lambda devices: room)
     said = run_script("train", *flags, f"--workdir={tmp_path / 'run'}").error
-    found = re.search(
-        r"a step of batch_size=16 with accumulation=1 needs .* of .* GiB of memory: "
-        r"accumulation=(\d+) fits, with the same updates, or batch_size=(\d+)$", said,
-    )  # fmt: skip
+    words = "a step of batch_size=16 with accumulation=1 needs .* of .* GiB of memory: "
+    words += r"accumulation=(\d+) fits, with the same updates, or batch_size=(\d+)$"
+    found = re.search(words, said)
     parts = int(found[1])
     assert parts * int(found[2]) == 16 and needs[parts] <= room
     assert all(size > room for n, size in needs.items() if n < parts)
@@ -208,10 +196,8 @@ def test_a_dry_run_names_what_fits(flags, tmp_path, monkeypatch):
     from ffn_heterogeneity.train import hardware
 
     monkeypatch.setattr(hardware, "memory_of", lambda devices: 400_000)
-    planned = run_script(
-        "train", *flags, "--config.batch_size=16", "--config.dry_run=here",
-        f"--workdir={tmp_path / 'plan'}",
-    )  # fmt: skip
+    own = flags_of(batch_size=16, dry_run="here", workdir=tmp_path / "plan")
+    planned = run_script("train", *flags, *own)
     assert re.search(r"it does NOT fit; (accumulation=\d+ fits|not even)", planned.out)
 
 
@@ -231,11 +217,9 @@ def test_a_containers_limit_is_the_memory(tmp_path, monkeypatch, kind):
         if limit:
             (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
         (folder / f"memory.{names[1]}").write_text("3000000\n")
-        (folder / "memory.stat").write_text(
-            f"active_file 1\ninactive_file 2\n{names[2]}active_file 400000\n"
-            f"{names[2]}inactive_file 600000\n" if names[2]
-            else "active_file 400000\ninactive_file 600000\n"
-        )  # fmt: skip
+        own = "" if v2 else "active_file 1\ninactive_file 2\n"
+        own += f"{names[2]}active_file 400000\n{names[2]}inactive_file 600000\n"
+        (folder / "memory.stat").write_text(own)
     real = memory.Path
     monkeypatch.setattr(memory, "Path", lambda first, *rest: real(f"{tmp_path}{first}", *rest))
     assert memory.memory_for_this_process() == 5_000_000 - 3_000_000 + 1_000_000 + 1_024_000

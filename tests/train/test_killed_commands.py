@@ -10,31 +10,25 @@ import time
 import pytest
 from lives import Launch, files, half_written
 from tiny_models import TEXT, WIDE, save_tiny
+from tiny_runs import flags_of, write_rows
 
 KILLS = 8
-TRAINING = ["--config.steps=60", "--config.batch_size=2", "--config.accumulation=1",
-            "--config.seq_len=96", "--config.eval.every=8", "--config.checkpoint.every=2",
-            "--config.tensorboard=false", "--config.data.path={folder}/alpaca.jsonl"]  # fmt: skip
-POINTS = ["--config=configs/nucl_finetune.py:{folder}/model,text,lora", "--sweep=targets",
-          "--config.data.path={folder}/text.txt", "--config.steps=24", "--config.batch_size=2",
-          "--config.seq_len=32", "--config.eval.every=8", "--config.checkpoint.every=2",
-          "--config.tensorboard=false", "--config.data.passage_chars=400",
-          "--config.data.validation_fraction=0.2"]  # fmt: skip
+OFTEN = {"batch_size": 2, "eval__every": 8, "checkpoint__every": 2, "tensorboard": False}
+TRAINING = OFTEN | {"steps": 60, "accumulation": 1, "seq_len": 96}
+TRAINING["data__path"] = "{folder}/alpaca.jsonl"
+POINTS = OFTEN | {"steps": 24, "seq_len": 32, "data__path": "{folder}/text.txt"}
+POINTS |= {"data__passage_chars": 400, "data__validation_fraction": 0.2}
+CORPUS = {"input": "{folder}/corpus.jsonl", "shard_mb": 0.01, "tokenizer": "{folder}/model"}
+SFT, TEXTS = "configs/macdrop_sft.py:{folder}/model", "configs/nucl_finetune.py:{folder}/model,text"
 # Name -> (script, flags, the most halves of files that a life sees before it is killed).
 COMMANDS = {
-    "macdrop": ("train", ["--config=configs/macdrop_sft.py:{folder}/model,lora,macdrop",
-                          *TRAINING], 8),
-    "qlora": ("train", ["--config=configs/macdrop_sft.py:{folder}/model,lora,nf4", *TRAINING], 8),
-    "sweep": ("sweep", POINTS, 12),
-    "compress": ("compress", ["--config=configs/prune.py", "--config.model={folder}/model"], 0),
-    "prepare": ("prepare_data", ["--config.input={folder}/corpus.jsonl", "--config.shard_mb=0.01",
-                                 "--config.tokenizer={folder}/model"], 20),
-}  # fmt: skip
+    "macdrop": ("train", flags_of(f"{SFT},lora,macdrop", **TRAINING), 8),
+    "qlora": ("train", flags_of(f"{SFT},lora,nf4", **TRAINING), 8),
+    "sweep": ("sweep", [*flags_of(f"{TEXTS},lora", **POINTS), "--sweep=targets"], 12),
+    "compress": ("compress", flags_of("configs/prune.py", model="{folder}/model"), 0),
+    "prepare": ("prepare_data", flags_of(**CORPUS), 20),
+}
 TIMED = re.compile("seconds|per_second|timing")
-
-
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +39,9 @@ def folder(tmp_path_factory):
     (folder / "text.txt").write_text(TEXT)
     told = (" ".join(words[i : i + 4]) for i in range(80))
     pairs = [{"instruction": one, "input": "", "output": one[::-1]} for one in told]
-    (folder / "alpaca.jsonl").write_text(lines(pairs))
+    write_rows(folder / "alpaca.jsonl", pairs)
     documents = [{"text": f"{i} {' '.join(words[i % 90 :][:60])}"} for i in range(3000)]
-    (folder / "corpus.jsonl").write_text(lines(documents))
+    write_rows(folder / "corpus.jsonl", documents)
     return folder
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from lives import PROGRAM, Launch, Life, files, half_exported, half_saved, rows, whole
 from tiny_models import TEXT, save_tiny
+from tiny_runs import flags_of
 
 BEST = "validation/nll"
 
@@ -35,9 +36,9 @@ def lasting(workdir):
     results = json.loads((workdir / "results.json").read_text())
     for key in ("seconds", "tokens_per_second", "compile_seconds"):
         del results[key]
-    model = {str(path.relative_to(workdir)): path.read_bytes()
-             for path in (workdir / "model").rglob("*")
-             if path.is_file() and path.name != "README.md"}  # fmt: skip
+    paths = [path for path in (workdir / "model").rglob("*") if path.is_file()]
+    model = {str(path.relative_to(workdir)): path.read_bytes() for path in paths}
+    del model["model/README.md"]
     return results, model
 
 
@@ -133,11 +134,10 @@ def test_forty_launches_killed(tmp_path, cache):
     """At start-up, while compiling, in steps, saves and the export: each relaunch goes on."""
     model, text = save_tiny(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text(TEXT)
-    flags = [f"--config=configs/nucl_finetune.py:{model},text,lora", f"--config.data.path={text}",
-             "--config.steps=160", "--config.batch_size=2", "--config.seq_len=32",
-             "--config.eval.every=8", "--config.checkpoint.every=2", "--config.tensorboard=false",
-             "--config.losses.nucl.weight=1", "--config.data.passage_chars=400",
-             "--config.data.validation_fraction=0.2"]  # fmt: skip
+    own = {"data__passage_chars": 400, "data__validation_fraction": 0.2, "tensorboard": False}
+    own |= {"steps": 160, "batch_size": 2, "seq_len": 32, "eval__every": 8, "checkpoint__every": 2}
+    own |= {"data__path": text, "losses__nucl__weight": 1}
+    flags = flags_of(f"configs/nucl_finetune.py:{model},text,lora", **own)
     plain, workdir = tmp_path / "plain", tmp_path / "killed"
     start, reference = time.monotonic(), Launch(plain, flags, cache)
     reference.wait_for_rows(1)
@@ -201,12 +201,10 @@ def own_terminal():
 def test_a_terminal_that_closes(tmp_path, cache):
     """The kernel's SIGHUP, and a terminal that can no longer be written to: saved all the same."""
     terminal, inside = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", PROGRAM, tmp_path, "100000"],
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)},
-        stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-        preexec_fn=own_terminal,
-    )  # fmt: skip
+    given = {"env": os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}}
+    given |= {"stdin": inside, "stdout": inside, "stderr": inside, "preexec_fn": own_terminal}
+    command = [sys.executable, "-W", "ignore", PROGRAM, tmp_path, "100000"]
+    process = subprocess.Popen(command, start_new_session=True, **given)
     os.close(inside)
     os.write(terminal, b"go\n")
     deadline = time.monotonic() + 60

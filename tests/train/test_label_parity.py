@@ -26,26 +26,17 @@ class Ours:
     """The trainer's own step: last layer, no dropout; `together` as in configs/p32_glue.py."""
 
     def __init__(self, minilm_dir, folder, dtype: str, together: int = 1):
-        self.config = read(
-            config_of(
-                "p32_glue",
-                f"{minilm_dir},mrpc",
-                pooling="last",
-                dropout=0.0,
-                lengths=(64, 96, 128) if together == 1 else (56, 60, 128),
-                together=together,
-                compute_dtype=dtype,
-                data__path=str(folder / "train.jsonl"),
-                data__validation_path=str(folder / "validation.jsonl"),
-            )  # fmt: skip
-        )
+        lengths = (64, 96, 128) if together == 1 else (56, 60, 128)
+        own = {"pooling": "last", "dropout": 0.0, "together": together, "lengths": lengths}
+        for key, name in (("path", "train"), ("validation_path", "validation")):
+            own[f"data__{key}"] = str(folder / f"{name}.jsonl")
+        self.config = read(config_of("p32_glue", f"{minilm_dir},mrpc", compute_dtype=dtype, **own))
         mesh, self.model = partition.make_mesh(**self.config.mesh), starting_model(self.config)
         built = build(self.config, self.model, mesh)
         self.batches = open_data(self.config, built.objective, self.model.tokenizer, mesh).batches
         self.program, self.shardings = built.program(self.config), built.shardings
-        self.state = create_state(
-            self.model.params, built.optimizer, built.trainable, seed=0, shardings=self.shardings[0]
-        )
+        given = (self.model.params, built.optimizer, built.trainable)
+        self.state = create_state(*given, seed=0, shardings=self.shardings[0])
 
     def __call__(self, step: int, batch: dict) -> float:
         placed = place_batch(cut(batch, 1, False), self.shardings[1])
@@ -69,16 +60,13 @@ class Theirs:
 
     def __call__(self, step: int, batch: dict) -> float:
         torch = self.torch
-        ids, mask, types, labels = (
-            torch.tensor(batch[name], dtype=torch.long)
-            for name in ("tokens", "segment_ids", "token_types", "target")
-        )
+        names = {"input_ids": "tokens", "attention_mask": "segment_ids"}
+        names |= {"token_type_ids": "token_types", "labels": "target"}
+        given = {k: torch.tensor(batch[v], dtype=torch.long) for k, v in names.items()}
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.half):
-            made = self.model(
-                input_ids=ids, attention_mask=mask, token_type_ids=types, labels=labels
-            )
+            made = self.model(**given)
         self.optimizer.zero_grad()
         made.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -89,10 +77,8 @@ class Theirs:
 @pytest.fixture(scope="module")
 def setup(torch, minilm_dir, shared_data, tmp_path_factory):
     """(ours in float32, the directory that torch starts from, the learning rate of a step)."""
-    ours, start = (
-        Ours(minilm_dir, shared_data / "glue_mrpc", "float32"),
-        tmp_path_factory.mktemp("s"),
-    )
+    ours = Ours(minilm_dir, shared_data / "glue_mrpc", "float32")
+    start = tmp_path_factory.mktemp("s")
     save_pretrained(ours.model.config, ours.model.params, start, overwrite=True)
     return ours, start, lambda step: ours.program.hyper(step)["learning_rate"]
 
@@ -113,14 +99,10 @@ def test_the_steps_speed_beside_torch(torch, setup, minilm_dir, shared_data, cap
     """Taken in turn, on the same rows; printed, since another machine's is another."""
     _, start, rate = setup
     for dtype in ("float32", "bfloat16"):
-        alone, shared = (
-            Ours(minilm_dir, shared_data / "glue_mrpc", dtype, together) for together in (1, 4)
-        )
-        steps = {
-            "ours": alone,
-            "four rows together": shared,
-            "torch": Theirs(torch, start, rate, half=dtype == "bfloat16"),
-        }
+        rows = shared_data / "glue_mrpc"
+        alone, shared = (Ours(minilm_dir, rows, dtype, together) for together in (1, 4))
+        steps = {"ours": alone, "four rows together": shared}
+        steps["torch"] = Theirs(torch, start, rate, half=dtype == "bfloat16")
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for step in range(STEPS, STEPS + ROUNDS):
             batches = next(alone.batches), next(shared.batches)
@@ -135,8 +117,8 @@ def test_the_steps_speed_beside_torch(torch, setup, minilm_dir, shared_data, cap
             for name in ("ours", "four rows together")
         ]
         with capsys.disabled():
-            print(f"\nMiniLM on MRPC, a step of 32 rows, {dtype}: {'; '.join(words)}; "
-                  f"torch {medians['torch']:.3f} s")  # fmt: skip
+            words.append(f"torch {medians['torch']:.3f} s")
+            print(f"\nMiniLM on MRPC, a step of 32 rows, {dtype}: {'; '.join(words)}")
 
 
 def _ratio(other: list[float], own: list[float]) -> float:

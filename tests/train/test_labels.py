@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 
 import numpy as np
 import pytest
 from tiny_models import config_of, save_tiny_reader
+from tiny_runs import read_rows, write_halves, write_rows
 
 from ffn_heterogeneity.evaluate.classify import classify
 from ffn_heterogeneity.io.load import load_model
@@ -30,32 +30,15 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("labels")
     for family in ("bert", "roberta", "llama"):
         save_tiny_reader(root / family, family)
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 60), ("held_out", 21), ("test", 9)):
-        rows = []
-        for i in range(count):
-            letters = list("abcdefghijklm" if i % 2 else "nopqrstuvwxyz")
-            text = "".join(rng.choice(letters, rng.integers(4, 20)))
-            rows.append({"sentence": text, "label": ("low", "high")[i % 2], "score": i % 2 + 0.5})
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_halves(root, train=60, held_out=21, test=9)
     return root
 
 
 def config_for(files, model="bert", task="labels", more="", **changes):
-    own = {
-        "data__path": str(files / "train.jsonl"),
-        "data__validation_path": str(files / "held_out.jsonl"),
-        "fields": "sentence",
-        "lengths": (8, 32),
-        "together": 1,
-        "batch_size": 8,
-        "epochs": 4.0,
-        "dropout": 0.0,
-        "optimizer__learning_rate": 2e-2,
-        "eval__every": 10,
-        "compute_dtype": "float32",
-        "tensorboard": False,
-    }
+    own = {"data__path": str(files / "train.jsonl"), "fields": "sentence", "lengths": (8, 32)}
+    own |= {"data__validation_path": str(files / "held_out.jsonl"), "together": 1, "batch_size": 8}
+    own |= {"epochs": 4.0, "dropout": 0.0, "optimizer__learning_rate": 2e-2, "eval__every": 10}
+    own |= {"compute_dtype": "float32", "tensorboard": False}
     return config_of("p32_glue", f"{files / model},{task}{more}", **(own | changes))
 
 
@@ -76,33 +59,30 @@ def test_a_run_from_rows_to_predictions(files, tmp_path, model, pooling):
         weights = np.exp(lambdas) / np.exp(lambdas).sum()
         np.testing.assert_allclose(results["depth_weights"], weights, rtol=1e-5)
         assert lambdas.shape == (3,) and np.abs(lambdas).max() > 1e-3
-    asked = config_of("classify", model=str(tmp_path / "run" / "model"),
-                      input=str(files / "held_out.jsonl"), compute_dtype="float32")  # fmt: skip
+    own = {"model": str(tmp_path / "run" / "model"), "input": str(files / "held_out.jsonl")}
+    asked = config_of("classify", compute_dtype="float32", **own)
     said = evaluating.run(asked, tmp_path)
     exported = next(r for r in results["history"] if r["step"] == results["exported_step"])
     for name in ("accuracy", "macro_f1", "matthews"):
         assert said[name] == pytest.approx(exported[f"validation/{name}"])
     rows = list(csv.DictReader((tmp_path / "predictions.csv").open(newline="")))
-    assert list(rows[0]) == ["sentence", "label", "score", "prediction", "probability_high",
-                             "probability_low"]  # fmt: skip
+    columns = ["sentence", "label", "score", "prediction", "probability_high", "probability_low"]
+    assert list(rows[0]) == columns
     shares = [float(row["probability_high"]) + float(row["probability_low"]) for row in rows]
     assert len(rows) == 21 and np.allclose(shares, 1)
     right = np.mean([row["label"] == row["prediction"] for row in rows])
     assert right == pytest.approx(said["accuracy"])
     loaded = load_model(tmp_path / "run" / "model")
-    assert classify(loaded, []) == [] and classify(loaded, ["abc"])[0]["prediction"] in (
-        "low",
-        "high",
-    )
+    (found,) = classify(loaded, ["abc"])
+    assert classify(loaded, []) == [] and found["prediction"] in ("low", "high")
     with pytest.raises(ValueError, match="is not a text"):
         classify(loaded, [("a", "b")])
 
 
 def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
-    config = config_for(files, task="regression", data__validation_path="",
-                        data__validation_fraction=0.2)  # fmt: skip
-    path = tmp_path / "rows.csv"
-    rows = [json.loads(line) for line in (files / "train.jsonl").read_text().splitlines()]
+    held_out = {"data__validation_path": "", "data__validation_fraction": 0.2}
+    config = config_for(files, task="regression", **held_out)
+    path, rows = tmp_path / "rows.csv", read_rows(files / "train.jsonl")
     path.write_text("sentence,label\n" + "".join(f"{r['sentence']},{r['score']}\n" for r in rows))
     config.data.path = str(path)
     results = training.run(config, tmp_path / "run")
@@ -112,27 +92,20 @@ def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
     assert isinstance(value, float)
 
 
-@pytest.mark.parametrize(
-    ("model", "pooling"),
-    [
-        ("bert", "last"),
-        ("llama", "p32"),
-        pytest.param("roberta", "last", marks=pytest.mark.slow),
-        pytest.param("llama", "last", marks=pytest.mark.slow),
-        pytest.param("bert", "p32", marks=pytest.mark.slow),
-        pytest.param("roberta", "p32", marks=pytest.mark.slow),
-    ],
-)
+SLOW = (("roberta", "last"), ("llama", "last"), ("bert", "p32"), ("roberta", "p32"))
+SLOW_READERS = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+
+
+@pytest.mark.parametrize(("model", "pooling"), [("bert", "last"), ("llama", "p32"), *SLOW_READERS])
 def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling):
     """Losses of every step and what is measured; the batches are smaller."""
     seen, sizes = [], []
     for together in (1, 4):
-        config = config_for(files, model, pooling=pooling, together=together, steps=12,
-                            lengths=(8, 12, 16), losses__jreg__weight=0.1, more=",jreg",
-                            optimizer__learning_rate=2e-3)  # fmt: skip
+        own = {"pooling": pooling, "together": together, "steps": 12, "lengths": (8, 12, 16)}
+        own |= {"losses__jreg__weight": 0.1, "optimizer__learning_rate": 2e-3}
+        config = config_for(files, model, more=",jreg", **own)
         results = training.run(config, tmp_path / str(together))
-        lines = (tmp_path / str(together) / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = read_rows(tmp_path / str(together) / "metrics.jsonl")
         names = ("train/loss", "train/jreg", "train/grad_norm", "train/tokens")
         seen.append([[row[name] for name in names] for row in rows if "train/loss" in row])
         seen[-1] += [[row["validation/classification"]] * 4 for row in results["history"]]
@@ -247,10 +220,9 @@ def test_what_is_wrong_is_said_in_one_line(files, tmp_path, changes, told):
 
 
 def test_rows_of_one_class_and_hidden_labels(files, tmp_path):
-    rows = [json.loads(line) for line in (files / "train.jsonl").read_text().splitlines()]
+    rows = read_rows(files / "train.jsonl")
     for label, told in (("low", "there is nothing to learn"), (-1, "not published")):
-        path = tmp_path / f"{label}.jsonl"
-        path.write_text("".join(json.dumps(row | {"label": label}) + "\n" for row in rows))
+        path = write_rows(tmp_path / f"{label}.jsonl", [row | {"label": label} for row in rows])
         config = config_for(files, data__path=str(path), labels="low,high")
         with pytest.raises(ValueError, match=told):
             training.run(config, tmp_path / "run")
@@ -261,12 +233,12 @@ def test_a_model_without_a_head_predicts_nothing_and_an_encoder_no_words(files, 
     with pytest.raises(ValueError, match="no head.*train one first"):
         evaluating.run(asked, tmp_path)
     (tmp_path / "text.txt").write_text("some text " * 50)
-    spoken = config_of("perplexity", model=str(files / "bert"), text=str(tmp_path / "text.txt"),
-                       window=16, bos="none")  # fmt: skip
+    own = {"model": str(files / "bert"), "text": str(tmp_path / "text.txt"), "window": 16}
+    spoken = config_of("perplexity", bos="none", **own)
     with pytest.raises(ValueError, match="perplexity needs a decoder"):
         evaluating.run(spoken, tmp_path)
-    packed = config_of("nucl_finetune", f"{files / 'bert'},text", steps=1, seq_len=16,
-                       data__path=str(tmp_path / "text.txt"))  # fmt: skip
+    own = {"data__path": str(tmp_path / "text.txt"), "steps": 1, "seq_len": 16}
+    packed = config_of("nucl_finetune", f"{files / 'bert'},text", **own)
     with pytest.raises(ValueError, match="training on next words.*needs a decoder"):
         training.run(packed, tmp_path / "run")
 

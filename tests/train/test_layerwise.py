@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import config_of, save_tiny_reader
+from tiny_runs import refused, write_halves
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.launch import experiment
@@ -34,14 +35,7 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("layerwise")
     for family in ("bert", "llama"):
         save_tiny_reader(root / family, family)
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 48), ("held_out", 16)):
-        rows = []
-        for i in range(count):
-            letters = list("abcdefghijklm" if i % 2 else "nopqrstuvwxyz")
-            text = "".join(rng.choice(letters, rng.integers(4, 20)))
-            rows.append({"sentence": text, "label": ("low", "high")[i % 2]})
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_halves(root, train=48, held_out=16)
     return root
 
 
@@ -85,8 +79,10 @@ def value_of(model, batch, **settings):
     return values_of(forward, (term,), model.params, batch)[0]["layerwise"]
 
 
-@pytest.mark.parametrize(("family", "method"), [("bert", "fusion"), ("llama", "svd"),
-                                                ("bert", "unstructured")])  # fmt: skip
+TAUGHT = (("bert", "fusion"), ("llama", "svd"), ("bert", "unstructured"))
+
+
+@pytest.mark.parametrize(("family", "method"), TAUGHT)
 @pytest.mark.parametrize("name", ["block", "ffn"])
 def test_the_loss_is_its_formula(files, family, method, name):
     """The mean over layers, real tokens and dimensions; the first layer is the teacher's own."""
@@ -148,21 +144,20 @@ def test_gradients_reach_the_student_alone(files, states):
         ends = []
         for step in (1e-6, -1e-6):
             moved = jax.tree.map(lambda x: x, params)
-            functools.reduce(lambda t, name: t[name], path[:-1], moved)["kernel"] = leaf.at[
-                0, 1, 2
-            ].add(step)
+            down = functools.reduce(lambda tree, name: tree[name], path[:-1], moved)
+            down["kernel"] = leaf.at[0, 1, 2].add(step)
             ends.append(float(loss(moved)))
     assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=1e-9)
 
 
+def data_of(files):
+    paths = {"path": "train.jsonl", "validation_path": "held_out.jsonl"}
+    own = {f"data__{key}": str(files / name) for key, name in paths.items()}
+    return own | {"lengths": (8, 32)}
+
+
 def fused(files, workdir, method, together=1, **changes):
-    own = {
-        "data__path": str(files / "train.jsonl"),
-        "data__validation_path": str(files / "held_out.jsonl"),
-        "lengths": (8, 32),
-        "layers": "1-2",
-        "ratio": 0.5,
-    }
+    own = data_of(files) | {"layers": "1-2", "ratio": 0.5}
     config = config_of("mlp_fusion", f"{files / 'bert'},labels,{method}", **(own | changes))
     with config.unlocked():
         for name in config.stages:
@@ -192,9 +187,8 @@ def test_tuning_moves_the_taught_blocks_alone(files, tmp_path):
     assert moved == {f"layers/{i}/ffn/{part}" for i in LAYERS for part in parts}
     assert set(after) - set(before) == {"task_head/out/kernel", "task_head/out/bias"}
     assert not [path for path in (*after, *end) if path.startswith("teacher")]
-    for i in LAYERS:
-        np.testing.assert_array_equal(end[f"layers/{i}/ffn/neuron_scale"],
-                                      before[f"layers/{i}/ffn/neuron_scale"])  # fmt: skip
+    for path in (f"layers/{i}/ffn/neuron_scale" for i in LAYERS):
+        np.testing.assert_array_equal(end[path], before[path])
     assert not np.array_equal(after["embed/embedding"], end["embed/embedding"])
 
 
@@ -227,9 +221,8 @@ def test_rounds_mask_more_and_rewind(files, tmp_path):
     for before, after in zip(masks, masks[1:], strict=False):
         assert all((after[path] <= before[path]).all() for path in before)
     # By training, not by the weights that were there.
-    at_once, _ = SURGERIES["fuse"](
-        fh.load_model(files / "bert"), {"method": "unstructured", "ratio": 0.5, "layers": "1-2"}
-    )
+    settings = {"method": "unstructured", "ratio": 0.5, "layers": "1-2"}
+    at_once, _ = SURGERIES["fuse"](fh.load_model(files / "bert"), settings)
     other = leaves_of(at_once)
     assert any(not np.array_equal(leaf, other[path]) for path, leaf in masks[-1].items())
     ended = leaves_of(final)
@@ -251,25 +244,19 @@ def test_bad_teachers_and_rewinds_are_refused(files, tmp_path):
         (short, {"model": str(files / "bert")}, "has 3 layers, this model 2"),
         (other, {"model": str(files / "bert")}, "its embed/embedding is not this model's"),
     ):
-        with pytest.raises(ValueError, match=words):
-            SURGERIES["teacher"](model, settings)
-    with pytest.raises(ValueError, match="'layerwise' needs a teacher"):
-        value_of(few, batch_of(few.config))
-    with pytest.raises(ValueError, match="states='blocks'"):
-        layerwise_term(TermContext("layerwise"), states="blocks")
+        refused(words, SURGERIES["teacher"], model, settings)
+    refused("'layerwise' needs a teacher", value_of, few, batch_of(few.config))
+    refused("states='blocks'", layerwise_term, TermContext("layerwise"), states="blocks")
     for settings, words in (
         ({"method": "fusion", "rewind": "x"}, "rewind='x' is of method='unstructured' alone"),
         ({"method": "unstructured", "rewind": str(files / "llama")}, "a model of another shape"),
     ):
-        with pytest.raises(ValueError, match=words):
-            SURGERIES["fuse"](whole, settings)
+        refused(words, SURGERIES["fuse"], whole, settings)
 
 
 def test_what_is_taught_alone_trains_needs_a_teacher(files):
-    config = config_of("p32_glue", f"{files / 'bert'},labels", train_only=("@taught",),
-                       fields="sentence", lengths=(8, 32), together=1,
-                       data__path=str(files / "train.jsonl"),
-                       data__validation_path=str(files / "held_out.jsonl"))  # fmt: skip
+    own = data_of(files) | {"train_only": ("@taught",), "fields": "sentence", "together": 1}
+    config = config_of("p32_glue", f"{files / 'bert'},labels", **own)
     with pytest.raises(ValueError, match="train_only='@taught': no block has a teacher"):
         fit.build_shapes(read(config), partition.make_mesh(**config.mesh))
 

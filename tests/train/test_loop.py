@@ -16,12 +16,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
-from ffn_heterogeneity.parallel.partition import (
-    batch_sharding,
-    make_mesh,
-    replicated,
-    trainable_mask,
-)
+from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
@@ -38,18 +33,21 @@ TERMS = (NLL, NORM, L1)
 SCHEDULE = make_schedule("cosine", 0.05, warmup_steps=3, total_steps=20)
 
 
+def placed_on(mesh, state):
+    """Shardings of the state, a batch and scalars."""
+    return state_shardings(mesh, state), partition.batch_sharding(mesh), partition.replicated(mesh)
+
+
 @functools.cache
 def compiled(terms, accumulation):
     """The functions of a run; kept, because compiling them takes most of a test's time."""
-    mesh, params = make_mesh(), toy_params()
-    mask = trainable_mask(flatten(params), freeze=("^embed/",))
+    mesh, params = partition.make_mesh(), toy_params()
+    mask = partition.trainable_mask(flatten(params), freeze=("^embed/",))
     optimizer = make_optimizer(OptimizerConfig("adamw", weight_decay=0.1), params, mask)
     state = create_state(params, optimizer, mask)
-    placed = (state_shardings(mesh, state), batch_sharding(mesh), replicated(mesh))
-    step = make_train_step(
-        toy_forward, terms, optimizer, mask,
-        accumulation=accumulation, dropout=True, counts=counts, shardings=placed,
-    )  # fmt: skip
+    placed = placed_on(mesh, state)
+    given = {"dropout": True, "counts": counts, "shardings": placed, "accumulation": accumulation}
+    step = make_train_step(toy_forward, terms, optimizer, mask, **given)
     evaluate = make_eval_step(toy_forward, terms), make_params_metrics(terms)
     return mask, optimizer, placed, step, evaluate
 
@@ -61,12 +59,9 @@ def make_loop(workdir, *, terms=TERMS, hook=None, hyper=None, evaluate=True, **o
     validation = [toy_batch(3, seed=900 + i) for i in range(2)]
     evaluator = make_evaluator(*evaluators, lambda: iter(validation))
     state = create_state(toy_params(), optimizer, mask, seed=5)
-    program = Program(
-        step,
-        hyper or (lambda s: HYPER | {"learning_rate": SCHEDULE(s), "dropout": 0.2}),
-        shardings=placed,
-        gradient_paths=tuple(sorted(path for path, trains in mask.items() if trains)),
-    )
+    hyper = hyper or (lambda s: HYPER | {"learning_rate": SCHEDULE(s), "dropout": 0.2})
+    paths = tuple(sorted(path for path, trains in mask.items() if trains))
+    program = Program(step, hyper, shardings=placed, gradient_paths=paths)
     hooks = (Hook(lambda state, check: evaluator(state.params, check), every),) * evaluate
     config = LoopConfig(**options, tensorboard=False)
     state = jax.device_put(state, placed[0])
@@ -316,9 +311,8 @@ def test_a_second_compilation_is_an_error(tmp_path):
     loop = make_loop(tmp_path, evaluate=False)
     compiled.cache_clear()  # the other tests' step must have been compiled for one shape
     batches = iter([toy_batch(4, seed=1), toy_batch(4, length=9, seed=2), toy_batch(4)])
-    loop.batches = type(
-        "Changing", (), {"__next__": lambda s: next(batches), "get_state": lambda s: {}}
-    )()
+    methods = {"__next__": lambda s: next(batches), "get_state": lambda s: {}}
+    loop.batches = type("Changing", (), methods)()
     with pytest.raises(RuntimeError, match="compiled 2 times by step 2"):
         loop.run()
 
@@ -361,8 +355,8 @@ def test_hooks_have_their_own_steps(tmp_path):
     loop = make_loop(tmp_path, eval_every=4)
     loop.hooks += (Hook(lambda state, check: {"length": float(state.step)}, 3),)
     loop.run()
-    rows = {key: [r["step"] for r in metrics(tmp_path) if key in r] for key in
-            ("validation/nll", "length")}  # fmt: skip
+    names = ("validation/nll", "length")
+    rows = {key: [r["step"] for r in metrics(tmp_path) if key in r] for key in names}
     assert rows == {"validation/nll": [0, 4, 8, 12], "length": [0, 3, 6, 9, 12]}
 
 

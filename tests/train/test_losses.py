@@ -72,10 +72,8 @@ def test_two_instances_of_one_term_train_together():
     plain, _ = one_step(config_with({}))
     both, metrics = one_step(config_with(TWO))
     params = random_params(LLAMA)
-    terms = (
-        (2.0, nucl_term(TermContext("spread"), "ent", ("attention_out",))),
-        (0.5, nucl_term(TermContext("nucl"), "mstd", ("ffn_out",))),
-    )
+    entropy = nucl_term(TermContext("spread"), "ent", ("attention_out",))
+    terms = ((2.0, entropy), (0.5, nucl_term(TermContext("nucl"), "mstd", ("ffn_out",))))
 
     def penalty(params):
         return sum(weight * term.function(params).total for weight, term in terms)
@@ -108,10 +106,8 @@ def test_a_probe_is_logged_by_its_name():
     config = config_with({}, {"turns": {"probe": "displacement"}, "jumps": {"term": "jreg"}})
     built, params = built_of(config), random_params(LLAMA)
     batches = [batch_of(LLAMA.vocab_size, seed=seed) for seed in range(2)]
-    evaluate = make_evaluator(
-        built.eval_step, None, lambda: iter(batches), terms=built.evaluated_terms
-    )
-    found = evaluate(params)
+    terms = built.evaluated_terms
+    found = make_evaluator(built.eval_step, None, lambda: iter(batches), terms=terms)(params)
     names = {key for key in found if key.startswith("validation/turns")}
     assert names == {"validation/turns", "validation/turns/all/mean", "validation/turns/last/mean"}
     psi = found["validation/jumps/psi"]
@@ -143,11 +139,7 @@ def test_terms_are_summed_in_the_registrys_order():
 @pytest.mark.parametrize(
     ("losses", "monitors", "message"),
     [
-        (
-            {"x": {"weight": 1.0}},
-            {},
-            "losses.x: unknown term 'x'.* nll, classification, regression, nucl",
-        ),
+        ({"x": {"weight": 1.0}}, {}, "losses.x: unknown term 'x'.* nll, class.*, regression, nucl"),
         ({"nucl": {"weight": 1.0, "aplha": 2}}, {}, "losses.nucl: unknown setting 'aplha'"),
         ({"jreg": {"weight": 1.0, "alpha": -1.0}}, {}, "losses.jreg: alpha=-1.0 must be finite"),
         ({"nucl": {"variant": "ent"}}, {}, "losses.nucl.weight is not given"),
@@ -189,9 +181,8 @@ def test_a_learnt_weight_a_layer_reaches_the_probe_and_its_gradient_comes_back()
     forward = functools.partial(causal_lm.forward, LLAMA)
     step = make_train_step(forward, (term,), optimizer, mask, accumulation=2)
     batch = {k: np.asarray(v)[:2] for k, v in batch_of(LLAMA.vocab_size).items()}
-    seen = forward(
-        params, batch, probes=term.probes, per_layer=term.per_layer(params, batch, forward)
-    )
+    own = term.per_layer(params, batch, forward)
+    seen = forward(params, batch, probes=term.probes, per_layer=own)
     squares = np.asarray(seen["probes"]["squares"]["plain"], np.float64)
     state = create_state(params, optimizer, mask)
     cut = {k: v[:, None] for k, v in batch.items()}
@@ -212,8 +203,9 @@ def test_a_probe_of_examples_has_no_average():
     def with_probe(*given, probes, **options):
         return causal_lm.forward(*given, probes=(probe,))
 
-    rows = make_eval_step(
-        functools.partial(with_probe, LLAMA), (), None,
-        lambda p, out, batch: {"h": out["probes"]["pooled"].swapaxes(0, 1)},
-    )(random_params(LLAMA), batch_of(LLAMA.vocab_size))[1]["h"]  # fmt: skip
+    def predictions(params, outputs, batch):
+        return {"h": outputs["probes"]["pooled"].swapaxes(0, 1)}
+
+    step = make_eval_step(functools.partial(with_probe, LLAMA), (), None, predictions)
+    rows = step(random_params(LLAMA), batch_of(LLAMA.vocab_size))[1]["h"]
     assert rows.shape == (3, LLAMA.n_layers, LLAMA.d_model), "one row an example"

@@ -49,14 +49,10 @@ def files(tmp_path_factory):
 
 
 def run(files, workdir, ways=("alone",), stop=0):
-    running = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, files, workdir, way, str(stop)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": PLACES},
-            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for way in ways
-    ]  # fmt: skip
+    given = {"env": os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": PLACES}, "text": True}
+    given |= {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, PROGRAM, files, workdir]
+    running = [subprocess.Popen([*command, way, str(stop)], **given) for way in ways]
     ended = [process.communicate(timeout=240) for process in running]
     return [process.returncode for process in running], ended
 
@@ -90,13 +86,12 @@ def test_the_head_is_kept_the_refresh_never_stored_and_what_is_not_read_stays(fi
     assert after.config.head == HeadConfig.of("pooled", {"outputs": 4})
     assert dataclasses.replace(after.config, head=None) == before.config
     # Adam moves by the rate a step at most; the noise, of a tenth, is proportional.
-    moved = after.params["embed"]["embedding"] - before.params["embed"]["embedding"]
+    table = before.params["embed"]["embedding"]
+    moved = after.params["embed"]["embedding"] - table
     assert 0 < np.abs(moved).max() <= 6 * 3e-3 * 1.05
-    assert abs(np.sum(moved * before.params["embed"]["embedding"])) < 0.02 * np.sum(
-        before.params["embed"]["embedding"] ** 2
-    )
-    assert set(flatten(after.params)) - set(flatten(before.params)) == {
-        "task_head/pooler/kernel", "task_head/out/kernel"}  # fmt: skip
+    assert abs(np.sum(moved * table)) < 0.02 * np.sum(table**2)
+    added = set(flatten(after.params)) - set(flatten(before.params))
+    assert added == {"task_head/pooler/kernel", "task_head/out/kernel"}
     assert (after.params["head"]["kernel"] == before.params["head"]["kernel"]).all()
     said = (alone / "said.txt").read_text()
     assert "scores does not read 'head/kernel': they stay as they are" in said
@@ -114,10 +109,12 @@ def test_two_lengths_are_two_programs_compiled_before_the_first_step(files, tmp_
         return loops[0]
 
     monkeypatch.setattr(training, "TrainLoop", noted)
-    monkeypatch.setitem(
-        training.compile_checked.__globals__, "compile_step",
-        lambda *given, **named: compiled.append(1) or compile_step(*given, **named),
-    )  # fmt: skip
+
+    def counted(*given, **named):
+        compiled.append(1)
+        return compile_step(*given, **named)
+
+    monkeypatch.setitem(training.compile_checked.__globals__, "compile_step", counted)
     training.run(outside_task.config_for(files / "model"), tmp_path / "run")
     lengths = {shapes[0][1] for shapes in loops[0]._shapes}
     assert lengths == {16, 32} and loops[0].program.train_step._cache_size() == 2
@@ -165,10 +162,8 @@ def test_evaluate_prints_the_trainings_own_numbers(files, alone, tmp_path, monke
     assert last.pop("step") == 6
     for name, value in last.items():
         assert results[name] == pytest.approx(value, rel=1e-6), name
-    assert (
-        f"validation/near/spearman: {last['validation/near/spearman']:.5f}"
-        in capsys.readouterr().out
-    )
+    rank = last["validation/near/spearman"]
+    assert f"validation/near/spearman: {rank:.5f}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="needs a model with the head 'pooled'.* has none"):
         evaluate.run(outside_task.config_for(files / "model"), _made(tmp_path / "f"))
     monkeypatch.delitem(HEADS, "pooled")
@@ -210,8 +205,8 @@ def test_attacked_and_folded_with_its_head(alone, tmp_path):
     config = config_of("attack", model=str(alone / "model"), export="padded")
     compress.run(config, _made(tmp_path / "a"))
     attacked = load_model(tmp_path / "a/model")
-    assert (attacked.params["task_head"]["out"]["kernel"]
-            == whole.params["task_head"]["out"]["kernel"]).all()  # fmt: skip
+    heads = (model.params["task_head"]["out"]["kernel"] for model in (attacked, whole))
+    assert np.array_equal(*heads)
     assert np.abs(predicted(attacked, rows) - predicted(whole, rows)).max() > 1e-4
     # LoRA and the head trained, then folded: the plain weights, and the head beside them.
     config = outside_task.config_for(alone / "model", steps=1, export__form="padded")

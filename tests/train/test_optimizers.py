@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_runs import refused
 
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.paths import unflatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 
 SHAPES = {
@@ -79,13 +80,9 @@ def test_adamw_equals_its_formula_in_float64():
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("factor_from", [2, 128])
 def test_adafactor_on_a_stack_equals_the_loop_over_layers(scale, factor_from):
-    config = OptimizerConfig(
-        "adafactor", multiply_by_parameter_scale=scale, min_dim_size_to_factor=factor_from
-    )
-    ours = run(config, [0.1, 0.02, 0.03], leaves(0))
-    optax_one = optax.adafactor(
-        None, min_dim_size_to_factor=factor_from, multiply_by_parameter_scale=scale
-    )
+    options = {"multiply_by_parameter_scale": scale, "min_dim_size_to_factor": factor_from}
+    ours = run(OptimizerConfig("adafactor", **options), [0.1, 0.02, 0.03], leaves(0))
+    optax_one = optax.adafactor(None, **options)
     for path, start in leaves(0).items():
         stacked = path.startswith("stack/")
         expected = []
@@ -94,9 +91,8 @@ def test_adafactor_on_a_stack_equals_the_loop_over_layers(scale, factor_from):
             p = jnp.asarray(pick(start))
             state = optax_one.init(p)
             for step, rate in enumerate([0.1, 0.02, 0.03]):
-                update, state = optax_one.update(
-                    jnp.asarray(pick(leaves(100 + step)[path])), state, p
-                )
+                gradient = jnp.asarray(pick(leaves(100 + step)[path]))
+                update, state = optax_one.update(gradient, state, p)
                 p = p + rate * update
             expected.append(np.asarray(p))
         assert_close({path: ours[path]}, {path: np.stack(expected) if stacked else expected[0]})
@@ -148,31 +144,14 @@ def test_clipping_by_a_known_norm_has_the_bits_of_optax(largest):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(-a, b), step, theirs)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
-def test_frozen_leaves_have_no_state(name):
-    mask = {path: path.endswith("bias") for path in SHAPES}
-    train = {p: jnp.asarray(x) for p, x in leaves(0).items() if mask[p]}
-    config = OptimizerConfig(name, momentum=0.9, min_dim_size_to_factor=2)
-    state = make_optimizer(config, unflatten(leaves(0)), mask).init(train)
-    sizes = [x.shape for x in jax.tree.leaves(state)]
-    assert (3, 6) in sizes
-    assert all(math.prod(shape) <= 18 for shape in sizes), sizes
-    assert not any("kernel" in path or "embedding" in path for path in flatten(state))
-
-
 def test_bad_options_are_named():
-    with pytest.raises(ValueError, match="optimizer='adam': choose one of"):
-        OptimizerConfig("adam")
-    with pytest.raises(ValueError, match="optimizer.b2=1.0"):
-        OptimizerConfig(b2=1.0)
-    with pytest.raises(ValueError, match="clip_norm=0"):
-        OptimizerConfig(clip_norm=0)
-    with pytest.raises(ValueError, match="schedule='cosin'"):
-        make_schedule("cosin", 1.0)
-    with pytest.raises(ValueError, match="total_steps > warmup_steps"):
-        make_schedule("linear", 1.0, warmup_steps=10, total_steps=10)
-    with pytest.raises(ValueError, match="learning_rate=nan"):
-        make_schedule("constant", float("nan"))
+    refused("optimizer='adam': choose one of", OptimizerConfig, "adam")
+    refused("optimizer.b2=1.0", OptimizerConfig, b2=1.0)
+    refused("clip_norm=0", OptimizerConfig, clip_norm=0)
+    refused("schedule='cosin'", make_schedule, "cosin", 1.0)
+    late = {"warmup_steps": 10, "total_steps": 10}
+    refused("total_steps > warmup_steps", make_schedule, "linear", 1.0, **late)
+    refused("learning_rate=nan", make_schedule, "constant", float("nan"))
 
 
 def test_schedule_values():

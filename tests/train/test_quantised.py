@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from tiny_models import TEXT, WIDE, config_of, our_logits, save_tiny
+from tiny_runs import refused, small_run
 
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import train as training
@@ -23,13 +24,9 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("qlora")
     (root / "text.txt").write_text(TEXT)
     model = save_tiny(root / "tiny", WIDE)
-    config = config_of(
-        "nucl_finetune", f"{model},text,lora,nf4", steps=4, batch_size=2, seq_len=16,
-        data__path=str(root / "text.txt"), data__passage_chars=100, dropout=0.0,
-        data__validation_fraction=0.2, eval__every=2, eval__max_batches=1, lora__rank=3,
-        optimizer__learning_rate=1e-2, optimizer__warmup_steps=0, losses__nucl__weight=0.01,
-        tensorboard=False, checkpoint__every=2,
-    )  # fmt: skip
+    own = small_run(root / "text.txt", steps=4, eval__every=2, checkpoint__every=2)
+    own |= {"lora__rank": 3, "losses__nucl__weight": 0.01}
+    config = config_of("nucl_finetune", f"{model},text,lora,nf4", **own)
     results = training.run(config, root / "run")
     before, _ = SURGERIES["nf4"](load_model(model), {"targets": "attention/|ffn/"})
     return before, root / "run", results
@@ -38,8 +35,8 @@ def trained(tmp_path_factory):
 def test_codes_stay_and_adapters_alone_are_checkpointed(trained):
     before, run, results = trained
     before, after = (flatten(unstack(x.params)) for x in (before, load_model(run / "model")))
-    assert {path.split("/")[-1] for path in set(after) - set(before)} == {
-        "lora_a", "lora_b", "lora_scale"}  # fmt: skip
+    added = {path.split("/")[-1] for path in set(after) - set(before)}
+    assert added == {"lora_a", "lora_b", "lora_scale"}
     for path, leaf in before.items():
         assert np.asarray(leaf).tobytes() == after[path].tobytes(), path
     assert after["layers/2/ffn/down/nf4_codes"].dtype == np.uint8
@@ -55,8 +52,8 @@ def test_folded_it_is_a_plain_model_of_the_same_function(trained, torch, tmp_pat
 
     kept = load_model(trained[1] / "model")
     plain, _ = SURGERIES["fold"](kept)
-    assert {path.split("/")[-1] for path in flatten(plain.params)} == {
-        "kernel", "embedding", "scale"}  # fmt: skip
+    left = {path.split("/")[-1] for path in flatten(plain.params)}
+    assert left == {"kernel", "embedding", "scale"}
     tokens = np.arange(2, 30)[None]
     ours = our_logits(kept.config, kept.params, tokens)
     folded = our_logits(plain.config, plain.params, tokens)
@@ -70,17 +67,15 @@ def test_folded_it_is_a_plain_model_of_the_same_function(trained, torch, tmp_pat
 def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
     """Nor do its norms and embedding alone, unless somebody says so."""
     _, run, _ = trained
-    settings = {"steps": 1, "batch_size": 2, "seq_len": 16, "tensorboard": False,
-                "data__path": str(run.parent / "text.txt"), "data__passage_chars": 100}  # fmt: skip
+    settings = small_run(run.parent / "text.txt", steps=1)
     config = config_of("nucl_finetune", f"{run.parent / 'tiny'},text,nf4", **settings)
-    with pytest.raises(ValueError, match="/nf4_codes: the base is quantised, its kernels"):
-        training.run(config, tmp_path / "run")
-    config.freeze = ("embed/",)
-    with pytest.raises(ValueError, match="/nf4_codes: the base is quantised, its kernels"):
-        training.run(config, tmp_path / "run")
-    config.freeze, config.train_only = (), ("nf4_codes",)
-    with pytest.raises(ValueError, match="nf4_codes.* decides nothing"):
-        training.run(config, tmp_path / "run")
+    for freeze, only, words in (
+        ((), (), "/nf4_codes: the base is quantised, its kernels"),
+        (("embed/",), (), "/nf4_codes: the base is quantised, its kernels"),
+        ((), ("nf4_codes",), "nf4_codes.* decides nothing"),
+    ):
+        config.freeze, config.train_only = freeze, only
+        refused(words, training.run, config, tmp_path / "run")
     config.train_only = ("norm/scale",)
     with config.unlocked():
         del config.losses["nucl"]
@@ -89,22 +84,18 @@ def test_a_quantised_base_does_not_train_by_itself(trained, tmp_path):
 
 def test_a_saved_adapted_model_goes_on(trained, tmp_path):
     _, run, _ = trained
-    config = config_of(
-        "nucl_finetune", f"{run / 'model'},text", steps=1, batch_size=2, seq_len=16,
-        data__path=str(run.parent / "text.txt"), data__passage_chars=100, tensorboard=False,
-    )  # fmt: skip
+    small = small_run(run.parent / "text.txt", steps=1)
+    config = config_of("nucl_finetune", f"{run / 'model'},text", **small)
     assert training.run(config, tmp_path / "run")["trainable_parameters"] > 0
 
 
 def test_what_cannot_act_refuses_by_name(trained):
     kept = load_model(trained[1] / "model")
-    for name, settings in (
-        ("prune", {"criterion": "entropy", "ratio": 0.25}),
-        ("attack", {"attack": "zero", "k": 2, "layer": None, "token": None}),
+    codes = "holds codes or factors in place of kernels: fold"
+    for name, settings, words in (
+        ("prune", {"criterion": "entropy", "ratio": 0.25}, codes),
+        ("attack", {"attack": "zero", "k": 2, "layer": None, "token": None}, codes),
+        ("nf4", {"targets": "ffn/"}, "has adapters: quantise before"),
+        ("lora", {"rank": 0, "alpha": 1.0, "targets": "ffn/"}, "rank=0"),
     ):
-        with pytest.raises(ValueError, match="holds codes or factors in place of kernels: fold"):
-            SURGERIES[name](kept, settings)
-    with pytest.raises(ValueError, match="has adapters: quantise before"):
-        SURGERIES["nf4"](kept, {"targets": "ffn/"})
-    with pytest.raises(ValueError, match="rank=0"):
-        SURGERIES["lora"](kept, {"rank": 0, "alpha": 1.0, "targets": "ffn/"})
+        refused(words, SURGERIES[name], kept, settings)

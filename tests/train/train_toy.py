@@ -75,13 +75,10 @@ def toy_batch(rows: int, length: int = 7, seed: int = 0) -> dict:
     tokens = rng.integers(0, V, (rows, length)).astype(np.int32)
     live = np.arange(length) < rng.integers(3, length + 1, rows)[:, None]
     mask = live & (np.arange(length) >= rng.integers(0, 3, rows)[:, None])
-    return {
-        "tokens": tokens,
-        "targets": (3 * tokens + 1) % V,  # something that can be learned
-        "loss_mask": mask,
-        "segment_ids": live.astype(np.int32),
-        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)).copy(),
-    }
+    targets = (3 * tokens + 1) % V  # something that can be learned
+    positions = np.arange(length, dtype=np.int32)[None].repeat(rows, 0)
+    learned = {"tokens": tokens, "targets": targets, "loss_mask": mask}
+    return learned | {"segment_ids": live.astype(np.int32), "positions": positions}
 
 
 class ToyBatches:
