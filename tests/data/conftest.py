@@ -37,12 +37,8 @@ def bpe(shared_data):
     trained = ByteLevelBPETokenizer()
     text = str(shared_data / "tinyshakespeare" / "input.txt")
     trained.train([text], 2000, special_tokens=["<bos>", "<eos>"], show_progress=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=trained._tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        model_max_length=128,
-    )
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "model_max_length": 128}
+    return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **names)
 
 
 @pytest.fixture

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
+from batch_tools import check_resumes, same, take, texts_of
 
 from ffn_heterogeneity.data.pipeline import DataConfig, make_pipeline, split_records
 from ffn_heterogeneity.data.sources import DataError, open_source
 
 
-def equal(first, second):
-    return first.keys() == second.keys() and all(np.array_equal(first[k], second[k]) for k in first)
-
-
-def take(iterator, count):
-    return list(itertools.islice(iterator, count))
-
-
 def documents_of(batches):
-    """Each packed document as text, in order of appearance (the Characters tokenizer)."""
-    found = []
-    for batch in batches:
-        for targets, ids in zip(batch["targets"], batch["segment_ids"], strict=True):
-            for segment in range(1, ids.max() + 1):
-                found.append("".join(chr(i - 3) for i in targets[ids == segment] if i > 2))
-    return found
+    return texts_of(batches, "targets")
 
 
 @pytest.fixture
@@ -55,23 +40,14 @@ def case(name, shared_data, **more):
 
 @pytest.mark.parametrize("name", CASES)
 def test_resumes_to_the_very_next_batch(shared_data, bpe, name):
-    pipeline = make_pipeline(case(name, shared_data), bpe, 8, 128, seed=3)
-    whole, states = [], []
-    iterator = pipeline.train_iterator()
-    for _ in range(14):
-        states.append(json.dumps(iterator.get_state()))
-        whole.append(next(iterator))
-    assert not equal(whole[0], whole[1])
+    def make():
+        return make_pipeline(case(name, shared_data), bpe, 8, 128, seed=3).train_iterator()
+
+    iterator, states, whole = check_resumes(make, 14, (0, 1, 5, 9, 13))
     assert max(map(len, states)) < 1000
-    for step in (0, 1, 5, 9, 13):
-        again = make_pipeline(case(name, shared_data), bpe, 8, 128, seed=3).train_iterator()
-        again.set_state(json.loads(states[step]))
-        assert again.get_state()["pipeline"] == json.loads(states[step])["pipeline"]
-        rest = take(again, 14 - step)
-        assert all(equal(a, b) for a, b in zip(rest, whole[step:], strict=True)), step
-        again.close()
+    assert make().get_state()["pipeline"] == json.loads(states[5])["pipeline"]
     iterator.set_state(json.loads(states[2]))  # an iterator in use goes back as well
-    assert all(equal(a, b) for a, b in zip(take(iterator, 4), whole[2:6], strict=True))
+    assert all(same(a, b) for a, b in zip(take(iterator, 4), whole[2:6], strict=True))
     iterator.close()
 
 
@@ -86,7 +62,7 @@ def test_resumes_anywhere_in_a_finite_pass(numbered, characters):
         again = pipeline.train_iterator(epochs=2)
         again.set_state(state)
         got = list(again)
-        assert len(got) == rest and equal(got[0], whole[52 - rest]) and equal(got[-1], whole[-1])
+        assert len(got) == rest and same(got[0], whole[52 - rest]) and same(got[-1], whole[-1])
 
 
 def test_a_state_survives_dropped_documents(write, characters):
@@ -194,7 +170,7 @@ def test_validation_is_a_fixed_padded_pass(shared_data, bpe):
     pipeline = make_pipeline(config, bpe, 8, 256, 0)
     batches = list(pipeline.validation_iterator())
     again = list(pipeline.validation_iterator())
-    assert len(batches) > 2 and all(equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert len(batches) > 2 and all(same(a, b) for a, b in zip(batches, again, strict=True))
     assert all(batch["tokens"].shape == (8, 256) for batch in batches)
     assert not batches[-1]["segment_ids"][-1].any() and not batches[-1]["loss_mask"][-1].any()
     assert len(list(pipeline.validation_iterator(max_batches=2))) == 2
@@ -220,7 +196,7 @@ def test_prefetching_changes_nothing_and_ends(numbered, characters):
 
     before = threading.active_count()
     for prefetch in (2, 5):
-        assert all(equal(a, b) for a, b in zip(batches(0), batches(prefetch), strict=True))
+        assert all(same(a, b) for a, b in zip(batches(0), batches(prefetch), strict=True))
     assert threading.active_count() == before
 
 

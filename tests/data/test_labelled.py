@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from tiny_models import byte_tokenizer
+from tiny_runs import refused, write_rows
 
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import TASKS, get_task
@@ -16,9 +15,7 @@ from ffn_heterogeneity.io.load import load_tokenizer
 
 
 def rows_in(path, *rows, name="rows.jsonl"):
-    file = path / name
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return labelled.open_rows(str(file))
+    return labelled.open_rows(str(write_rows(path / name, rows)))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -45,15 +42,8 @@ def test_answers_by_name_number_and_text(tmp_path):
     for value, number in (("entailment", 0), (" not_entailment ", 1), (1, 1), ("0", 0), (1.0, 1)):
         assert rte.target({"label": value}) == number
     assert mrpc.target({"Quality": "1"}) == 1 and TASKS["stsb"].target({"score": "2.5"}) == 2.5
-    none = "none of the labels"
-    bad = {
-        -1: "not published",
-        "-1": "not published",
-        "maybe": none,
-        2: none,
-        0.5: none,
-        None: none,
-    }
+    bad = dict.fromkeys((-1, "-1"), "not published")
+    bad |= dict.fromkeys(("maybe", 2, 0.5, None), "none of the labels")
     for value, told in bad.items():
         source = rows_in(tmp_path, {"label": 1}, {"label": value})
         with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{told}"):
@@ -63,26 +53,21 @@ def test_answers_by_name_number_and_text(tmp_path):
 
 
 def test_what_cannot_be_is_one_line(tmp_path):
-    with pytest.raises(DataError, match="did you mean 'mrpc'"):
-        get_task("mprc")
-    with pytest.raises(DataError, match="reads the fields 'sentence1', 'sentence2'.*'premise'"):
-        TASKS["rte"].texts({"premise": "a", "label": 1})
-    with pytest.raises(DataError, match="needs --config.fields"):
-        get_task("labels")
-    with pytest.raises(DataError, match="each once"):
-        get_task("labels", ["a"], ["x", "x"])
-    with pytest.raises(DataError, match="one text or two"):
-        get_task("labels", ["a", "b", "c"])
-    table = tmp_path / "t.csv"
-    table.write_text("a,b\n1,2\n3\n")
-    with pytest.raises(DataError, match=r"t.csv, line 3: 1 columns, the header has 2"):
-        labelled.open_rows(str(table))
-    table.write_text('a,b\n"1,2\n')
-    with pytest.raises(DataError, match="not CSV"):
-        labelled.open_rows(str(table))
-    (tmp_path / "plain.txt").write_text("text")
-    with pytest.raises(DataError, match="plain text"):
-        labelled.open_rows(str(tmp_path / "plain.txt"))
+    for words, function, *arguments in (
+        ("did you mean 'mrpc'", get_task, "mprc"),
+        ("the fields 'sentence1', 'sentence2'.*'premise'", TASKS["rte"].texts, {"premise": "a"}),
+        ("needs --config.fields", get_task, "labels"),
+        ("each once", get_task, "labels", ["a"], ["x", "x"]),
+        ("one text or two", get_task, "labels", ["a", "b", "c"]),
+    ):
+        refused(words, function, *arguments, error=DataError)
+    for name, content, words in (
+        ("t.csv", "a,b\n1,2\n3\n", r"t.csv, line 3: 1 columns, the header has 2"),
+        ("t.csv", 'a,b\n"1,2\n', "not CSV"),
+        ("plain.txt", "text", "plain text"),
+    ):
+        (tmp_path / name).write_text(content)
+        refused(words, labelled.open_rows, str(tmp_path / name), error=DataError)
     for bad in ({"fraction": 0.0}, {"fraction": 1.5}, {"validation_fraction": 1.0}):
         with pytest.raises(DataError, match=next(iter(bad))):
             LabelSettings("rte", **bad)
@@ -103,9 +88,8 @@ def test_an_encoders_rows_are_cut_as_its_tokenizer_cuts_them(most, shared_data, 
     texts = [TASKS["rte"].texts(source[i]) for i in range(100)]
     ids, types, cut = labelled.encode_texts(tokenizer, texts, Form(True, 0, most))
     first, second = zip(*texts, strict=True)
-    want = tokenizer(
-        first, second, truncation="longest_first", max_length=most, return_token_type_ids=True
-    )
+    options = {"truncation": "longest_first", "max_length": most, "return_token_type_ids": True}
+    want = tokenizer(first, second, **options)
     assert [row.tolist() for row in ids] == want["input_ids"]
     assert [row.tolist() for row in types] == want["token_type_ids"]
     assert cut == sum(len(tokenizer(*text)["input_ids"]) > most for text in texts)
@@ -160,9 +144,8 @@ def test_rows_that_stand_together_are_the_batchs_own():
     """The same rows, each in a segment of its own, answers in the order of rows and segments."""
     rng = np.random.default_rng(0)
     data, size = encoded(rng.integers(2, 60, 50)), 8
-    alone, shared = (
-        Shuffled(data, size, range(size), 1, (16, 24, 32, 64), together) for together in (1, 4)
-    )
+    given = (data, size, range(size), 1, (16, 24, 32, 64))
+    alone, shared = (Shuffled(*given, together) for together in (1, 4))
     places = []
     for _ in range(20):
         one, other = next(alone), next(shared)

@@ -13,13 +13,8 @@ from tiny_models import LLAMA, byte_tokenizer, config_of, our_logits, random_par
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks import Fields, get_task
-from ffn_heterogeneity.data.tasks.messages import (
-    Message,
-    encode_conversation,
-    end_of_turn,
-    prompt_ids,
-)
+from ffn_heterogeneity.data.tasks import Fields, get_task, messages
+from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation, end_of_turn
 from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
 from ffn_heterogeneity.models import causal_lm
 
@@ -49,6 +44,10 @@ def talk(*contents):
     return {"messages": plain((roles[i % 2], text) for i, text in enumerate(contents))}
 
 
+def said_by(*roles):
+    return {"messages": plain(zip(roles, "xyz", strict=False))}
+
+
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf):
     return read_tokenizer(smollm2_gguf)
@@ -72,14 +71,12 @@ def llama1():
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     merges = [("▁", "h"), ("▁h", "i"), ("\n", "▁")]
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(spaces)
     made.add_special_tokens([AddedToken(t, normalized=False) for t in pieces[:3]])
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
 def shown(tokenizer, ids, scored):
@@ -122,7 +119,7 @@ def test_real_tokenizers(request, name, template, end):
     assert end_of_turn(encoder) == tokenizer.convert_tokens_to_ids(end)
     # What a model is given to answer is where its turn begins.
     start = scored.index(True)
-    assert prompt_ids(TALK[:2], encoder) == ids[:start]
+    assert messages.prompt_ids(TALK[:2], encoder) == ids[:start]
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
@@ -158,9 +155,8 @@ def test_an_edge_inside_a_token_is_an_error(llama1):
     )
     try:
         with pytest.raises(DataError, match="joins the edge of .* chat_template='tulu'"):
-            encode_conversation(
-                [Message("user", "hi"), Message("assistant", "you")], Encoder(llama1)
-            )
+            turns = [Message("user", "hi"), Message("assistant", "you")]
+            encode_conversation(turns, Encoder(llama1))
     finally:
         llama1.chat_template = None
 
@@ -203,12 +199,13 @@ def test_templates_that_cannot_be_used(template, message):
 
 
 def test_no_template_and_no_eos(characters):
-    with pytest.raises(DataError, match="neither a chat template nor an eos token"):
-        encode_conversation(TALK, Encoder(characters()))
-    with pytest.raises(DataError, match="this tokenizer has no chat template"):
-        encode_conversation(TALK, Encoder(byte_tokenizer(), chat_template="tokenizer"))
-    with pytest.raises(DataError, match="chat_template='chatml'"):
-        Encoder(byte_tokenizer(), chat_template="chatml")
+    for tokenizer, template, words in (
+        (characters(), "auto", "neither a chat template nor an eos token"),
+        (byte_tokenizer(), "tokenizer", "this tokenizer has no chat template"),
+        (byte_tokenizer(), "chatml", "chat_template='chatml'"),
+    ):
+        with pytest.raises(DataError, match=words):
+            encode_conversation(TALK, Encoder(tokenizer, chat_template=template))
 
 
 # ---- rows of the file
@@ -220,22 +217,16 @@ BAD = {
     "no object": ({"messages": ["hello"]}, "message 1 is str"),
     "no content": ({"messages": [{"role": "user"}]}, "message 1: no field 'content'"),
     "null": ({"messages": [{"role": "user", "content": None}]}, "'content' is NoneType"),
-    "role": ({"messages": plain([("human", "x")])}, "message 1: unknown role 'human'; known: sys"),
+    "role": (said_by("human"), "message 1: unknown role 'human'; known: sys"),
     "empty": (talk("x", " \n"), r"message 2 \(assistant\) is empty"),
     "no answer": (talk("x"), r"no message of the assistant to learn from \(user\)"),
     "two users": (
-        {"messages": plain([("user", "x"), ("user", "y"), ("assistant", "z")])},
+        said_by("user", "user", "assistant"),
         "message 2 is of the user, but after .* must alternate",
     ),
-    "assistant first": ({"messages": plain([("assistant", "x"), ("user", "y")])}, "message 1 is"),
-    "late system": (
-        {"messages": plain([("user", "x"), ("assistant", "y"), ("system", "z")])},
-        "message 3 is of the system",
-    ),
-    "two systems": (
-        {"messages": plain([("system", "x"), ("system", "y"), ("assistant", "z")])},
-        "message 2 is of the system",
-    ),
+    "assistant first": (said_by("assistant", "user"), "message 1 is"),
+    "late system": (said_by("user", "assistant", "system"), "message 3 is of the system"),
+    "two systems": (said_by("system", "system", "assistant"), "message 2 is of the system"),
 }
 
 
@@ -301,11 +292,12 @@ def test_nothing_leaks_between_packed_conversations(write):
     """Other words in the first conversation of a row: not a bit of the second's logits changes."""
     first = [talk("one", "two", "three", "four"), talk("eno", "owt", "eerht", "ruof")]
     rows, params = [], random_params(LLAMA)
-    forward = jax.jit(
-        lambda params, batch: causal_lm.logits(
-            LLAMA, params, causal_lm.forward(LLAMA, params, batch)["hidden"]
-        )
-    )
+
+    @jax.jit
+    def forward(params, batch):
+        hidden = causal_lm.forward(LLAMA, params, batch)["hidden"]
+        return causal_lm.logits(LLAMA, params, hidden)
+
     for conversation in first:
         path = write("talk.jsonl", [conversation, talk("five", "six")])
         batch = next(pipeline_of(path, seq_len=128, batch_size=1).train_iterator(epochs=1))
@@ -321,9 +313,8 @@ def test_nothing_leaks_between_packed_conversations(write):
     alone = our_logits(LLAMA, params, one["tokens"][second][None])[0]
     np.testing.assert_allclose(logits[second], alone, atol=2e-5)
     # The loss is that of the answers: their bytes and an eos each.
-    wanted = [0] * 3 + [len("two") + 1 + len("four") + 1, len("six") + 1]
     found = [int((one["loss_mask"] & (one["segment_ids"] == i)).sum()) for i in (1, 2)]
-    assert found == wanted[3:]
+    assert found == [len("two") + 1 + len("four") + 1, len("six") + 1]
     assert one["targets"][one["loss_mask"]].tolist().count(1) == 3
 
 
@@ -348,12 +339,7 @@ def test_the_state_names_the_template(write):
 
 def test_jreg_sft_is_one_epoch_of_whole_conversations():
     config = config_of("jreg_sft", "some/model")
-    assert config.model == "some/model" and config.data.task == "messages"
     assert config.steps == 490_445 // config.batch_size and not config.data.packing
-    assert config.batch_size % config.accumulation == 0
-    assert config.losses.jreg.weight == 0.0 and set(config.losses) == {"nll", "jreg"}
-    schedule = (config.optimizer.schedule, config.optimizer.learning_rate)
-    assert schedule == ("linear", 2e-5)
 
 
 def test_instructions_are_conversations_of_one_turn():
@@ -367,10 +353,8 @@ def test_instructions_are_conversations_of_one_turn():
     task = get_task("alpaca")
     for row, asked in rows:
         found = task.encode(task.example(row, Fields()), encoder)
-        whole = {"messages": [{"role": "user", "content": asked},
-                              {"role": "assistant", "content": "3"}]}  # fmt: skip
         other = get_task("messages")
-        assert found == other.encode(other.example(whole, Fields()), encoder)
+        assert found == other.encode(other.example(talk(asked, "3"), Fields()), encoder)
     for row, message in (
         ({"instruction": "Sing.", "input": "", "output": " "}, "the answer is empty"),
         ({"instruction": "", "input": "", "output": "a"}, "the instruction is empty"),

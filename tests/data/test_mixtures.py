@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import logging
 
 import numpy as np
 import pytest
+from batch_tools import check_resumes, same, take, texts_of
 
-from ffn_heterogeneity.data.mixtures import (
-    EvenDraws,
-    ExpandedSource,
-    MixedSource,
-    mixed_records,
-    open_task,
-)
+from ffn_heterogeneity.data import mixtures
+from ffn_heterogeneity.data.mixtures import EvenDraws, MixedSource, open_task
 from ffn_heterogeneity.data.pipeline import make_pipeline, split_records
 from ffn_heterogeneity.data.sources import DataError, ListSource, Subset, open_source
 from ffn_heterogeneity.data.tasks import get_task, tasks
 
-SIZES = {
-    "boolq": 9427, "cb": 250, "copa": 400, "multirc": 27243, "record": 138854, "rte": 2490,
-    "wic": 5428, "wsc": 259, "dpr": 1322,
-}  # fmt: skip
+SIZES = {"boolq": 9427, "cb": 250, "copa": 400, "multirc": 27243, "record": 138854}
+SIZES |= {"rte": 2490, "wic": 5428, "wsc": 259, "dpr": 1322}
 
 
 def rows_of(name, number):
@@ -37,22 +30,21 @@ def rows_of(name, number):
     if name == "record":
         passage = {"text": f"Ann Bob {number}", "entities": [{"start": 0, "end": 2}]}
         answers = [{"start": 0, "end": 2, "text": "Ann"}, {"start": 4, "end": 6, "text": "Bob"}]
-        return tag | {
-            "passage": passage,
-            "qas": [{"query": text, "idx": number, "answers": answers}],
-        }
+        asked = [{"query": text, "idx": number, "answers": answers}]
+        return tag | {"passage": passage, "qas": asked}
     span = {"span1_text": "Ann", "span2_text": "she", "span2_index": 1}
-    return {
-        "boolq": tag | {"passage": text, "question": "q", "label": True},
-        "cb": tag | {"premise": text, "hypothesis": "h", "label": "neutral"},
-        "copa": tag | {"premise": text, "choice1": "a", "choice2": "b", "question": "cause"}
-        | {"label": 0},
-        "rte": tag | {"premise": text, "hypothesis": "h", "label": "entailment"},
-        "wic": tag | {"sentence1": text, "sentence2": "s", "word": "w", "label": False},
-        "wsc": tag | {"text": f"Ann she {number}", "target": span, "label": number % 2 == 0},
-        "dpr": {"sentence": f"Ann she {number}", "pronoun": "she", "candidates": ["Ann", "Bob"],
-                "label": 0},
-    }[name]  # fmt: skip
+    she = f"Ann she {number}"
+    named = {"sentence": she, "pronoun": "she", "candidates": ["Ann", "Bob"], "label": 0}
+    cause = {"choice1": "a", "choice2": "b", "question": "cause", "label": 0}
+    rows = {
+        "boolq": {"passage": text, "question": "q", "label": True},
+        "cb": {"premise": text, "hypothesis": "h", "label": "neutral"},
+        "copa": {"premise": text, **cause},
+        "rte": {"premise": text, "hypothesis": "h", "label": "entailment"},
+        "wic": {"sentence1": text, "sentence2": "s", "word": "w", "label": False},
+        "wsc": {"text": she, "target": span, "label": number % 2 == 0},
+    }
+    return named if name == "dpr" else tag | rows[name]
 
 
 OFFICIAL = {"boolq": "BoolQ", "multirc": "MultiRC", "record": "ReCoRD", "wsc": "WSC"}
@@ -68,14 +60,6 @@ def root(write):
         if name != "dpr":
             write(f"root/{folder}/{'val' if name in OFFICIAL else 'validation'}.jsonl", rows[:2])
     return path.rsplit("/", 2)[0]
-
-
-def take(iterator, count):
-    return list(itertools.islice(iterator, count))
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(np.array_equal(first[k], second[k]) for k in first)
 
 
 # ---- proportions
@@ -122,7 +106,7 @@ def mixed(**sizes_and_weights):
 
 
 def draws_of(source, count, seeds):
-    records = mixed_records(source, Subset(source, range(len(source))), seeds)
+    records = mixtures.mixed_records(source, Subset(source, range(len(source))), seeds)
     found = [records[k]["record"] for k in range(count)]
     return [(record["member"], record["record"]["n"]) for record in found]
 
@@ -131,8 +115,8 @@ def test_a_member_as_large_as_its_weight_is_read_once_a_stretch():
     source = mixed(a=(12, 12), b=(3, 3), c=(5, 5))
     assert source.where(0) == "a" and source.where(12) == "b" and source.where(19) == "c"
     stretches = draws_of(source, 40, [1, 2, 3])
-    everything = sorted([("a", i) for i in range(12)] + [("b", i) for i in range(3)]
-                        + [("c", i) for i in range(5)])  # fmt: skip
+    sizes = {"a": 12, "b": 3, "c": 5}
+    everything = [(name, i) for name, size in sizes.items() for i in range(size)]
     assert sorted(stretches[:20]) == sorted(stretches[20:]) == everything
     assert stretches[:20] != stretches[20:], "a new order each time"
     assert draws_of(source, 40, [1, 2, 3]) == stretches != draws_of(source, 40, [1, 2, 4])
@@ -157,12 +141,7 @@ def pipeline_of(root, tokenizer, seed=0, batch_size=4, seq_len=96, rows=None, **
 
 
 def prompts_of(batches):
-    found = []
-    for batch in batches:
-        for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
-            for segment in range(1, ids.max() + 1):
-                found.append("".join(chr(i - 3) for i in tokens[ids == segment] if i > 2))
-    return found
+    return texts_of(batches, "tokens")
 
 
 def test_first_draws_and_targets(root, characters):
@@ -176,19 +155,11 @@ def test_first_draws_and_targets(root, characters):
 
 
 def test_resumes_to_the_very_next_batch(root, characters):
-    pipeline = pipeline_of(root, characters(), seed=3)
-    whole, states = [], []
-    iterator = pipeline.train_iterator()
-    for _ in range(14):
-        states.append(json.loads(json.dumps(iterator.get_state())))
-        whole.append(next(iterator))
+    def make():
+        return pipeline_of(root, characters(), seed=3).train_iterator()
+
+    iterator, _, whole = check_resumes(make, 14, (0, 1, 5, 12))
     iterator.close()
-    for step in (0, 1, 5, 12):
-        again = pipeline_of(root, characters(), seed=3).train_iterator()
-        again.set_state(states[step])
-        rest = take(again, 14 - step)
-        again.close()
-        assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True)), step
     other = pipeline_of(root, characters(), seed=4).train_iterator()
     assert not same(next(other), whole[0])
     other.close()
@@ -271,10 +242,9 @@ def test_validation_files_of_their_own(root, characters):
 def test_expanded_rows_keep_their_place(root):
     task = get_task("superglue_multirc")
     source = open_task(task, f"{root}/MultiRC/train.jsonl", "train")
-    assert isinstance(source, ExpandedSource) and len(source) == 18
-    assert source.where(4).endswith("train.jsonl, line 2") and list(source.groups[:4]) == [
-        0
-    ] * 3 + [1]
+    assert isinstance(source, mixtures.ExpandedSource) and len(source) == 18
+    assert source.where(4).endswith("train.jsonl, line 2")
+    assert list(source.groups[:4]) == [0, 0, 0, 1]
     # The paragraph is one object, however many answers ask about it.
     assert source[0]["paragraph"] is source[2]["paragraph"]
 
@@ -318,9 +288,8 @@ def test_the_path_is_a_root(characters, write, path):
 def test_sizes_that_are_not_the_weights_are_reported(root, characters, caplog):
     with caplog.at_level(logging.WARNING):
         pipeline_of(root, characters(), validation_split="validation")
-    assert (
-        caplog.text.count("superglue_record 12 of 138854") == caplog.text.count("the weight") == 1
-    )
+    counts = map(caplog.text.count, ("superglue_record 12 of 138854", "the weight"))
+    assert list(counts) == [1, 1]
 
 
 def test_real_rows(shared_data, bpe):
@@ -336,6 +305,5 @@ def test_real_rows(shared_data, bpe):
     learned = bpe.decode(batch["targets"][batch["loss_mask"]])
     assert "query:" not in learned and "<eos>" in learned
     one = open_source(str(shared_data / "superglue_rte" / "train.jsonl"))
-    assert {part.task: len(part.source) for part in pipeline.train.source.parts}[
-        "superglue_rte"
-    ] == len(one)
+    sizes = {part.task: len(part.source) for part in pipeline.train.source.parts}
+    assert sizes["superglue_rte"] == len(one)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_runs import write_rows
 
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.pipeline import make_pipeline
@@ -140,8 +141,8 @@ def test_passages_have_bos_and_eos_where_the_document_begins_and_ends(write, cha
     special=st.tuples(st.sampled_from([1, None]), st.sampled_from([2, None])),
 )
 def test_any_pairs(tmp_path_factory, characters, documents, seq_len, batch_size, special):
-    path = tmp_path_factory.mktemp("pairs") / "p.jsonl"
-    path.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in documents))
+    rows = [{"prompt": prompt, "response": response} for prompt, response in documents]
+    path = write_rows(tmp_path_factory.mktemp("pairs") / "p.jsonl", rows)
     bos, eos = special
     expected = collections.Counter()
     for prompt, response in documents:
@@ -213,22 +214,14 @@ def test_a_dummy_prefix_is_not_put_before_the_target():
     from transformers import PreTrainedTokenizerFast
 
     words = ["<s>", "</s>", "<unk>", "\n", "\u2581", "\u2581a", "a", "\u2581b", "b", ":"]
-    model = models.BPE(
-        {word: i for i, word in enumerate(words)},
-        [("\u2581", "a"), ("\u2581", "b")],
-        unk_token="<unk>",
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
-            pre_tokenizers.Split(Regex("\n"), "isolated"),
-        ]
-    )
+    ids, merges = {word: i for i, word in enumerate(words)}, [("\u2581", "a"), ("\u2581", "b")]
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
+    parts = [pre_tokenizers.Metaspace(prepend_scheme="first", split=False)]
+    parts.append(pre_tokenizers.Split(Regex("\n"), "isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     assert wrapped.convert_ids_to_tokens(wrapped.encode("b")) == ["\u2581b"]  # the dummy prefix
     for prompt, target in (("a:", " b"), ("a:", "b"), ("a:\n", "b b"), ("a:", "\nb")):
         ids, before = Encoder(wrapped).ids(Example(prompt, target))

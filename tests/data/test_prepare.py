@@ -162,10 +162,9 @@ def test_what_training_reads_is_what_the_text_task_reads(shared_data, bpe, write
     prepare(path, bpe, tmp_path, settings=settings(50_000, passage_chars=1 << 30))
     for bos in ("segment", "document", "none"):
         common = {"shuffle": False, "bos": bos}
-        texts, tokens = (
-            make_pipeline({"task": task, "path": where, **common}, bpe, 4, 128, 0)
-            for task, where in (("text", path), ("tokens", str(tmp_path)))
-        )
+        places = (("text", path), ("tokens", str(tmp_path)))
+        configs = [{"task": task, "path": where, **common} for task, where in places]
+        texts, tokens = (make_pipeline(config, bpe, 4, 128, 0) for config in configs)
         batches = zip(texts.train_iterator(1), tokens.train_iterator(1), strict=True)
         for number, (first, second) in enumerate(batches):
             for key in first:
@@ -182,9 +181,8 @@ def pieces_of(paths, **layout):
 
 @pytest.mark.parametrize("size", [1, 7, 100, 1000, 10**9])
 def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypatch):
-    monkeypatch.setattr(
-        documents_reader, "BLOCK", 5
-    )  # separators across the ends of what is read at once
+    # Separators lie across the ends of what is read at once.
+    monkeypatch.setattr(documents_reader, "BLOCK", 5)
     documents = texts(30, seed=3)
     lines = [{"text": text} for text in documents]
     chunks, found = pieces_of(write("a.jsonl", lines), chunk_bytes=size)
@@ -194,9 +192,8 @@ def test_no_document_is_lost_or_cut_at_the_ends_of_chunks(write, size, monkeypat
         documents = [text.replace("\n", " ") for text in documents]
         path = write("a.txt", separator.join(documents))
         chunks, found = pieces_of(path, chunk_bytes=size, separator=name)
-        assert [text for text in found if text.strip()] == [
-            text.strip("\n") for text in documents if text.strip()
-        ]
+        wanted = [text.strip("\n") for text in documents if text.strip()]
+        assert [text for text in found if text.strip()] == wanted
 
 
 def test_blank_lines_lines_and_whole_files(write):
@@ -250,11 +247,7 @@ def test_long_documents_are_tokenised_in_passages(write, characters, tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        (
-            "a.jsonl",
-            [{"text": "x"}, {"body": "y"}],
-            "a.jsonl, line 2: no field 'text'; fields seen",
-        ),
+        ("a.jsonl", [{"text": "x"}, {"body": "y"}], "a.jsonl, line 2: no field 'text'; fields see"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": 3}\n', "line 3: field 'text' is int"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: list, but each line must be one JSON"),
@@ -297,9 +290,8 @@ def test_a_document_longer_than_memory_streams_and_ends_at_the_limit(characters,
         for _ in range(200):
             file.write(b"the whale " * 100_000)  # 200 MB in all, 0.4 packed
     tracemalloc.start()
-    found = prepare(
-        str(tmp_path / "a.txt.gz"), characters(), tmp_path / "out", settings=settings(max_tokens=9)
-    )
+    given = (str(tmp_path / "a.txt.gz"), characters(), tmp_path / "out")
+    found = prepare(*given, settings=settings(max_tokens=9))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found["documents"] == 1 and 9 <= found["tokens"] < 20_000 and peak < 30 << 20

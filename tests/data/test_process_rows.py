@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from batch_tools import same
 
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
@@ -41,13 +42,10 @@ def share(batch_size, index, count, accumulation=1):
 
 def iterators(config, tokenizer, batch_size, seq_len, count, accumulation=1, epochs=None):
     """One a process."""
-    return [
-        make_pipeline(
-            config, tokenizer, batch_size, seq_len, 5,
-            rows=share(batch_size, index, count, accumulation), accumulation=accumulation,
-        ).train_iterator(epochs)
-        for index in range(count)
-    ]  # fmt: skip
+    shares = [share(batch_size, index, count, accumulation) for index in range(count)]
+    sizes = (tokenizer, batch_size, seq_len, 5)
+    pipelines = [make_pipeline(config, *sizes, rows=x, accumulation=accumulation) for x in shares]
+    return [pipeline.train_iterator(epochs) for pipeline in pipelines]
 
 
 def cut(batch, accumulation):
@@ -59,10 +57,6 @@ def join(shares, accumulation):
     """The processes' rows of one batch -> the global batch [A, B / A, T]."""
     shares = [cut(share, accumulation) for share in shares]
     return {key: np.concatenate([share[key] for share in shares], axis=1) for key in shares[0]}
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(np.array_equal(first[k], second[k]) for k in first)
 
 
 def step(processes, accumulation=1):
@@ -171,10 +165,8 @@ def test_validation_rows(shared_data, bpe):
 
     whole = batches()
     for count, accumulation in ((2, 1), (2, 2), (4, 2)):
-        shares = [
-            batches(rows=share(8, index, count, accumulation), accumulation=accumulation)
-            for index in range(count)
-        ]
+        parts = [share(8, index, count, accumulation) for index in range(count)]
+        shares = [batches(rows=rows, accumulation=accumulation) for rows in parts]
         for batch, *parts in zip(whole, *shares, strict=True):
             assert same(cut(batch, accumulation), join(parts, accumulation))
 
@@ -191,9 +183,8 @@ def test_rows_the_caller_chooses(lettered, characters):
     whole = first()
     for rows in (range(2, 4), range(8), [6, 1], np.array([0, 1, 4, 5]), range(7, 3, -1)):
         assert same(first(rows=rows), {k: v[rows] for k, v in whole.items()})
-    assert same(
-        first(rows=[1, 0, 5, 4], accumulation=2), {k: v[[1, 0, 5, 4]] for k, v in whole.items()}
-    )
+    rows = [1, 0, 5, 4]
+    assert same(first(rows=rows, accumulation=2), {k: v[rows] for k, v in whole.items()})
 
 
 @pytest.mark.parametrize(

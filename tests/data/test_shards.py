@@ -8,32 +8,18 @@ import shutil
 
 import numpy as np
 import pytest
+from batch_tools import check_resumes, same, take
+from tiny_runs import refused
 
 from ffn_heterogeneity.data.batches import take_rows
-from ffn_heterogeneity.data.corpus.shards import (
-    ShardWriter,
-    check_vocabulary,
-    open_corpus,
-    token_dtype,
-    tokenizer_facts,
-)
+from ffn_heterogeneity.data.corpus import shards as module
+from ffn_heterogeneity.data.corpus.shards import ShardWriter, open_corpus
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.token_rows import TokenRows, split, whole
 
 KEYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
-
-
-def take(iterator, count):
-    return list(itertools.islice(iterator, count))
-
-
-def same(first, second):
-    return all(
-        first[key].dtype == second[key].dtype and np.array_equal(first[key], second[key])
-        for key in KEYS
-    )
 
 
 @pytest.fixture
@@ -49,14 +35,9 @@ def make(tmp_path, characters):
                 for ids in documents:
                     writer.add(ids)
                 entries.append(writer.close())
-        manifest = {
-            "format": "token shards",
-            "version": 1,
-            "dtype": dtype,
-            "tokenizer": tokenizer_facts(characters(), "characters"),
-            "policy": {"eos_id": eos},
-            "shards": entries,
-        }
+        facts = module.tokenizer_facts(characters(), "characters")
+        manifest = {"format": "token shards", "version": 1, "dtype": dtype, "shards": entries}
+        manifest |= {"tokenizer": facts, "policy": {"eos_id": eos}}
         (directory / "manifest.json").write_text(json.dumps(manifest))
         return directory
 
@@ -105,8 +86,7 @@ def test_rows_are_the_stream_cut_into_pieces(make, characters, bos, longest, seq
     assert len(rows) == len(expected) and rows.positions == (expected[..., 2] > 0).sum()
     order = np.random.default_rng(0).permutation(len(rows))  # any order: random access
     batch = rows.batch(order)
-    for i, key in enumerate(KEYS[:4]):
-        column = (0, 1, 2, 3)[i]
+    for column, key in enumerate(KEYS[:4]):
         np.testing.assert_array_equal(batch[key], expected[order][..., column])
     np.testing.assert_array_equal(batch["loss_mask"], expected[order][..., 4] == 1)
     lengths = [[len(ids) - (bos == "none") for ids in shard] for shard in shards]
@@ -180,18 +160,13 @@ def test_one_row_a_step_without_end(make, characters):
 
 def test_resumes_to_the_very_next_batch(make, characters):
     config = {"task": "tokens", "path": str(make([random_documents(s, 40, 60) for s in (1, 2)]))}
-    iterator = make_pipeline(config, characters(), 8, 32, seed=3).train_iterator()
-    states, batches = [], []
-    for _ in range(25):  # several epochs
-        states.append(json.dumps(iterator.get_state()))
-        batches.append(next(iterator))
-    for step in (0, 1, 7, 24):
-        again = make_pipeline(config, characters(), 8, 32, seed=3).train_iterator()
-        again.set_state(json.loads(states[step]))
-        assert all(map(same, take(again, 25 - step), batches[step:]))
-        again.close()
+
+    def make(**rows):
+        return make_pipeline(config, characters(), 8, 32, seed=3, **rows).train_iterator()
+
+    iterator, states, batches = check_resumes(make, 25, (0, 1, 7, 24))  # several epochs
     # Another process's share, and another order of rows: a place is the same number for both.
-    part = make_pipeline(config, characters(), 8, 32, seed=3, rows=range(2, 5)).train_iterator()
+    part = make(rows=range(2, 5))
     part.set_state(json.loads(states[7]))
     for found, batch in zip(take(part, 5), batches[7:], strict=False):
         assert same(found, take_rows(batch, np.arange(2, 5)))
@@ -222,12 +197,12 @@ def test_a_validation_directory_of_its_own(make, characters):
     assert batch["tokens"].tolist() == [[1, 8, 1, 0], [0, 0, 0, 0]]
     assert batch["segment_ids"].tolist() == [[1, 1, 2, 0], [0, 0, 0, 0]]
     with pytest.raises(DataError, match="no validation data"):
-        make_pipeline({"task": "tokens", "path": str(train)}, characters(), 2, 4, 0)\
-            .validation_iterator()  # fmt: skip
+        bare = {"task": "tokens", "path": str(train)}
+        make_pipeline(bare, characters(), 2, 4, 0).validation_iterator()
 
 
 def test_uint32_holds_what_uint16_cannot(make, characters):
-    assert token_dtype(65_536) == np.uint16 and token_dtype(65_537) == np.uint32
+    assert module.token_dtype(65_536) == np.uint16 and module.token_dtype(65_537) == np.uint32
     directory = make([[[65_536, 4_000_000_000 // 2], [7]]], dtype="uint32")
     shard = open_corpus(directory).shards[0]
     assert shard.document(0).tolist() == [65_536, 2_000_000_000]
@@ -241,79 +216,72 @@ def test_a_work_directory_is_as_good_as_its_tokens(make, tmp_path):
     assert open_corpus(tmp_path / "run").directory == tmp_path / "run" / "tokens"
 
 
-def damage(directory, what):
-    tokens, index = directory / "shard-000001.tokens", directory / "shard-000001.documents"
-    manifest = json.loads((directory / "manifest.json").read_text())
-    if what == "truncated":
-        tokens.write_bytes(tokens.read_bytes()[:-2])
-    elif what == "emptied":
-        tokens.write_bytes(b"")
-    elif what == "changed":
-        data = bytearray(tokens.read_bytes())
-        data[3] ^= 1
-        tokens.write_bytes(bytes(data))
-    elif what == "index":
-        index.write_bytes(index.read_bytes() + b"\0")
-    elif what == "missing":
-        index.unlink()
-    elif what == "empty":
-        manifest["shards"][1]["tokens"] = 0
-    elif what == "version":
-        manifest["version"] = 2
-    elif what == "format":
-        manifest = {"weights": []}
-    elif what == "none":
-        manifest["shards"] = []
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+def flipped(content):
+    return content[:3] + bytes([content[3] ^ 1]) + content[4:]
+
+
+# File of the second shard, what becomes of its bytes, and what is said.
+DAMAGES = {
+    "truncated": ("tokens", lambda x: x[:-2], r"8 bytes, .* says 10 \(truncated\); run .*prepare"),
+    "emptied": ("tokens", lambda x: b"", "empty; run .*_data.py with the same settings again"),
+    "changed": ("tokens", flipped, "its SHA-256 is not the manifest's"),
+    "index": ("documents", lambda x: x + b"\0", "25 bytes, but the manifest says 24; run"),
+    "missing": ("documents", lambda x: None, "no such file"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_files(make, what):
+    directory = make([[[5, 6]], [[7, 8, 9], [10, 11]]])
+    suffix, change, message = DAMAGES[what]
+    path = directory / f"shard-000001.{suffix}"
+    content = change(path.read_bytes())
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=f"000001.{suffix}: {message}") as caught:
+        open_corpus(directory)
+    assert "\n" not in str(caught.value)
+    if what == "changed":  # which is not looked for when that is asked
+        assert open_corpus(directory, verify=False).shards[1].document(1).tolist() == [10, 11]
 
 
 @pytest.mark.parametrize(
-    "what, message",
+    "change, message",
     [
-        ("truncated", r"000001.tokens: 8 bytes, but the manifest says 10 \(truncated\); run .*pre"),
-        ("emptied", r"000001.tokens: empty; run .*prepare_data.py with the same settings again"),
-        ("changed", r"000001.tokens: its SHA-256 is not the manifest's"),
-        ("index", r"000001.documents: 25 bytes, but the manifest says 24; run"),
-        ("missing", r"000001.documents: no such file"),
-        ("empty", r"000001.tokens: the manifest says that it is empty"),
-        ("version", r"'token shards' of version 2, this code reads .* version 1"),
-        ("format", r"manifest.json: not a manifest of token shards"),
-        ("none", r"corpus: no shards"),
+        (lambda x: x["shards"][1].update(tokens=0), ".tokens: the manifest says that it is empty"),
+        (lambda x: x.update(version=2), "'token shards' of version 2, this code .* version 1"),
+        (lambda x: x.pop("format"), "manifest.json: not a manifest of token shards"),
+        (lambda x: x.update(shards=[]), "corpus: no shards"),
     ],
 )
-def test_damaged_directories(make, what, message):
+def test_damaged_manifests(make, change, message):
     directory = make([[[5, 6]], [[7, 8, 9], [10, 11]]])
     open_corpus(directory)
-    damage(directory, what)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    change(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=message) as caught:
         open_corpus(directory)
     assert "\n" not in str(caught.value)
 
 
-def test_a_change_is_not_looked_for_when_that_is_asked(make):
-    directory = make([[[5, 6]], [[7, 8, 9], [10, 11]]])
-    damage(directory, "changed")
-    assert open_corpus(directory, verify=False).shards[1].document(1).tolist() == [10, 11]
-
-
 def test_refusals(make, characters, bpe, tmp_path):
     config = {"task": "tokens", "path": str(make([[[5, 6]]]))}
-    with pytest.raises(DataError, match="made with the tokenizer of characters .*not this model's"):
-        make_pipeline(config, bpe, 2, 4, 0)
-    with pytest.raises(DataError, match="set packing=True"):
-        make_pipeline(config | {"packing": False}, characters(), 2, 4, 0)
-    with pytest.raises(DataError, match="seq_len is 1"):
-        make_pipeline(config, characters(), 2, 1, 0)
-    with pytest.raises(DataError, match="needs the directory of the shards, path is ''"):
-        make_pipeline({"task": "tokens"}, characters(), 2, 4, 0)
-    with pytest.raises(DataError, match="no manifest.json; scripts/prepare_data.py makes"):
-        make_pipeline({"task": "tokens", "path": str(tmp_path)}, characters(), 2, 4, 0)
-    (tmp_path / "progress").mkdir()
-    with pytest.raises(DataError, match="unfinished: run the same command again"):
-        open_corpus(tmp_path)
-    with pytest.raises(DataError, match="ids up to 1999, but model tiny has a vocabulary of 512"):
-        check_vocabulary(bpe, 512, "tiny")
-    check_vocabulary(bpe, 2000, "tiny")
+    for change, tokenizer, seq_len, words in (
+        ({}, bpe, 4, "made with the tokenizer of characters .*not this model's"),
+        ({"packing": False}, characters(), 4, "set packing=True"),
+        ({}, characters(), 1, "seq_len is 1"),
+        ({"path": ""}, characters(), 4, "needs the directory of the shards, path is ''"),
+        ({"path": str(tmp_path)}, characters(), 4, "no manifest.json; .*/prepare_data.py makes"),
+    ):
+        with pytest.raises(DataError, match=words):
+            make_pipeline(config | change, tokenizer, 2, seq_len, 0)
+    words = "ids up to 1999, but model tiny has a vocabulary of 512"
+    refused(words, module.check_vocabulary, bpe, 512, "tiny", error=DataError)
+    module.check_vocabulary(bpe, 2000, "tiny")
+    (tmp_path / "corpus" / "manifest.json").unlink()
+    (tmp_path / "corpus" / "progress").mkdir()
+    unfinished = "unfinished: run the same command again"
+    refused(unfinished, open_corpus, tmp_path / "corpus", error=DataError)
 
 
 def test_another_eos_is_said(make, characters, caplog):

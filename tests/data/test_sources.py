@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_runs import read_rows, refused
 
 from ffn_heterogeneity.data import hub
 from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
@@ -64,7 +65,7 @@ def test_jsonl_keeps_unicode_line_separators(write):
 
 def test_jsonl_rows_equal_json(shared_data):
     path = shared_data / "gsm8k" / "test.jsonl"
-    expected = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    expected = read_rows(path)
     assert read(open_source(str(path))) == expected and len(expected) == 1319
 
 
@@ -109,9 +110,8 @@ def test_folders_that_datasets_saved(tmp_path, write):
     assert read(open_source(folder, split="test")) == rows[:1]
     with pytest.raises(DataError, match="no split 'validation'; splits seen: train, test:"):
         open_source(folder, split="validation")
-    documents = [text for chunk in plan_chunks(find_inputs(folder), Layout())
-                 for text in read_chunk(chunk, Layout())]  # fmt: skip
-    assert documents == ["one", "two"]
+    chunks = plan_chunks(find_inputs(folder), Layout())
+    assert [text for chunk in chunks for text in read_chunk(chunk, Layout())] == ["one", "two"]
     state = tmp_path / "saved" / "test" / "state.json"
     state.write_text(state.read_text()[:20])
     with pytest.raises(DataError, match="test: not a readable data set of save_to_disk") as caught:
@@ -202,12 +202,10 @@ def test_paths_that_lead_nowhere(write, tmp_path):
 def test_tasks_are_discovered():
     assert {"text", "jsonl", "gsm8k"} <= set(tasks())
     assert all(task.name == name for name, task in tasks().items())
-    with pytest.raises(
-        DataError, match=r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: alpaca, gsm8k"
-    ):
-        get_task("gsm8")
-    with pytest.raises(DataError, match=r"unknown task '\?\?'. Known: alpaca, gsm8k, jsonl, mb"):
-        get_task("??")
+    words = r"unknown task 'gsm8', did you mean 'gsm8k'\?.*Known: alpaca, gsm8k"
+    refused(words, get_task, "gsm8", error=DataError)
+    words = r"unknown task '\?\?'. Known: alpaca, gsm8k, jsonl, mb"
+    refused(words, get_task, "??", error=DataError)
 
 
 def test_gsm8k_form():

@@ -79,9 +79,8 @@ def test_a_hub_stream_is_read_once_and_resumed(hub, characters, tmp_path, monkey
 
 def test_rows_of_a_stream_are_limited(hub, characters, tmp_path):
     files = hub[0]
-    with pytest.raises(
-        DataError, match=r"owner/name:part\[train\] does not say how many .*max_doc"
-    ):
+    words = r"owner/name:part\[train\] does not say how many .*max_doc"
+    with pytest.raises(DataError, match=words):
         prepare("owner/name:part", characters(), tmp_path, settings=of_hub())
     prepare("owner/name:part", characters(), tmp_path, settings=of_hub(max_documents=12))
     assert documents_of(tmp_path) == expected(files, characters())[:12]
@@ -100,9 +99,8 @@ def test_a_stream_that_breaks_is_one_line_and_goes_on(hub, characters, tmp_path,
             yield row
 
     source._rows, source._at = broken(), 0
-    with pytest.raises(
-        DataError, match=r"name:part\[train\]'.*ConnectionError: connection reset\)"
-    ):
+    words = r"name:part\[train\]'.*ConnectionError: connection reset\)"
+    with pytest.raises(DataError, match=words):
         prepare("owner/name:part", characters(), tmp_path, settings=layout)
     prepare("owner/name:part", characters(), tmp_path, settings=layout)
     assert documents_of(tmp_path) == expected(files, characters())
@@ -112,16 +110,17 @@ def test_a_stream_that_breaks_is_one_line_and_goes_on(hub, characters, tmp_path,
 def test_packed_files_hold_what_the_others_do(write, characters, tmp_path, processes):
     from prepare_tools import Slow
 
-    plain = [write(f"{name}.jsonl", [{"text": x} for x in texts(30, i)]) for i, name in
-             enumerate("ab")]  # fmt: skip
+    rows = {name: [{"text": x} for x in texts(30, i)] for i, name in enumerate("ab")}
+    plain = [write(f"{name}.jsonl", own) for name, own in rows.items()]
     for path in plain:
         with open(path, "rb") as file:
             write(f"packed/{path[-7:]}.gz", gzip.compress(file.read()))
     options = {"settings": settings(), "processes": processes}
     prepare(plain, Slow(), tmp_path / "plain", **options)
     prepare(str(tmp_path / "packed"), Slow(), tmp_path / "out", **options)
-    shards = [{k: v for k, v in contents(tmp_path / x).items() if k != "manifest.json"}
-              for x in ("plain", "out")]  # fmt: skip
+    shards = [contents(tmp_path / name) for name in ("plain", "out")]
+    for files in shards:
+        del files["manifest.json"]
     assert len(shards[0]) > 8 and shards[0] == shards[1]
     for name, data, message in (
         ("c.jsonl.gz", gzip.compress(b"[1]\n" * 999)[:-9], "c.jsonl.gz: not a readable .gz"),

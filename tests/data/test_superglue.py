@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
+from tiny_runs import read_rows
 
 from ffn_heterogeneity.data.mixtures import open_task, questions
 from ffn_heterogeneity.data.sources import DataError, open_source
@@ -24,74 +23,53 @@ SPANS = [span("Bob", 0), span("Ann", 0), span("Bob", 12)]
 ANSWERS = [span | {"text": PASSAGE[span["start"] : span["end"] + 1]} for span in SPANS]
 WSC_TARGET = {"span1_text": "Ann", "span1_index": 0, "span2_text": "she", "span2_index": 2}
 
+YES = {"question": "is it", "passage": "It is.", "idx": 3}
+CB = {"premise": "P.", "hypothesis": "H", "idx": 0}
+COPA = {"premise": "P.", "choice1": "A.", "choice2": "B.", "question": "effect", "label": 1}
+CUT = {"word": "cut", "sentence1": "A cut.", "sentence2": "Cut it."}
+SHE = {"text": "Ann said she left."}
+SUE = {"sentence": "If Ann asks Sue, she answers as she can.", "pronoun": "she"}
+SAID = [{"text": "One", "idx": 0, "label": 1}, {"text": "Six", "idx": 1, "label": 0}]
+WHICH = {"question": "Which?", "idx": 56, "answers": SAID}
+WHY = {"question": "Why?", "idx": 57, "answers": [{"text": "No", "idx": 2, "label": 0}]}
+TEXT = {"text": "<b>Sent 1: </b>One.<br>Two.", "questions": [WHICH, WHY]}
+PARAGRAPH = "paragraph: Sent 1: One. Two.\n"
+LEFT = {"query": "@placeholder left"}
+RECORD = {"idx": 4, "passage": {"text": PASSAGE, "entities": SPANS}}
+HUB = {"passage": PASSAGE, "entities": ["Ann", "Bob"], "answers": ["Ann", "Bob"], **LEFT}
+ASKED = "record query: @placeholder left entities: Ann, Bob passage: "
+ASKED += 'Ann met Bob." Bob left. Ann stayed\n'
+
 # task: official row, the same row of the hub, prompts and targets in training.
 FORMS = {
     "boolq": (
-        {"question": "is it", "passage": "It is.", "idx": 3, "label": True},
-        {"question": "is it", "passage": "It is.", "idx": 3, "label": 1},
+        YES | {"label": True},
+        YES | {"label": 1},
         [("boolq passage: It is. question: is it\n", "True")],
     ),
     "cb": (
-        {"premise": "P.", "hypothesis": "H", "label": "neutral", "idx": 0},
-        {"premise": "P.", "hypothesis": "H", "label": 2, "idx": 0},
+        CB | {"label": "neutral"},
+        CB | {"label": 2},
         [("cb hypothesis: H premise: P.\n", "neutral")],
     ),
     "copa": (
-        {"premise": "P.", "choice1": "A.", "choice2": "B.", "question": "effect", "label": 1},
+        COPA,
         None,
         [("copa choice1: A. choice2: B. premise: P. question: effect\n", "choice2")],
     ),
     "multirc": (
-        {
-            "idx": 6,
-            "version": 1.1,
-            "passage": {
-                "text": "<b>Sent 1: </b>One.<br>Two.",
-                "questions": [
-                    {
-                        "question": "Which?",
-                        "idx": 56,
-                        "answers": [
-                            {"text": "One", "idx": 0, "label": 1},
-                            {"text": "Six", "idx": 1, "label": 0},
-                        ],
-                    },
-                    {
-                        "question": "Why?",
-                        "idx": 57,
-                        "answers": [{"text": "No", "idx": 2, "label": 0}],
-                    },
-                ],
-            },
-        },
+        {"idx": 6, "version": 1.1, "passage": TEXT},
         None,
         [
-            ("multirc question: Which? answer: One paragraph: Sent 1: One. Two.\n", "True"),
-            ("multirc question: Which? answer: Six paragraph: Sent 1: One. Two.\n", "False"),
-            ("multirc question: Why? answer: No paragraph: Sent 1: One. Two.\n", "False"),
+            (f"multirc question: Which? answer: One {PARAGRAPH}", "True"),
+            (f"multirc question: Which? answer: Six {PARAGRAPH}", "False"),
+            (f"multirc question: Why? answer: No {PARAGRAPH}", "False"),
         ],
     ),
     "record": (
-        {
-            "idx": 4,
-            "passage": {"text": PASSAGE, "entities": SPANS},
-            "qas": [{"query": "@placeholder left", "idx": 9, "answers": ANSWERS}],
-        },
-        {
-            "passage": PASSAGE,
-            "query": "@placeholder left",
-            "entities": ["Ann", "Bob"],
-            "answers": ["Ann", "Bob"],
-            "idx": {"passage": 4, "query": 9},
-        },
-        [
-            (
-                "record query: @placeholder left entities: Ann, Bob passage: "
-                'Ann met Bob." Bob left. Ann stayed\n',
-                answer,
-            )
-            for answer in ("Ann", "Bob")
-        ],
+        RECORD | {"qas": [LEFT | {"idx": 9, "answers": ANSWERS}]},
+        HUB | {"idx": {"passage": 4, "query": 9}},
+        [(ASKED, "Ann"), (ASKED, "Bob")],
     ),
     "rte": (
         {"premise": "P.", "hypothesis": "H.", "label": "not_entailment", "idx": 0},
@@ -99,30 +77,21 @@ FORMS = {
         [("rte hypothesis: H. premise: P.\n", "not_entailment")],
     ),
     "wic": (
-        {"word": "cut", "sentence1": "A cut.", "sentence2": "Cut it.", "label": False, "start1": 2},
-        {"word": "cut", "sentence1": "A cut.", "sentence2": "Cut it.", "label": 0},
+        CUT | {"label": False, "start1": 2},
+        CUT | {"label": 0},
         [("wic sentence1: A cut. sentence2: Cut it. word: cut\n", "False")],
     ),
     "wsc": (
-        {"text": "Ann said she left.", "target": WSC_TARGET, "label": True, "idx": 0},
-        {"text": "Ann said she left.", **WSC_TARGET, "label": 1, "idx": 0},
+        SHE | {"target": WSC_TARGET, "label": True, "idx": 0},
+        {**SHE, **WSC_TARGET, "label": 1, "idx": 0},
         [("wsc: Ann said *she* left.\n", "Ann")],
     ),
     "dpr": (
-        {
-            "sentence": "If Ann asks Sue, she answers as she can.",
-            "pronoun": "she",
-            "candidates": ["Ann", "Sue"],
-            "label": 1,
-        },
+        SUE | {"candidates": ["Ann", "Sue"], "label": 1},
         None,
         [("wsc: If Ann asks Sue, *she* answers as she can.\n", "Sue")],
     ),
 }
-
-
-def rows_of(path):
-    return [json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line]
 
 
 def examples(write, name, row):
@@ -156,22 +125,18 @@ def test_real_rows_are_counted_as_published(shared_data):
     assert len(answers) == 4_848
     assert len({question.reference["group"] for question in answers}) == 953
     assert len(asked("wsc")) == 104 and len(asked("boolq")) == 3_270
-    assert {question.reference for question in asked("cb")} == {
-        "entailment",
-        "contradiction",
-        "neutral",
-    }
+    labels = {question.reference for question in asked("cb")}
+    assert labels == {"entailment", "contradiction", "neutral"}
 
 
 def test_record_asks_once_per_gold_answer_in_training(shared_data):
     path = str(shared_data / "superglue_record" / "train.jsonl")
-    rows = rows_of(path)
-    gold = [
-        (row["idx"], query["idx"], answer)
-        for row in rows
-        for query in row["qas"]
-        for answer in {answer["text"] for answer in query["answers"]}
-    ]
+    rows = read_rows(path)
+    gold = []
+    for row in rows:
+        for query in row["qas"]:
+            answers = {answer["text"] for answer in query["answers"]}
+            gold += [(row["idx"], query["idx"], answer) for answer in answers]
     task = get_task("superglue_record")
     source = open_task(task, path, "train")
     records = [source[i] for i in range(len(source))]
@@ -187,7 +152,7 @@ def test_record_asks_once_per_gold_answer_in_training(shared_data):
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_wsc_marks_the_word_that_the_index_names(shared_data, part):
     path = str(shared_data / "superglue_wsc" / f"{part}.jsonl")
-    rows = rows_of(path)
+    rows = read_rows(path)
     found = questions(get_task("superglue_wsc"), open_source(path))
     odd = []
     for row, question in zip(rows, found, strict=True):
@@ -206,6 +171,8 @@ def test_wsc_marks_the_word_that_the_index_names(shared_data, part):
 
 
 ROWS = {name: form[0] for name, form in FORMS.items()}
+FAR = {"passage": {"text": "t", "entities": [{"start": 0, "end": 9}]}}
+UNTOLD = {"qas": [{"query": "q", "idx": 1, "answers": []}]}
 
 
 def without(row, key):
@@ -225,16 +192,8 @@ def without(row, key):
         ("multirc", {"idx": 1, "passage": {"text": "t"}}, "no field 'questions'"),
         ("multirc", {"idx": 1, "passage": "t"}, "'passage' is str .*expected an object"),
         ("record", without(ROWS["record"], "passage"), "no field 'passage'"),
-        (
-            "record",
-            ROWS["record"] | {"passage": {"text": "t", "entities": [{"start": 0, "end": 9}]}},
-            "entity from 0 to 9 is outside the passage of 1",
-        ),
-        (
-            "record",
-            ROWS["record"] | {"qas": [{"query": "q", "idx": 1, "answers": []}]},
-            "query 'q' has no gold answer",
-        ),
+        ("record", ROWS["record"] | FAR, "entity from 0 to 9 is outside the passage of 1"),
+        ("record", ROWS["record"] | UNTOLD, "query 'q' has no gold answer"),
         ("record", FORMS["record"][1] | {"answers": [3]}, r"'answers' holds int \(3\)"),
         ("wic", without(ROWS["wic"], "word"), "no field 'word'"),
         ("wsc", {"text": "t", "label": True}, "no field 'span2_text'"),
@@ -275,14 +234,9 @@ def test_a_mixture_is_evaluated_task_by_task(write):
 
 # ---- MBPP
 
-MBPP = {
-    "text": "Write a function.",
-    "code": "def f():\r\n\treturn 1",
-    "task_id": 11,
-    "test_setup_code": "import math",
-    "test_list": ["assert f() == 1", "assert f() < 2"],
-    "challenge_test_list": [],
-}
+MBPP = {"text": "Write a function.", "code": "def f():\r\n\treturn 1", "task_id": 11}
+MBPP |= {"test_setup_code": "import math", "challenge_test_list": []}
+MBPP["test_list"] = ["assert f() == 1", "assert f() < 2"]
 
 
 def test_mbpp_form():

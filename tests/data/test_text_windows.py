@@ -29,10 +29,8 @@ def test_windows_of_wikitext(shared_data, bpe, bos, window):
 
 def test_max_windows_and_no_special_tokens(characters):
     tokenizer = characters()
-    assert text_windows("abcdefgh", tokenizer, 2, max_windows=2).tolist() == [
-        [1, 100, 101],
-        [1, 102, 103],
-    ]
+    two = text_windows("abcdefgh", tokenizer, 2, max_windows=2).tolist()
+    assert two == [[1, 100, 101], [1, 102, 103]]
     assert len(text_windows("abcdefgh", tokenizer, 2, max_windows=99)) == 4
     assert text_windows("abc", characters(bos=None), 2, bos="none").tolist() == [[100, 101, 102]]
 

@@ -1,0 +1,44 @@
+"""Batches: the same ones, a few of them, what stands in them, and going on with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+
+
+def same(first, second):
+    """Equal to the bit, dtypes too."""
+    pairs = [(first[key], second[key]) for key in first] if first.keys() == second.keys() else []
+    return bool(pairs) and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+def take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def texts_of(batches, key):
+    """Each packed document as text, in order of appearance (the Characters tokenizer)."""
+    found = []
+    for batch in batches:
+        for tokens, ids in zip(batch[key], batch["segment_ids"], strict=True):
+            for segment in range(1, ids.max() + 1):
+                found.append("".join(chr(i - 3) for i in tokens[ids == segment] if i > 2))
+    return found
+
+
+def check_resumes(make, count, steps):
+    """Iterators of `make()` go on from the states of one; (that one, its states, its batches)."""
+    iterator, states, whole = make(), [], []
+    for _ in range(count):
+        states.append(json.dumps(iterator.get_state()))
+        whole.append(next(iterator))
+    assert not same(whole[0], whole[1])
+    for step in steps:
+        again = make()
+        again.set_state(json.loads(states[step]))
+        rest = take(again, count - step)
+        assert all(map(same, rest, whole[step:])) and len(rest) == count - step, step
+        again.close()
+    return iterator, states, whole
