@@ -83,10 +83,12 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slow") and os.environ.get("RUN_SLOW") != "1":
             LEFT_OUT.setdefault("slow, part of `make test-all`", []).append(item.nodeid)
             continue
+        mechanism = getattr(item, "callspec", None) and item.callspec.params.get("mechanism")
         reasons = [
             why
             for name, (have, why) in REQUIREMENTS.items()
-            if name in item.fixturenames and not have() and not (in_ci and name == "shared_data")
+            if name in (*item.fixturenames, mechanism) and not have()
+            if not (in_ci and name == "shared_data")
         ]
         if reasons:
             LEFT_OUT.setdefault(reasons[0], []).append(item.nodeid)
@@ -206,12 +208,6 @@ def libtpu() -> None:
 def namespaces() -> str:
     """A mechanism of evaluate/sandbox/programs.py."""
     return "namespaces"
-
-
-@pytest.fixture(scope="session")
-def bwrap() -> str:
-    """Another."""
-    return "bwrap"
 
 
 @pytest.fixture(scope="session")

@@ -3,81 +3,72 @@
 None would do lasting harm if it succeeded.
 """
 
+# How it may end -> name -> program.
+_ENDINGS = {
+    "failed": {
+        "fork bomb": "import os\nwhile True: os.fork()",
+        "thread bomb": "import threading, time\n"
+        "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
+        "memory files": "import os\nfd = os.memfd_create('x')\n"
+        "while True: os.write(fd, bytes(10**6))",
+        "10 GB in a file": "with open('a', 'wb') as f:\n"
+        "  for _ in range(10**4): f.write(bytes(10**6))",
+        "10 GB in a sparse file": "open('a', 'wb').truncate(10**10)",
+        "10 GB in many files": "for i in range(10**4):\n"
+        "  with open(f'{i}', 'wb') as f: f.write(bytes(10**6))",
+        "kills its parent": "import os, signal\n"
+        "for s in signal.Signals: os.kill(os.getppid(), s)\nassert False",
+        "reaches all": "import os\nos.kill(-1, 0)",  # Signal 0 reaches whom SIGKILL would.
+        "writes the library": "import os\n"
+        "open(os.path.join(os.path.dirname(os.__file__), 'sandbox-was-here'), 'w')",
+        "writes the root": "open('/sandbox-was-here', 'w')",
+        "os._exit": "import os\nos._exit(0)\nassert False",
+        "sys.exit": "import sys\nsys.exit(0)\nassert False",
+        "other exits": "import os\nif os.fork(): os._exit(0)\nassert False",
+        "a copy passes": "import os\nif os.fork(): os.wait(); os._exit(0)",
+        "another program": "import os\nos.execv('/bin/true', ['true'])",
+        "guesses the token": "import os\nfor fd in range(64):\n"
+        "  try: os.write(fd, b'R' + b'0' * 32)\n  except OSError: pass\nos._exit(0)",
+        "asserts caught": "AssertionError = None\nassert False",
+        "not Python": "def f(:\n  '''",
+        "not text": "x = '\ud800\0'",
+        "asks": "input()",
+    },
+    "timeout": {
+        "stubborn fork bomb": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+        "endless loop": "while True: pass",
+        "deaf to signals": "import signal\n"
+        "for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n"
+        "  signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "silent": "import os\nos.closerange(0, 4096)\nwhile True: pass",
+    },
+    "memory": {
+        "100 GB": "x = bytearray(10**11)",
+        "100 GB bit by bit": "x = []\nwhile True: x.append(bytearray(10**7))",
+    },
+    "output": {
+        "printing": "while True: print('x' * 1000)",
+        "printing errors": "import sys\nwhile True: sys.stderr.write('x' * 1000)",
+        "printing to all files": "import os\nwhile True:\n  for fd in range(64):\n"
+        "    try: os.write(fd, b'R' * 1000)\n    except OSError: pass",
+    },
+    "killed": {
+        "kills itself": "import os\nos.kill(os.getpid(), 9)",
+        "crashes": "import ctypes\nctypes.string_at(0)",
+    },
+    "memory failed": {
+        "100 GB shared": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 10**8))"
+    },
+    "memory killed timeout": {
+        "recursion": "def f(): f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()"
+    },
+}
 # name -> (program, how it may end)
 HOSTILE = {
-    "fork bomb": ("import os\nwhile True: os.fork()", {"failed"}),
-    "stubborn fork bomb": (
-        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-        {"timeout"},
-    ),
-    "thread bomb": (
-        "import threading, time\n"
-        "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
-        {"failed"},
-    ),
-    "endless loop": ("while True: pass", {"timeout"}),
-    "100 GB": ("x = bytearray(10**11)", {"memory"}),
-    "100 GB bit by bit": ("x = []\nwhile True: x.append(bytearray(10**7))", {"memory"}),
-    "100 GB shared": (
-        "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 10**8))",
-        {"memory", "failed"},
-    ),
-    "memory files": (
-        "import os\nfd = os.memfd_create('x')\nwhile True: os.write(fd, bytes(10**6))",
-        {"failed"},
-    ),
-    "10 GB in a file": (
-        "with open('a', 'wb') as f:\n  for _ in range(10**4): f.write(bytes(10**6))",
-        {"failed"},
-    ),
-    "10 GB in a sparse file": ("open('a', 'wb').truncate(10**10)", {"failed"}),
-    "10 GB in many files": (
-        "for i in range(10**4):\n  with open(f'{i}', 'wb') as f: f.write(bytes(10**6))",
-        {"failed"},
-    ),
-    "printing": ("while True: print('x' * 1000)", {"output"}),
-    "printing errors": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", {"output"}),
-    "printing to all files": (
-        "import os\nwhile True:\n  for fd in range(64):\n    try: os.write(fd, b'R' * 1000)\n"
-        "    except OSError: pass",
-        {"output"},
-    ),
-    "deaf to signals": (
-        "import signal\nfor s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n"
-        "  signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
-        {"timeout"},
-    ),
-    "silent": ("import os\nos.closerange(0, 4096)\nwhile True: pass", {"timeout"}),
-    "kills its parent": (
-        "import os, signal\nfor s in signal.Signals: os.kill(os.getppid(), s)\nassert False",
-        {"failed"},
-    ),
-    # Signal 0 reaches whom SIGKILL would.
-    "reaches all": ("import os\nos.kill(-1, 0)", {"failed"}),
-    "kills itself": ("import os\nos.kill(os.getpid(), 9)", {"killed"}),
-    "crashes": ("import ctypes\nctypes.string_at(0)", {"killed"}),
-    "recursion": ("def f(): f()\nimport sys\nsys.setrecursionlimit(10**9)\nf()",
-                  {"memory", "killed", "timeout"}),
-    "writes the library": (
-        "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'sandbox-was-here'), 'w')",
-        {"failed"},
-    ),
-    "writes the root": ("open('/sandbox-was-here', 'w')", {"failed"}),
-    "os._exit": ("import os\nos._exit(0)\nassert False", {"failed"}),
-    "sys.exit": ("import sys\nsys.exit(0)\nassert False", {"failed"}),
-    "other exits": ("import os\nif os.fork(): os._exit(0)\nassert False", {"failed"}),
-    "a copy passes": ("import os\nif os.fork(): os.wait(); os._exit(0)", {"failed"}),
-    "another program": ("import os\nos.execv('/bin/true', ['true'])", {"failed"}),
-    "guesses the token": (
-        "import os\nfor fd in range(64):\n  try: os.write(fd, b'R' + b'0' * 32)\n"
-        "  except OSError: pass\nos._exit(0)",
-        {"failed"},
-    ),
-    "asserts caught": ("AssertionError = None\nassert False", {"failed"}),
-    "not Python": ("def f(:\n  '''", {"failed"}),
-    "not text": ("x = '\ud800\0'", {"failed"}),
-    "asks": ("input()", {"failed"}),
-}  # fmt: skip
+    name: (program, set(endings.split()))
+    for endings, programs in _ENDINGS.items()
+    for name, program in programs.items()
+}
 # What a program must not be able to do, each tried in vain; raises if one works.
 PRIVILEGES = """
 import ctypes, errno, os

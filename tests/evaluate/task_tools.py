@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-
-def rows_of(path, count=None):
-    # Not splitlines(): JSON strings may hold U+2028 as it is.
-    lines = Path(path).read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines if line][:count]
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-
 
 def requests_of(task, limit=8):
     task.set_fewshot_seed(1234)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, run_script, save_tiny
+from tiny_runs import read_rows, write_rows
 
 from ffn_heterogeneity.evaluate import answers, metrics
 from ffn_heterogeneity.evaluate.run import check_config
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CB = ("entailment", "contradiction", "neutral")
 TINY = dataclasses.replace(LLAMA, max_position=128)
 FOLDERS = ("BoolQ", "superglue_cb", "copa", "MultiRC", "record", "RTE", "superglue_wic", "WSC")
-WORDS = {"cb": (*CB, "maybe"), "copa": ("choice1", "choice2"), "record": ("Ann", "Bob Lee", "x"),
-         "rte": ("entailment", "not_entailment"), "wsc": ("Bob Lee", "x", "y")}  # fmt: skip
-FIELDS = ("premise", "hypothesis", "choice1", "choice2", "question", "passage", "word",
-          "sentence1", "sentence2")  # fmt: skip
+WORDS = {"cb": (*CB, "maybe"), "copa": ("choice1", "choice2"), "record": ("Ann", "Bob Lee", "x")}
+WORDS |= {"rte": ("entailment", "not_entailment"), "wsc": ("Bob Lee", "x", "y")}
+FIELDS = ("premise", "hypothesis", "choice1", "choice2", "question", "passage", "word")
+FIELDS += ("sentence1", "sentence2")
 
 
 def row_of(task, i):
@@ -50,16 +51,15 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     for name, folder in zip(metrics.SUPERGLUE, FOLDERS, strict=True):
         file = root / folder / f"{'val' if folder[0].isupper() else 'validation'}.jsonl"
-        file.parent.mkdir()
-        file.write_text("".join(f"{json.dumps(row_of(name, i))}\n" for i in range(12)))
+        write_rows(file, [row_of(name, i) for i in range(12)])
     (root / "RTE" / "test.jsonl").write_text('{"premise": "p", "hypothesis": "h"}\n')
     return root
 
 
 def config_for(root, *tasks, **changes):
-    defaults = {"data_root": str(root), "tasks": tasks or ("superglue",), "model": "x",
-                "batch_size": 2, "max_new_tokens": 6, "bootstrap": 200}  # fmt: skip
-    return config_of("answers", **{**defaults, **changes})
+    own = {"batch_size": 2, "max_new_tokens": 6, "bootstrap": 200, "data_root": str(root)}
+    own |= {"tasks": tasks or ("superglue",), "model": "x"}
+    return config_of("answers", **{**own, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def evaluate(monkeypatch, root, model, tmp_path):
 
 def by_hand(task, path):
     """Scores of a file of answers, from the file alone."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     said, gold = ([row[key] for row in rows] for key in ("prediction", "reference"))
     pairs = list(zip(said, gold, strict=True))
     if task == "multirc":
@@ -140,12 +140,9 @@ def test_scores_are_those_of_the_answers(evaluate, tmp_path):
 
 def test_one_command(root, tmp_path):
     model = save_tiny(tmp_path / "model", TINY)
-    command = (
-        "evaluate", "--config=configs/answers.py", f"--config.model={model}", "--config.limit=2",
-        f"--config.data_root={root}", "--config.tasks=('superglue_rte', 'superglue_multirc')",
-        "--config.max_new_tokens=4", "--config.bootstrap=50", f"--workdir={tmp_path / 'out'}",
-    )  # fmt: skip
-    done = run_script(*command)
+    own = {"limit": 2, "max_new_tokens": 4, "bootstrap": 50, "workdir": tmp_path / "out"}
+    own |= {"data_root": root, "tasks": ("superglue_rte", "superglue_multirc"), "model": model}
+    done = run_script("evaluate", config="configs/answers.py", **own)
     assert done.code == 0 and "not asked superglue_boolq, superglue_cb" in done.err, done
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert "superglue" not in results

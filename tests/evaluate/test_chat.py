@@ -9,6 +9,7 @@ import shutil
 import pytest
 from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, run_script, save_tiny
+from tiny_runs import flags_of, read_rows, write_rows
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.chat import conversations as chat
@@ -35,31 +36,18 @@ def data_root(tmp_path):
         ],
         "spec_bench": [{"question_id": 161, "category": "translation", "turns": ["Translate: Ja"]}],
         "vicuna_bench": [{"question_id": 1, "category": "generic", "turns": ["How?"]}],
-        "wizardlm_testset": [
-            {"idx": 1, "Skill": "Math", "Difficulty": 1, "Instruction": "Add 1."},
-            {"idx": 2, "Skill": "Code", "Difficulty": 2, "Instruction": "Sort it."},
-        ],
     }
+    keys = ("idx", "Skill", "Difficulty", "Instruction")
+    wizards = ((1, "Math", 1, "Add 1."), (2, "Code", 2, "Sort it."))
+    rows["wizardlm_testset"] = [dict(zip(keys, one, strict=True)) for one in wizards]
     for name, found in rows.items():
-        write(tmp_path / "data" / name / "test.jsonl", found)
+        write_rows(tmp_path / "data" / name / "test.jsonl", found)
     return tmp_path / "data"
 
 
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path):
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
-
-
 def config_for(data_root, benchmark="mt_bench", **changes):
-    defaults = {"model": "x/tiny.gguf", "max_new_tokens": 6, "batch_size": 2}
-    return config_of(
-        "chat", benchmark=benchmark, data_root=str(data_root), **{**defaults, **changes}
-    )
+    own = {"model": "x/tiny.gguf", "max_new_tokens": 6, "batch_size": 2, "benchmark": benchmark}
+    return config_of("chat", data_root=str(data_root), **{**own, **changes})
 
 
 class Recorder:
@@ -94,7 +82,7 @@ def test_what_the_model_is_given(data_root, model, recorder, tmp_path):
     assert seen[first].temperature == 0.7 and seen[first].max_new_tokens == 6
     assert seen[first].eos == (tokenizer.eos_token_id,)
     (second,) = [text for text in seen if "And 0?" in text]
-    found = read(results["answers"])
+    found = read_rows(results["answers"])
     turns = {row["question_id"]: row["choices"][0]["turns"] for row in found}
     assert second == f"{first}{turns[81][0]}</s>\n<|user|>\nAnd 0?\n<|assistant|>\n"
     # The answer has no white space around it.
@@ -114,7 +102,7 @@ def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
         config = config_for(data_root, benchmark, model_id="my model")
         results = chat.answer_questions(config, model, tmp_path / benchmark)
         assert results["answers"].endswith("model_answer/my_model.jsonl")
-        row = read(results["answers"])[0]
+        row = read_rows(results["answers"])[0]
         if benchmark == "wizardlm_testset":
             assert list(row) == ["id", "instruction", "my_model"] and row["id"] == 1
         else:
@@ -136,15 +124,15 @@ def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
     whole = tmp_path / "whole"
     first = chat.answer_questions(config, model, whole)
     (file,) = (whole / "model_answer").iterdir()
-    rows = read(file)
+    rows = read_rows(file)
     texts = {row["question_id"]: row["choices"] for row in rows}
     assert len(texts) == 6 and len({json.dumps(choice) for choice in texts.values()}) == 6
     for kept in ([], rows[:1], rows[1:4]):
-        path = write(tmp_path / f"part{len(kept)}" / "model_answer" / "tiny.jsonl", kept)
+        path = write_rows(tmp_path / f"part{len(kept)}" / "model_answer" / "tiny.jsonl", kept)
         shutil.copy(whole / "turns.jsonl", path.parent.parent)  # as written before the answers
         results = chat.answer_questions(config, model, path.parent.parent)
         assert {**results, "answers": first["answers"]} == first, "counts are of all turns"
-        found = read(path)
+        found = read_rows(path)
         assert found[: len(kept)] == kept
         assert {row["question_id"]: row["choices"] for row in found} == texts
     before = file.read_bytes()
@@ -158,15 +146,14 @@ def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
 def test_answers_end_where_the_models_positions_do(data_root, model, recorder, tmp_path):
     """What is left is asked for; a conversation that fills the model gets no more answers."""
     ids = len("<s>") - 2 + len("<|user|>\nAsk 0?\n<|assistant|>\n")
-    small = model.__class__(
-        dataclasses.replace(LONG, max_position=ids + 4), {}, model.tokenizer, "tiny"
-    )
+    short = dataclasses.replace(LONG, max_position=ids + 4)
+    small = Model(short, {}, model.tokenizer, "tiny")
     results = chat.answer_questions(config_for(data_root, limit=1), small, tmp_path)
     (prompts, samplings), (nothing, _) = recorder.calls
     assert len(prompts[0]) == ids and samplings[0].max_new_tokens == 4
     assert nothing == []
     assert results["turns_no_room"] == 1
-    assert read(results["answers"])[0]["choices"][0]["turns"][1] == ""
+    assert read_rows(results["answers"])[0]["choices"][0]["turns"][1] == ""
 
 
 def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
@@ -182,9 +169,8 @@ def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
 def test_turns_that_went_wrong_are_counted():
     finishes = ["eos", "length", "no room", "eos"]
     turns = [chat.Turn(text, end) for text, end in zip(["a", "b", "", ""], finishes, strict=True)]
-    assert chat.turn_counts(turns) == {
-        "turns": 4, "turns_length": 1, "turns_no_room": 1, "turns_empty": 1,
-    }  # fmt: skip
+    ends = {"turns_length": 1, "turns_no_room": 1, "turns_empty": 1}
+    assert chat.turn_counts(turns) == {"turns": 4, **ends}
 
 
 def test_half_a_surrogate_pair_is_no_end_of_a_run(tmp_path):
@@ -210,7 +196,7 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("benchmark", "row", "message"), BAD_ROWS)
 def test_questions_that_cannot_be_read(tmp_path, benchmark, row, message):
     good = {"question_id": 7, "idx": 8, "turns": ["a"], "Instruction": "a"}
-    write(tmp_path / benchmark / "question.jsonl", [good, row])
+    write_rows(tmp_path / benchmark / "question.jsonl", [good, row])
     with pytest.raises(DataError, match=f"line 2: .*{message}"):
         chat.check_chat(config_for(tmp_path, benchmark))
 
@@ -248,15 +234,14 @@ def test_settings_that_cannot_be(data_root, changes, message):
 )
 def test_answers_that_cannot_be_read(tmp_path, rows, message):
     with pytest.raises(DataError, match=message):
-        chat.read_answers(str(write(tmp_path / "a.jsonl", rows)))
+        chat.read_answers(str(write_rows(tmp_path / "a.jsonl", rows)))
 
 
 def test_the_published_questions(shared_data):
     """All of them are read; MT-bench's categories are the eight that have a temperature."""
     counts = {name: chat.read_questions(name, str(shared_data)) for name in chat.BENCHMARKS}
-    assert {name: len(found) for name, found in counts.items()} == {
-        "mt_bench": 80, "spec_bench": 480, "vicuna_bench": 80, "wizardlm_testset": 218,
-    }  # fmt: skip
+    sizes = {"mt_bench": 80, "spec_bench": 480, "vicuna_bench": 80, "wizardlm_testset": 218}
+    assert {name: len(found) for name, found in counts.items()} == sizes
     assert {q.category for q in counts["mt_bench"]} == set(chat.TEMPERATURES)
     assert all(len(q.turns) == 2 for q in counts["mt_bench"])
     name, answers = chat.read_answers(str(shared_data / "mt_bench" / "reference_gpt4.jsonl"))
@@ -265,15 +250,12 @@ def test_the_published_questions(shared_data):
 
 def test_the_script(data_root, tmp_path):
     directory = save_tiny(tmp_path / "model", LONG, random_params(LONG))
-    arguments = [
-        "--config=configs/chat.py", f"--config.model={directory}", "--config.limit=2",
-        f"--config.data_root={data_root}", "--config.max_new_tokens=4",
-        "--config.batch_size=2", f"--workdir={tmp_path / 'out'}",
-    ]  # fmt: skip
+    own = {"data_root": data_root, "max_new_tokens": 4, "batch_size": 2, "limit": 2}
+    arguments = flags_of("configs/chat.py", model=directory, workdir=tmp_path / "out", **own)
     done = run_script("evaluate", *arguments)
     assert done.code == 0, done.err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["answered"] == 2 and results["turns"] == 4
     assert run_script("evaluate", *arguments).code == 0
-    refused = run_script("evaluate", *arguments[:2], "--config.data_root=/nowhere")
+    refused = run_script("evaluate", arguments[0], model=directory, data_root="/nowhere")
     assert refused.code == 2 and "has no folder mt_bench" in refused.err

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 
 import pytest
+from tiny_runs import read_rows
 
 from ffn_heterogeneity.evaluate.code_metrics import extract, run_solution
 from ffn_heterogeneity.evaluate.sandbox.programs import Limits, SandboxError
 
 
 def records(folder, split: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / "mbpp" / f"{split}.jsonl").open()]
+    return read_rows(folder / "mbpp" / f"{split}.jsonl")
 
 
 def statuses(rows: list[dict], programs: list[str], limits: Limits = Limits()) -> list[str]:
@@ -27,15 +27,10 @@ def statuses(rows: list[dict], programs: list[str], limits: Limits = Limits()) -
         return list(pool.map(status, rows, programs))
 
 
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        ("x = 1\n[DONE]\nmore [DONE]", "x = 1\n"),
-        ("x = 1", "x = 1"),
-        ("[DONE]", ""),
-        ("", ""),
-    ],
-)
+WRITTEN = (("x = 1\n[DONE]\nmore [DONE]", "x = 1\n"), ("x = 1", "x = 1"), ("[DONE]", ""), ("", ""))
+
+
+@pytest.mark.parametrize(("completion", "program"), WRITTEN)
 def test_extract(completion, program):
     assert extract(completion) == program
 
@@ -64,14 +59,8 @@ def test_no_solution_passes_the_next_task(sandbox, shared_data):
 
 def test_only_a_whole_and_right_program_passes(sandbox):
     right, wrong = "def f(n): return 2 * n", "def f(n): return n"
-    endings = [
-        "import os; os._exit(0)",
-        "'''",
-        "if False:",
-        "raise SystemExit",
-        "x = \\",
-        "def g():",
-    ]
+    endings = ["import os; os._exit(0)", "'''", "if False:"]
+    endings += ["raise SystemExit", "x = \\", "def g():"]
     programs = [right, wrong, right, *(f"{wrong}\n{end}" for end in endings)]
     row = {"test_list": ["assert f(2) == 4", "assert f(k) == 6"], "test_setup_code": "k = 3"}
     found = statuses([row] * len(programs), programs)

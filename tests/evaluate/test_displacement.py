@@ -8,15 +8,8 @@ import json
 import jreg_oracle as oracle
 import numpy as np
 import pytest
-from tiny_models import (
-    LLAMA,
-    byte_tokenizer,
-    config_of,
-    random_params,
-    run_script,
-    save_tiny,
-    tiny_of,
-)
+from tiny_models import LLAMA, config_of, random_params, run_script, save_tiny, tiny_of
+from tiny_runs import read_rows
 
 from ffn_heterogeneity.evaluate.displacement import displacements
 from ffn_heterogeneity.evaluate.run import run
@@ -65,6 +58,10 @@ def check(result: dict, expected: dict[str, dict[str, np.ndarray]]) -> float:
     return error
 
 
+def analysed(workdir, model, **settings):
+    return run(config_of("analyze", "displacement", model=str(model), **settings), workdir)
+
+
 @quickly
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "olmo"])
 def test_all_readings_equal_torch(torch, tmp_path, family):
@@ -72,10 +69,8 @@ def test_all_readings_equal_torch(torch, tmp_path, family):
     save_pretrained(config, random_params(config), tmp_path / "model")
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12))
     np.save(tmp_path / "ids.npy", rows)
-    result = run(
-        config_of("analyze", "displacement", model=str(tmp_path / "model"), batch_size=2,
-                  token_ids=str(tmp_path / "ids.npy")), tmp_path / "run",
-    )  # fmt: skip
+    own = {"token_ids": str(tmp_path / "ids.npy"), "batch_size": 2}
+    result = analysed(tmp_path / "run", tmp_path / "model", **own)
     check(result, torch_psi(torch, tmp_path / "model", rows))
     assert (result["tokens"], result["last"]["tokens"], result["windows"]) == (36, 3, 3)
     psi = np.array(result["before_final_norm"]["psi"])
@@ -99,14 +94,12 @@ def write_lines(path, texts, field="text"):
 @pytest.mark.parametrize("bos", ["segment", "none"])
 def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
     """Each alone with torch, padded here; one is cut, one beyond `max_documents` not read."""
-    save_tiny(tmp_path / "model")
+    model = load_model(save_tiny(tmp_path / "model"))
     path = write_lines(tmp_path / "documents.jsonl", [*LINES, "left out"], field="body")
-    result = run(
-        config_of("analyze", "displacement", model=str(tmp_path / "model"), batch_size=3, bos=bos,
-                  jsonl=path, text_field="body", max_documents=4, window=20), tmp_path / "run",
-    )  # fmt: skip
+    own = {"batch_size": 3, "max_documents": 4, "window": 20, "text_field": "body", "bos": bos}
+    result = analysed(tmp_path / "run", tmp_path / "model", jsonl=path, **own)
     first = [] if bos == "none" else [0]
-    ids = [first + byte_tokenizer().encode(text)[:20] for text in LINES]
+    ids = [first + model.tokenizer.encode(text)[:20] for text in LINES]
     expected = torch_psi(torch, tmp_path / "model", [np.array(row) for row in ids])
     check(result, expected)
     tokens = sum(map(len, ids))
@@ -115,8 +108,8 @@ def test_documents_of_unequal_length_equal_torch(torch, tmp_path, capsys, bos):
     assert "1 of 4 documents cut to window=20" in notes
     last = result["last"]["after_final_norm"]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()]
-    wanted = {"layer": "after, last", "3": f"{last['psi'][2]:.5f}",
-              "zeta_L": f"{last['zeta_L']:.2f}%", "tokens": "4"}  # fmt: skip
+    wanted = {"layer": "after, last", "3": f"{last['psi'][2]:.5f}", "tokens": "4"}
+    wanted["zeta_L"] = f"{last['zeta_L']:.2f}%"
     assert {row[0]: row[4] for row in table if row and row[0] in wanted} == wanted
 
 
@@ -143,19 +136,12 @@ def test_table_1_of_real_models_equals_torch(torch, request, shared_data, tmp_pa
     """The paper's protocol: documents of LAMBADA; Psi to 1e-6 of float64 on torch's states."""
     gguf = request.getfixturevalue(f"{name}_gguf")
     path = shared_data / "lambada" / "test.jsonl"
-    result = run(
-        config_of("analyze", "displacement", model=str(gguf), jsonl=str(path), max_documents=12),
-        tmp_path / "run",
-    )
+    result = analysed(tmp_path / "run", gguf, jsonl=str(path), max_documents=12)
     model = load_model(gguf)
     save_pretrained(model.config, model.params, tmp_path / "model", dtype="float32")
-    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()[:12]]
-    documents = [
-        np.array(
-            [model.tokenizer.bos_token_id, *model.tokenizer.encode(t, add_special_tokens=False)]
-        )
-        for t in texts
-    ]
+    texts, bos = [row["text"] for row in read_rows(path)[:12]], model.tokenizer.bos_token_id
+    ids = [model.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    documents = [np.array([bos, *row]) for row in ids]
     error = check(result, torch_psi(torch, tmp_path / "model", documents))
     assert result["tokens"] == sum(map(len, documents)) and result["cut"] == 0
     print(name, {rate: result["before_final_norm"][rate] for rate in RATES}, error)
@@ -166,17 +152,12 @@ def test_checkpoints_of_a_run_give_a_curve(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox " * 20)
     for step in (100, 20, 3):
-        save_pretrained(
-            LLAMA, random_params(LLAMA, seed=step), tmp_path / "run" / f"step_{step}",
-            tokenizer=byte_tokenizer(),
-        )  # fmt: skip
+        save_tiny(tmp_path / "run" / f"step_{step}", LLAMA, random_params(LLAMA, seed=step))
     (tmp_path / "run" / "notes").mkdir()
-    config = config_of("analyze", "displacement", model=str(tmp_path / "run"), text=str(text),
-                       window=20, max_windows=2)  # fmt: skip
-    found = run(config, tmp_path / "out")["checkpoints"]
+    own = {"text": str(text), "window": 20, "max_windows": 2}
+    found = analysed(tmp_path / "out", tmp_path / "run", **own)["checkpoints"]
     assert [row["step"] for row in found] == [3, 20, 100]
-    config.model = str(tmp_path / "run" / "step_20")
-    alone = run(config, tmp_path / "alone")
+    alone = analysed(tmp_path / "alone", tmp_path / "run" / "step_20", **own)
     assert alone["after_final_norm"] == found[1]["after_final_norm"]
     for figure in ("displacement.png", "jump_rates.png"):
         assert (tmp_path / "out" / figure).stat().st_size > 5000
@@ -189,25 +170,22 @@ def test_a_stopped_series_goes_on(tmp_path, capsys):
     """What was done is read again; its checkpoint need not be there any more."""
     np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
     for step in (3, 20):
-        save_pretrained(
-            LLAMA, random_params(LLAMA, seed=step), tmp_path / "run" / f"step_{step}"
-        )  # fmt: skip
-    config = config_of("analyze", "displacement", model=str(tmp_path / "run"),
-                       token_ids=str(tmp_path / "ids.npy"))  # fmt: skip
+        save_tiny(tmp_path / "run" / f"step_{step}", LLAMA, random_params(LLAMA, seed=step))
+    own = {"token_ids": str(tmp_path / "ids.npy")}
     weights = tmp_path / "run" / "step_20" / "model.safetensors"
     hidden = weights.rename(tmp_path / "away")
     with pytest.raises(ValueError, match="step_20"):
-        run(config, tmp_path / "out")
+        analysed(tmp_path / "out", tmp_path / "run", **own)
     assert not (tmp_path / "out" / "results.json").exists()
     hidden.rename(weights)
     (tmp_path / "run" / "step_3" / "model.safetensors").unlink()
     capsys.readouterr()
-    found = run(config, tmp_path / "out")["checkpoints"]
+    found = analysed(tmp_path / "out", tmp_path / "run", **own)["checkpoints"]
     assert [row["step"] for row in found] == [3, 20]
     shown = capsys.readouterr().out
     assert all(f"{name}: angular" in shown for name in ("step_3", "step_20")), "of those read, too"
-    config.model = str(weights.parent)
-    assert run(config, tmp_path / "alone")["after_final_norm"] == found[1]["after_final_norm"]
+    alone = analysed(tmp_path / "alone", weights.parent, **own)
+    assert alone["after_final_norm"] == found[1]["after_final_norm"]
 
 
 @quickly

@@ -8,18 +8,8 @@ import pickle
 
 import numpy as np
 import pytest
-from tiny_models import (
-    LLAMA,
-    TEXT,
-    byte_tokenizer,
-    config_of,
-    our_logits,
-    random_params,
-    run_script,
-    tiny_of,
-    torch_model,
-    torch_nll,
-)
+import tiny_models
+from tiny_models import LLAMA, TEXT, config_of, random_params, run_script, tiny_of
 
 from ffn_heterogeneity.evaluate.inputs import read_token_ids
 from ffn_heterogeneity.evaluate.perplexity import perplexity
@@ -31,7 +21,7 @@ GEMMA2 = tiny_of("gemma2", layers=4)
 
 def windows(bos, window, count):
     """The protocol written anew: ids of bytes; `window` predictions in each row."""
-    ids = byte_tokenizer().encode(TEXT, add_special_tokens=False)
+    ids = tiny_models.byte_tokenizer().encode(TEXT, add_special_tokens=False)
     assert len(ids) == len(TEXT.encode())
     rows = []
     for i in range(count):
@@ -44,10 +34,10 @@ def windows(bos, window, count):
 
 @pytest.mark.parametrize("bos", ["segment", "stream", "none"])
 def test_text_equals_torch(torch, model, text, tmp_path, bos):
-    config = config_of("perplexity", model=str(model), text=str(text), bos=bos, batch_size=4,
-                       window=40, max_windows=7)  # fmt: skip
-    results = run(config, tmp_path)
-    total, count = torch_nll(torch, torch_model(torch, model), windows(bos, 40, 7))
+    own = {"batch_size": 4, "window": 40, "max_windows": 7, "bos": bos}
+    results = run(config_of("perplexity", model=str(model), text=str(text), **own), tmp_path)
+    theirs = tiny_models.torch_model(torch, model)
+    total, count = tiny_models.torch_nll(torch, theirs, windows(bos, 40, 7))
     assert (results["tokens"], results["windows"], results["bos"]) == (count, 7, bos)
     assert count == 280
     assert abs(results["nll"] - total / count) < 1e-5
@@ -64,7 +54,7 @@ def test_token_ids_are_used_whole(torch, model, tmp_path, dtype):
     np.save(tmp_path / "ids.npy", rows)
     config = config_of("perplexity", model=str(model), token_ids=str(tmp_path / "ids.npy"))
     results = run(config, tmp_path / "run")
-    total, count = torch_nll(torch, torch_model(torch, model), rows)
+    total, count = tiny_models.torch_nll(torch, tiny_models.torch_model(torch, model), rows)
     assert results["tokens"] == count == 5 * 32
     assert abs(results["nll"] - total / count) < 1e-5
     assert results["bos"] == "in token_ids"
@@ -75,7 +65,7 @@ def test_batches_do_not_matter_and_soft_caps_count():
     params = random_params(GEMMA2)
     assert GEMMA2.final_softcap is not None
     rows = np.random.default_rng(0).integers(0, 29, (5, 11))
-    logits = our_logits(GEMMA2, params, rows[:, :-1]).astype(np.float64)
+    logits = tiny_models.our_logits(GEMMA2, params, rows[:, :-1]).astype(np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -np.take_along_axis(log_p, rows[:, 1:, None], -1).mean()
     for batch_size in (1, 2, 5, 64):
@@ -93,65 +83,41 @@ def test_a_broken_model_has_infinite_perplexity(tmp_path):
     assert found["nll"] > 700 and found["perplexity"] == math.inf
 
 
-def save_ids(path, kind):
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 258, (2, 8))
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(ids))
-    elif kind == "objects":
-        np.save(path, np.array([[1, 2], [3]], dtype=object), allow_pickle=True)
-    elif kind == "floats":
-        np.save(path, ids.astype(np.float32))
-    elif kind == "booleans":
-        np.save(path, ids > 9)
-    elif kind == "too large":
-        np.save(path, ids + 258)
-    elif kind == "negative":
-        np.save(path, ids - 400)
-    elif kind == "1-D":
-        np.save(path, ids[0])
-    elif kind == "one column":
-        np.save(path, ids[:, :1])
-    elif kind == "no rows":
-        np.save(path, ids[:0])
-    elif kind == "archive":
-        with path.open("wb") as file:
-            np.savez(file, ids=ids)
-    elif kind == "truncated":
-        np.save(path, ids)
-        path.write_bytes(path.read_bytes()[:-5])
-    elif kind == "text":
-        path.write_text("1 2 3")
-    elif kind == "empty":
-        path.write_bytes(b"")
+def save_archive(path, ids):
+    with path.open("wb") as file:
+        np.savez(file, ids=ids)
 
 
-@pytest.mark.parametrize(
-    ("kind", "word"),
-    [
-        ("pickle", "plain .npy array"),
-        ("objects", "plain .npy array"),
-        ("archive", "plain .npy array"),
-        ("truncated", "plain .npy array"),
-        ("text", "plain .npy array"),
-        ("empty", "plain .npy array"),
-        ("nowhere", "ids.npy"),
-        ("floats", "float32: integers are needed"),
-        ("booleans", "bool: integers are needed"),
-        ("too large", "outside the vocabulary of 258"),
-        ("negative", "outside the vocabulary of 258"),
-        ("1-D", "(8,): [windows, length >= 2]"),
-        ("one column", "(2, 1): [windows, length >= 2]"),
-        ("no rows", "(0, 8): [windows, length >= 2]"),
-    ],
-)
-def test_bad_token_ids(model, tmp_path, kind, word):
-    path = tmp_path / "ids.npy"
-    save_ids(path, kind)
-    error = run_script(
-        "evaluate", f"--config.model={model}", f"--config.token_ids={path}",
-        f"--workdir={tmp_path / 'run'}",
-    ).error  # fmt: skip
+def save_half(path, ids):
+    np.save(path, ids)
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+OBJECTS = np.array([[1, 2], [3]], dtype=object)
+BAD_IDS = {
+    "pickle": (lambda path, ids: path.write_bytes(pickle.dumps(ids)), "plain .npy array"),
+    "objects": (lambda path, _: np.save(path, OBJECTS, allow_pickle=True), "plain .npy array"),
+    "archive": (save_archive, "plain .npy array"),
+    "truncated": (save_half, "plain .npy array"),
+    "text": (lambda path, _: path.write_text("1 2 3"), "plain .npy array"),
+    "empty": (lambda path, _: path.write_bytes(b""), "plain .npy array"),
+    "nowhere": (lambda *_: None, "ids.npy"),
+    "floats": (lambda path, x: np.save(path, x + 0.0), "float64: integers are needed"),
+    "booleans": (lambda path, x: np.save(path, x > 9), "bool: integers are needed"),
+    "too large": (lambda path, x: np.save(path, x + 258), "outside the vocabulary of 258"),
+    "negative": (lambda path, x: np.save(path, x - 400), "outside the vocabulary of 258"),
+    "1-D": (lambda path, x: np.save(path, x[0]), "(8,): [windows, length >= 2]"),
+    "one column": (lambda path, x: np.save(path, x[:, :1]), "(2, 1): [windows, length >= 2]"),
+    "no rows": (lambda path, x: np.save(path, x[:0]), "(0, 8): [windows, length >= 2]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_IDS)
+def test_bad_token_ids(model, tmp_path, kind):
+    path, (save, word) = tmp_path / "ids.npy", BAD_IDS[kind]
+    save(path, np.random.default_rng(0).integers(0, 258, (2, 8)))
+    own = {"model": model, "token_ids": path, "workdir": tmp_path / "run"}
+    error = run_script("evaluate", **own).error
     assert word in error, error
     assert not (tmp_path / "run").exists()
 
@@ -175,10 +141,8 @@ def test_bad_text(model, tmp_path, content, flags, word):
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    error = run_script(
-        "evaluate", f"--config.model={model}", f"--config.text={path}", *flags,
-        f"--workdir={tmp_path / 'run'}",
-    ).error  # fmt: skip
+    own = {"model": model, "text": path, "workdir": tmp_path / "run"}
+    error = run_script("evaluate", *flags, **own).error
     assert word in error, error
     assert not (tmp_path / "run").exists()
 

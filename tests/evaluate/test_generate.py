@@ -8,25 +8,23 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, byte_tokenizer, random_params, tiny_of
+from tiny_runs import refused
 
-from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models import causal_lm, generate
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.decoding import layers_apart
-from ffn_heterogeneity.models.generate import (
-    CHUNK,
-    Generation,
-    Generator,
-    Sampling,
-    _decode,
-    _prefill,
-    bucket,
-)
+from ffn_heterogeneity.models.generate import CHUNK, Generation, Generator, Sampling
 from ffn_heterogeneity.models.sampling import nucleus
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 BYTES = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=64, eos_id=None)
 PROMPTS = [[0, 5, 9], [0, 40, 41, 42, 43, 44, 45], [7], [0, 200, 100, 17, 3]]
+
+
+def programs():
+    """How many there are: of prompts, of tokens."""
+    return generate._prefill._cache_size(), generate._decode._cache_size()
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +75,12 @@ def test_draws_depend_on_the_seed_and_the_row_alone(generator):
     assert all(a.tokens != b.tokens for a, b in zip(together, other, strict=True))
     # A cold or a narrow draw is the likeliest token.
     greedy = generator(PROMPTS, Sampling(max_new_tokens=12), progress=None)
-    for sampling in (
-        Sampling(max_new_tokens=12, temperature=1e-4),
-        Sampling(max_new_tokens=12, temperature=1.0, top_p=1e-6),
-    ):
+    for settings in ({"temperature": 1e-4}, {"temperature": 1.0, "top_p": 1e-6}):
+        sampling = Sampling(max_new_tokens=12, **settings)
         assert generator(PROMPTS, sampling, progress=None) == greedy
     # Each prompt may have its own.
     mixed = generator(PROMPTS, [warm, Sampling(max_new_tokens=12)] * 2, progress=None)
-    assert [mixed[0], mixed[1], mixed[2], mixed[3]] == [
-        together[0], greedy[1], together[2], greedy[3],
-    ]  # fmt: skip
+    assert mixed == [together[0], greedy[1], together[2], greedy[3]]
 
 
 def test_draws_follow_the_model(generator):
@@ -95,9 +89,8 @@ def test_draws_follow_the_model(generator):
     wide = Generator(BYTES, generator.params, batch_size=64)
     sampling = Sampling(max_new_tokens=1, temperature=temperature)
     found = wide([PROMPTS[0]] * count, sampling, progress=None)
-    hidden = jax.jit(causal_lm.forward, static_argnums=0)(
-        BYTES, generator.params, {"tokens": np.array([PROMPTS[0]])}
-    )["hidden"]
+    forward = jax.jit(causal_lm.forward, static_argnums=0)
+    hidden = forward(BYTES, generator.params, {"tokens": np.array([PROMPTS[0]])})["hidden"]
     logits = np.asarray(causal_lm.logits(BYTES, generator.params, hidden[0, -1]), np.float64)
     p = np.exp(logits / temperature - (logits / temperature).max())
     p /= p.sum()
@@ -129,19 +122,16 @@ def test_stop_strings_and_eos_end_a_text(generator):
     whole = generator(PROMPTS, Sampling(max_new_tokens=CHUNK + 8), progress=None)
     text = whole[0].text
     stop = text[3:5]
-    found = generator(
-        PROMPTS, Sampling(max_new_tokens=CHUNK + 8, stop=("never-there", stop)), progress=None
-    )
-    assert found[0] .finish == "stop" and found[0].text == text[: text.find(stop)]  # fmt: skip
+    stopping = Sampling(max_new_tokens=CHUNK + 8, stop=("never-there", stop))
+    found = generator(PROMPTS, stopping, progress=None)
+    assert found[0].finish == "stop" and found[0].text == text[: text.find(stop)]
     assert found[0].tokens == whole[0].tokens[: len(found[0].tokens)]
     for one, full in zip(found[1:], whole[1:], strict=True):
         assert one == full or (one.finish == "stop" and full.text.startswith(one.text))
     # It may begin or end with a special token, which is in no text that is shown.
     tokens, tokenizer = whole[0].tokens, byte_tokenizer()
-    place = next(
-        i for i, token in enumerate(tokens)
-        if i and token not in tokens[:i] and tokenizer.decode(tokens[i + 1]).isascii()
-    )  # fmt: skip
+    new = (i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+    place = next(i for i in new if tokenizer.decode(tokens[i + 1]).isascii())
     name = tokenizer.convert_ids_to_tokens(tokens[place])
     tokenizer.add_special_tokens({"additional_special_tokens": [name]})
     made = Generator(BYTES, generator.params, tokenizer, batch_size=1)
@@ -168,23 +158,22 @@ def test_stop_strings_and_eos_end_a_text(generator):
 
 def test_one_program_a_size(generator):
     """A size that no other test here has: one program each, whatever the settings."""
-    prompts, before = [[0, 3, 1], [0, 4]], (_prefill._cache_size(), _decode._cache_size())
+    prompts, before = [[0, 3, 1], [0, 4]], programs()
     for temperature in (0.0, 0.5, 0.7):
         for count in (33, 40):
             generator(prompts, Sampling(count, temperature, top_p=0.9), progress=None)
-    assert (_prefill._cache_size(), _decode._cache_size()) == (before[0] + 1, before[1] + 1)
-    assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 49, 100)] == [
-        16, 16, 24, 24, 32, 48, 64, 128,
-    ]  # fmt: skip
+    assert programs() == (before[0] + 1, before[1] + 1)
+    buckets = {1: 16, 16: 16, 17: 24, 24: 24, 25: 32, 33: 48, 49: 64, 100: 128}
+    assert {n: generate.bucket(n) for n in buckets} == buckets
 
 
 def test_batches_of_unlike_length_share_the_program_of_tokens(generator):
     """Prompts of two buckets: two programs for prompts, one for tokens."""
     prompts = [[0] * 20, [0] * 18, [0, 3], [0, 4]]
     made = Generator(BYTES, generator.params, batch_size=2)
-    before = _prefill._cache_size(), _decode._cache_size()
+    before = programs()
     found = made(prompts, Sampling(max_new_tokens=30), progress=None)
-    assert (_prefill._cache_size(), _decode._cache_size()) == (before[0] + 2, before[1] + 1)
+    assert programs() == (before[0] + 2, before[1] + 1)
     alone = [made([prompt], Sampling(max_new_tokens=30), progress=None)[0] for prompt in prompts]
     assert [one.tokens for one in found] == [one.tokens for one in alone]
 
@@ -227,8 +216,7 @@ def test_a_long_prompt_can_lose_its_beginning(generator):
     one = generator([long], Sampling(max_new_tokens=8), truncate=True, progress=None)[0]
     kept = generator([[0, *long[-55:]]], Sampling(max_new_tokens=8), progress=None)[0]
     assert one == kept and isinstance(one, Generation)
-    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
-        Generator(BYTES, generator.params)([[0]], Sampling(stop=("a",)), progress=None)
-    with pytest.raises(ValueError, match="2 prompts, but 1 samplings"):
-        generator([[0], [1]], [Sampling()], progress=None)
+    wordless = Generator(BYTES, generator.params)
+    refused("stop strings need a tokenizer", wordless, [[0]], Sampling(stop=("a",)), progress=None)
+    refused("2 prompts, but 1 samplings", generator, [[0], [1]], [Sampling()], progress=None)
     assert generator([], progress=None) == []

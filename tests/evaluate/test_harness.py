@@ -117,9 +117,8 @@ def test_special_tokens_end_a_text(lm_eval):
     stopped, ended = byte_tokenizer(), byte_tokenizer()
     stopped.add_special_tokens({"additional_special_tokens": [name]})
     lm = lm_of(stopped, eos_id=None)
-    assert lm.generate_until([instance("The cat", {"until": [name], "max_gen_toks": 40})]) == [
-        wanted
-    ]
+    named = instance("The cat", {"until": [name], "max_gen_toks": 40})
+    assert lm.generate_until([named]) == [wanted]
     assert len(lm.generate_until([request])[0]) > len(wanted)
     ended.eos_token = name
     assert lm_of(ended, eos_id=(257,)).generate_until([request]) == [wanted]
@@ -186,11 +185,9 @@ def test_unknown_generation_settings_are_refused(tiny):
 
 def test_the_script_writes_scores_intervals_and_samples(tmp_path, lm_eval, shared_data):
     save_tiny(tmp_path / "model", dataclasses.replace(SMALL, max_position=512))
-    done = run_script(
-        "evaluate", "--config=configs/harness.py", f"--config.model={tmp_path / 'model'}",
-        "--config.tasks=('piqa', 'mmlu')", f"--config.data_root={shared_data}",
-        "--config.limit=3", "--config.num_fewshot=0", f"--workdir={tmp_path / 'run'}",
-    )  # fmt: skip
+    own = {"tasks": ("piqa", "mmlu"), "data_root": shared_data, "limit": 3, "num_fewshot": 0}
+    own |= {"model": tmp_path / "model", "workdir": tmp_path / "run"}
+    done = run_script("evaluate", config="configs/harness.py", **own)
     assert done.code == 0, done.err
     tasks = json.loads((tmp_path / "run" / "results.json").read_text())["tasks"]
     assert set(tasks) == {"piqa", "mmlu"} and tasks["piqa"]["n"] == tasks["mmlu"]["n"] == 3

@@ -21,17 +21,15 @@ def test_smollm2_agrees_with_the_harness(torch, lm_eval, shared_data, smollm2_gg
     from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 
     model = load_model(smollm2_gguf)
-    save_pretrained(
-        model.config, unstack(model.params), tmp_path / "model", tokenizer=model.tokenizer
-    )
+    params = unstack(model.params)
+    save_pretrained(model.config, params, tmp_path / "model", tokenizer=model.tokenizer)
     theirs, ours = hf_model(torch, tmp_path / "model", 20), HarnessLM(model, batch_size=20)
     found = []
     for lm in (ours, theirs):
         pack = make_task_pack(str(shared_data), ["piqa", "hellaswag"], num_fewshot=0)
         start = time.monotonic()
-        found.append(
-            lm_eval.simple_evaluate(lm, **pack._asdict(), limit=100, bootstrap_iters=0)["samples"]
-        )
+        made = lm_eval.simple_evaluate(lm, **pack._asdict(), limit=100, bootstrap_iters=0)
+        found.append(made["samples"])
         print(f"{type(lm).__name__}: 200 questions in {time.monotonic() - start:.1f} s")
     for task, rows in found[0].items():
         for one, other in zip(rows, found[1][task], strict=True):

@@ -6,7 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from task_tools import requests_of, rows_of, write
+from task_tools import requests_of
+from tiny_runs import read_rows, write_rows
 
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
@@ -14,17 +15,15 @@ from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
-STOCK = {
-    "arc_challenge": "arc/arc_challenge.yaml", "arc_easy": "arc/arc_easy.yaml",
-    "boolq": "super_glue/boolq/default.yaml", "cb": "super_glue/cb/default.yaml",
-    "copa": "super_glue/copa/default.yaml", "gsm8k": "gsm8k/gsm8k.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml", "lambada_openai": "lambada/lambada_openai.yaml",
-    "mbpp": "mbpp/mbpp.yaml", "mmlu_virology": "mmlu/default/mmlu_virology.yaml",
-    "nq_open": "nq_open/nq_open.yaml", "piqa": "piqa/piqa.yaml", "race": "race/race.yaml",
-    "sciq": "sciq/sciq.yaml", "sglue_rte": "super_glue/rte/default.yaml",
-    "social_iqa": "siqa/siqa.yaml", "swag": "swag/swag.yaml", "triviaqa": "triviaqa/default.yaml",
-    "wic": "super_glue/wic/default.yaml", "winogrande": "winogrande/default.yaml",
-}  # fmt: skip
+# Task of the harness -> its file.
+STOCK = {f"arc_{kind}": f"arc/arc_{kind}.yaml" for kind in ("challenge", "easy")}
+STOCK |= {name: f"super_glue/{name}/default.yaml" for name in ("boolq", "cb", "copa", "wic")}
+STOCK |= {"sglue_rte": "super_glue/rte/default.yaml", "social_iqa": "siqa/siqa.yaml"}
+STOCK |= {name: f"{name}/default.yaml" for name in ("triviaqa", "winogrande")}
+STOCK |= {"lambada_openai": "lambada/lambada_openai.yaml"}
+STOCK |= {"mmlu_virology": "mmlu/default/mmlu_virology.yaml"}
+PLAIN = ("gsm8k", "hellaswag", "mbpp", "nq_open", "piqa", "race", "sciq", "swag")
+STOCK |= {name: f"{name}/{name}.yaml" for name in PLAIN}
 
 
 # ---- the hub's form of the shared rows, made here and not by the package
@@ -62,12 +61,10 @@ def _number(*words):
     return lambda row: row | {"label": words.index(row["label"])}
 
 
-HUB = {
-    "arc_challenge": _arc, "mmlu_virology": _mmlu, "triviaqa": _triviaqa, "race": _race,
-    "swag": _swag, "cb": _number("entailment", "contradiction", "neutral"),
-    "sglue_rte": _number("entailment", "not_entailment"), "wic": _number(False, True),
-    "boolq": _number(False, True), "social_iqa": lambda row: row | {"label": str(row["label"])},
-}  # fmt: skip
+HUB = {"arc_challenge": _arc, "mmlu_virology": _mmlu, "triviaqa": _triviaqa, "race": _race}
+HUB |= {"swag": _swag, "cb": _number("entailment", "contradiction", "neutral")}
+HUB |= {"sglue_rte": _number("entailment", "not_entailment"), "wic": _number(False, True)}
+HUB |= {"boolq": _number(False, True), "social_iqa": lambda x: x | {"label": str(x["label"])}}
 
 
 def hub_rows(shared_data, name):
@@ -76,7 +73,7 @@ def hub_rows(shared_data, name):
     name = "arc_challenge" if name == "arc_easy" else name
     folder = shared_data / tables().tasks[name]["local"]["folder"]
     files = [folder / f"{part}.jsonl" for part in local["evaluation"]]
-    rows = rows_of(next(file for file in files if file.exists()))
+    rows = read_rows(next(file for file in files if file.exists()))
     if name == "race":
         rows = [row for row in rows if row["example_id"].startswith("high")]
     if name == "mmlu_virology":
@@ -91,10 +88,10 @@ def hub_root(shared_data, tmp_path):
     def make(name):
         local = tables().tasks[name]["local"]
         rows = hub_rows(shared_data, name)
-        write(tmp_path / local["folder"] / f"{local['evaluation'][0]}.jsonl", rows[:24])
+        write_rows(tmp_path / local["folder"] / f"{local['evaluation'][0]}.jsonl", rows[:24])
         if name == "mbpp":
-            rows[24:] = rows_of(shared_data / "mbpp" / "prompt.jsonl")
-        write(tmp_path / local["folder"] / f"{local['fewshot'][0]}.jsonl", rows[24:])
+            rows[24:] = read_rows(shared_data / "mbpp" / "prompt.jsonl")
+        write_rows(tmp_path / local["folder"] / f"{local['fewshot'][0]}.jsonl", rows[24:])
         return str(tmp_path), rows[:24], rows[24:]
 
     return make
@@ -109,12 +106,8 @@ def stock_task(lm_eval, name, questions, examples, shots):
     path = Path(lm_eval.__file__).parent / "tasks" / STOCK[name]
     # Its MBPP module downloads a metric when it is loaded: its functions stay unresolved.
     config = load_yaml(path, resolve_func=name != "mbpp")
-    given = {
-        "train": datasets.Dataset.from_list(examples),
-        "dev": datasets.Dataset.from_list(examples),
-        "validation": datasets.Dataset.from_list(questions),
-        "test": datasets.Dataset.from_list(questions),
-    }
+    given = dict.fromkeys(("train", "dev"), datasets.Dataset.from_list(examples))
+    given |= dict.fromkeys(("validation", "test"), datasets.Dataset.from_list(questions))
     config = {key: value for key, value in config.items() if key != "tag"}
     if name == "mbpp":
         config["metric_list"] = [{"metric": "bypass", "aggregation": "bypass"}]
@@ -124,11 +117,8 @@ def stock_task(lm_eval, name, questions, examples, shots):
 
 
 def stock_mbpp_shots(path):
-    [function] = [
-        node
-        for node in ast.parse((path.parent / "utils.py").read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name == "list_fewshot_samples"
-    ]
+    nodes = ast.parse((path.parent / "utils.py").read_text()).body
+    [function] = [one for one in nodes if getattr(one, "name", "") == "list_fewshot_samples"]
     return ast.literal_eval(function.body[0].value)
 
 
@@ -209,9 +199,9 @@ def test_every_file_names_known_things():
     used = {settings["local"]["rows"] for settings in tables().tasks.values()}
     assert used == set(ROWS)
     defaults = {name: tables().tasks[name]["num_fewshot"] for name in STOCK}
-    assert {name: shots for name, shots in defaults.items() if shots} == {
-        "gsm8k": 5, "hellaswag": 10, "mbpp": 3, "mmlu_virology": 5, "nq_open": 5, "triviaqa": 5,
-    }  # fmt: skip
+    shots = {"hellaswag": 10, "mbpp": 3}
+    shots |= dict.fromkeys(("gsm8k", "mmlu_virology", "nq_open", "triviaqa"), 5)
+    assert {name: count for name, count in defaults.items() if count} == shots
 
 
 # ---- forms of ARC
@@ -220,12 +210,10 @@ def test_every_file_names_known_things():
 def test_arc_as_an_instruction(shared_data):
     """All rows of the instruction form that are also there in the original form agree."""
     local = shared_data / "arc_challenge"
-    found = {
-        read["question"]: read
-        for read in map(ROWS["arc"], rows_of(local / "test_llm_adapters.jsonl"))
-    }
+    rows = map(ROWS["arc"], read_rows(local / "test_llm_adapters.jsonl"))
+    found = {row["question"]: row for row in rows}
     agree, differ = 0, []
-    for row in rows_of(local / "test.jsonl"):
+    for row in read_rows(local / "test.jsonl"):
         expected = ROWS["arc"](row)
         other = found.get(expected["question"])
         if other is not None:

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from tiny_models import byte_tokenizer, random_params, tiny_of
+from tiny_runs import refused
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.io.export import save_pretrained
@@ -47,7 +48,6 @@ def test_texts_and_what_is_none():
     for texts, told in (([], "at least one"), ([3], "not iterable"), (["a", ("a", "b")], "or all")):
         with pytest.raises((ValueError, TypeError), match=told):
             fh.hidden_states(model, texts)
-    with pytest.raises(ValueError, match="must be"):
-        fh.hidden_states(model, np.zeros((2, 3), int), np.ones((2, 2), bool))
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        fh.hidden_states(model, np.full((1, 2), 999))
+    masked = (np.zeros((2, 3), int), np.ones((2, 2), bool))
+    refused("must be", fh.hidden_states, model, *masked)
+    refused("outside the vocabulary", fh.hidden_states, model, np.full((1, 2), 999))

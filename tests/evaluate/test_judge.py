@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 from tiny_models import config_of, run_script
+from tiny_runs import read_rows, write_rows
 
 from ffn_heterogeneity.evaluate.chat import endpoint as endpoints
 from ffn_heterogeneity.evaluate.chat import judge
@@ -83,46 +84,26 @@ def user_text(request):
 def files(tmp_path):
     """Three questions, two models' answers and references, as the benchmark has them."""
 
-    def write(name, rows):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    kinds = ["writing", "math", "writing"]
-    write(
-        "data/mt_bench/test.jsonl",
-        [
-            {"question_id": i, "category": kind, "turns": [f"Ask {i}", f"And {i} {{x}}"]}
-            for i, kind in enumerate(kinds)
-        ],
-    )
-
-    def answers(model):
-        return [
-            {
-                "question_id": i, "answer_id": "a", "model_id": model, "tstamp": 1.0,
-                "choices": [{"index": 0, "turns": [f"{model} says {i}", f"{model} adds {i}"]}],
-            }
-            for i in range(3)
-        ]  # fmt: skip
-
-    write("data/mt_bench/reference_gpt4.jsonl", answers("gold"))
-    paths = {name: write(f"{name}.jsonl", answers(name)) for name in ("ours", "theirs")}
-    return {"data_root": str(tmp_path / "data"), **paths}
+    questions = [
+        {"question_id": i, "category": kind, "turns": [f"Ask {i}", f"And {i} {{x}}"]}
+        for i, kind in enumerate(["writing", "math", "writing"])
+    ]
+    write_rows(tmp_path / "data/mt_bench/test.jsonl", questions)
+    paths = {"gold": tmp_path / "data/mt_bench/reference_gpt4.jsonl"}
+    paths |= {name: tmp_path / f"{name}.jsonl" for name in ("ours", "theirs")}
+    for model, path in paths.items():
+        said = [[f"{model} says {i}", f"{model} adds {i}"] for i in range(3)]
+        own = {"answer_id": "a", "model_id": model, "tstamp": 1.0}
+        choices = [[{"index": 0, "turns": turns}] for turns in said]
+        write_rows(path, [{"question_id": i, "choices": x, **own} for i, x in enumerate(choices)])
+    return {"data_root": str(tmp_path / "data"), **{k: str(path) for k, path in paths.items()}}
 
 
 def config_for(server, files, **changes):
-    defaults = {
-        "benchmark": "mt_bench", "data_root": files["data_root"], "answers": files["ours"],
-        "url": server.url, "judge_model": "the/judge", "key_env": "JUDGE_KEY",
-        "backoff": 0.01, "timeout": 5.0, "retries": 2, "workers": 2,
-    }  # fmt: skip
+    defaults = {"benchmark": "mt_bench", "data_root": files["data_root"], "answers": files["ours"]}
+    defaults |= {"url": server.url, "judge_model": "the/judge", "key_env": "JUDGE_KEY"}
+    defaults |= {"backoff": 0.01, "timeout": 5.0, "retries": 2, "workers": 2}
     return config_of("judge", **{**defaults, **changes})
-
-
-def rows_of(path):
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
 
 
 def nowhere(path, text):
@@ -145,13 +126,11 @@ def test_ratings(server, files, tmp_path):
     assert results["by_turn"] == {"1": 6.0, "2": 8.0}
     assert results["by_category"] == {"writing": 7.0, "math": 7.0}
     assert results["judgments"].endswith("model_judgment/the_judge_single.jsonl")
-    rows = rows_of(results["judgments"])
-    assert [(row["question_id"], row["turn"]) for row in rows] == [
-        (i, turn) for i in range(3) for turn in (1, 2)
-    ]
-    assert list(rows[0]) == [
-        "question_id", "model", "judge", "user_prompt", "judgment", "score", "turn", "tstamp",
-    ]  # fmt: skip
+    rows = read_rows(results["judgments"])
+    places = [(row["question_id"], row["turn"]) for row in rows]
+    assert places == [(i, turn) for i in range(3) for turn in (1, 2)]
+    fields = "question_id model judge user_prompt judgment score turn tstamp"
+    assert " ".join(rows[0]) == fields
     names = {(row["question_id"], row["turn"]): row["judge"] for row in rows}
     assert names[0, 1] == ["the/judge", "single"] and names[0, 2][1] == "single-multi-turn"
     assert names[1, 2][1] == "single-reference-multi-turn"
@@ -192,11 +171,9 @@ def test_pairs_are_asked_both_ways(server, files, tmp_path):
     assert counts == {"wins": 2, "losses": 2, "ties": 2, "inconsistent": 0}
     assert results["models"] == ["ours", "theirs"] and len(server.requests) == 12
     assert results["win_rate"] == 0.5 and results["win_rate_low"] < 0.5 < results["win_rate_high"]
-    row = rows_of(results["judgments"])[0]
-    assert list(row) == [
-        "question_id", "model_1", "model_2", "g1_winner", "g1_user_prompt", "g1_judgment",
-        "g2_winner", "g2_user_prompt", "g2_judgment", "judge", "turn", "tstamp",
-    ]  # fmt: skip
+    row = read_rows(results["judgments"])[0]
+    games = "g1_winner g1_user_prompt g1_judgment g2_winner g2_user_prompt g2_judgment"
+    assert " ".join(row) == f"question_id model_1 model_2 {games} judge turn tstamp"
     assert (row["g1_winner"], row["g2_winner"]) == ("model_1", "model_1")
     assert results["judgments"].endswith("the_judge_pair.jsonl")
     server.behave = lambda n, data: chat("Always the first: [[A]]")
@@ -207,7 +184,7 @@ def test_pairs_are_asked_both_ways(server, files, tmp_path):
     config = config_for(server, files, **pair, workers=1, limit=1)
     results = judge.run(config, tmp_path / "half")
     assert (results["judged"], results["failed"]) == (0, 2) and results["win_rate"] is None
-    failed = rows_of(tmp_path / "half" / "failed.jsonl")[0]
+    failed = read_rows(tmp_path / "half" / "failed.jsonl")[0]
     assert (failed["g1_winner"], failed["g2_winner"]) == ("model_1", "error")
     assert failed["g2_judgment"] == "no idea" and "no verdict" in failed["error"]
 
@@ -250,7 +227,7 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
     config = config_for(server, files, timeout=1.0, retries=0)
     results = judge.run(config, tmp_path / "out")
     assert (results["judged"], results["failed"], results["score"]) == (5, 1, 4.0)
-    (failed,) = rows_of(tmp_path / "out" / "failed.jsonl")
+    (failed,) = read_rows(tmp_path / "out" / "failed.jsonl")
     assert (failed["question_id"], failed["turn"], failed["score"]) == (1, 2, None)
     (error,) = results["errors"]
     assert error == {"question_id": 1, "turn": 2, "error": failed["error"]}
@@ -264,7 +241,7 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
     results = judge.run(config, tmp_path / "out")
     assert len(server.requests) == asked + 1
     assert (results["judged"], results["failed"], results["score"]) == (6, 0, 5.0)
-    assert len(rows_of(tmp_path / "out" / "failed.jsonl")) == 1  # nothing is lost
+    assert len(read_rows(tmp_path / "out" / "failed.jsonl")) == 1  # nothing is lost
 
 
 def test_busy_servers_are_tried_again(server, monkeypatch):
@@ -352,7 +329,7 @@ def test_other_answers_are_judged_anew(server, files, tmp_path):
     os.replace(files["theirs"], files["ours"])
     again = judge.run(config, tmp_path / "out")
     assert (again["models"], again["score"], again["judged"]) == (["theirs"], 2, 6)
-    assert all(row["model"] == "theirs" for row in rows_of(again["judgments"]))
+    assert all(row["model"] == "theirs" for row in read_rows(again["judgments"]))
 
 
 def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
@@ -379,11 +356,9 @@ def test_answers_that_lack(server, files, tmp_path, capsys):
 
 def test_the_script(server, files, tmp_path):
     server.behave = lambda n, data: chat("[[9]]")
-    done = run_script(
-        "evaluate", "--config=configs/judge.py", f"--config.answers={files['ours']}",
-        f"--config.data_root={files['data_root']}", f"--config.url={server.url}",
-        "--config.judge_model=j", "--config.key_env=JUDGE_KEY", f"--workdir={tmp_path / 'out'}",
-    )  # fmt: skip
+    own = {"answers": files["ours"], "data_root": files["data_root"], "url": server.url}
+    own |= {"judge_model": "j", "key_env": "JUDGE_KEY", "workdir": tmp_path / "out"}
+    done = run_script("evaluate", config="configs/judge.py", **own)
     assert done.code == 0, done.err
     assert "score 9.00" in done.out and nowhere(tmp_path / "out", KEY)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["score"] == 9.0

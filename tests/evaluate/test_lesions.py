@@ -6,12 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from tiny_models import byte_tokenizer, config_of, random_params, tiny_of
+from tiny_models import config_of, random_params, save_tiny, tiny_of
 
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.lesions import draw_neurons
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.criteria import layer_scores
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 def case(request, tmp_path_factory):
     root, config = tmp_path_factory.mktemp(request.param), tiny_of(request.param, 4)
     params = random_params(config, dtype=np.float32)
-    save_pretrained(config, unstack(params), root / "model", tokenizer=byte_tokenizer())
+    save_tiny(root / "model", config, params)
     rows = np.random.default_rng(0).integers(2, config.vocab_size, (2, 13))
     np.save(root / "rows.npy", rows)
     settings = {"model": str(root / "model"), "token_ids": str(root / "rows.npy"), "others": 5}
@@ -87,5 +86,5 @@ def test_the_others_are_drawn_from_all_other_layers():
     assert len(set(rest)) == 20 and {layer for layer, _ in rest} == {0, 2, 3}
     assert draw_neurons(config, 1, 20, seed=4) != chosen
     with pytest.raises(ValueError, match="others=-1"):
-        evaluation.check_config(config_of("analyze", "lesions", model="x", token_ids=__file__,
-                                          others=-1))  # fmt: skip
+        own = {"model": "x", "token_ids": __file__, "others": -1}
+        evaluation.check_config(config_of("analyze", "lesions", **own))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from task_tools import instance, requests_of, rows_of
+from task_tools import instance, requests_of
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
+from tiny_runs import read_rows
 
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
 from ffn_heterogeneity.evaluate.metrics import rouge_l
@@ -25,10 +26,8 @@ from ffn_heterogeneity.models.generate import Generation
 pytestmark = pytest.mark.usefixtures("compiled_quickly", "no_network", "lm_eval")
 SMALL = dataclasses.replace(LLAMA, layers=(LayerConfig(12),) * 2, max_position=160)
 # THUDM's lengths of answers, and how many questions MiniLongBench has of each.
-QA = {
-    "2wikimqa": (32, 13), "hotpotqa": (32, 13), "multifieldqa_en": (64, 7), "musique": (32, 7),
-    "narrativeqa": (128, 6), "qasper": (128, 9), "triviaqa": (32, 12),
-}  # fmt: skip
+QA = {"2wikimqa": (32, 13), "hotpotqa": (32, 13), "multifieldqa_en": (64, 7), "musique": (32, 7)}
+QA |= {"narrativeqa": (128, 6), "qasper": (128, 9), "triviaqa": (32, 12)}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def test_news_are_asked_for_as_by_longbench(lm_eval, shared_data):
     """The prompt of a real row, and the stock task's own words and length."""
     [task] = make_task_pack(str(shared_data), "longbench_multi_news").tasks
     assert len(task.eval_docs) == 200
-    row = rows_of(shared_data / "longbench" / "multi_news.jsonl", 1)[0]
+    row = read_rows(shared_data / "longbench" / "multi_news.jsonl")[0]
     text = (
         "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n"
         f"{row['context']}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
@@ -58,15 +57,14 @@ def test_news_are_asked_for_as_by_longbench(lm_eval, shared_data):
 def test_questions_are_the_published_prompts(shared_data):
     """English questions alone, each with its own length of answer."""
     [task] = make_task_pack(str(shared_data), "minilongbench_qa").tasks
-    rows = rows_of(shared_data / "longbench" / "minilongbench.jsonl")
+    rows = read_rows(shared_data / "longbench" / "minilongbench.jsonl")
     rows = [row for row in rows if row["dataset"] in QA]
     assert collections.Counter(row["dataset"] for row in rows) == {k: n for k, (_, n) in QA.items()}
-    expected = [
-        ("generate_until", row["origin_prompt"],
-         {"until": [], "do_sample": False, "max_gen_toks": QA[row["dataset"]][0]})
-        for row in rows
-    ]  # fmt: skip
-    assert requests_of(task, None) == expected
+    found = requests_of(task, None)
+    assert [asked[:2] for asked in found] == [("generate_until", x["origin_prompt"]) for x in rows]
+    for row, (*_, settings) in zip(rows, found, strict=True):
+        length = QA[row["dataset"]][0]
+        assert settings == {"until": [], "do_sample": False, "max_gen_toks": length}
     assert [doc["answers"] for doc in task.eval_docs] == [row["gold"] for row in rows]
 
 
@@ -107,7 +105,7 @@ def oracle_rouge(prediction, answer):
 
 
 def test_rouge_against_the_formula(shared_data):
-    rows = rows_of(shared_data / "longbench" / "multi_news.jsonl", 6)
+    rows = read_rows(shared_data / "longbench" / "multi_news.jsonl")[:6]
     seen = []
     for row, other in zip(rows, rows[1:], strict=False):
         answer = row["answers"][0]
@@ -177,9 +175,8 @@ def test_long_prompts_lose_their_middle(model, shared_data):
 
 def test_a_run(model, shared_data, tmp_path):
     """Real rows, thousands of tokens, in a model of 160 positions."""
-    config = config_of(
-        "harness", model="x", data_root=str(shared_data), tasks=("minilongbench_qa",), limit=2
-    )
+    own = {"data_root": str(shared_data), "tasks": ("minilongbench_qa",)}
+    config = config_of("harness", model="x", limit=2, **own)
     found = evaluate_tasks(config, model)["minilongbench_qa"]
     assert found["n"] == 2 and found["shots"] == 0 and 0 <= found["f1"] <= 1
     assert np.isfinite(found["f1"]) and "f1_low" not in found

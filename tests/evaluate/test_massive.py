@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
+from tiny_models import LLAMA, config_of, random_params, save_tiny
 
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.probes.massive import STATES
 from ffn_heterogeneity.surgery.attack import massive_weights
 
@@ -17,10 +15,7 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    params = unstack(random_params(LLAMA))
-    save_pretrained(LLAMA, params, path, tokenizer=byte_tokenizer())
-    return path
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def test_the_analysis(directory, tmp_path, capsys):
@@ -45,8 +40,8 @@ def test_the_analysis(directory, tmp_path, capsys):
         np.testing.assert_allclose(one["top"], other["top"], rtol=1e-5)
     assert len(results["sinks"]) == 4 and all(0 < share < 1 for share in results["sinks"])
     assert f"massive layer {results['layer']} (from 1)" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "massive_depth.png", "massive_states.png"}  # fmt: skip
+    figures = {path.name for path in tmp_path.glob("*.png")}
+    assert figures == {"massive_depth.png", "massive_states.png"}
 
 
 def test_another_layer_and_token(directory, tmp_path):

@@ -44,11 +44,8 @@ def test_multirc_against_scikit_learn(seed):
     random = np.random.default_rng(seed)
     gold, said = random.integers(0, 2, (2, 60))
     group = np.sort(random.integers(0, 12, 60))
-    words = ("False", "True")
-    references = [
-        {"label": words[label], "group": (0, int(number))}
-        for label, number in zip(gold, group, strict=True)
-    ]
+    words, pairs = ("False", "True"), zip(gold, group, strict=True)
+    references = [{"label": words[label], "group": (0, int(n))} for label, n in pairs]
     found = metrics.multirc([words[i] for i in said], references)
     assert found["f1_answers"] == pytest.approx(sklearn.metrics.f1_score(gold, said), abs=1e-12)
     exact = [np.array_equal(gold[group == g], said[group == g]) for g in np.unique(group)]
@@ -81,15 +78,11 @@ def test_token_f1(prediction, answer, f1):
     assert metrics.token_f1(prediction, answer) == pytest.approx(f1)
 
 
-@pytest.mark.parametrize(
-    "text, squad",
-    [
-        ("The  Cat's, an  A-team!", "cats ateam"),
-        ("A.B. theory", "ab theory"),
-        ("an ‘odd’ one", "‘odd’ one"),
-        ("the", ""),
-    ],
-)
+PLAIN = [("The  Cat's, an  A-team!", "cats ateam"), ("A.B. theory", "ab theory")]
+PLAIN += [("an ‘odd’ one", "‘odd’ one"), ("the", "")]
+
+
+@pytest.mark.parametrize("text, squad", PLAIN)
 def test_normalisation(text, squad):
     assert metrics.normalize_squad(text) == squad
 
@@ -113,9 +106,6 @@ def test_wsc_match(prediction, referent, same):
         found = metrics.wsc([prediction], [{"referent": referent, "label": label}])
         empty = not prediction.replace("the", "").strip()
         assert found["accuracy"] == float(not empty and same is label)
-
-
-# ---- GSM8K
 
 
 # ---- others

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special
 from tiny_models import config_of, random_params, save_tiny, save_tiny_reader, tiny_of
+from tiny_runs import read_rows as rows_in
+from tiny_runs import write_rows
 
 from ffn_heterogeneity.data.labelled import Encoded, Form, encode_texts
 from ffn_heterogeneity.evaluate import ntk
@@ -67,10 +67,8 @@ def by_gradients(model, data, layer=LAYER):
         batch = {"tokens": ids[None], "segment_ids": np.ones((1, len(ids)), np.int32)}
         ffn = dict(layer_leaves(gradient(model.params, batch), "ffn"))[layer]
         ffn.pop("neuron_scale", None)
-        leaves = [
-            leaf for linear in ffn.values() for name, leaf in linear.items() if name != "mask"
-        ]
-        rows.append(np.concatenate([np.ravel(leaf) for leaf in leaves]))
+        named = [pair for linear in ffn.values() for pair in linear.items()]
+        rows.append(np.concatenate([np.ravel(leaf) for name, leaf in named if name != "mask"]))
     g = np.stack(rows)
     return {"adam": g @ np.sign(g).T, "sgd": g @ g.T}
 
@@ -80,11 +78,11 @@ def tiny_reader(family):
     return with_random_head(Model(config, random_params(config, dtype=np.float64), None, ""), HEAD)
 
 
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [("bert", None), ("llama", None), ("llama", "fusion"), ("bert", "svd"),
-     ("bert", "unstructured"), ("roberta", "mmd"), ("gemma2", "svd")],
-)  # fmt: skip
+FUSED = [("bert", None), ("llama", None), ("llama", "fusion"), ("bert", "svd")]
+FUSED += [("bert", "unstructured"), ("roberta", "mmd"), ("gemma2", "svd")]
+
+
+@pytest.mark.parametrize(("family", "method"), FUSED)
 def test_kernels_are_those_of_whole_gradients(family, method, monkeypatch):
     """Post-norm and pre-norm, plain and gated; P, factors and masks; padding; in many chunks."""
     model = tiny_reader(family)
@@ -97,11 +95,11 @@ def test_kernels_are_those_of_whole_gradients(family, method, monkeypatch):
         assert np.abs(found[name] - kernel).max() <= 1e-10 * np.abs(kernel).max(), name
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "leaf"),
-    [(None, "gate", "lora_a"), (None, "up", "lora_a"), (None, "down", "lora_a"),
-     (None, "down", "score"), ("svd", "down", "mask")],
-)  # fmt: skip
+OTHERS = [(None, name, "lora_a") for name in ("gate", "up", "down")]
+OTHERS += [(None, "down", "score"), ("svd", "down", "mask")]
+
+
+@pytest.mark.parametrize(("method", "name", "leaf"), OTHERS)
 def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
     """In every kernel of a block; and a mask on factors, whose gradients are no outer products."""
     model = tiny_reader("llama")
@@ -126,9 +124,8 @@ def test_the_head_is_the_seeds_and_a_trained_one_stays():
 
 def test_errors_are_norms_of_differences():
     rng = np.random.default_rng(0)
-    whole, other = ({"adam": rng.normal(size=(3, 3)), "sgd": rng.normal(size=(3, 3)),
-                     "y": rng.normal(size=(2, 4, 5)), "block": rng.normal(size=(2, 4, 5))}
-                    for _ in range(2))  # fmt: skip
+    shapes = {"adam": (3, 3), "sgd": (3, 3), "y": (2, 4, 5), "block": (2, 4, 5)}
+    whole, other = ({k: rng.normal(size=v) for k, v in shapes.items()} for _ in range(2))
     counted = np.array([[True, True, False, False], [True, False, False, False]])
     found = errors_of(whole, other, {"": counted})
     places = ((0, 0), (0, 1), (1, 0))
@@ -143,11 +140,9 @@ def test_errors_are_norms_of_differences():
 def reader(tmp_path):
     directory = save_tiny_reader(tmp_path / "reader")
     rows = ["a film of charm\n", "tedious\n", "no wit, no heart\n", "warm and wise\n", "it is\n"]
-    lines = [
-        f'{{"sentence": "{text.strip()}", "label": "{i % 2}"}}\n' for i, text in enumerate(rows)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
-    return {"model": str(directory), "data__path": str(tmp_path / "rows.jsonl"), "layer": LAYER}
+    rows = [{"sentence": text.strip(), "label": str(i % 2)} for i, text in enumerate(rows)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    return {"model": str(directory), "data__path": str(path), "layer": LAYER}
 
 
 def analysed(reader, workdir, **settings):
@@ -200,26 +195,30 @@ def test_bad_settings_are_refused(reader, tmp_path, settings, words):
     assert not (tmp_path / "w" / "results.json").exists()
 
 
+def sentences(shared_data, tokenizer, count):
+    rows = rows_in(shared_data / "glue_sst2/validation.jsonl")[:count]
+    texts = [(row["sentence"],) for row in rows]
+    ids, types, _ = encode_texts(tokenizer, texts, Form(True, 0, 128))
+    return Encoded(ids, types, np.full(count, np.nan), 0)
+
+
 def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
     """MiniLM's first layer, 16 sentences of SST-2, float64."""
     import transformers
 
     model = with_random_head(load_model(minilm_dir, dtype=np.float64), HEAD)
-    lines = (shared_data / "glue_sst2/validation.jsonl").read_text().splitlines()[:16]
-    texts = [(line.split('"sentence": "')[1].split('"')[0],) for line in lines]
-    ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 0, 128))
-    found = measured(model, Encoded(ids, types, np.full(16, np.nan), 0), 0)
+    data = sentences(shared_data, model.tokenizer, 16)
+    found = measured(model, data, 0)
 
     kind = transformers.BertForSequenceClassification
     other = kind.from_pretrained(minilm_dir, attn_implementation="eager").double().eval()
     with torch.no_grad():
-        other.classifier.weight.copy_(
-            torch.tensor(np.asarray(model.params["task_head"]["out"]["kernel"]).T)
-        )
+        kernel = np.asarray(model.params["task_head"]["out"]["kernel"])
+        other.classifier.weight.copy_(torch.tensor(kernel.T))
         other.classifier.bias.zero_()
     block, rows = other.bert.encoder.layer[0], []
     leaves = [*block.intermediate.dense.parameters(), *block.output.dense.parameters()]
-    for row in ids:
+    for row in data.ids:
         chance = other(torch.tensor(row[None].astype(np.int64))).logits.softmax(-1)[0, 0]
         rows.append(torch.cat([x.ravel() for x in torch.autograd.grad(chance, leaves)]).numpy())
     g = np.stack(rows)
@@ -240,18 +239,16 @@ def of_numpy(ffn, x):
     return h @ kernel(ffn["down"]) + np.float64(ffn["down"]["bias"])
 
 
+FEWER = ["fusion", "merged", "sqrt", "svd", "sketch", "mmd", "structured", "unstructured"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", ["fusion", "merged", "sqrt", "svd", "sketch", "mmd", "structured", "unstructured",
-               "random"]
-)  # fmt: skip
+@pytest.mark.parametrize("method", [*FEWER, "random"])
 def test_real_output_errors_are_numpys(minilm_dir, shared_data, method):
     """The last four layers of MiniLM, 1,536 to 384 neurons, 32 sentences: each layer's outputs."""
     whole = with_random_head(load_model(minilm_dir), HEAD)
-    lines = (shared_data / "glue_sst2/validation.jsonl").read_text().splitlines()[:32]
-    texts = [(json.loads(line)["sentence"],) for line in lines]
-    ids, types, _ = encode_texts(whole.tokenizer, texts, Form(True, 0, 128))
-    data = Encoded(ids, types, np.full(32, np.nan), 0)
+    data = sentences(shared_data, whole.tokenizer, 32)
+    ids = data.ids
     settings = {"ratio": 0.75, "layers": "2-5"}
     if method == "random":
         small, _ = SURGERIES["prune"](whole, settings | {"criterion": "random"})
@@ -262,7 +259,7 @@ def test_real_output_errors_are_numpys(minilm_dir, shared_data, method):
         for layer in (2, 5):
             a, b = (ntk.token_states(one, data, layer, progress=None) for one in (whole, small))
             found = errors_of(a | NO_KERNELS, b | NO_KERNELS, {"": real})["output_error"]
-            outputs = [of_numpy(ffn_of(one, layer), seen["x"]) for one, seen in
-                       ((whole, a), (small, b))]  # fmt: skip
+            pairs = ((whole, a), (small, b))
+            outputs = [of_numpy(ffn_of(one, layer), seen["x"]) for one, seen in pairs]
             apart = np.sqrt(((outputs[0] - outputs[1]) ** 2).sum(-1))[real]
             assert found == pytest.approx(apart.mean(), rel=1e-4)

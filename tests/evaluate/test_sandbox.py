@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hostile_programs import DAEMON, HOSTILE, PRIVILEGES
+from tiny_runs import run_program
 
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.evaluate.sandbox import run as sandbox_run
@@ -23,11 +24,11 @@ from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, Sandbox
 
 SANDBOX = Path(sandbox.__file__).parent
 PACKAGE = SANDBOX.parent.parent
-LIMITS = Limits(
-    wall_seconds=20.0, cpu_seconds=1, memory_bytes=256 << 20, file_bytes=1 << 20,
-    disk_bytes=4 << 20, files=64, processes=3, output_bytes=1 << 16,
-)  # fmt: skip
+FEW = {"wall_seconds": 20.0, "cpu_seconds": 1, "files": 64, "processes": 3}
+BYTES = {"memory_bytes": 256 << 20, "file_bytes": 1 << 20, "disk_bytes": 4 << 20}
+LIMITS = Limits(**FEW, **BYTES, output_bytes=1 << 16)
 SECRET = "planted-secret-4711"
+BOTH = pytest.mark.parametrize("mechanism", ["namespaces", "bwrap"])
 
 
 def alive(tag: str) -> Path | None:
@@ -39,7 +40,9 @@ def alive(tag: str) -> Path | None:
     return None
 
 
-def check_hostile(mechanism: str, name: str) -> Outcome:
+@BOTH
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs_fail(mechanism, name):
     program, endings = HOSTILE[name]
     # Filling 256 MB takes more than a second of a machine that is slow to give pages.
     limits = dataclasses.replace(LIMITS, cpu_seconds=10) if endings == {"memory"} else LIMITS
@@ -48,38 +51,22 @@ def check_hostile(mechanism: str, name: str) -> Outcome:
     assert not outcome.passed and outcome.status in endings, outcome
     assert len(outcome.stdout) <= 2000 and len(outcome.stderr) <= 2000
     assert time.monotonic() - start < LIMITS.wall_seconds + 10
-    return outcome
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_fail(namespaces, name):
-    check_hostile(namespaces, name)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_programs_fail_in_bwrap(bwrap, name):
-    check_hostile(bwrap, name)
-
-
-def check_many_files(mechanism: str, endings: set[str]):
+@BOTH
+def test_many_files(mechanism):
     program = "i = 0\nwhile True:\n  open(f'{i}', 'w').close()\n  i += 1"
-    assert run_code(program, allow=True, limits=LIMITS, mechanism=mechanism).status in endings
+    status = run_code(program, allow=True, limits=LIMITS, mechanism=mechanism).status
+    assert status == {"namespaces": "failed", "bwrap": "timeout"}[mechanism]
 
 
-def test_many_files(namespaces):
-    check_many_files(namespaces, {"failed"})
-
-
-def test_many_files_in_bwrap(bwrap):
-    check_many_files(bwrap, {"timeout"})
-
-
-def check_outside(mechanism: str, folder: Path, monkeypatch):
+@BOTH
+def test_what_is_outside_stays_outside(mechanism, tmp_path, monkeypatch):
     """Files, connections, environment and processes of others: neither seen nor changed."""
     monkeypatch.setenv("SANDBOX_TEST", SECRET)
-    sentinel = folder / "sentinel"
+    sentinel = tmp_path / "sentinel"
     sentinel.write_text(SECRET)
-    folder.chmod(0o777)
+    tmp_path.chmod(0o777)
     sentinel.chmod(0o666)
 
     def run(program: str) -> Outcome:
@@ -87,11 +74,8 @@ def check_outside(mechanism: str, folder: Path, monkeypatch):
         assert SECRET not in outcome.stdout + outcome.stderr
         return outcome
 
-    for attempt in (
-        f"print(open({str(sentinel)!r}).read())",
-        f"import os; os.remove({str(sentinel)!r})",
-    ):
-        outcome = run(attempt)
+    for attempt in ("print(open({!r}).read())", "import os; os.remove({!r})"):
+        outcome = run(attempt.format(str(sentinel)))
         assert outcome.status == "failed" and "FileNotFoundError" in outcome.stderr
     assert sentinel.read_text() == SECRET
     for path in (PACKAGE, Path(sys.prefix), Path.home() / ".bashrc", Path("/etc/passwd")):
@@ -104,23 +88,14 @@ def check_outside(mechanism: str, folder: Path, monkeypatch):
     assert run("import os; assert not os.environ; assert os.getpid() < 10").passed
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        connect = (
-            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
-        )
-        assert run(connect).status == "failed"
+        place = ("127.0.0.1", server.getsockname()[1])
+        assert run(f"import socket; socket.create_connection({place})").status == "failed"
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
-def test_what_is_outside_stays_outside(namespaces, tmp_path, monkeypatch):
-    check_outside(namespaces, tmp_path, monkeypatch)
-
-
-def test_what_is_outside_stays_outside_of_bwrap(bwrap, tmp_path, monkeypatch):
-    check_outside(bwrap, tmp_path, monkeypatch)
-
-
-def check_locked(mechanism: str):
+@BOTH
+def test_no_privileges(mechanism):
     outcome = run_code(PRIVILEGES, allow=True, limits=LIMITS, mechanism=mechanism)
     assert outcome.passed, outcome
     children = "import os, time\nn = 0\ntry:\n  while True:\n    if not os.fork(): time.sleep(60)\n"
@@ -131,15 +106,8 @@ def check_locked(mechanism: str):
         assert outcome.passed and outcome.stdout == f"{processes - 1}\n"
 
 
-def test_no_privileges(namespaces):
-    check_locked(namespaces)
-
-
-def test_no_privileges_in_bwrap(bwrap):
-    check_locked(bwrap)
-
-
-def check_nothing_stays(mechanism: str):
+@BOTH
+def test_nothing_stays(mechanism):
     mounts, files = Path("/proc/self/mountinfo").read_text(), os.listdir("/proc/self/fd")
     tag = f"sbx{os.getpid()}{mechanism[0]}"
     assert run_code(DAEMON.format(tag=tag), allow=True, limits=LIMITS, mechanism=mechanism).passed
@@ -153,15 +121,8 @@ def check_nothing_stays(mechanism: str):
     assert os.listdir("/proc/self/fd") == files
 
 
-def test_nothing_stays(namespaces):
-    check_nothing_stays(namespaces)
-
-
-def test_nothing_stays_of_bwrap(bwrap):
-    check_nothing_stays(bwrap)
-
-
-def check_dies_with_parent(mechanism: str):
+@BOTH
+def test_dies_with_its_parent(mechanism):
     tag = f"sbp{os.getpid()}{mechanism[0]}"
     code = "from ffn_heterogeneity.evaluate.sandbox.programs import *; import sys; "
     code += "run_code(sys.argv[1], allow=True, mechanism=sys.argv[2])"
@@ -185,14 +146,6 @@ def wait_for(condition, seconds: float = 20.0):
     return found
 
 
-def test_dies_with_its_parent(namespaces):
-    check_dies_with_parent(namespaces)
-
-
-def test_dies_with_its_parent_in_bwrap(bwrap):
-    check_dies_with_parent(bwrap)
-
-
 RIGHT = """\r
 import bisect, collections, ctypes, datetime, decimal, hashlib, itertools, json, re, zlib\r
 from dataclasses import dataclass\r
@@ -208,24 +161,18 @@ print("grüße", hash("a"))\r
 """
 
 
-def check_right(mechanism: str):
+@BOTH
+def test_right_programs_pass(mechanism, monkeypatch):
+    def fork():
+        raise AssertionError("forked a process with threads")
+
+    if mechanism == "namespaces":
+        monkeypatch.setattr(os, "fork", fork)
     first, second = (run_code(RIGHT, allow=True, mechanism=mechanism) for _ in range(2))
     assert first.passed and first.status == "passed", first
     assert first.stdout.startswith("grüße") and first.stdout == second.stdout  # same hash seed
     long = "x = 1\n" * 50_000 + "assert x == 1"
     assert run_code(long, allow=True, mechanism=mechanism).passed
-
-
-def test_right_programs_pass(namespaces, monkeypatch):
-    def fork():
-        raise AssertionError("forked a process with threads")
-
-    monkeypatch.setattr(os, "fork", fork)
-    check_right(namespaces)
-
-
-def test_right_programs_pass_in_bwrap(bwrap):
-    check_right(bwrap)
 
 
 def test_known_limit_a_program_made_to_cheat_passes(namespaces):
@@ -256,10 +203,9 @@ run_code("print('it ran')", allow=True)
 
 def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
     """As in most containers: unshare is not permitted."""
-    command = [sys.executable, "-c", FORBIDDEN, str(SANDBOX)]
-    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
-    assert done.stdout.startswith("Mechanism(name='none'") and "it ran" not in done.stdout
-    last = done.stderr.strip().splitlines()[-1]
+    done = run_program(sys.executable, "-c", FORBIDDEN, SANDBOX, cwd=PACKAGE.parent)
+    assert done.out.startswith("Mechanism(name='none'") and "it ran" not in done.out
+    last = done.err.strip().splitlines()[-1]
     assert last.startswith("ffn_heterogeneity.evaluate.sandbox.run.SandboxError: ")
     assert "namespaces: [Errno 1] unshare: Operation not permitted" in last
     assert "install bubblewrap" in last
@@ -267,12 +213,8 @@ def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
 
 def test_a_sandbox_that_does_not_hold_is_not_trusted(namespaces, monkeypatch):
     """Every demand of the proof fails where its limit is lifted."""
-    lifted = {
-        "memory": {"memory_bytes": 1 << 40},
-        "file size": {"file_bytes": 1 << 30},
-        "disk": {"disk_bytes": 1 << 30},
-        "number of processes": {"processes": 64},
-    }
+    lifted = {"memory": {"memory_bytes": 1 << 40}, "file size": {"file_bytes": 1 << 30}}
+    lifted |= {"disk": {"disk_bytes": 1 << 30}, "number of processes": {"processes": 64}}
     for name, change in lifted.items():
         limits = dataclasses.replace(sandbox.PROOF_LIMITS, **change)
         outcome = sandbox_run.run_once(namespaces, sandbox.PROOF, limits)
@@ -286,10 +228,9 @@ def test_a_sandbox_that_does_not_hold_is_not_trusted(namespaces, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [{"cpu_seconds": 0}, {"processes": 1.5}, {"wall_seconds": float("nan")}]
+    "name, value", [("cpu_seconds", 0), ("processes", 1.5), ("wall_seconds", float("nan"))]
 )
-def test_limits_are_positive(change):
-    name, value = next(iter(change.items()))
+def test_limits_are_positive(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be a positive"):
         Limits(**{name: value})
 
@@ -342,23 +283,12 @@ def stage():
         yield name
 
 
-def check_as_nobody(mechanism: str, stage: str):
+@BOTH
+def test_as_nobody(root, mechanism, stage):
     names = ["fork bomb", "100 GB", "10 GB in many files", "os._exit", "endless loop"]
     programs = [RIGHT, PRIVILEGES, *(HOSTILE[name][0] for name in names)]
-    done = subprocess.run(
-        [sys.executable, "-c", BECOME_NOBODY, stage, NOBODY, stage, mechanism]
-        + [json.dumps(dataclasses.asdict(LIMITS)), json.dumps(programs)],
-        capture_output=True,
-        text=True,
-        cwd="/",
-    )
+    command = [sys.executable, "-c", BECOME_NOBODY, stage, NOBODY, stage, mechanism]
+    given = (json.dumps(dataclasses.asdict(LIMITS)), json.dumps(programs))
+    done = run_program(*command, *given, cwd="/")
     expected = ["passed", "passed", "failed", "memory", "failed", "failed", "timeout", "None"]
-    assert done.stdout.split() == expected, done.stderr
-
-
-def test_as_nobody(root, namespaces, stage):
-    check_as_nobody(namespaces, stage)
-
-
-def test_as_nobody_in_bwrap(root, bwrap, stage):
-    check_as_nobody(bwrap, stage)
+    assert done.out.split() == expected, done.err

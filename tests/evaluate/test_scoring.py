@@ -34,9 +34,8 @@ def requests_of(seed: int = 0, vocab: int = 29) -> list[tuple[list[int], list[in
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits_of(config, params, tokens):
-    return causal_lm.logits(
-        config, params, causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
-    )
+    hidden = causal_lm.forward(config, params, {"tokens": tokens})["hidden"]
+    return causal_lm.logits(config, params, hidden)
 
 
 def alone(config, params, context, continuation) -> tuple[float, bool]:
@@ -52,11 +51,8 @@ def alone(config, params, context, continuation) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "llama"])
 def test_scores_equal_those_of_each_request_alone(name):
-    config = (
-        tiny_of(name, layers=4)
-        if name != "llama"
-        else dataclasses.replace(LLAMA, vocab_size=29, layers=(LayerConfig(12),) * 2)
-    )
+    config = dataclasses.replace(LLAMA, vocab_size=29, layers=(LayerConfig(12),) * 2)
+    config = config if name == "llama" else tiny_of(name, layers=4)
     params, requests = random_params(config), requests_of()
     # A greedy continuation among them.
     context = requests[0][0]
@@ -85,8 +81,8 @@ def test_what_is_shared_is_computed_once():
     one = plan_rows(requests, row_tokens=10_000)
     assert len(one.rows) == 1 and len(one.rows[0].tokens) == len(inputs)
     # Twice the same question and answer is asked once.
-    assert len(one.rows[0].asked) == len({(tuple(c + a)[:n], (c + a)[n])
-        for c, a in requests for n in range(len(c), len(c + a))})  # fmt: skip
+    places = [(c + a, n) for c, a in requests for n in range(len(c), len(c + a))]
+    assert len(one.rows[0].asked) == len({(tuple(ids[:n]), ids[n]) for ids, n in places})
 
 
 def test_one_program_for_any_requests():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import json
 
 import pytest
 from tiny_models import config_of
+from tiny_runs import write_rows
 
 from ffn_heterogeneity.evaluate.chat import conversations as chat
 from ffn_heterogeneity.evaluate.chat import judge
@@ -49,22 +49,18 @@ def test_temperatures(questions):
 
 def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
     """Each turn a job, with the question's own reference where its category is judged by one."""
-    path = tmp_path / "answers.jsonl"
     rows = [chat.answer_row("spec_bench", q, "tiny", ["said"] * len(q.turns)) for q in questions]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = config_of(
-        "judge", benchmark="spec_bench", data_root=str(shared_data), answers=str(path),
-        url="http://localhost:1", judge_model="judge", key_env="",
-    )  # fmt: skip
+    path = write_rows(tmp_path / "answers.jsonl", rows)
+    own = {"url": "http://localhost:1", "judge_model": "judge", "key_env": ""}
+    own |= {"data_root": str(shared_data), "answers": str(path)}
+    config = config_of("judge", benchmark="spec_bench", **own)
     judge.check(config)
     jobs, models, unanswered = judge.read_jobs(config)
     assert (len(jobs), models, unanswered) == (560, ["tiny"], 0)
     judged_by = collections.Counter(job.question.category for job in jobs if job.reference)
     # One question of coding has none.
-    assert judged_by == {
-        "math": 20, "reasoning": 20, "coding": 18, "translation": 80, "summarization": 80,
-        "math_reasoning": 80, "rag": 80,
-    }  # fmt: skip
+    whole = dict.fromkeys(("translation", "summarization", "math_reasoning", "rag"), 80)
+    assert judged_by == whole | {"math": 20, "reasoning": 20, "coding": 18}
     asker = judge.Judge(config, models)
     for job in jobs[160:]:
         name, prompt = asker._single_prompt(job)

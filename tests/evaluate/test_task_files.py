@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from task_tools import requests_of, rows_of, write
+from task_tools import requests_of
+from tiny_runs import read_rows, write_rows
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
@@ -56,8 +57,8 @@ def write_subjects(root, group, first):
         subject = {"subject": name.removeprefix("mmlu_")} | question
         dev += [subject | {"answer": "B"}] * 2
         test += [subject | {"answer": answer} for answer in (["C"] if number else first)]
-    write(root / "mmlu" / "test.jsonl", test)
-    write(root / "mmlu" / "dev.jsonl", dev)
+    write_rows(root / "mmlu" / "test.jsonl", test)
+    write_rows(root / "mmlu" / "dev.jsonl", dev)
 
 
 def test_group_accuracy_weights_questions_not_subjects(lm_eval, tmp_path):
@@ -97,7 +98,7 @@ def test_mbpp_runs_programs_only_when_allowed(lm_eval, shared_data, monkeypatch)
     with pytest.raises(DataError, match="mbpp runs programs written by the model; set allow_code"):
         make_task_pack(str(shared_data), ["piqa", "mbpp"])
     pack = make_task_pack(str(shared_data), "mbpp", allow_code=True)
-    task, rows = pack.tasks[0], rows_of(shared_data / "mbpp" / "test.jsonl")
+    task, rows = pack.tasks[0], read_rows(shared_data / "mbpp" / "test.jsonl")
     assert task.process_results(task.eval_docs[0], ["max"]) == {"pass_at_1": 1.0}
     assert task.process_results(task.eval_docs[1], ["min"]) == {"pass_at_1": 0.0}
     assert calls[1] == ("min", rows[1]["test_list"], rows[1]["test_setup_code"], True)
@@ -106,7 +107,7 @@ def test_mbpp_runs_programs_only_when_allowed(lm_eval, shared_data, monkeypatch)
 
 def test_without_a_training_file_the_question_is_never_its_own_example(lm_eval, tmp_path, caplog):
     rows = [{"question": f"number {i}", "answer": [f"word {i}"]} for i in range(6)]
-    write(tmp_path / "nq_open" / "validation.jsonl", rows)
+    write_rows(tmp_path / "nq_open" / "validation.jsonl", rows)
     with caplog.at_level(logging.WARNING):
         [task] = make_task_pack(str(tmp_path), "nq_open").tasks
     assert "nq_open: few-shot examples come from the evaluation file, without" in caplog.text
@@ -132,7 +133,7 @@ def test_a_training_file_of_another_form(lm_eval, shared_data, caplog):
 
 def test_a_broken_training_file_is_not_passed_over(lm_eval, tmp_path):
     rows = [{"question": f"number {i}", "answer": ["w"]} for i in range(9)]
-    write(tmp_path / "nq_open" / "validation.jsonl", rows)
+    write_rows(tmp_path / "nq_open" / "validation.jsonl", rows)
     train = tmp_path / "nq_open" / "train.jsonl"
     for content, message in (
         (b"", "the file is empty"),
@@ -148,7 +149,7 @@ def test_a_broken_training_file_is_not_passed_over(lm_eval, tmp_path):
 def test_fewshot_from_evaluation(lm_eval, shared_data):
     [task] = make_task_pack(str(shared_data), "gsm8k", fewshot_from="evaluation").tasks
     assert task.config.metadata["fewshot_file"].endswith("gsm8k/test.jsonl")
-    training = {row["question"] for row in rows_of(shared_data / "gsm8k" / "train.jsonl")}
+    training = {row["question"] for row in read_rows(shared_data / "gsm8k" / "train.jsonl")}
     _, prompt, _ = requests_of(task, limit=1)[0]
     shown = [part.split("\nAnswer:")[0] for part in prompt.split("Question: ")[1:]]
     assert len(set(shown)) == 6 and not set(shown) & training
@@ -187,7 +188,7 @@ def test_bad_files(lm_eval, tmp_path, content, message):
     path = tmp_path / "piqa" / "validation.jsonl"
     path.parent.mkdir()
     if isinstance(content, list):
-        write(path, content)
+        write_rows(path, content)
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
@@ -217,11 +218,11 @@ def test_bad_settings(lm_eval, shared_data, settings, message):
     assert "\n" not in str(caught.value)
 
 
+CHOICE, ABC = {"text": ["a"], "label": ["A"]}, {f"answer{x}": x for x in "ABC"}
 BAD_ROWS = [
     ("mmlu", {"subject": "s", "question": "q", "choices": ["a"], "answer": 0}, "1 choices"),
     ("mmlu", {"subject": "s", "question": "q", "A": "1", "B": "2", "C": "3"}, "no field 'D'"),
-    ("arc", {"question": "q", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"},
-     "'B', which is none of A"),
+    ("arc", {"question": "q", "choices": CHOICE, "answerKey": "B"}, "'B', which is none of A"),
     ("arc", {"instruction": "What?", "answer": "answer1"}, "is not a question with its answers"),
     ("winogrande", {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}, "no '_'"),
     ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "no answer"),
@@ -235,9 +236,8 @@ BAD_ROWS = [
     ("race", {"article": "a", "problems": []}, "one or more problems"),
     ("lambada", {"text": "word"}, "no last word to predict"),
     ("copa", {"question": "why", "premise": "p"}, "expected cause or effect"),
-    ("siqa", {"context": "c", "question": "q", "answerA": "a", "answerB": "b", "answerC": "c",
-              "label": 0}, "'label' is 0, which is no answer"),
-]  # fmt: skip
+    ("siqa", {"context": "c", "question": "q", "label": 0, **ABC}, "'label' is 0, which is no ans"),
+]
 
 
 @pytest.mark.parametrize("name, row, message", BAD_ROWS)
@@ -250,7 +250,7 @@ def test_middle_school_is_no_part_of_race(lm_eval, shared_data, tmp_path):
     [task] = make_task_pack(str(shared_data), "race").tasks
     assert len(task.eval_docs) == 500
     row = {"example_id": "middle1.txt", "article": "a", "question": "q", "answer": "A"}
-    write(tmp_path / "race" / "validation.jsonl", [row])
+    write_rows(tmp_path / "race" / "validation.jsonl", [row])
     with pytest.raises(DataError, match="race/validation.jsonl: no question in it for this task"):
         make_task_pack(str(tmp_path), "race")
 

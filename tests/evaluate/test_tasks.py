@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from etils import epath
-from task_tools import OwnTask, rows_of, write
+from task_tools import OwnTask
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
+from tiny_runs import read_rows, write_rows
 
 from ffn_heterogeneity.evaluate import graders, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
@@ -42,18 +43,13 @@ def questions(count):
 def task_file(folder, name, count, metrics=("acc",), **settings):
     """A stock task over a file of questions."""
     data = folder / f"{name}.jsonl"
-    write(data, questions(count))
-    settings |= {
-        "task": name, "dataset_path": "json", "validation_split": "validation",
-        "dataset_kwargs": {
-            "data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache"),
-        },
-        "output_type": "multiple_choice", "doc_to_text": "{{goal}}", "doc_to_target": "label",
-        "doc_to_choice": "{{[sol1, sol2]}}",
-        "metric_list": [
-            {"metric": one, "aggregation": "mean", "higher_is_better": True} for one in metrics
-        ],
-    }  # fmt: skip
+    write_rows(data, questions(count))
+    files = {"data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache")}
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    settings |= {"task": name, "dataset_path": "json", "validation_split": "validation"}
+    settings |= {"dataset_kwargs": files, "metric_list": [{"metric": x, **mean} for x in metrics]}
+    settings |= {"doc_to_text": "{{goal}}", "doc_to_target": "label"}
+    settings |= {"doc_to_choice": "{{[sol1, sol2]}}", "output_type": "multiple_choice"}
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -64,17 +60,13 @@ def stock(tmp_path, monkeypatch):
 
     task_file(tmp_path, "few", 2, tag=["both"])
     task_file(tmp_path, "many", 5, ("acc", "acc_norm"), tag=["both"])
-    groups = {
-        "plain": {},
-        "mean": {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]},
-    }
-    for name, settings in groups.items():
+    mean = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
+    for name, settings in {"plain": {}, "mean": mean}.items():
         group = {"group": name, "task": ["few", "many"], **settings}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(group))
     # The harness's own tasks need the network.
-    manager = functools.partial(
-        lm_eval.tasks.TaskManager, include_path=str(tmp_path), include_defaults=False
-    )
+    own = {"include_path": str(tmp_path), "include_defaults": False}
+    manager = functools.partial(lm_eval.tasks.TaskManager, **own)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
 
 
@@ -112,7 +104,7 @@ UNREAD = "!function lm_eval.tasks.score.math.utils_math.process_results"
 def written(folder, name, grader):
     """A stock task whose question is answered in words, and graded as `grader` says."""
     row = {"question": "1 + 1?", "answer": "#### 2", "question_id": 0, "prompt_id": 0}
-    write(folder / f"{name}.jsonl", [row | {"problem": "1 + 1?", "solution": "\\boxed{2}"}])
+    write_rows(folder / f"{name}.jsonl", [row | {"problem": "1 + 1?", "solution": "\\boxed{2}"}])
     task = f"""
 {grader}
 task: {name}
@@ -178,10 +170,8 @@ def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_ev
 
 def test_read_graders_are_those_of_the_harness_here(lm_eval):
     """Each digest is a file's, none imports a file that was not read, none evaluates."""
-    files = {
-        hashlib.sha256(path.read_bytes()).hexdigest(): path.read_text()
-        for path in (Path(lm_eval.__file__).parent / "tasks").rglob("utils.py")
-    }
+    paths = (Path(lm_eval.__file__).parent / "tasks").rglob("utils.py")
+    files = {hashlib.sha256(path.read_bytes()).hexdigest(): path.read_text() for path in paths}
     for digest in graders.READ.values():
         assert not re.search(r"lm_eval\.tasks|sympy|subprocess|\b(eval|exec|open)\(", files[digest])
     # A task that is a class of its own may do anything.
@@ -191,14 +181,13 @@ def test_read_graders_are_those_of_the_harness_here(lm_eval):
 
 def test_limits_are_cut_to_what_there_is(stock, model, tmp_path):
     config = config_of("harness", model="x", tasks=("plain",), limit=6)
-    assert {name: row["n"] for name, row in evaluate_tasks(config, model).items()} == {
-        "plain": 6, "few": 2, "many": 4,
-    }  # fmt: skip
+    counts = {name: row["n"] for name, row in evaluate_tasks(config, model).items()}
+    assert counts == {"plain": 6, "few": 2, "many": 4}
     config.tasks, config.limit = ("both", "mean"), 3
     found = evaluate_tasks(config, model, epath.Path(tmp_path / "samples"))
     assert {name: row["n"] for name, row in found.items()} == {"few": 2, "many": 3, "mean": 3}
-    assert len(rows_of(tmp_path / "samples" / "few.jsonl")) in (1, 2)
-    write(tmp_path / "data" / "piqa" / "validation.jsonl", questions(4))
+    assert len(read_rows(tmp_path / "samples" / "few.jsonl")) in (1, 2)
+    write_rows(tmp_path / "data" / "piqa" / "validation.jsonl", questions(4))
     config = config_of("harness", model="x", data_root=str(tmp_path / "data"), limit=100)
     assert evaluate_tasks(config, model)["piqa"]["n"] == 4
 
@@ -220,29 +209,27 @@ def test_shares_of_a_limit(sizes, limit, shares):
 
 def test_no_result_is_lost():
     """Tasks that count no questions, or that the harness names otherwise, have their row."""
-    found = {
-        "results": {"a": {"acc,none": 0.2}, "b": {"acc,none": 0.4}, "x": {"f1,none": float("nan")}},
-        "n-samples": {"a": {"effective": 0}, "b": {"effective": 0}, "x": {"effective": 3}},
-        "n-shot": {"a": 1},
-    }
-    rows = tasks._summary(
-        found, tasks.NamedTasks({"g": None}, {"g": {"a": None, "b": None, "c": None}})
-    )
+    counts = {name: {"effective": n} for name, n in (("a", 0), ("b", 0), ("x", 3))}
+    results = {"a": {"acc,none": 0.2}, "b": {"acc,none": 0.4}, "x": {"f1,none": float("nan")}}
+    found = {"results": results, "n-samples": counts, "n-shot": {"a": 1}}
+    named = tasks.NamedTasks({"g": None}, {"g": {"a": None, "b": None, "c": None}})
+    rows = tasks._summary(found, named)
     assert rows["g"] == {"n": 0, "shots": 1, "acc": pytest.approx(0.3)}
     assert list(rows) == ["g", "x"] and rows["x"]["n"] == 3
+
+
+TWO = {"tasks": ("piqa", "gsm8k"), "limit": 2, "num_fewshot": 0}
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
 
 
 def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch):
     """The task that was done is not asked again, and the numbers are those of one go."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    config = config_of(
-        "harness", model="x", tasks=("piqa", "gsm8k"), data_root=str(shared_data), limit=2,
-        num_fewshot=0,
-    )  # fmt: skip
+    config = config_of("harness", model="x", data_root=str(shared_data), **TWO)
 
     def evaluated(folder):
         return run(config, epath.Path(folder), lambda *_, **__: model)
@@ -254,12 +241,12 @@ def test_a_stopped_evaluation_goes_on(shared_data, model, tmp_path, monkeypatch)
         stopped.setattr(HarnessLM, "generate_until", stop)
         evaluated(out)
     assert [path.name for path in (out / "tasks").iterdir()] == ["piqa.json"]
-    assert len(rows_of(out / "samples" / "piqa.jsonl")) == 2
+    assert len(read_rows(out / "samples" / "piqa.jsonl")) == 2
     assert not (out / "results.json").exists()
     monkeypatch.setattr(HarnessLM, "loglikelihood", stop)
     assert evaluated(out) == whole
     assert json.loads((out / "results.json").read_text())["tasks"] == whole["tasks"]
-    assert len(rows_of(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
+    assert len(read_rows(out / "samples" / "gsm8k.jsonl")) == 4, "two filters"
     # Another name that would be the same file's is not taken for it.
     (out / "tasks" / "piqa.json").write_text(json.dumps({"name": "pi/qa", "value": {}}))
     with pytest.raises(KeyboardInterrupt):
@@ -270,14 +257,10 @@ def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypa
     """A point of a removal sweep keeps its tasks one by one as well."""
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
     (tmp_path / "text.txt").write_text("Some words that are read. " * 20)
-    config = config_of(
-        "prune_table", model="x", criterion="entropy", text=str(tmp_path / "text.txt"), window=16,
-        max_windows=1, tasks=("piqa", "gsm8k"), data_root=str(shared_data), limit=2, num_fewshot=0,
-    )  # fmt: skip
+    own = {"text": str(tmp_path / "text.txt"), "window": 16, "max_windows": 1, "model": "x"}
+    own |= {"criterion": "entropy", "data_root": str(shared_data)}
+    config = config_of("prune_table", **own, **TWO)
 
     def row():
         return in_memory.run(config, epath.Path(tmp_path / "out"), lambda *_, **__: model)
@@ -291,9 +274,8 @@ def test_a_stopped_row_of_table_4_goes_on(shared_data, model, tmp_path, monkeypa
 
 
 def test_a_missing_sandbox_is_told_at_once(tmp_path, monkeypatch):
-    config = config_of(
-        "harness", model="x", tasks=("mbpp",), data_root=str(tmp_path), allow_code_execution=True
-    )
+    own = {"tasks": ("mbpp",), "data_root": str(tmp_path), "allow_code_execution": True}
+    config = config_of("harness", model="x", **own)
     monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
     sandbox.failure.cache_clear()
     try:
