@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import json
 
+from tiny_runs import write_rows
+
 NLL, ZETA = "validation/nll", "validation/jreg/zeta_L"
 ENTROPY = "validation/entropy/ent/ffn_out/mean"
 EVALUATION = {"text": "wiki.txt", "window": 512, "max_windows": 40, "bos": "segment"}
@@ -24,7 +26,7 @@ def write_run(path, config, results=None, rows=()):
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     if rows:
-        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path / "metrics.jsonl", rows)
     if results is not None:
         (path / "results.json").write_text(json.dumps(results))
     return str(path)
@@ -32,44 +34,38 @@ def write_run(path, config, results=None, rows=()):
 
 def score(value, metric="acc", *, n=100, shots=0):
     """One task's results; the interval is a tenth to either side."""
-    return {"n": n, "shots": shots, metric: value, f"{metric}_low": value - 0.1,
-            f"{metric}_high": value + 0.1}  # fmt: skip
+    ends = {f"{metric}_low": value - 0.1, f"{metric}_high": value + 0.1}
+    return {"n": n, "shots": shots, metric: value, **ends}
 
 
 def removal(path, perplexity=None, *, model="models/small.gguf", gone=10.0, tasks=None, **config):
     """A point of configs/prune_table.py; without a perplexity it is not finished."""
-    values = {"criterion": "entropy", "reverse": False, "compensation": "none", "layers": "all",
-              "ratio": 0.25, "seed": 0, "model": model, **EVALUATION, **config}  # fmt: skip
+    values = {"criterion": "entropy", "reverse": False, "compensation": "none", "layers": "all"}
+    values |= {"ratio": 0.25, "seed": 0, "model": model, **EVALUATION, **config}
     found = {"perplexity": perplexity, "parameters_removed_percent": gone}
     found |= {"tasks": tasks} if tasks else {}
     return write_run(path, values, None if perplexity is None else found)
 
 
-def training(path, alpha, curve, *, variant="mstd", targets=("ffn_out",), finished=True,
-             tasks=None, model="hub/tuned", task="gsm8k"):  # fmt: skip
-    """A fine-tuning run; `curve`: step -> (entropy, nll)."""
-    nucl = {"variant": variant, "targets": list(targets), "weight": alpha}
-    values = {
-        "model": model, "batch_size": 4, "steps": 20, "dropout": 0.1, "seeds": [],
-        "losses": {"nucl": nucl}, "data": {"task": task, "path": ""},
-        "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 10},
-    }  # fmt: skip
+def training(path, alpha, curve, *, finished=True, tasks=None, model="hub/tuned", **nucl):
+    """A fine-tuning run; `curve`: step -> (entropy, nll); `nucl`: its variant and targets."""
+    nucl = {"variant": "mstd", "targets": ["ffn_out"], "weight": alpha, **nucl}
+    values = {"model": model, "batch_size": 4, "steps": 20, "dropout": 0.1, "seeds": []}
+    values |= {"losses": {"nucl": nucl}, "data": {"task": "gsm8k", "path": ""}}
+    values["optimizer"] = {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 10}
     rows = [{"step": s, ENTROPY: e, NLL: n} for s, (e, n) in curve.items()]
     found = {"final": rows[-1], "device": "cpu"} | ({"tasks": tasks} if tasks else {})
     return write_run(path, values, found if finished else None, rows)
 
 
-def pretrain(path, weight, curve, *, alpha=1.0, seed=0, steps=20, finished=True, psi=(),
-             **settings):  # fmt: skip
+def pretrain(path, weight, curve, *, alpha=1.0, finished=True, psi=(), **settings):
     """A run of configs/jreg_pretrain.py; `psi`: the displacements of its last evaluation."""
-    jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all",
-            "term": "jreg"}  # fmt: skip
-    values = {
-        "model": "", "tokenizer": "tokens", "batch_size": 4, "seq_len": 16, "steps": steps,
-        "seed": seed, "seeds": [], "shape": SHAPE, "data": {"task": "tokens", "path": "corpus"},
-        "optimizer": {"learning_rate": 1e-3},
-        "losses": {"jreg": jreg, "nll": {"reduction": "mean"}}, **settings,
-    }  # fmt: skip
+    jreg = {"weight": weight, "alpha": alpha, "final_norm": False, "positions": "all"}
+    jreg["term"] = "jreg"
+    values = {"model": "", "tokenizer": "tokens", "batch_size": 4, "seq_len": 16, "steps": 20}
+    values |= {"shape": SHAPE, "data": {"task": "tokens", "path": "corpus"}, "seed": 0, "seeds": []}
+    values |= {"optimizer": {"learning_rate": 1e-3}}
+    values |= {"losses": {"jreg": jreg, "nll": {"reduction": "mean"}}, **settings}
     rows = evaluations(curve, psi)
     found = {"final": rows[-1], "parameters": 1234, "device": "cpu"}
     return write_run(path, values, found if finished else None, rows)
@@ -94,41 +90,38 @@ def reading(psi, **rates):
 def analysed(path, model, config=(), **results):
     """A run of configs/analyze.py:displacement."""
     values = {"analysis": "displacement", "model": model, "positions": "all", **LAMBADA}
-    default = {
-        "before_final_norm": reading([0.5, 0.1, 0.2]),
-        "after_final_norm": reading([0.5, 0.1, 0.6], zeta_L=50.0),
-        "tokens": 260,
-    }
+    default = {"before_final_norm": reading([0.5, 0.1, 0.2]), "tokens": 260}
+    default["after_final_norm"] = reading([0.5, 0.1, 0.6], zeta_L=50.0)
     return write_run(path, values | dict(config), results or default)
 
 
 def scored(path, model, tasks):
     """A run of scripts/evaluate.py that scored tasks."""
-    return write_run(
-        path, {"model": model, "evaluation": "tasks"}, {"model": model, "tasks": tasks}
-    )
+    results = {"model": model, "tasks": tasks}
+    return write_run(path, {"model": model, "evaluation": "tasks"}, results)
 
 
 def nucl_runs(root):
     """Removals of two models, fine-tuning of one: every kind of row the NUCL report has."""
     hellaswag = score(0.5, shots=10) | {"acc_norm": 0.55}
-    runs = [
-        removal(root / "unpruned", 20.0, criterion="none", gone=0.0),
-        removal(root / "entropy", 45.0, tasks={"hellaswag": hellaswag}),
-        *(removal(root / f"random{i}", x, criterion="random", seed=i,
-                  tasks={"piqa": score(0.5 + i / 10)})
-          for i, x in enumerate((400.0, 500.0, 900.0))),
-        removal(root / "gini", 50.0, criterion="gini"),
-        removal(root / "magnitude", 12345.6, criterion="magnitude"),
-        removal(root / "babu", 2000.0, criterion="similarity", compensation="sum"),
-        removal(root / "byrne", 3000.0, criterion="similarity", compensation="least_squares"),
-        removal(root / "ridge", 2500.0, criterion="similarity", compensation="ridge"),
-        removal(root / "lowest", 9000.0, reverse=True),
-        removal(root / "unfinished", criterion="mstd"),
-        *(removal(root / layers, 20.0 + i, layers=layers)
-          for i, layers in enumerate(("top", "bottom", "even", "odd", "pair:0", "pair:1"))),
-        removal(root / "other", 7.0, model="org/Other-1B"),
-    ]  # fmt: skip
+    points = {
+        "unpruned": (20.0, {"criterion": "none", "gone": 0.0}),
+        "entropy": (45.0, {"tasks": {"hellaswag": hellaswag}}),
+        "gini": (50.0, {"criterion": "gini"}),
+        "magnitude": (12345.6, {"criterion": "magnitude"}),
+        "babu": (2000.0, {"criterion": "similarity", "compensation": "sum"}),
+        "byrne": (3000.0, {"criterion": "similarity", "compensation": "least_squares"}),
+        "ridge": (2500.0, {"criterion": "similarity", "compensation": "ridge"}),
+        "lowest": (9000.0, {"reverse": True}),
+        "unfinished": (None, {"criterion": "mstd"}),
+        "other": (7.0, {"model": "org/Other-1B"}),
+    }
+    for i, perplexity in enumerate((400.0, 500.0, 900.0)):
+        own = {"criterion": "random", "seed": i, "tasks": {"piqa": score(0.5 + i / 10)}}
+        points[f"random{i}"] = (perplexity, own)
+    for i, layers in enumerate(("top", "bottom", "even", "odd", "pair:0", "pair:1")):
+        points[layers] = (20.0 + i, {"layers": layers})
+    runs = [removal(root / name, value, **own) for name, (value, own) in points.items()]
     curves = {
         "m0": (0.0, {0: (6.0, 3.0), 10: (6.0, 2.5), 20: (6.0, 2.0)}),
         "m10": (10.0, {0: (6.0, 3.0), 10: (5.9, 2.4), 20: (5.8, 1.9)}),
@@ -136,83 +129,100 @@ def nucl_runs(root):
     }
     runs += [training(root / name, *curve) for name, curve in curves.items()]
     last = {0: (6.0, 3.0), 20: (6.0, 2.3)}
-    runs += [
-        training(root / "g1", 1.0, {0: (6.0, 3.0), 20: (5.9, 2.1)}, variant="gini"),
-        training(root / "late", 100.0, {0: (6.0, 3.0), 10: (5.5, 0.1)}, finished=False),
-        training(root / "attention", 10.0, last, targets=["attention_out"],
-                 tasks={"gsm8k": score(0.25, "exact_match", n=8)}),
-        scored(root / "score0", f"{root}/m0/model", {"gsm8k": score(0.2, "exact_match")}),
-        scored(root / "score10", f"{root}/m10/model", {"gsm8k": score(0.25, "exact_match")}),
-    ]  # fmt: skip
+    own = {"targets": ["attention_out"], "tasks": {"gsm8k": score(0.25, "exact_match", n=8)}}
+    runs.append(training(root / "g1", 1.0, {0: (6.0, 3.0), 20: (5.9, 2.1)}, variant="gini"))
+    runs.append(training(root / "late", 100.0, {0: (6.0, 3.0), 10: (5.5, 0.1)}, finished=False))
+    runs.append(training(root / "attention", 10.0, last, **own))
+    for alpha, value in ((0, 0.2), (10, 0.25)):
+        tasks = {"gsm8k": score(value, "exact_match")}
+        runs.append(scored(root / f"score{alpha}", f"{root}/m{alpha}/model", tasks))
     return runs
 
 
-def jreg_runs(root):
-    """Pre-training over seeds and setups, analyses of models and of checkpoints, accuracies."""
+def seed_runs(root):
+    """Baseline and JREG over two seeds, and a sharpness of one."""
     other = {0: (0.0, 8.0), 10: (8.0, 5.0), 20: (14.0, 4.2)}
-    runs = [
+    return [
         pretrain(root / "base0", 0.0, RISING, psi=[0.4, 0.2, 0.1, 0.22]),
         pretrain(root / "base1", 0.0, other, seed=1, psi=[0.4, 0.2, 0.1, 0.26]),
         pretrain(root / "jreg0", 1.0, FLAT, psi=[0.4, 0.2, 0.1, 0.1]),
         pretrain(root / "jreg1", 1.0, {0: (0.0, 8.0), 20: (0.4, 4.2)}, seed=1),
         pretrain(root / "sharp", 1.0, {0: (0.0, 8.0), 20: (1.5, 4.5)}, alpha=3.0),
+    ]
+
+
+def write_seeds(many, **config):
+    """A run over seeds 3 and 4, with a directory for each."""
+    pretrain(many, 0.0, RISING, seeds=[3, 4], **config)
+    (many / "metrics.jsonl").unlink()
+    for seed, last in ((3, 4.0), (4, 5.0)):
+        rows = evaluations({0: (0.0, 8.0), 20: (2.0 * seed, last)}, [0.1 * seed, 0.2, 0.3, 0.4])
+        write_run(many / f"seed_{seed}", {}, {"final": rows[-1]}, rows)
+    (many / "results.json").write_text(json.dumps({"seeds": [3, 4]}))
+    return str(many)
+
+
+def checkpoint_points(steps, psi):
+    """An analysis' points; `psi(step)`: the displacements after the final norm."""
+    return [
+        {
+            "checkpoint": f"step{n}",
+            "step": n,
+            "after_final_norm": psi(n),
+            "before_final_norm": reading([0.1, 0.2], zeta_L=n / 100),
+        }
+        for n in steps
+    ]
+
+
+def jreg_runs(root):
+    """Pre-training over seeds and setups, analyses of models and of checkpoints, accuracies."""
+    runs = [
+        *seed_runs(root),
         pretrain(root / "rate", 0.0, {20: (99.0, 9.0)}, optimizer={"learning_rate": 2e-3}),
         pretrain(root / "begun", 1.0, {0: (0.0, 8.0), 10: (1.0, 5.0)}, alpha=0.5, finished=False),
         pretrain(root / "again" / "again", 0.0, {20: (50.0, 9.0)}),
-    ]  # fmt: skip
-    many = root / "many"
+    ]
     config = {"shape": SHAPE | {"layers": 6}}
-    runs.append(pretrain(many, 0.0, RISING, seeds=[3, 4], **config))
-    for seed, last in ((3, 4.0), (4, 5.0)):
-        (many / f"seed_{seed}").mkdir()
-        rows = evaluations({0: (0.0, 8.0), 20: (2.0 * seed, last)}, [0.1 * seed, 0.2, 0.3, 0.4])
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (many / f"seed_{seed}" / "metrics.jsonl").write_text(text)
-        (many / f"seed_{seed}" / "results.json").write_text(json.dumps({"final": rows[-1]}))
-    (many / "metrics.jsonl").unlink()
-    (many / "results.json").write_text(json.dumps({"seeds": [3, 4]}))
+    runs.append(write_seeds(root / "many", **config))
     runs.append(pretrain(root / "after", 1.0, {0: (0.0, 8.0), 20: (0.0, 4.75)}, seed=4, **config))
-    points = [
-        {"checkpoint": f"step{n}", "step": n, "after_final_norm": reading([0.1, 0.2], zeta_L=40.0),
-         "before_final_norm": reading([0.1, 0.2], zeta_L=n / 100)} for n in (2000, 1000)
-    ]  # fmt: skip
+    points = checkpoint_points((2000, 1000), lambda n: reading([0.1, 0.2], zeta_L=40.0))
     return [
         *runs,
         analysed(root / "one", "models/little.gguf"),
         analysed(root / "two", f"{runs[0]}/model"),
         analysed(root / "series", "hub/pythia", checkpoints=points),
-        scored(root / "score0", f"{runs[0]}/model", {"piqa": score(0.25)}),
-        scored(root / "score1", f"{runs[1]}/model", {"piqa": score(0.75)}),
-        scored(root / "score2", f"{runs[2]}/model", {"piqa": score(0.5)}),
+        *(
+            scored(root / f"score{i}", f"{runs[i]}/model", {"piqa": score(value)})
+            for i, value in enumerate((0.25, 0.75, 0.5))
+        ),
     ]
 
 
-def attack(path, attack, k, perplexity, *, windows=(3.0, 3.2), text="data/wikitext2/test.txt",
-           answers=None, model="models/small.gguf", **config):  # fmt: skip
+def attack(path, attack, k, perplexity, *, windows=(3.0, 3.2), answers=None, **config):
     """A point of configs/attack_table.py; `answers`: whether each question of piqa was right."""
-    values = {"surgery": "attack", "attack": attack, "k": k, "layer": None, "token": None,
-              "model": model, **EVALUATION, "text": text, **config}  # fmt: skip
-    found = {"perplexity": perplexity, "nll": sum(windows) / len(windows), "layer": 12,
-             "nll_windows": list(windows)}  # fmt: skip
+    values = {"surgery": "attack", "attack": attack, "k": k, "layer": None, "token": None}
+    values |= {**EVALUATION, "text": "data/wikitext2/test.txt", "model": "models/small.gguf"}
+    values |= config
+    found = {"perplexity": perplexity, "nll": sum(windows) / len(windows), "layer": 12}
+    found["nll_windows"] = list(windows)
     run = write_run(path, values, found)
     if answers is not None:
         found["tasks"] = {"piqa": score(sum(answers) / len(answers), n=len(answers))}
         (path / "results.json").write_text(json.dumps(found))
-        (path / "samples").mkdir()
-        rows = [json.dumps({"doc_id": i, "acc": float(x)}) for i, x in enumerate(answers)]
-        (path / "samples" / "piqa.jsonl").write_text("\n".join(rows) + "\n")
+        rows = [{"doc_id": i, "acc": float(x)} for i, x in enumerate(answers)]
+        write_rows(path / "samples" / "piqa.jsonl", rows)
     return run
 
 
 def adapted(path, names, p0=0.8, seed=0, curriculum="step", scope="massive"):
     """A run of configs/macdrop_sft.py."""
-    values = {"model": "models/small.gguf", "prepare": names, "seed": seed, "steps": 60,
-              "batch_size": 8, "optimizer": {"name": "adamw", "learning_rate": 1e-4},
-              "macdrop": {"k": 5, "p0": p0, "curriculum": curriculum, "a": 0.01, "epochs": 3,
-                          "scope": scope}}  # fmt: skip
+    drops = {"k": 5, "p0": p0, "curriculum": curriculum, "a": 0.01, "epochs": 3, "scope": scope}
+    values = {"model": "models/small.gguf", "prepare": names, "seed": seed, "steps": 60}
+    values |= {"batch_size": 8, "optimizer": {"name": "adamw", "learning_rate": 1e-4}}
     (name,) = set(names) & {"lora", "dora"}
-    values |= {name: {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/", "dropout": 0.0},
-               "train_only": [f"/{name[0]}lora_"]}  # fmt: skip
+    own = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/", "dropout": 0.0}
+    values |= {"macdrop": drops, name: own, "train_only": [f"/{name[0]}lora_"]}
     values |= {"nf4": {"targets": "ffn/"}} if "nf4" in names else {}
     rows = [{"step": i, "train/macdrop": p0 * (1 - i / 60)} for i in range(1, 61)]
     return write_run(path, values, {"final": rows[-1]}, rows)

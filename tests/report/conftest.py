@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import FLAT, RISING, pretrain, read_csv
+from builders import read_csv, seed_runs
 
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.report import figures
@@ -38,12 +38,4 @@ def report(tmp_path):
 @pytest.fixture
 def seeds(tmp_path):
     """Baseline and JREG over two seeds, and a sharpness of one."""
-    root = tmp_path / "seeds"
-    other = {0: (0.0, 8.0), 10: (8.0, 5.0), 20: (14.0, 4.2)}
-    return [
-        pretrain(root / "base0", 0.0, RISING, psi=[0.4, 0.2, 0.1, 0.22]),
-        pretrain(root / "base1", 0.0, other, seed=1, psi=[0.4, 0.2, 0.1, 0.26]),
-        pretrain(root / "jreg0", 1.0, FLAT, psi=[0.4, 0.2, 0.1, 0.1]),
-        pretrain(root / "jreg1", 1.0, {0: (0.0, 8.0), 20: (0.4, 4.2)}, seed=1),
-        pretrain(root / "sharp", 1.0, {0: (0.0, 8.0), 20: (1.5, 4.5)}, alpha=3.0),
-    ]
+    return seed_runs(tmp_path / "seeds")

@@ -48,19 +48,18 @@ def test_one_seed_and_what_cannot_be_told(report, tmp_path, change, statement, v
 
 def test_every_seed_has_to_lie_within(report, tmp_path):
     runs = [pretrain(tmp_path / "base", 0.0, RISING)]
-    runs += [pretrain(tmp_path / f"j{i}", 1.0, {20: (zeta, 3.9)}, seed=i)
-             for i, zeta in enumerate((0.0, 0.5))]  # fmt: skip
+    for seed, zeta in enumerate((0.0, 0.5)):
+        runs.append(pretrain(tmp_path / f"j{seed}", 1.0, {20: (zeta, 3.9)}, seed=seed))
     measured, verdict = claim(report("jreg", runs), "zeta_L is 0")
     assert measured == "lambda 1, alpha 1 0.25 [0, 0.5] range n=2" and verdict == "does not hold"
 
 
 def test_several_seeds_decide_by_their_interval():
-    for values, sign, told in (
-        ([1.0, 1.1, 0.9], 1, "holds"), ([1.0, 1.1, 0.9], -1, "does not hold"),
-        ([1.0, -0.1, 0.9], 1, "cannot be told"), ([0.0, 0.0], -1, "cannot be told"),
-        ([], 1, "cannot be told"), ([math.nan, 1.0], 1, "cannot be told"),
-    ):  # fmt: skip
-        assert verdict(interval(values), sign) == told
+    assert verdict(interval([1.0, 1.1, 0.9]), 1) == "holds"
+    assert verdict(interval([1.0, 1.1, 0.9]), -1) == "does not hold"
+    untold = (([1.0, -0.1, 0.9], 1), ([0.0, 0.0], -1), ([], 1), ([math.nan, 1.0], 1))
+    for values, sign in untold:
+        assert verdict(interval(values), sign) == "cannot be told"
 
 
 @pytest.mark.parametrize(
@@ -81,13 +80,10 @@ def test_growth_is_from_each_fifth_to_the_next(report, tmp_path, curve, verdict)
 
 
 def test_mstd_against_gini_is_computed(report, tmp_path):
-    runs = [
-        training(tmp_path / f"{variant}{alpha}", alpha, {0: (6.0, 3.0), 20: (entropy, nll)},
-                 variant=variant)
-        for variant, alpha, entropy, nll in (
-            ("mstd", 1.0, 5.9, 2.0), ("gini", 1.0, 5.8, 2.1),
-            ("mstd", 10.0, 5.0, 2.0), ("gini", 10.0, 5.5, 2.1), ("mstd", 100.0, 5.0, 9.0))
-    ]  # fmt: skip
+    runs, ends = [], [("mstd", 1.0, 5.9, 2.0), ("gini", 1.0, 5.8, 2.1), ("mstd", 10.0, 5.0, 2.0)]
+    for variant, alpha, *end in (*ends, ("gini", 10.0, 5.5, 2.1), ("mstd", 100.0, 5.0, 9.0)):
+        curve = {0: (6.0, 3.0), 20: end}
+        runs.append(training(tmp_path / f"{variant}{alpha}", alpha, curve, variant=variant))
     tables = report("nucl", runs)
     measured, verdict = claim(tables, "mstd's entropy")
     assert measured == "alpha = 1 0.1; alpha = 10 -0.5" and verdict == "does not hold (alpha = 1)"

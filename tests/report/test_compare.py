@@ -13,15 +13,7 @@ from tiny_models import run_script
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.report import compare
-from ffn_heterogeneity.report.compare import (
-    choose_panels,
-    differing_keys,
-    draw_runs,
-    notes_of,
-    numbers,
-    read_runs,
-    states,
-)
+from ffn_heterogeneity.report.compare import draw_runs, notes_of, numbers, read_runs, states
 from ffn_heterogeneity.report.compare import write_report as write
 from ffn_heterogeneity.report.stats import Spread, bootstrap, interval, over
 from ffn_heterogeneity.report.tables import number
@@ -42,12 +34,9 @@ def trained(nlls, losses=(), **more):
 
 def results_of(nlls, **more):
     best = min(range(len(nlls)), key=lambda i: nlls[i])
-    return {
-        "first": {"step": 0, "validation/nll": nlls[0]},
-        "final": {"step": 2 * (len(nlls) - 1), "validation/nll": nlls[-1]},
-        "best": {"step": 2 * best, "metric": "validation/nll", "value": nlls[best]},
-        **more,
-    }  # fmt: skip
+    first, last = {"step": 0, "validation/nll": nlls[0]}, {"step": 2 * (len(nlls) - 1)}
+    best = {"step": 2 * best, "metric": "validation/nll", "value": nlls[best]}
+    return {"first": first, "final": last | {"validation/nll": nlls[-1]}, "best": best, **more}
 
 
 def table(paths):
@@ -65,15 +54,15 @@ def two(tmp_path):
     other = CONFIG | {"nucl": {"alpha": 10.0, "targets": ["a|b"]}, "on": 1, "extra": "1"}
     a = results_of([3.0, 2.0, 2.5], tokens_per_second=100.0, parameters=1000, only=7, zero=0)
     b = results_of([3.0, 1.5, 1.0], tokens_per_second=150.0, parameters=900, layers=[1, 2], zero=2)
-    return [make(tmp_path / "a", trained([3.0, 2.0, 2.5], [4, 3, 2, 1]), a),
-            make(tmp_path / "b", trained([3.0, 1.5, 1.0], [4, 2, 1, 0.5]), b, other)]  # fmt: skip
+    first = make(tmp_path / "a", trained([3.0, 2.0, 2.5], [4, 3, 2, 1]), a)
+    return [first, make(tmp_path / "b", trained([3.0, 1.5, 1.0], [4, 2, 1, 0.5]), b, other)]
 
 
 def test_only_the_differing_keys_are_listed(two, tmp_path):
     """A run that has not begun has some too."""
-    assert differing_keys(read_runs(two)) == [
-        ["extra", "unset", '"1"'], ["nucl.alpha", "0", "10"], ["on", "true", "1"]]  # fmt: skip
-    assert differing_keys(read_runs([two[0], make(tmp_path / "c")])) == []
+    differing = [["extra", "unset", '"1"'], ["nucl.alpha", "0", "10"], ["on", "true", "1"]]
+    assert compare.differing_keys(read_runs(two)) == differing
+    assert compare.differing_keys(read_runs([two[0], make(tmp_path / "c")])) == []
 
 
 def test_numbers_side_by_side_with_difference_and_ratio(two):
@@ -84,14 +73,13 @@ def test_numbers_side_by_side_with_difference_and_ratio(two):
     # What one run alone has is there all the same, and a ratio to 0 is none.
     assert rows["only"] == ["7", "-", "-", "-"] and rows["zero"] == ["0", "2", "+2", "-"]
     # Values a layer are no rows.
-    assert list(rows) == [
-        "validation/best/nll", "validation/nll", "tokens_per_second", "parameters", "only",
-        "zero"]  # fmt: skip
+    names = ["validation/best/nll", "validation/nll", "tokens_per_second", "parameters"]
+    assert list(rows) == [*names, "only", "zero"]
 
 
 def test_every_run_is_against_the_first(tmp_path):
-    paths = [make(tmp_path / name, results={"nll": nll})
-             for name, nll in (("x", 2.0), ("y", 3.0), ("z", 1.0))]  # fmt: skip
+    nlls = {"x": 2.0, "y": 3.0, "z": 1.0}
+    paths = [make(tmp_path / name, results={"nll": nll}) for name, nll in nlls.items()]
     header, rows = numbers(read_runs(paths))
     assert header == ["", "x", "y", "difference", "ratio", "z", "difference", "ratio"]
     assert rows == [["nll", "2", "3", "+1", "1.5", "1", "-1", "0.5"]]
@@ -115,8 +103,8 @@ def test_a_run_that_is_not_finished(tmp_path):
         file.write('{"step": 8, "validation/nl')
     begun = make(tmp_path / "begun")
     runs = read_runs([path, begun])
-    assert list(states(runs)) == [
-        ("run", "not finished, at step 7", path), ("begun", "not begun", begun)]  # fmt: skip
+    run = ("run", "not finished, at step 7", path)
+    assert list(states(runs)) == [run, ("begun", "not begun", begun)]
     assert numbers(runs)[1] == [["validation/nll", "2.5", "-", "-", "-"]]
     notes = list(notes_of(runs))
     assert notes[:2] == ["run: without results: run", "begun: without results: begun"]
@@ -168,8 +156,8 @@ def test_seeds_that_are_missing_or_running(tmp_path):
     state = "2 seeds, not finished, at step 4"
     assert list(states(runs)) == [("run", state, str(tmp_path / "run"))]
     assert not len(runs.rows) and runs.curves["run"].nunique() == 2
-    assert list(notes_of(runs)) == [
-        "run: without results: seed_10", "run: without results: seed_9"]  # fmt: skip
+    lacking = [f"run: without results: seed_{seed}" for seed in (10, 9)]
+    assert list(notes_of(runs)) == lacking
 
 
 def test_a_nan_of_one_seed_is_seen(tmp_path):
@@ -188,9 +176,8 @@ def test_rows_that_a_crash_took_are_a_gap_and_a_note(tmp_path):
     rows = [row for row in trained([3.0, 2.0], range(9)) if row["step"] not in (3, 4, 6)]
     path = make(tmp_path / "run", rows)
     runs = read_runs([path])
-    assert list(notes_of(runs))[1:] == [
-        f"run: {path}/metrics.jsonl lacks the rows of steps 3 to 4, 6"
-    ]
+    lost = f"run: {path}/metrics.jsonl lacks the rows of steps 3 to 4, 6"
+    assert list(notes_of(runs))[1:] == [lost]
     drawn = draw_runs(runs).axes[1].lines[0].get_xydata()
     np.testing.assert_array_equal(drawn[:, 0], [1, 2, 3, 5, 6, 7, 8, 9])
     np.testing.assert_array_equal(np.isnan(drawn[:, 1]), [x in (3, 6) for x in drawn[:, 0]])
@@ -218,7 +205,8 @@ def test_panels(tmp_path):
     b = make(tmp_path / "b", trained([3.0], **dict(reversed(many.items()))))
     nothing = make(tmp_path / "nothing", results={"nll": 1})
     panels = ["validation/nll", "train/loss", *(f"validation/{x}" for x in "abcd")]
-    assert choose_panels(read_runs([a, b, nothing])) == panels, "the losses, then what most have"
+    chosen = compare.choose_panels(read_runs([a, b, nothing]))
+    assert chosen == panels, "the losses, then what most have"
     assert [axis.get_title() for axis in draw_runs(read_runs([a, b])).axes] == panels
     assert draw_runs(read_runs([nothing])) is None
 
@@ -270,8 +258,8 @@ def test_a_sweep_is_its_runs(two, tmp_path):
     (sweep / "results.json").write_text(json.dumps({"a": {"nll": 1.0}}))
     assert numbers(read_runs([sweep])) == outside
     (tmp_path / "note.txt").write_text("note")
-    done = run_script("report", "--compare", str(sweep), f"{tmp_path}/note.txt",
-                      f"--output={tmp_path / 'out'}")  # fmt: skip
+    places = (sweep, tmp_path / "note.txt", f"--output={tmp_path / 'out'}")
+    done = run_script("report", "--compare", *places)
     assert done.code == 0 and "no runs, left out" in done.err and "note.txt" in done.err
     assert done.out.startswith("# a, b\n")
     assert run_script("report", f"{tmp_path}/note.txt").code == 2

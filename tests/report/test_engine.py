@@ -5,24 +5,12 @@ from __future__ import annotations
 import json
 import math
 
+import builders
 import numpy as np
 import pytest
-from builders import (
-    RISING,
-    analysed,
-    claim,
-    evaluations,
-    lines,
-    nucl_runs,
-    pretrain,
-    reading,
-    removal,
-    score,
-    scored,
-    training,
-    write_run,
-)
+from builders import analysed, claim, lines, pretrain, reading, removal, score, scored, training
 from tiny_models import run_script
+from tiny_runs import write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
@@ -57,8 +45,8 @@ def test_a_printed_table_is_always_drawn(report, tmp_path, paper):
 
 
 def test_ours_stands_below_the_papers_row(report, tmp_path):
-    gone = {"mmlu": (0.3, 5), "hellaswag": (0.4, 10), "arc_easy": (0.5, 0), "piqa": (0.6, 0),
-            "social_iqa": (0.2, 0), "triviaqa": (0.1, 5), "nq_open": (0.0, 5)}  # fmt: skip
+    gone = {"mmlu": (0.3, 5), "hellaswag": (0.4, 10), "arc_easy": (0.5, 0), "piqa": (0.6, 0)}
+    gone |= {"social_iqa": (0.2, 0), "triviaqa": (0.1, 5), "nq_open": (0.0, 5)}
     tasks = {task: score(value, shots=shots) for task, (value, shots) in gone.items()}
     tasks["hellaswag"] |= {"acc_norm": 0.7, "acc_norm_low": 0.6, "acc_norm_high": 0.8}
     runs = [
@@ -80,28 +68,24 @@ def test_ours_stands_below_the_papers_row(report, tmp_path):
 
 
 def test_gains_are_relative_and_have_their_z(report, tmp_path):
-    curve = {0: (6.0, 3.0), 20: (6.0, 2.0)}
-    runs = [
-        training(tmp_path / name, alpha, {20: (6.0, nll)}, model="google/gemma-2-2b",
-                 tasks={"gsm8k": score(value, "exact_match", n=1000)})
-        for name, alpha, nll, value in (("m0", 0.0, 2.0, 0.4), ("m1", 1.0, 1.9, 0.5),
-                                        ("m2", 100.0, 2.2, 0.9))
-    ]  # fmt: skip
-    runs.append(training(tmp_path / "in", 1.0, curve, targets=["ffn_in_gated"],
-                         model="google/gemma-2-2b", tasks={"gsm8k": score(0.44)}))  # fmt: skip
+    model, runs = {"model": "google/gemma-2-2b"}, []
+    for alpha, nll, value in ((0.0, 2.0, 0.4), (1.0, 1.9, 0.5), (100.0, 2.2, 0.9)):
+        own = model | {"tasks": {"gsm8k": score(value, "exact_match", n=1000)}}
+        runs.append(training(tmp_path / str(alpha), alpha, {20: (6.0, nll)}, **own))
+    own = model | {"targets": ["ffn_in_gated"], "tasks": {"gsm8k": score(0.44)}}
+    runs.append(training(tmp_path / "in", 1.0, {0: (6.0, 3.0), 20: (6.0, 2.0)}, **own))
     tables = report("nucl", runs)
     rows = {row["from"]: row["GSM8K"] for row in tables["table_2"] if row["Model size"] == "2B"}
     assert rows["paper"] == "2.71"
     assert float(rows["here: gsm8k"]) == pytest.approx(25.0), "of the alpha of the lowest loss"
     ours = {row["Weight matrices"]: row for row in tables["table_3"] if row["from"][:5] == "here:"}
-    assert {k: round(float(v["Relative gain (in %)"])) for k, v in ours.items()} == {
-        "FFN outgoing": 25, "FFN incoming (gated)": 10}  # fmt: skip
+    gained = {k: round(float(v["Relative gain (in %)"])) for k, v in ours.items()}
+    assert gained == {"FFN outgoing": 25, "FFN incoming (gated)": 10}
     scores = {r["Method"]: r["Gemma-2B"] for r in tables["table_8"] if r["from"][:5] == "here:"}
     assert scores == {"Standard fine-tuning": "40.0", "NUCL fine-tuning": "50.0"}
     gains = {(r["task"], r["model"], r["from"]): r for r in tables["gains"]}
-    assert float(gains["GSM8K", "Gemma-2B", "paper"]["relative gain (in %)"]) == pytest.approx(
-        2.71, abs=0.005
-    )
+    printed_gain = gains["GSM8K", "Gemma-2B", "paper"]["relative gain (in %)"]
+    assert float(printed_gain) == pytest.approx(2.71, abs=0.005)
     assert gains["SuperGLUE", "Bison", "paper"]["z (ours)"] == "-"
     ours = gains["GSM8K", "gemma-2-2b", "here"]
     assert float(ours["absolute gain"]) == pytest.approx(10.0)
@@ -129,8 +113,8 @@ def test_a_compensation_is_a_method_of_its_own(report, tmp_path):
     solution = {"largest_lambda_norm": 28.5, "largest_condition": 1e7}
     path.write_text(json.dumps(json.loads(path.read_text()) | solution))
     rows = report("nucl", runs)["removal"]
-    assert {(r["norm of lambda"], r["condition"]) for r in rows} == {
-        ("28.5", "10000000.0"), ("-", "-")}  # fmt: skip
+    solved = {(r["norm of lambda"], r["condition"]) for r in rows}
+    assert solved == {("28.5", "10000000.0"), ("-", "-")}
     found = {row["method"]: row["perplexity"] for row in rows}
     assert found["Magnitude-based"] == "9.0" and "Srinivas and Babu (2015)" not in found
     assert found["magnitude, least_squares, reverse False"] == "7.0" and len(found) == 3
@@ -152,11 +136,11 @@ def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
 
 def test_one_text_under_two_paths_is_one_text(report, tmp_path):
     """What counts is what was in the file when the run began."""
+    texts = {"gini": "wiki.txt", "mstd": "../wiki.txt", "random": "other.txt"}
     paths = [
-        removal(tmp_path / name, 7.0, text=text, criterion=criterion, data_root=text)
-        for name, text, criterion in (("x", "wiki.txt", "gini"), ("y", "../wiki.txt", "mstd"),
-                                      ("z", "other.txt", "random"))
-    ]  # fmt: skip
+        removal(tmp_path / name, 7.0, text=text, criterion=name, data_root=text)
+        for name, text in texts.items()
+    ]
     for path, text in zip(paths, ("1", "1", "2"), strict=True):
         inputs = {"text": text, "model": "m", "gone": "0"}
         (tmp_path / path / "inputs.json").write_text(json.dumps(inputs))
@@ -180,9 +164,9 @@ def test_differences_are_seed_by_seed(seeds, report):
 def test_the_interval_is_students():
     values = [1.0, 2.0, 4.0]
     half = 4.302653 * np.std(values, ddof=1) / 3**0.5
-    found = interval(values)
-    assert found == Spread(np.mean(values), pytest.approx(found.mean - half, rel=1e-6),
-                           pytest.approx(found.mean + half, rel=1e-6), 3, "t")  # fmt: skip
+    found, mean = interval(values), np.mean(values)
+    ends = (pytest.approx(end, rel=1e-6) for end in (mean - half, mean + half))
+    assert found == Spread(mean, *ends, 3, "t")
     assert interval([3.0]) == 3.0 and interval([]) is None
 
 
@@ -226,18 +210,14 @@ def test_a_run_that_is_in_two_sweeps_counts_once(seeds, report, tmp_path):
 
 
 def test_seeds_within_one_run(report, tmp_path):
-    folder = tmp_path / "many"
-    pretrain(folder, 0.0, RISING, seeds=[3, 4])
-    (folder / "metrics.jsonl").unlink()
-    for seed, last in ((3, 4.0), (4, 5.0)):
-        rows = evaluations({0: (0.0, 8.0), 20: (2.0 * seed, last)}, [0.1 * seed, 0.2, 0.3, 0.4])
-        write_run(folder / f"seed_{seed}", {}, {"final": rows[-1]}, rows)
-    (folder / "results.json").write_text(json.dumps({"seeds": [3, 4]}))
+    folder = builders.write_seeds(tmp_path / "many")
     other = pretrain(tmp_path / "jreg", 1.0, {0: (0.0, 8.0), 20: (0.0, 4.75)}, seed=4)
     mine = [analysed(tmp_path / f"own{seed}", f"{folder}/seed_{seed}/model") for seed in (3, 4)]
-    scores = [scored(tmp_path / f"score{seed}", f"{folder}/seed_{seed}/model",
-                     {"piqa": score(acc)}) for seed, acc in ((3, 0.25), (4, 0.5))]  # fmt: skip
-    tables = report("jreg", [str(folder), other, *mine, *scores])
+    scores = [
+        scored(tmp_path / f"score{seed}", f"{folder}/seed_{seed}/model", {"piqa": score(acc)})
+        for seed, acc in ((3, 0.25), (4, 0.5))
+    ]
+    tables = report("jreg", [folder, other, *mine, *scores])
     base, jreg = tables["pretraining"]
     assert (float(base["validation NLL"]), float(jreg["validation NLL"])) == (4.5, 4.75)
     assert tables["paired"][0]["validation NLL"] == "-0.25", "against seed 4, not the mean"
@@ -265,8 +245,8 @@ def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_p
     # 25 and 20 points, seed by seed; alpha 3 was not scored.
     assert measured.startswith("lambda 1, alpha 1 22.5 [-9.266, 54.27] t n=2; lambda 1, alpha 3 -")
     assert verdict == "cannot be told (lambda 1, alpha 1; lambda 1, alpha 3)"
-    assert "s0" in [line.split("|")[1].strip() for line in tables["text"].splitlines()
-                    if "yes" in line]  # fmt: skip
+    used = [line for line in tables["text"].splitlines() if "yes" in line]
+    assert "s0" in [line.split("|")[1].strip() for line in used]
 
 
 # ---- models and curves
@@ -282,10 +262,8 @@ def test_jump_rates_of_models(report, tmp_path, seeds):
     own = analysed(tmp_path / "own", f"{seeds[0]}/model")
     first = analysed(tmp_path / "first", "hub/small")
     second = analysed(tmp_path / "second", "hub/small", {"window": 128})
-    short = {
-        name: {"psi": [0.5, 0.25], "zeta_L": 8.0}
-        for name in ("before_final_norm", "after_final_norm")
-    }
+    two = {"psi": [0.5, 0.25], "zeta_L": 8.0}
+    short = dict.fromkeys(("before_final_norm", "after_final_norm"), two)
     runs = [*seeds, first, second, own, analysed(tmp_path / "short", "x", **short)]
     tables = report("jreg", runs)
     rows = {(r["model"], r["h_L"].split()[0]): r for r in tables["models"]}
@@ -317,23 +295,21 @@ def test_damaged_analyses_are_named(tmp_path, results):
 
 
 def test_table_7_and_figure_4_are_of_checkpoints(report, tmp_path):
-    points = [
-        {"checkpoint": f"step{n}", "step": n, "after_final_norm": reading([0.1, n / 1000]),
-         "before_final_norm": reading([0.1, 0.2], zeta_L=n / 100)} for n in (1000, 200, 400)
-    ]  # fmt: skip
+    after = lambda n: reading([0.1, n / 1000])  # noqa: E731
+    points = builders.checkpoint_points((1000, 200, 400), after)
     series = analysed(tmp_path / "series", "hub/pythia", checkpoints=points)
     psi = {"validation/jreg/psi": [0.1, 0.2]}
-    rows = [row | psi for row in evaluations({4 * i: (float(i), 4.0) for i in range(6)})]
-    run = pretrain(tmp_path / "run", 0.0, RISING)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    rows = [row | psi for row in builders.evaluations({4 * i: (float(i), 4.0) for i in range(6)})]
+    run = pretrain(tmp_path / "run", 0.0, builders.RISING)
+    write_rows(tmp_path / "run" / "metrics.jsonl", rows)
     tables = report("jreg", [series, run])
     fifths = [f"{x}%" for x in (20, 40, 60, 80, 100)]
     mine = {r["from"]: [r[x] for x in fifths] for r in tables["table_7"] if r["from"] != "paper"}
     assert mine["here: pythia, h_L before the final norm"] == ["2.0", "4.0", "-", "-", "10.0"]
     assert mine["here: baseline, 20 steps"] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
     drawn = lines(tables, "figure_4")
-    assert [line for panel, line, _ in drawn if "after" in panel] == [
-        "step 200", "step 400", "step 1,000"]  # fmt: skip
+    after = [line for panel, line, _ in drawn if "after" in panel]
+    assert after == ["step 200", "step 400", "step 1,000"]
     assert drawn["pythia, h_L after the final norm", "step 400", "-"] == [(1, 0.1), (2, 0.4)]
     assert len([1 for panel, *_ in drawn if "baseline" in panel]) == 5, "at most five"
 
@@ -342,8 +318,8 @@ def test_figures_show_means_over_seeds(seeds, tmp_path):
     figures = drawn("jreg", seeds)
     assert set(figures) == {"psi", "curves"}
     (axis,) = figures["psi"].axes
-    np.testing.assert_allclose(axis.lines[0].get_xydata(), [[1, 0.4], [2, 0.2], [3, 0.1],
-                                                            [4, 0.24]])  # fmt: skip
+    means = [[1, 0.4], [2, 0.2], [3, 0.1], [4, 0.24]]
+    np.testing.assert_allclose(axis.lines[0].get_xydata(), means)
     assert axis.lines[0].get_label() == "baseline, 20 steps (mean of 2 seeds)"
     zeta, *_, nll = figures["curves"].axes
     np.testing.assert_allclose(zeta.lines[0].get_xydata(), [[0, 0], [10, 7], [20, 13]])
@@ -366,7 +342,7 @@ def test_figure_4_of_nucl_is_by_pair(report, tmp_path):
 
 
 def test_a_sweep_stands_for_its_points(report, tmp_path):
-    runs = nucl_runs(tmp_path / "runs")
+    runs = builders.nucl_runs(tmp_path / "runs")
     points = [{"name": name} for name in ("random0", "random1", "nothing", "entropy")]
     (tmp_path / "runs" / "sweep.json").write_text(json.dumps({"points": points}))
     text = report("nucl", [str(tmp_path / "runs"), runs[0]])["text"]

@@ -55,9 +55,8 @@ def test_the_demo_says_what_it_found(nucl, verdict):
 
 def test_no_line_joins_dots():
     lines = [Line("a", [3, 1, 2], np.array([[1.0, 2.0, 3.0]]))]
-    (dotted, lined) = (
-        draw([Panel("", lines, dots=dots)]).axes[0].lines[0] for dots in (True, False)
-    )
+    axes = [draw([Panel("", lines, dots=dots)]).axes[0] for dots in (True, False)]
+    dotted, lined = (axis.lines[0] for axis in axes)
     assert dotted.get_linestyle() == "None" and dotted.get_marker() == "."
     assert lined.get_linestyle() == "-" and lined.get_marker() == "o"
 

@@ -32,20 +32,19 @@ from ffn_heterogeneity.report.paper import write_paper
 
 GOLDEN = Path(__file__).parent / "golden"
 ABSENT = ("not run", "-", "")
-OLD_METHODS = {
-    "unpruned": "Pre-trained baseline", "highest entropy (NUCL)": "Entropy-based",
-    "highest gini": "gini", "highest mstd": "mstd", "random": "Random",
-    "smallest magnitude": "Magnitude-based",
+OLD_METHODS = {"unpruned": "Pre-trained baseline", "highest entropy (NUCL)": "Entropy-based"}
+OLD_METHODS |= {"highest gini": "gini", "highest mstd": "mstd", "random": "Random"}
+OLD_METHODS |= {"smallest magnitude": "Magnitude-based"}
+OLD_METHODS |= {
     "Srinivas & Babu 2015: merged into the nearest": "Srinivas and Babu (2015)",
     "Stahlberg & Byrne 2017: least squares, minimum norm": "Stahlberg and Byrne (2017)",
     "Stahlberg & Byrne 2017: ridge": "Stahlberg and Byrne (2017), ridge",
     "lowest entropy (sanity row)": "lowest entropy (sanity row)",
-}  # fmt: skip
-OLD_LAYERS = {
-    "none: unpruned": "all", "all layers": "all", "top half": "Top half of the layers",
-    "bottom half": "Bottom half of the layers", "even": "Odd layers (after local attention)",
-    "odd": "Even layers (after global attention)",
-}  # fmt: skip
+}
+OLD_LAYERS = {"none: unpruned": "all", "all layers": "all", "top half": "Top half of the layers"}
+OLD_LAYERS |= {"bottom half": "Bottom half of the layers"}
+OLD_LAYERS |= {"even": "Odd layers (after local attention)"}
+OLD_LAYERS |= {"odd": "Even layers (after global attention)"}
 PLACES = {"FFN, outgoing": "FFN outgoing", "attention, outgoing": "Attention outgoing"}
 # A run that is not finished is in no table; the paper prints PaLM-2's hardware.
 CHANGED = {"hardware, PaLM-2": "TPU v4"}
@@ -91,14 +90,13 @@ def removed(row, key, new):
     elif "table_5" in key:
         name = row["removed from"]
         layers = next(new for start, new in OLD_LAYERS.items() if name.startswith(start))
-        where = {"method": OLD_METHODS["unpruned" if name[:4] == "none" else
-                                       "highest entropy (NUCL)"], "layers": layers}  # fmt: skip
+        method = "unpruned" if name[:4] == "none" else "highest entropy (NUCL)"
+        where = {"method": OLD_METHODS[method], "layers": layers}
     else:
         first = row["layers from 0"].split(",")[0]
         where = {"method": "Entropy-based", "layers": f"pair:{first}"}
-    measured = ("perplexity", "x unpruned", "% of parameters", "hellaswag acc, 10 shots",
-                "piqa acc, 0 shots")  # fmt: skip
-    for column in measured:
+    measured = ("perplexity", "x unpruned", "% of parameters")
+    for column in (*measured, "hellaswag acc, 10 shots", "piqa acc, 0 shots"):
         if column in row:
             yield row[column], cell(new["nucl_removal"], column, model=model, **where)
 
@@ -112,8 +110,8 @@ def test_removal(new, key):
 def test_fine_tuning(new):
     rows = new["nucl_finetuning"]
     for row in old("nucl_table_2")[:4]:
-        where = {"model": row["model"], "connections": "FFN outgoing", "alpha": row["alpha"],
-                 "loss": row["loss"].replace("plain", "mstd")}  # fmt: skip
+        where = {"loss": row["loss"].replace("plain", "mstd"), "connections": "FFN outgoing"}
+        where |= {key: row[key] for key in ("model", "alpha")}
         assert same(row["validation NLL"], cell(rows, "validation NLL", **where))
         below = cell(rows, "less standard", **where)
         assert row["below plain"] in ABSENT or same(row["below plain"], str(-float(below)))
@@ -139,8 +137,8 @@ def test_curves_of_fine_tuning(new, key):
     metric = list(rows[0])[-1]
     assert len(rows) == len(new[key])
     for row in rows:
-        where = {"panel": f"{row['model']}, {row['variant']}", "step": row["step"],
-                 "line": f"alpha = {float(row['alpha']):g}"}  # fmt: skip
+        where = {"panel": f"{row['model']}, {row['variant']}", "step": row["step"]}
+        where["line"] = f"alpha = {float(row['alpha']):g}"
         assert same(row[metric], cell(new[key], "y", **where))
 
 
@@ -163,16 +161,15 @@ def where_of(row):
 
 def test_pre_training(new):
     for key in ("jreg_table_2", "jreg_table_3"):
-        columns = ("tokens", "parameters", "validation NLL", "entropy", "piqa acc, 0 shots",
-                   "zeta_L", "zeta_L-1", "zeta_L-2")  # fmt: skip
+        columns = {"tokens", "parameters", "validation NLL", "entropy", "piqa acc, 0 shots"}
         for row in old(key):
-            for column in set(columns) & set(row):
+            for column in (columns | {"zeta_L", "zeta_L-1", "zeta_L-2"}) & set(row):
                 after = cell(new["jreg_pretraining"], column, **where_of(row))
                 assert same(row[column], after), (key, row, column)
             if row["loss"] == "JREG" and "above baseline" in row:
                 where = {k: v for k, v in where_of(row).items() if k != "from"}
-                assert same(row["above baseline"],
-                            cell(new["jreg_paired"], "validation NLL", **where))  # fmt: skip
+                apart = cell(new["jreg_paired"], "validation NLL", **where)
+                assert same(row["above baseline"], apart)
 
 
 def curve_of(name):

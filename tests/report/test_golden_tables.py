@@ -20,18 +20,17 @@ from tiny_models import REPOSITORY
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.report.paper import draw_all, gather
 
-GOLDEN = json.loads(
-    lzma.decompress((Path(__file__).parent / "golden" / "tables.json.xz").read_bytes())
-)
+TABLES = Path(__file__).parent / "golden" / "tables.json.xz"
+GOLDEN = json.loads(lzma.decompress(TABLES.read_bytes()))
 
 
 def drawn(name: str, paths, root: Path) -> dict:
     """Its tables; `root`, where the runs lie, is "<runs>" in their cells."""
     paper = papers.load(name)
-    made = {
-        one.key: {"header": list(one.header), "rows": [list(map(plain, row)) for row in one.rows]}
-        for one in draw_all(paper, gather(paper, paths)[1])
-    }
+    made = {}
+    for one in draw_all(paper, gather(paper, paths)[1]):
+        rows = [list(map(plain, row)) for row in one.rows]
+        made[one.key] = {"header": list(one.header), "rows": rows}
     return json.loads(json.dumps(made).replace(str(root), "<runs>"))
 
 

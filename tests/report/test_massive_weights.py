@@ -21,15 +21,14 @@ from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tidy import evaluated, plain
 
 STUDY = str(REPOSITORY / "docs/studies/massive_removal.py")
-NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq",
-           "piqa", "winogrande", "mean")  # fmt: skip
+NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq")
+NUMBERS += ("piqa", "winogrande", "mean")
 
 
 def test_the_configs_numbers_are_table_6s(shared_data):
     text = (shared_data.parent / "papers" / "massive-weights.txt").read_text()
-    rows = re.findall(
-        r"(.+)\t([\d.e-]+)\n", text.split("Table 6. Config")[1].split("\n\n")[0] + "\n"
-    )
+    part = text.split("Table 6. Config")[1].split("\n\n")[0]
+    rows = re.findall(r"(.+)\t([\d.e-]+)\n", part + "\n")
     config, table = config_of("macdrop_sft"), {key: float(value) for key, value in rows}
     assert (table["lora rank"], table["lora alpha"]) == (config.lora.rank, config.lora.alpha)
     assert table["learning rate"] == config.optimizer.learning_rate
@@ -47,19 +46,18 @@ def test_what_is_printed(shared_data):
     mine = [row[2:] for row in tables["table_1"]["rows"]]
     assert mine == [[row[key] for key in NUMBERS] for row in other["table_1"].values()]
     seven = {row[0]: (str(row[1]), row[2]) for row in tables["table_7"]["rows"]}
-    assert seven == {name: (row["layer_from_1"], ", ".join(map(str, row["indices"])))
-                     for name, row in other["table_7"].items()}  # fmt: skip
-    tuned = {"table_4": other["table_4_top3_zeroing"], "table_8": other["table_3_and_8"],
-             "table_9": other["table_9"]}  # fmt: skip
-    for key, rows in tuned.items():
+    told = {k: (v["layer_from_1"], v["indices"]) for k, v in other["table_7"].items()}
+    assert seven == {k: (layer, ", ".join(map(str, own))) for k, (layer, own) in told.items()}
+    tuned = {"table_4": "table_4_top3_zeroing", "table_8": "table_3_and_8", "table_9": "table_9"}
+    for key, rows in ((key, other[name]) for key, name in tuned.items()):
         found = {f"{row[0]} {row[1].replace(' ', '')}": row[2:] for row in tables[key]["rows"]}
         assert found == {name: list(row.values()) for name, row in rows.items()}
     curricula = [list(row.values()) for row in other["table_5"].values()]
     *rows, mean = [row[1:] for row in tables["table_5"]["rows"]]
     assert rows == curricula
     np.testing.assert_allclose(np.mean(rows, 0), mean, atol=0.0501)
-    wrong = {tuple(row[:2]) for key in ("table_4", "table_8") for row in tables[key]["rows"]
-             if abs(sum(row[2:7]) / 5 - row[7]) > 0.0601}  # fmt: skip
+    rows = tables["table_4"]["rows"] + tables["table_8"]["rows"]
+    wrong = {tuple(row[:2]) for row in rows if abs(sum(row[2:7]) / 5 - row[7]) > 0.0601}
     assert wrong == {("Llama-2-13B", "LoRA + MacDrop")}
     for row in mine:
         assert sum(row[4:9]) / 5 == pytest.approx(row[9], abs=0.0501)
@@ -77,8 +75,8 @@ def test_attacks(report, tmp_path):
         attack(tmp_path / "three", "zero", 3, 80.0, windows=(4.4, 4.3)),
     ]
     tables = report("massive_weights", runs)
-    rows = {row["Attack"]: row for row in tables["table_1"] if row["from"] != "paper"
-            and row["Models"] == "small"}  # fmt: skip
+    ours = [row for row in tables["table_1"] if row["from"] != "paper"]
+    rows = {row["Attack"]: row for row in ours if row["Models"] == "small"}
     assert rows["-"]["WikiText"] == "20.0" and float(rows["-"]["PIQA"]) == pytest.approx(500 / 6)
     assert (rows["top-5 zeroing"]["WikiText"], rows["top-5 zeroing"]["C4"]) == ("90.0", "120.0")
     assert rows["top-5 zeroing"]["Avg. (perplexity)"] == "-"
@@ -97,12 +95,10 @@ def test_attacks(report, tmp_path):
 def test_what_labels_do_not_tell_has_rows_of_its_own(report, tmp_path):
     """Two layers attacked alike; two texts calibrate one rule."""
     texts = [f"data/{name}/train.txt" for name in ("wikitext2", "c4")]
-    runs = [
-        *(attack(tmp_path / f"a{layer}", "zero", 5, 90.0 + layer, layer=layer) for layer in (1, 2)),
-        *(removal(tmp_path / f"r{i}", 20.0 + i, criterion="mean_state", calibration=text)
-          for i, text in enumerate(texts)),
-    ]  # fmt: skip
-    for i in range(2):
+    runs = [attack(tmp_path / f"a{x}", "zero", 5, 90.0 + x, layer=x) for x in (1, 2)]
+    for i, text in enumerate(texts):
+        own = {"criterion": "mean_state", "calibration": text}
+        runs.append(removal(tmp_path / f"r{i}", 20.0 + i, **own))
         (tmp_path / f"r{i}/results.json").write_text(json.dumps({"perplexity": 20.0, "nll": i}))
     tables = report("massive_weights", runs)
     rows = {row["from"]: row["perplexity"] for row in tables["attacks"]}
@@ -122,8 +118,8 @@ def test_the_analysis_against_table_7(report, tmp_path):
     assert rows["little"]["Indices"] == "5, 3, 1, 2, 0" and rows["little"]["Layer"] == "2"
     verdicts = [claim(tables, "the massive layer and its five", name)[1] for name in ("Meta", "Mi")]
     assert verdicts == ["holds", "does not hold"]
-    points = {(row["line"], row["value"]): float(row["y"]) for row in tables["figure_3"]
-              if row["panel"] == "little" and row["layer"] == "3"}  # fmt: skip
+    rows = [row for row in tables["figure_3"] if row["panel"] == "little" and row["layer"] == "3"]
+    points = {(row["line"], row["value"]): float(row["y"]) for row in rows}
     assert points["median", "intermediate state"] == pytest.approx(0.2)
     assert points["1st", "hidden state"] == 9
 
@@ -171,11 +167,9 @@ def test_what_sparing_explains(report, tmp_path):
     # Removals that spared neurons are no rows of plain chance, in NUCL's report either.
     text = report("nucl", removals(tmp_path / "again"), "nucl")["text"]
     assert 'protect "bos:5"' in text
-    rows = [row for row in report("nucl", removals(tmp_path / "more"), "more")["removal"]
-            if row["method"] == "Random"]  # fmt: skip
-    assert [float(row["perplexity"]) for row in rows] == pytest.approx(
-        [np.exp(4.0 + np.arange(4) / 10).mean()]
-    )
+    rows = report("nucl", removals(tmp_path / "more"), "more")["removal"]
+    plain = [float(row["perplexity"]) for row in rows if row["method"] == "Random"]
+    assert plain == pytest.approx([np.exp(4.0 + np.arange(4) / 10).mean()])
 
 
 def test_adapters_attacked(report, tmp_path):
@@ -186,8 +180,8 @@ def test_adapters_attacked(report, tmp_path):
         runs.append(adapted(path, [name, "macdrop"], p0, seed))
         gain = 1.0 + 0.1 * seed if p0 else 0.0
         for k, nll in ((0, 3.0), (3, 4.5 - gain)):
-            own = {"windows": (nll, nll), "model": f"{path}/model",
-                   "answers": right if k == 0 or p0 else wrong}  # fmt: skip
+            own = {"windows": (nll, nll), "model": f"{path}/model"}
+            own["answers"] = right if k == 0 or p0 else wrong
             runs.append(attack(tmp_path / f"{path.name}_{k}", "zero", k, float(np.exp(nll)), **own))
             own = {"windows": (nll + 1, nll + 1), "model": own["model"], "text": "c4.txt"}
             runs.append(attack(tmp_path / f"c4_{path.name}_{k}", "zero", k, 9.0, **own))
@@ -204,8 +198,8 @@ def test_adapters_attacked(report, tmp_path):
     drawn = lines(tables, "figure_7")
     assert {name[1] for name in drawn} == {"step", "constant", "exp, a = 0.01"}
     rows = [r for r in tables["macdrop"] if r["model"] == "small"]
-    other = {(r["method"], r["attack"]): float(r["NLL"].split()[0])
-             for r in rows if r["text"] == "c4"}  # fmt: skip
+    texts = [r for r in rows if r["text"] == "c4"]
+    other = {(r["method"], r["attack"]): float(r["NLL"].split()[0]) for r in texts}
     assert other["LoRA", "zero 3"] == pytest.approx(5.5) and len(other) == 8
     rows = {(r["method"], r["attack"]): r for r in rows if r["text"] == "wikitext"}
     assert len(rows) == 11 and ("nf4 + dora, massive, exp, a 0.01, p0 0.8", "-") in rows
@@ -215,20 +209,14 @@ def test_adapters_attacked(report, tmp_path):
         assert float(drops["less adapter alone"]) == pytest.approx(-1.1)
         assert float(drops["less unattacked"]) == pytest.approx(0.4)
         assert rows[name, "-"]["less adapter alone"] == "-"
-        (cell,) = [r["PIQA"] for r in tables["table_4"]
-                   if (r["Model"], r["Method"]) == ("small", name)]  # fmt: skip
-        assert float(cell) == 25
-        (cell,) = [r["PIQA"] for r in tables["table_8"]
-                   if (r["Model"], r["Method"]) == ("small", f"{name} + MacDrop")]  # fmt: skip
-        assert float(cell) == 75
-    (asked,) = [r["PIQA"] for r in tables["macdrop_questions"]
-                if (r["method"], r["attack"]) == ("DoRA + MacDrop", "zero 3")]  # fmt: skip
-    assert float(asked) == 50
-    for where in ("lora", "dora"):
-        for text in ("wikitext", "c4"):
-            told = claim(tables, "an adapter trained with MacDrop does better under",
-                         f"small, {where}, {text}")  # fmt: skip
-            assert told[1] == "holds"
+        for key, method, value in (("table_4", name, 25), ("table_8", f"{name} + MacDrop", 75)):
+            own = [r for r in tables[key] if (r["Model"], r["Method"]) == ("small", method)]
+            assert [float(r["PIQA"]) for r in own] == [value]
+    asked = {(r["method"], r["attack"]): r["PIQA"] for r in tables["macdrop_questions"]}
+    assert float(asked["DoRA + MacDrop", "zero 3"]) == 50
+    better = "an adapter trained with MacDrop does better under"
+    for where, text in product(("lora", "dora"), ("wikitext", "c4")):
+        assert claim(tables, better, f"small, {where}, {text}")[1] == "holds"
     assert claim(tables, "trained with the massive weights", "small, lora, wiki")[1] == "holds"
     assert {row["Models"] for row in tables["table_1"]} & {"small", "model"} == set()
     points = lines(tables, "figure_7")

@@ -19,23 +19,27 @@ MASKS = {"kind": "surgery", "ratio": 0.75, "layers": "2-5"}
 TUNE = {"kind": "train", "epochs": 1.0, "losses": {"layerwise": {"states": "block"}}}
 
 
+def written(path, results):
+    path.mkdir()
+    (path / "results.json").write_text(json.dumps(results))
+
+
 def job(path, score, seed=0, task="sst2", rate=2e-5, **groups):
     """A run of configs/mlp_fusion.py: its config, and what its last stage wrote."""
     base = f"configs/p32_glue.py:models/small,{task}"
     stages = [*groups, "finetune"]
-    write_run(path, {"model": "models/small", "stages": stages, "seed": seed,
-                     "finetune": {"base": base, "kind": "train"}, **groups})  # fmt: skip
+    values = {"stages": stages, "seed": seed, "finetune": {"base": base, "kind": "train"}}
+    write_run(path, {"model": "models/small", **values, **groups})
     if "compress" in groups:
         left = round(1536 * (1 - groups["compress"]["ratio"]))
         results = {"ffn_widths_after": [1536, left], "ffn_widths_before": [1536, 1536]}
-        (path / "00_compress").mkdir()
-        (path / "00_compress" / "results.json").write_text(json.dumps(results))
+        written(path / "00_compress", results)
     metric = {"stsb": "spearman"}.get(task, "accuracy")
-    config = {"objective": "labels", "model": "x/00_compress/model", "data": {"task": task},
-              "optimizer": {"learning_rate": rate}, "epochs": 3.0, "batch_size": 32, "seed": seed,
-              "truncate": {"blocks": groups.get("finetune_blocks", 0)}}  # fmt: skip
-    results = {"best": {"step": 20, "metric": f"validation/{metric}", "value": score},
-               "parameters": 99, "rows": {"train": 6920, "validation": 872}}  # fmt: skip
+    config = {"objective": "labels", "model": "x/00_compress/model", "data": {"task": task}}
+    config |= {"optimizer": {"learning_rate": rate}, "epochs": 3.0, "batch_size": 32, "seed": seed}
+    config["truncate"] = {"blocks": groups.get("finetune_blocks", 0)}
+    best = {"step": 20, "metric": f"validation/{metric}", "value": score}
+    results = {"best": best, "parameters": 99, "rows": {"train": 6920, "validation": 872}}
     write_run(path / f"{len(stages) - 1:02d}_finetune", config, results)
     return str(path)
 
@@ -58,12 +62,12 @@ def tables(report, tmp_path):
     runs.append(job(tmp_path / "few", 0.89, compress=compress("fusion", layers="4-5")))
     errors = {"fusion": (5.0, 4.0), "merged": (5.0, 9.0), "svd": (6.0, 3.0), "sketch": (7.0, 8.0)}
     for seed in (0, 1):
-        found = {name: {"ntk_error": ntk + seed, "block_error": out, "kept_share": 0.25}
-                 for name, (out, ntk) in errors.items()}  # fmt: skip
-        config = {"analysis": "ntk", "model": "models/small", "layer": 0, "ratio": 0.75,
-                  "seed": seed, "data": {"task": "sst2", "path": "rows.jsonl"}}  # fmt: skip
-        runs.append(write_run(tmp_path / "ntk" / f"seed_{seed}", config,
-                              {"errors": found, "kernel_norm": 10.0 + seed}))  # fmt: skip
+        found = {name: {"ntk_error": x + seed, "block_error": y} for name, (y, x) in errors.items()}
+        found = {name: row | {"kept_share": 0.25} for name, row in found.items()}
+        config = {"analysis": "ntk", "model": "models/small", "layer": 0, "ratio": 0.75}
+        config |= {"seed": seed, "data": {"task": "sst2", "path": "rows.jsonl"}}
+        results = {"errors": found, "kernel_norm": 10.0 + seed}
+        runs.append(write_run(tmp_path / "ntk" / f"seed_{seed}", config, results))
     whole = [3.0, 4.0, 5.0, 4.5]
     fused = {"fuse": {"kind": "surgery", "method": "merged", "ratio": 0.25}}
     for name, added, groups, stages in (
@@ -72,14 +76,12 @@ def tables(report, tmp_path):
         ("fused", 0.2, fused, ("fuse",)),
     ):
         windows = [x + added * (1 + i % 2) for i, x in enumerate(whole)]
-        config = {"model": "models/small", "stages": [*stages, "recover", "score"], **groups,
-                  "recover": {"kind": "train", "base": "configs/x.py:models/small,text",
-                              "steps": 100},
-                  "score": {"kind": "evaluate", "text": "wiki.txt"}}  # fmt: skip
+        config = {"model": "models/small", "stages": [*stages, "recover", "score"], **groups}
+        recover = {"kind": "train", "base": "configs/x.py:models/small,text", "steps": 100}
+        config |= {"recover": recover, "score": {"kind": "evaluate", "text": "wiki.txt"}}
         runs.append(write_run(tmp_path / name, config))
-        (tmp_path / name / "02_score").mkdir()
         found = {"nll": np.mean(windows), "perplexity": 9.0, "nll_windows": windows}
-        (tmp_path / name / "02_score" / "results.json").write_text(json.dumps(found))
+        written(tmp_path / name / "02_score", found)
     return report("mlp_fusion", runs)
 
 
@@ -97,8 +99,9 @@ def test_methods_are_paired_over_seeds(tables):
 
 
 def test_the_papers_tables_have_rows_of_ours(tables):
-    own = {(key, r[next(iter(r))]): r for key in ("table_1", "table_2", "table_5", "table_12")
-           for r in tables[key] if r["from"] == "here: small"}  # fmt: skip
+    keys = ("table_1", "table_2", "table_5", "table_12")
+    rows = [(key, row) for key in keys for row in tables[key] if row["from"] == "here: small"]
+    own = {(key, row[next(iter(row))]): row for key, row in rows}
     assert float(own["table_2", "MLP Fusion (Ours)"]["sst2"]) == pytest.approx(86)
     assert float(own["table_2", "whole"]["sst2"]) == pytest.approx(91)
     assert float(own["table_1", "MLP Fusion (Ours)"]["NTK"]) == pytest.approx(4.5)

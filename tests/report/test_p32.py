@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders import claim, lines, write_run
 from scipy.stats import linregress, ttest_rel
+from tiny_runs import read_rows
 
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.p32 import TASKS, gains
@@ -22,18 +23,16 @@ LAMBDA = [0.0, 0.5, 2.0]
 def trained(path, score, seed=0, pooling="last", rate=None, task="mrpc", **settings):
     """A run of configs/p32_glue.py; `settings`: blocks, fraction."""
     metric = {"stsb": "spearman"}.get(task, "f1")
-    config = {
-        "objective": "labels", "model": "models/small", "pooling": pooling, "lambda_rate": rate,
-        "final_norm": "pooled", "truncate": {"blocks": settings.get("blocks", 0)},
-        "data": {"task": task, "fraction": settings.get("fraction", 1.0)}, "prepare": [],
-        "optimizer": {"learning_rate": 2e-5}, "epochs": 3.0, "batch_size": 32, "seed": seed,
-        "losses": {"regression" if task == "stsb" else "classification": {"weight": 1.0}},
-    }  # fmt: skip
-    results = {
-        "best": {"step": 20, "metric": f"validation/{metric}", "value": score}, "parameters": 99,
-        "rows": {"train": 3668}, "tokens_a_row": {"train": 53.5}, f"test/{metric}": score - 0.1,
-        f"test/{metric}_low": score - 0.2, f"test/{metric}_high": score, "test/n": 50,
-    }  # fmt: skip
+    config = {"objective": "labels", "model": "models/small", "pooling": pooling}
+    config |= {"final_norm": "pooled", "truncate": {"blocks": settings.get("blocks", 0)}}
+    config |= {"data": {"task": task, "fraction": settings.get("fraction", 1.0)}, "prepare": []}
+    config |= {"optimizer": {"learning_rate": 2e-5}, "epochs": 3.0, "batch_size": 32, "seed": seed}
+    loss = "regression" if task == "stsb" else "classification"
+    config |= {"losses": {loss: {"weight": 1.0}}, "lambda_rate": rate}
+    best = {"step": 20, "metric": f"validation/{metric}", "value": score}
+    results = {"best": best, "parameters": 99, "rows": {"train": 3668}, "test/n": 50}
+    results |= {"tokens_a_row": {"train": 53.5}, f"test/{metric}": score - 0.1}
+    results |= {f"test/{metric}_low": score - 0.2, f"test/{metric}_high": score}
     if pooling == "average":  # as the head leaves them
         results |= {"lambda": [0.0] * 3, "depth_weights": [1 / 3] * 3}
     if pooling == "p32":
@@ -45,15 +44,13 @@ def trained(path, score, seed=0, pooling="last", rate=None, task="mrpc", **setti
 @pytest.fixture
 def tables(report, tmp_path):
     arms = {"last": LAST, "average": MEAN, "p32": P32}
-    runs = [
-        trained(
-            tmp_path / f"{name}{seed}", scores[seed], seed, name, 1e-2 if name == "p32" else None
-        )
-        for (name, scores), seed in product(arms.items(), range(3))
-    ]
+    runs, rates = [], {"p32": 1e-2}
+    for (name, scores), seed in product(arms.items(), range(3)):
+        path = tmp_path / f"{name}{seed}"
+        runs.append(trained(path, scores[seed], seed, name, rates.get(name)))
     runs += [trained(tmp_path / f"n{n}", 0.7 + n / 10, blocks=n) for n in (1, 2)]
     for (pooling, share), seed in product((("last", 0.7), ("p32", 0.78)), (0, 1)):
-        rate = 1e-2 if pooling == "p32" else None
+        rate = rates.get(pooling)
         name = f"{pooling}_{share}_{seed}"
         runs.append(trained(tmp_path / name, share, seed, pooling, rate, "stsb", fraction=0.2))
         full = 0.80 + 0.01 * seed + (0.02 if rate else 0.0)
@@ -80,9 +77,8 @@ def test_poolings_are_paired_over_seeds(tables):
 
 
 def test_the_papers_tables_have_rows_of_ours(tables):
-    (mine,) = [
-        r for r in tables["table_2"] if (r["Model"], r["Method"]) == ("small", "P-32 (ours)")
-    ]
+    models = [r for r in tables["table_2"] if r["Model"] == "small"]
+    (mine,) = [r for r in models if r["Method"] == "P-32 (ours)"]
     assert float(mine["mrpc"]) == pytest.approx(100 * np.mean(P32))
     assert mine["qnli"] == mine["Avg."] == "-"
     depth = {r["Num Blocks"]: r["mrpc"] for r in tables["table_3"] if r["from"] == "here: small"}
@@ -106,10 +102,10 @@ def test_claims_on_ours(tables):
     assert claim(tables, "P-32 is above the baseline", "small")[1] == "cannot be told (mrpc)"
     assert claim(tables, "average pooling is above", "small")[1] == "does not hold"
     assert claim(tables, "P-32 is above average", "small")[1] == "holds"
-    assert claim(tables, "the gain is larger on a fifth", "small") == (
-        "stsb 6 [6, 6] t n=2", "holds")  # fmt: skip
-    assert claim(tables, "scores strictly increase", "small") == (
-        "mrpc best at 2 of 3", "does not hold")  # fmt: skip
+    gain = claim(tables, "the gain is larger on a fifth", "small")
+    assert gain == ("stsb 6 [6, 6] t n=2", "holds")
+    increase = claim(tables, "scores strictly increase", "small")
+    assert increase == ("mrpc best at 2 of 3", "does not hold")
     assert claim(tables, "fewer blocks than all", "small")[1] == "holds"
     measured, verdict = claim(tables, "lambda is highest", "small")
     assert measured.startswith("mrpc, seed 0 3; mrpc, seed 1 3") and verdict.startswith("does not")
@@ -117,10 +113,9 @@ def test_claims_on_ours(tables):
 
 def test_claims_on_the_papers_numbers(tables):
     """The claims of sections 4.1 to 6, by the paper's own tables."""
-    told = {name: claim(tables, "P-32 gains 1.5", name)[1]
-            for name in ("BERT", "StableCode", "7B", "13B")}  # fmt: skip
-    assert told == {"BERT": "does not hold", "StableCode": "holds", "7B": "holds",
-                    "13B": "does not hold"}  # fmt: skip
+    models = {"holds": ("StableCode", "7B"), "does not hold": ("BERT", "13B")}
+    for told, names in models.items():
+        assert {claim(tables, "P-32 gains 1.5", name)[1] for name in names} == {told}
     assert claim(tables, "scores strictly increase", "BERT")[1] == "does not hold (rte)"
     verdict = claim(tables, "fewer blocks than all", "LLAMA-2-7B")[1]
     assert verdict == "does not hold (mrpc; qqp)"
@@ -161,7 +156,7 @@ def test_what_is_printed(shared_data):
 def test_the_majority_answers_are_those_of_the_validation_sets(shared_data):
     for task, name in (("mrpc", "Quality"), ("rte", "label"), ("sst2", "label")):
         path = shared_data / f"glue_{task}" / "validation.jsonl"
-        labels = [json.loads(line)[name] for line in path.read_text().splitlines()]
+        labels = [row[name] for row in read_rows(path)]
         share = max(map(labels.count, set(labels))) / len(labels)
         score = 2 * share / (1 + share) if task == "mrpc" else share  # F1 of always yes
         assert 100 * score == pytest.approx(printed("p32")["majority"][task], abs=1e-3)

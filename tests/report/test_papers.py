@@ -54,21 +54,18 @@ def test_jreg(typed):
     other = typed["jreg"]
     assert {key[0]: row for key, row in rows_of(JREG["table_1"]).items()} == other["table_1"]
     for key in ("table_2", "table_3"):
-        expected = {(size, 0.0 if name == "baseline" else 1.0, name.rpartition("=")[2]): row
-                    for size, rows in other[key].items() for name, row in rows.items()}  # fmt: skip
-        expected = {
-            (size, None if name == "baseline" else float(name)):
-            list(row.values()) if isinstance(row, dict) else row
-            for (size, _, name), row in expected.items()
-        }  # fmt: skip
-        assert {
-            (size, None if alpha == "-" else float(alpha)): row
-            for (size, _, alpha), row in rows_of(JREG[key]).items()
-        } == expected
+        expected = {}
+        for size, rows in other[key].items():
+            for name, row in rows.items():
+                alpha = None if name == "baseline" else float(name.rpartition("=")[2])
+                expected[size, alpha] = list(row.values()) if isinstance(row, dict) else row
+        mine = {(size, alpha): row for (size, _, alpha), row in rows_of(JREG[key]).items()}
+        mine = {(size, None if x == "-" else float(x)): row for (size, x), row in mine.items()}
+        assert mine == expected
     assert list(rows_of(JREG["table_4"]).values()) == list(other["table_4"].values())
     rows, sizes = rows_of(JREG["table_5"]), JREG["table_5"]["columns"]
-    names = {"layers": "Layers", "d_model": "Model Dim", "ffn": "FFN Dim",
-             "heads": "Attention Heads"}  # fmt: skip
+    names = {"layers": "Layers", "d_model": "Model Dim", "ffn": "FFN Dim"}
+    names["heads"] = "Attention Heads"
     for i, size in enumerate(sizes):
         mine = {key: rows[name,][i] for key, name in names.items()}
         assert mine == other["table_5"][size]
@@ -82,14 +79,13 @@ def test_means_and_gains_are_those_of_their_rows():
     """What follows from other numbers; the two slips of JREG's Table 2 are the only ones."""
     for row in rows_of(NUCL["table_4"]).values():
         assert sum(row[:7]) / 7 == pytest.approx(row[7], abs=0.0051)
-    wrong = {key for key, row in rows_of(JREG["table_2"]).items()
-             if abs(sum(row[:9]) / 9 - row[9]) > 0.0501}  # fmt: skip
+    rows = rows_of(JREG["table_2"]).items()
+    wrong = {key for key, row in rows if abs(sum(row[:9]) / 9 - row[9]) > 0.0501}
     assert wrong == {("170M", "JREG (ours)", "0.3"), ("1B", "JREG (ours)", "1.0")}
     scores, gains = rows_of(NUCL["table_8"]), rows_of(NUCL["table_2"])
     for task, column in (("MBPP (3-shot success rate in %)", 0), ("GSM8K (accuracy in %)", 1)):
-        pairs = zip(scores[task, "Standard fine-tuning"], scores[task, "NUCL fine-tuning"],
-                    gains.values(), strict=True)  # fmt: skip
-        for standard, nucl, gain in pairs:
+        both = (scores[task, f"{kind} fine-tuning"] for kind in ("Standard", "NUCL"))
+        for standard, nucl, gain in zip(*both, gains.values(), strict=True):
             assert 100 * (nucl / standard - 1) == pytest.approx(gain[column], abs=0.0051)
     assert gains["2B",][1] == rows_of(NUCL["table_3"])["FFN outgoing",][0] == 2.71
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from builders import jreg_runs, nucl_runs, score, write_run
 from tiny_models import REPOSITORY, TEXT, config_of, save_tiny, save_tiny_reader
+from tiny_runs import read_rows as rows_in
+from tiny_runs import small_run, write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
@@ -42,9 +44,8 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     model, text = save_tiny(root / "tiny"), root / "text.txt"
     text.write_text(TEXT)
-    train = {"data.path": str(text), "steps": 2, "batch_size": 2, "seq_len": 16, "seeds": (0, 1),
-             "data.validation_fraction": 0.2, "data.passage_chars": 100, "eval.max_batches": 1,
-             "tensorboard": False}  # fmt: skip
+    small = small_run(text, seeds=(0, 1))
+    train = {key.replace("__", "."): value for key, value in small.items()}
     read = {"text": str(text), "window": 27, "max_windows": 3, "compute_dtype": "float32"}
     own = {"model": str(model)}
     fh.run("train", f"nucl_finetune:{model},text", root / "train", train)
@@ -63,15 +64,13 @@ def runs(tmp_path_factory):
 
 def answer(root, own):
     """A classifier, what it says of its rows, and answers to a question in two turns."""
-    rows, reader = root / "labelled.jsonl", save_tiny_reader(root / "reader")
+    reader, exact = save_tiny_reader(root / "reader"), {"compute_dtype": "float32"}
     labelled = [{"text": text, "label": text[0]} for text in ("low", "high") * 8]
-    rows.write_text("".join(json.dumps(row) + "\n" for row in labelled))
-    asked = root / "data/mt_bench/question.jsonl"
-    asked.parent.mkdir(parents=True)
-    asked.write_text('{"question_id": 81, "category": "math", "turns": ["Why?", "How?"]}\n')
-    exact = {"compute_dtype": "float32"}
-    train = {"data.path": str(rows), "data.validation_fraction": 0.25, "fields": "text",
-             "lengths": (16,), "batch_size": 8, "epochs": 1.0, "tensorboard": False}  # fmt: skip
+    rows = write_rows(root / "labelled.jsonl", labelled)
+    question = {"question_id": 81, "category": "math", "turns": ["Why?", "How?"]}
+    write_rows(root / "data/mt_bench/question.jsonl", [question])
+    train = {"data.path": str(rows), "data.validation_fraction": 0.25, "fields": "text"}
+    train |= {"lengths": (16,), "batch_size": 8, "epochs": 1.0, "tensorboard": False}
     fh.run("train", f"p32_glue:{reader},labels", root / "labels", train | exact)
     said = {"model": str(root / "labels/model"), "input": str(rows)}
     fh.run("evaluate", "classify", root / "classify", said | exact)
@@ -80,23 +79,24 @@ def answer(root, own):
 
 
 INTERVAL = {"low", "high", "n", "how"}
+SEED, LAYER, SIZED = {"seed"}, {"layer"}, {"n", "units"}
+PART, NEURON, EVERY = {"split", "step", "seed"}, {"layer", "neuron"}, {"layer", "seed"}
+# Directory of a command -> what it measures -> the fields of those rows.
 SCHEMA = {
-    "train/seed_0": {"nll": {"split", "step", "seed"}, "nucl": {"split", "step", "seed"},
-                     "best/nll": {"split", "step", "seed"}, "seconds": {"seed"}},
-    "evaluate": {"nll": {"n", "units"}, "perplexity": {"n", "units"}},
-    "analyze/connectivity": {"entropy": {"layer"}, "mstd": {"layer"}},
-    "analyze/displacement": {"before_final_norm/psi": {"layer"}, "after_final_norm/zeta_L": set()},
-    "analyze/massive": {"h_out": {"layer", "neuron"}, "h_out/median": {"layer"},
-                        "massive_rank": {"layer", "neuron"}, "layer": set()},
-    "in_memory": {"perplexity": {"n", "units", "seed"}, "ffn_widths_after": {"layer", "seed"},
-                  "parameters_removed_percent": {"seed"}},
-    "compress": {"ffn_widths_after": {"layer", "seed"}, "parameters_after": {"seed"}},
-    "labels": {"accuracy": {"split", "step", "seed", *INTERVAL}, "rows": {"split", "seed"},
-               "classification": {"split", "step", "seed"}, "lambda": {"layer", "seed"},
-               "best/accuracy": {"split", "step", "seed"}, "depth_weights": {"layer", "seed"}},
+    "train/seed_0": {"nll": PART, "nucl": PART, "best/nll": PART, "seconds": SEED},
+    "evaluate": {"nll": SIZED, "perplexity": SIZED},
+    "analyze/connectivity": {"entropy": LAYER, "mstd": LAYER},
+    "analyze/displacement": {"before_final_norm/psi": LAYER, "after_final_norm/zeta_L": set()},
+    "analyze/massive": {"h_out": NEURON, "h_out/median": LAYER, "massive_rank": NEURON},
+    "in_memory": {"perplexity": SIZED | SEED, "ffn_widths_after": EVERY},
+    "compress": {"ffn_widths_after": EVERY, "parameters_after": SEED},
+    "labels": {"accuracy": PART | INTERVAL, "rows": {"split", "seed"}, "classification": PART},
     "classify": {"matthews": INTERVAL, "rows": set(), "rows_cut": set()},
-    "chat": {"answered": {"seed"}, "turns": {"seed"}, "turns_no_room": {"seed"}},
-}  # fmt: skip
+    "chat": {"answered": SEED, "turns": SEED, "turns_no_room": SEED},
+}
+SCHEMA["analyze/massive"]["layer"] = set()
+SCHEMA["in_memory"]["parameters_removed_percent"] = SEED
+SCHEMA["labels"] |= {"lambda": EVERY, "best/accuracy": PART, "depth_weights": EVERY}
 
 
 def test_the_rows_of_every_command(runs):
@@ -112,16 +112,15 @@ def test_the_rows_of_every_command(runs):
             has = {field for field in FIELDS if rows[field].notna().all()}
             assert has == {"what", "value", *fields}, f"{name}: {what}"
         results = json.loads((runs / name / "results.json").read_text())
-        text = (runs / name / "rows.jsonl").read_text()
-        assert [json.loads(line) for line in text.splitlines()] == rows_of(results)
+        assert rows_in(runs / name / "rows.jsonl") == rows_of(results)
     assert set(everything[everything.what == "h_out"].layer) == {1, 2, 3, 4}
     assert set(everything.how.dropna()) == {"bootstrap"}
 
 
 def test_the_rows_of_a_judge():
     """Its server is of no account here: ratings and pairs as they are summed up."""
-    rows = [{"question_id": 1, "turn": turn, "score": 2.0 + turn, "g1_winner": "model_1",
-             "g2_winner": "model_1"} for turn in (1, 2)]  # fmt: skip
+    same = {"question_id": 1, "g1_winner": "model_1", "g2_winner": "model_1"}
+    rows = [same | {"turn": turn, "score": 2.0 + turn} for turn in (1, 2)]
     summaries = [judged(rows, {1: "math"}) for judged in (single_summary, pairwise_summary)]
     found = {row["what"]: row for one in summaries for row in rows_of(one | {"judged": 2})}
     assert not [what for what in found if not listed(what)] and found["by_turn/2"]["value"] == 4
@@ -150,12 +149,8 @@ def test_rounds_of_a_benchmark_are_its_median(path):
         assert (row["value"], row["n"]) == (np.median(seconds), len(seconds))
     for pair, (ratio, low, high) in results.get("ratios", {}).items():
         row = found[f"ratios/{pair}"]
-        assert (row["value"], row["low"], row["high"], row["how"]) == (
-            ratio,
-            low,
-            high,
-            "bootstrap",
-        )
+        found_here = [row[key] for key in ("value", "low", "high", "how")]
+        assert found_here == [ratio, low, high, "bootstrap"]
     assert not [what for what in found if not listed(what)]
 
 
@@ -163,8 +158,8 @@ def test_curves_are_those_of_metrics(runs, tmp_path):
     """Also of a run that has not ended; of a measurement a layer a row for each."""
     curves = fh.curves(runs / "train", what=["train/loss", "validation/nll"])
     assert set(curves.what) == {"loss", "nll"} and set(curves.seed) == {0, 1}
-    lines = (runs / "train/seed_1/metrics.jsonl").read_text().splitlines()
-    losses = [row["train/loss"] for row in map(json.loads, lines) if "train/loss" in row]
+    rows = rows_in(runs / "train/seed_1/metrics.jsonl")
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert list(curves[(curves.what == "loss") & (curves.seed == 1)].value) == losses
     rows = [{"step": 1, "psi": [0.5, 0.25], "train/loss": 2.0}, {"step": 2, "train/loss": "nan"}]
     write_run(tmp_path / "begun", {"model": "m", "seed": 3}, rows=rows)
