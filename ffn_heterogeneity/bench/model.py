@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench import timing
@@ -67,33 +66,7 @@ QUESTIONS: Questions = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """The timed calls and their sizes: keys of `configs/benchmark.py` that "model" reads."""
-
-    model: str
-    calls: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    batch: int
-    seq_len: int
-    windows: int
-    window: int
-    remat: str
-    unroll: int
-    peer: str
-    repetitions: int
-
-    def __post_init__(self):
-        check_choice("peer", self.peer, ("", *PEERS))
-        for name in self.calls:
-            check_choice("calls", name, CALLS)
-        for name in self.dtypes:
-            check_choice("dtypes", name, DTYPES)
-
-
-def benchmark_model(
-    config: ConfigDict, workdir: epath.Path, model: ModelConfig | None = None
-) -> dict:
+def benchmark_model(config: Any, workdir: epath.Path, model: ModelConfig | None = None) -> dict:
     """Times `config.calls` in each of `config.dtypes`, ours and the peer's in turn.
 
     Of a model of random weights on random tokens: "forward" gives the logits of a batch [batch,
@@ -107,34 +80,37 @@ def benchmark_model(
     Raises:
       ValueError: an unknown peer, model, call or dtype.
     """
-    timed = Timed(**{field.name: config[field.name] for field in dataclasses.fields(Timed)})
-    model = model or preset(timed.model)[0]
-    ours, peer, about, calls = Ours(model, timed), None, machine(), {}
-    if timed.peer:
-        sizes = {"batch": timed.batch, "new": NEW, "learning_rate": LEARNING_RATE}
-        peer = Torch(model, ours.params, **sizes, peer=timed.peer)
-        about |= {"peer": timed.peer} | peer.about()
-    for call in timed.calls:
-        for dtype in timed.dtypes:
+    check_choice("peer", config.peer, ("", *PEERS))
+    for key, choices in (("calls", CALLS), ("dtypes", DTYPES)):
+        for name in config[key]:
+            check_choice(key, name, choices)
+    model = model or preset(config.model)[0]
+    ours, peer, about, calls = Ours(model, config), None, machine(), {}
+    if config.peer:
+        sizes = {"batch": config.batch, "new": NEW, "learning_rate": LEARNING_RATE}
+        peer = Torch(model, ours.params, **sizes, peer=config.peer)
+        about |= {"peer": config.peer} | peer.about()
+    for call in config.calls:
+        for dtype in config.dtypes:
             arguments = call, dtype, ours.rows(call)
             calls[f"{call}, {dtype}"] = ours.call(*arguments)
             if peer and call not in (*TERMS, *ADAPTED):
                 calls[f"{PEER}{call}, {dtype}"] = peer.call(*arguments)
-    print(f"{len(calls)} calls in {timed.repetitions} rounds; kept in {workdir / 'rounds'}")
-    seconds = timing.take_turns(calls, timed.repetitions, workdir / "rounds")
-    return {"machine": about, "seconds": seconds, "tables": tables(seconds, timed)}
+    print(f"{len(calls)} calls in {config.repetitions} rounds; kept in {workdir / 'rounds'}")
+    seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
+    return {"machine": about, "seconds": seconds, "tables": tables(seconds, config)}
 
 
 class Ours:
     """The calls of this package on a model of random weights."""
 
-    def __init__(self, model: ModelConfig, timed: Timed):
+    def __init__(self, model: ModelConfig, config: Any):
         self.model, self.params = model, causal_lm.init(model, jax.random.key(0))
-        self.options = RunOptions(remat=timed.remat, unroll=timed.unroll)
-        rng, self.batch = np.random.default_rng(0), timed.batch
+        self.options = RunOptions(remat=config.remat, unroll=config.unroll)
+        rng, self.batch = np.random.default_rng(0), config.batch
         draw = functools.partial(rng.integers, 0, model.vocab_size, dtype=np.int32)
-        self.tokens = draw((timed.batch, timed.seq_len + 1))
-        self.windows = draw((timed.windows, timed.window))
+        self.tokens = draw((config.batch, config.seq_len + 1))
+        self.windows = draw((config.windows, config.window))
         self.states: dict[str, Any] = {}
 
     def rows(self, call: str) -> np.ndarray:
@@ -191,13 +167,13 @@ def _logits(model, options, params, tokens):
     return causal_lm.logits(model, params, hidden)
 
 
-def tables(seconds: dict[str, np.ndarray], timed: Timed) -> list[dict]:
+def tables(seconds: dict[str, np.ndarray], config: Any) -> list[dict]:
     """Medians beside the peer's, and ratios inside ours: terms added, bfloat16 for float32."""
     rows, ratios = [], {}
     # On a machine without such units bfloat16 is emulated, by torch as by XLA.
     emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
-    for call in timed.calls:
-        for dtype in timed.dtypes:
+    for call in config.calls:
+        for dtype in config.dtypes:
             name, plain = f"{call}, {dtype}", f"{STEP}, {dtype}"
             ours, peer = seconds[name], seconds.get(PEER + name)
             cells = f"{np.median(ours):.3f}", "-", "-"
@@ -209,12 +185,12 @@ def tables(seconds: dict[str, np.ndarray], timed: Timed) -> list[dict]:
                 plain = f"{next(iter(ADAPTED))}, {dtype}"
             if call in (*TERMS, *ADAPTED) and plain in seconds and plain != name:
                 ratios[f"{name} / {plain}"] = paired_interval(ours, seconds[plain])
-        if set(DTYPES) <= set(timed.dtypes):
+        if set(DTYPES) <= set(config.dtypes):
             full, half = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)
             ratios[f"{call}, float32 / bfloat16"] = paired_interval(full, half)
-    size = f"{timed.batch} x {timed.seq_len} tokens"
-    title = f"{timed.model}, {size}, perplexity of {timed.windows} windows of {timed.window}; "
-    title += f"{timed.repetitions} rounds, medians in seconds, ratios of each round's own"
+    size = f"{config.batch} x {config.seq_len} tokens"
+    title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
+    title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"
     columns = ("call", "ours", "peer", "peer / ours (95% interval)")
     made = [timing.table(title, columns, rows)]
     return [*made, timing.table_of_ratios(ratios)] if ratios else made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import shutil
@@ -28,6 +27,7 @@ from ffn_heterogeneity.data.corpus.tokenizer_training import (
     train_tokenizer,
 )
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.evaluate.inputs import settings_from
 from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
@@ -60,8 +60,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     if config.tokenizer:
         tokenizer = load_tokenizer(name, revision=config.revision)
     else:
-        training = Training(**config.train_tokenizer.to_dict())
-        tokenizer = trained_tokenizer(training, Path(workdir), chunks, settings, config.dry_run)
+        training, dry_run = config.train_tokenizer, config.dry_run
+        tokenizer = trained_tokenizer(training, Path(workdir), chunks, settings, dry_run)
     if config.model:
         size = load_config(config.model, revision=config.revision).vocab_size
         shards.check_vocabulary(tokenizer, size, config.model)
@@ -115,36 +115,22 @@ def check_config(config: ConfigDict) -> None:
 
 def settings_of(config: ConfigDict) -> Settings:
     """Settings of turning documents into tokens, from the config."""
-    layout = Layout(
-        text_field=config.text_field,
-        separator=config.separator,
-        chunk_bytes=max(int(float(config.shard_mb) * 1e6), 1),
-        split=config.split,
-        revision=config.data_revision,
-        stream=config.stream,
-        max_documents=config.max_documents,
-        max_tokens=config.max_tokens,
-    )
-    return Settings(layout, eos=config.eos, passage_chars=config.passage_chars)
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """Settings of a tokenizer's training: the group `train_tokenizer`; `max_mb`: of the input."""
-
-    vocab_size: int
-    min_frequency: int
-    max_mb: float
+    chunk_bytes = max(int(float(config.shard_mb) * 1e6), 1)
+    revision = config.data_revision
+    layout = settings_from(Layout, config, chunk_bytes=chunk_bytes, revision=revision)
+    return settings_from(Settings, config, layout=layout)
 
 
 def trained_tokenizer(
-    training: Training,
+    training: Any,
     workdir: Path,
     chunks: list[Chunk],
     settings: Settings,
     dry_run: bool,
 ) -> Any:
     """The tokenizer, trained once and written to `<workdir>/tokenizer` (not in a dry run).
+
+    `training`: the group `train_tokenizer`.
 
     Raises:
       DataError: the one there was trained on other texts, and shards were made with it.

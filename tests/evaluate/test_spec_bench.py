@@ -63,7 +63,7 @@ def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
     assert judged_by == whole | {"math": 20, "reasoning": 20, "coding": 18}
     asker = judge.Judge(config, models)
     for job in jobs[160:]:
-        name, prompt = asker._single_prompt(job)
+        name, prompt = asker._prompts(job)[""]
         assert name == ("single" if job.question.category == "qa" else "single-reference")
         assert job.question.turns[0] in prompt and all(text in prompt for text in job.reference)
     rated = [{"question_id": job.question.id, "turn": job.turn, "score": 5.0} for job in jobs]

@@ -29,7 +29,7 @@ from ffn_heterogeneity.data.packing import CHAT_TEMPLATES, Encoder
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
-from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generator, Sampling
@@ -60,21 +60,6 @@ class Question(NamedTuple):
     reference: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatSettings:
-    """Settings of the answers: keys of configs/chat.py, which explains them."""
-
-    benchmark: str
-    system: str
-    chat_template: str
-    bos: str
-    temperature: float | None
-    top_p: float
-    seed: int
-    max_new_tokens: int
-    batch_size: int
-
-
 class Turn(NamedTuple):
     """An answer and why it ended: "stop", "eos", "length", or "no room" (nothing was generated)."""
 
@@ -96,18 +81,17 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
 
     tokenizer_of(model, "chats are text, add its files")
     questions = read_questions(config.benchmark, config.data_root, config.limit)
-    settings = settings_from(ChatSettings, config)
     name = model_id(config.model_id, config.model)
     path = workdir / "model_answer" / f"{name}.jsonl"
     # Written before the answers: one without its turns is asked again.
     ended = {row["id"]: row["turns"] for row in read_rows(workdir / "turns.jsonl")}
     rows = [row for row in read_rows(path) if question_id(row) in ended]
     answered = {question_id(row) for row in rows}
-    chat = Chat(settings, model, options_of(config))
+    chat = Chat(config, model, options_of(config))
     with tqdm(
-        total=len(questions), initial=len(answered), desc=settings.benchmark, file=sys.stderr
+        total=len(questions), initial=len(answered), desc=config.benchmark, file=sys.stderr
     ) as bar:
-        for group in groups(settings, questions):
+        for group in groups(config, questions):
             missing = [question for question in group if question.id not in answered]
             if not missing:
                 continue
@@ -116,13 +100,13 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
                 if question in missing:
                     ended[question.id] = turns
                     texts = [turn.text for turn in turns]
-                    rows.append(answer_row(settings.benchmark, question, name, texts))
+                    rows.append(answer_row(config.benchmark, question, name, texts))
             turn_rows = [{"id": key, "turns": turns} for key, turns in ended.items()]
             write_rows(workdir / "turns.jsonl", turn_rows)
             write_rows(path, rows)
             bar.update(len(missing))
     return {
-        "benchmark": settings.benchmark,
+        "benchmark": config.benchmark,
         "model_id": name,
         "answers": str(path),
         "answered": len(rows),
@@ -149,23 +133,23 @@ def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
 class Chat:
     """A model that answers a batch of questions, their turns one after another."""
 
-    def __init__(self, settings: ChatSettings, model: Model, options: RunOptions = RunOptions()):
-        self.settings, self.positions = settings, model.config.max_position
-        template = settings.chat_template
-        self.encoder = Encoder(model.tokenizer, settings.bos, chat_template=template)
+    def __init__(self, config: ConfigDict, model: Model, options: RunOptions = RunOptions()):
+        self.config, self.positions = config, model.config.max_position
+        template = config.chat_template
+        self.encoder = Encoder(model.tokenizer, config.bos, chat_template=template)
         own = template == "auto" and getattr(model.tokenizer, "chat_template", None)
         self.template = "tokenizer" if own else template.replace("auto", "tulu")
         # The template's end of a turn, and the tokenizer's eos, which the config may not name.
         ends = (end_of_turn(self.encoder), model.tokenizer.eos_token_id)
         self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
-        size = settings.batch_size
+        size = config.batch_size
         self.generator = Generator(
             model.config, model.params, model.tokenizer, options=options, batch_size=size
         )
 
     def __call__(self, group: Sequence[Question]) -> list[list[Turn]]:
         """The answers to every question's turns."""
-        start = [Message("system", self.settings.system)] if self.settings.system else []
+        start = [Message("system", self.config.system)] if self.config.system else []
         talks = [list(start) for _ in group]
         turns: list[list[Turn]] = [[] for _ in group]
         for number in range(max(len(question.turns) for question in group)):
@@ -194,27 +178,27 @@ class Chat:
 
     def _sampling(self, first: Question, turn: int) -> Sampling:
         """The sampling of a turn of all questions in the batch that begins with `first`."""
-        settings = self.settings
-        seed = zlib.crc32(f"{settings.seed}/{first.id}/{turn}".encode())
-        value = temperature(settings, first)
-        return Sampling(settings.max_new_tokens, value, settings.top_p, seed, eos=self.eos)
+        config = self.config
+        seed = zlib.crc32(f"{config.seed}/{first.id}/{turn}".encode())
+        value = temperature(config, first)
+        return Sampling(config.max_new_tokens, value, config.top_p, seed, eos=self.eos)
 
 
-def temperature(settings: ChatSettings, question: Question) -> float:
+def temperature(config: Any, question: Question) -> float:
     """The config's, else the benchmark's for the question's category."""
-    if settings.temperature is not None:
-        return settings.temperature
-    if settings.benchmark == "wizardlm_testset":
+    if config.temperature is not None:
+        return config.temperature
+    if config.benchmark == "wizardlm_testset":
         return WIZARDLM_TEMPERATURE
-    other = SPEC_BENCH_TEMPERATURE if settings.benchmark == "spec_bench" else OTHER_TEMPERATURE
+    other = SPEC_BENCH_TEMPERATURE if config.benchmark == "spec_bench" else OTHER_TEMPERATURE
     return TEMPERATURES.get(question.category, other)
 
 
-def groups(settings: ChatSettings, questions: Sequence[Question]) -> list[list[Question]]:
+def groups(config: Any, questions: Sequence[Question]) -> list[list[Question]]:
     """Batches of questions with one temperature, in the file's order."""
-    batches, size = [], settings.batch_size
-    for value in sorted({temperature(settings, question) for question in questions}):
-        same = [question for question in questions if temperature(settings, question) == value]
+    batches, size = [], config.batch_size
+    for value in sorted({temperature(config, question) for question in questions}):
+        same = [question for question in questions if temperature(config, question) == value]
         batches += [same[start : start + size] for start in range(0, len(same), size)]
     return batches
 

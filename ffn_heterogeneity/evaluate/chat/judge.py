@@ -12,7 +12,6 @@ same command asks again. The key is read from the environment and taken out of a
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import math
 import os
 import sys
@@ -53,28 +52,6 @@ WINNERS = {
 FORMS = {"single": "single", "pairwise": "pair"}
 
 
-@dataclasses.dataclass(frozen=True)
-class JudgeSettings:
-    """Settings of a judgment: the keys of configs/judge.py."""
-
-    mode: str
-    benchmark: str
-    data_root: str
-    limit: int
-    answers: str
-    baseline: str
-    url: str
-    judge_model: str
-    key_env: str
-    temperature: float | None
-    max_tokens: int
-    timeout: float
-    retries: int
-    backoff: float
-    workers: int
-    give_up_after: int
-
-
 class Job(NamedTuple):
     """One row to be: a question's first or second turn, and every model's answers up to it."""
 
@@ -95,10 +72,9 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
       ValueError (DataError): a setting or a file is unusable; never because of a judge's answer.
     """
     check(config)
-    settings = settings_from(JudgeSettings, config)
-    jobs, models, unanswered = read_jobs(settings)
-    judge = Judge(settings, models)
-    path = workdir / "model_judgment" / f"{judge.file_name}_{FORMS[settings.mode]}.jsonl"
+    jobs, models, unanswered = read_jobs(config)
+    judge = Judge(config, models)
+    path = workdir / "model_judgment" / f"{judge.file_name}_{FORMS[config.mode]}.jsonl"
     old = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
     # A judgment of other answers is none of these.
     rows = {job.key: old[job.key] for job in jobs if judge.is_of(old.get(job.key, {}), job)}
@@ -115,18 +91,18 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         return True
 
     todo = [job for job in jobs if job.key not in rows]
-    _judge_all(judge, todo, keep, settings)
+    _judge_all(judge, todo, keep, config)
     judged = [rows[job.key] for job in jobs if job.key in rows]
     errors = [
         {"question_id": job.question.id, "turn": job.turn, "error": tried.get(job.key, "not asked")}
         for job in jobs
         if job.key not in rows
     ]
-    summary = single_summary if settings.mode == "single" else pairwise_summary
+    summary = single_summary if config.mode == "single" else pairwise_summary
     results = {
-        "benchmark": settings.benchmark,
-        "mode": settings.mode,
-        "judge": settings.judge_model,
+        "benchmark": config.benchmark,
+        "mode": config.mode,
+        "judge": config.judge_model,
         "models": models,
         "judgments": str(path),
         "judged": len(judged),
@@ -139,7 +115,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     return results
 
 
-def check(config: ConfigDict) -> None:
+def check(config: Any) -> None:
     """Refuses what is cheap to refuse, before anything is asked.
 
     Raises:
@@ -157,34 +133,33 @@ def check(config: ConfigDict) -> None:
     if not config.judge_model:
         raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
     check_least(config, {"workers": 1, "retries": 0, "give_up_after": 0, "max_tokens": 0})
-    settings = settings_from(JudgeSettings, config)
-    for name, seconds in {"timeout": settings.timeout, "backoff": settings.backoff}.items():
+    for name, seconds in {"timeout": config.timeout, "backoff": config.backoff}.items():
         if not 0 < seconds < math.inf:
             raise ValueError(f"{name}={seconds} must be a positive number of seconds")
-    make_endpoint(settings)
+    make_endpoint(config)
 
 
-def make_endpoint(settings: JudgeSettings) -> Endpoint:
+def make_endpoint(config: Any) -> Endpoint:
     """The endpoint with its key out of the environment; errors as `check`."""
-    key = os.environ.get(settings.key_env, "").strip() if settings.key_env else ""
-    if settings.key_env and not key:
+    key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
+    if config.key_env and not key:
         raise ValueError(
-            f"the environment variable {settings.key_env}, which key_env names, is not set; "
+            f"the environment variable {config.key_env}, which key_env names, is not set; "
             "--config.key_env= (empty) is for an endpoint that wants no key"
         )
-    return settings_from(Endpoint, settings, model=settings.judge_model, key=key)
+    return settings_from(Endpoint, config, model=config.judge_model, key=key)
 
 
-def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
+def read_jobs(config: ConfigDict) -> tuple[list[Job], list[str], int]:
     """The jobs to be judged, the models' names, and the number of questions without an answer."""
-    questions = read_questions(settings.benchmark, settings.data_root, settings.limit)
-    files = [settings.answers]
-    if settings.mode == "pairwise":
-        files.append(settings.baseline)
+    questions = read_questions(config.benchmark, config.data_root, config.limit)
+    files = [config.answers]
+    if config.mode == "pairwise":
+        files.append(config.baseline)
     names, answers = zip(*map(read_answers, files), strict=True)
     if len(set(names)) < len(names):
         raise ValueError(f"answers and baseline are both of {names[0]!r}: rename one (model_id)")
-    references = _references(settings.benchmark, settings.data_root)
+    references = _references(config.benchmark, config.data_root)
     jobs, unanswered = [], 0
     for question in questions:
         if any(len(one.get(question.id, ())) < len(question.turns) for one in answers):
@@ -197,18 +172,16 @@ def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
             texts = tuple(tuple(one[question.id][:turn]) for one in answers)
             jobs.append(Job(question, turn, texts, tuple(reference[:turn])))
     if not jobs:
-        raise ValueError(
-            f"{settings.answers} answers none of the questions of {settings.benchmark}"
-        )
+        raise ValueError(f"{config.answers} answers none of the questions of {config.benchmark}")
     return jobs, list(names), unanswered
 
 
 class Judge:
     """`judge(job) -> row`: FastChat's, or with "error" where there is no judgment."""
 
-    def __init__(self, settings: JudgeSettings, models: Sequence[str]):
-        self.endpoint = make_endpoint(settings)
-        self.single, self.name = settings.mode == "single", settings.judge_model
+    def __init__(self, config: ConfigDict, models: Sequence[str]):
+        self.endpoint = make_endpoint(config)
+        self.single, self.name = config.mode == "single", str(config.judge_model)
         keys = ("model",) if self.single else ("model_1", "model_2")
         self._names = dict(zip(keys, models, strict=True))
         self.file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
@@ -238,16 +211,13 @@ class Judge:
 
     def _prompts(self, job: Job) -> dict[str, tuple[str, str]]:
         """{what the fields begin with: (the prompt's name, the prompt)}."""
+        turns, answers, reference = job.question.turns, job.answers, job.reference
         if self.single:
-            return {"": self._single_prompt(job)}
-        return {game: self._pair_prompt(job, order) for game, order in GAMES.items()}
-
-    def _single_prompt(self, job: Job) -> tuple[str, str]:
-        return judge_prompts.single(job.question.turns, job.answers[0], job.reference)
-
-    def _pair_prompt(self, job: Job, order: tuple[int, int]) -> tuple[str, str]:
-        first, second = (job.answers[i] for i in order)
-        return judge_prompts.pair(job.question.turns, first, second, job.reference)
+            return {"": judge_prompts.single(turns, answers[0], reference)}
+        return {
+            game: judge_prompts.pair(turns, answers[first], answers[second], reference)
+            for game, (first, second) in GAMES.items()
+        }
 
     def _ask(self, prompt: str, read: Callable[[str], Any]) -> tuple[Any, str, str]:
         """(what was read, the judge's text, why there is nothing to read)."""
@@ -306,12 +276,12 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
 
 
 def _judge_all(
-    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], settings: JudgeSettings
+    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: Any
 ) -> None:
     """Asks for all jobs, some at once; `keep` takes every row as it comes."""
     from tqdm import tqdm
 
-    pool = concurrent.futures.ThreadPoolExecutor(settings.workers)
+    pool = concurrent.futures.ThreadPoolExecutor(config.workers)
     asked = {pool.submit(judge, job): job for job in jobs}
     in_a_row, seen = 0, set()
     try:
@@ -319,7 +289,7 @@ def _judge_all(
         for future in tqdm(done, total=len(jobs), desc="judge", file=sys.stderr):
             seen.add(future)
             in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
-            if settings.give_up_after and in_a_row >= settings.give_up_after:
+            if config.give_up_after and in_a_row >= config.give_up_after:
                 print(f"{in_a_row} failures in a row: the rest is not asked", file=sys.stderr)
                 break
     finally:
