@@ -1,14 +1,15 @@
-"""Wording that errors share: the choices, the nearest name, some of many, an error in one line.
+"""Wording that errors share: the choices, the nearest name, the place, an error in one line.
 
 Settings that come as a mapping become a frozen dataclass here, so that a slip is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -49,6 +50,19 @@ def check_known(given: Iterable[str], names: Collection[str], kind="setting", er
     for name in given:
         if name not in names:
             raise error(unknown(kind, name, names))
+
+
+@contextlib.contextmanager
+def naming(
+    place: str,
+    caught: type[Exception] | tuple[type[Exception], ...] = ValueError,
+    raised: type[Exception] = ValueError,
+) -> Iterator[None]:
+    """Errors caught inside are raised anew, as `raised`, with the place before their message."""
+    try:
+        yield
+    except caught as error:
+        raise raised(f"{place}: {error}") from None
 
 
 def settings_of(kind: type[Kind], given: Any) -> Kind:

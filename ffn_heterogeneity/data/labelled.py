@@ -21,7 +21,7 @@ from ffn_heterogeneity.data.sources import (
     open_source,
     read_each,
 )
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import naming, settings_of
 
 Batch = dict[str, np.ndarray]
 # Of the draw of a part of the rows, beside the seed; of a held-out part, whatever the seed.
@@ -151,10 +151,8 @@ def encode_rows(
     """
     texts = list(read_each(source, task.texts))
     targets = list(read_each(source, task.target)) if labelled else [math.nan] * len(texts)
-    try:
+    with naming(source.name, DataError, DataError):
         ids, types, cut = encode_texts(tokenizer, texts, form)
-    except DataError as error:
-        raise DataError(f"{source.name}: {error}") from None
     return Encoded(ids, types, np.asarray(targets, np.float64), cut)
 
 

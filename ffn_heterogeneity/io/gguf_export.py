@@ -20,7 +20,7 @@ from ffn_heterogeneity.models.families import Family, expected_shapes, family_by
 from ffn_heterogeneity.models.families.llama import rope_factors
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, naming
 
 # general.file_type of each.
 TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
@@ -147,17 +147,13 @@ def check_expressible(config: ModelConfig, family: Family, tensors: dict[str, np
     meta["tied"] = "output.weight" not in tensors
     if "rope_freqs.weight" in tensors:
         meta["rope_freqs"] = tensors["rope_freqs.weight"]
-    try:
+    cannot = f"GGUF cannot express this {config.family} model"
+    with naming(cannot, (ConfigError, KeyError), CheckpointError):
         back = family.from_gguf({key: v for key, v in meta.items() if v is not None})
-    except (ConfigError, KeyError) as error:
-        raise CheckpointError(f"GGUF cannot express this {config.family} model: {error}") from None
     names = [name for name in vars(config) if name != "eos_id"]
     differ = [name for name in names if getattr(back, name) != getattr(config, name)]
     if differ:
-        raise CheckpointError(
-            f"GGUF cannot express this {config.family} model: {', '.join(differ)} would be read "
-            "as something else"
-        )
+        raise CheckpointError(f"{cannot}: {', '.join(differ)} would be read as something else")
 
 
 def _ids(config: ModelConfig) -> tuple[int | None, ...]:

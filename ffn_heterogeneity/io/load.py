@@ -26,7 +26,7 @@ from ffn_heterogeneity.io.structure import FOLDER
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.wording import nearest
+from ffn_heterogeneity.wording import naming, nearest
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -156,10 +156,8 @@ def load_config(spec: str | os.PathLike, *, revision: str | None = None) -> Mode
 def _of_base(load: Callable, path: Path, **options: Any) -> Any:
     """The model that adapters are for, or a part of it; an error names the adapters too."""
     base = peft.base_of(path)
-    try:
+    with naming(f"{path}, the base that it names", CheckpointError, CheckpointError):
         return load(base, **options)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}, the base that it names: {error}") from None
 
 
 def load_kept(spec: str | os.PathLike, *, revision: str | None = None) -> dict[str, np.ndarray]:

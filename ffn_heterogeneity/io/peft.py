@@ -29,6 +29,7 @@ from ffn_heterogeneity.models.families import family_by_name
 from ffn_heterogeneity.models.families.rules import Rule
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.wording import naming
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
@@ -104,10 +105,8 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
             continue
         if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
             raise CheckpointError(f"{directory / WEIGHTS}: {module} lacks one of {names}")
-        try:
+        with naming(f"{directory}: {module}", raised=CheckpointError):
             added |= _leaves(rule, a, b, m, settings)
-        except ValueError as error:
-            raise CheckpointError(f"{directory}: {module}: {error}") from None
     if tensors or not added:
         name = next(iter(tensors), "nothing")
         raise CheckpointError(

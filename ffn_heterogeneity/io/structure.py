@@ -31,6 +31,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.shapes import expected_shapes
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.wording import naming
 
 FOLDER, KEY = "structure", "structure"
 
@@ -149,10 +150,8 @@ def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tu
         module, _, name = path.rpartition("/")
         modules.setdefault(module, {})[name] = leaf
     for module, own in modules.items():
-        try:
+        with naming(f"{folder}: {module}", raised=CheckpointError):
             axes = [pair for adapter in adapters_of(own) for pair in adapter.leaves.items()]
-        except ValueError as error:
-            raise CheckpointError(f"{folder}: {module}: {error}") from None
         if "dora_m" in own and "lora_a" not in own:
             raise CheckpointError(f"{folder}: {module}: DoRA's lengths without LoRA's factors")
         ranks = {own[name].shape[along.index("rank")] for name, along in axes if "rank" in along}

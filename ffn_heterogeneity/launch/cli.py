@@ -24,7 +24,7 @@ from ffn_heterogeneity.launch.compilation import keep_compiled
 from ffn_heterogeneity.memory import restart_with_huge_pages
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.wording import first_line, unknown
+from ffn_heterogeneity.wording import first_line, naming, unknown
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
@@ -339,7 +339,5 @@ def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{owner}, {source}: {unknown('key', key, known)}")
-        try:
+        with naming(f"{owner}, key {key!r}", TypeError):
             config.update_from_flattened_dict({key: value})
-        except TypeError as error:
-            raise ValueError(f"{owner}, key {key!r}: {error}") from None

@@ -22,6 +22,7 @@ from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.train.early import check_early
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.shared import Shared
+from ffn_heterogeneity.wording import naming
 
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
 OWN_KEYS = ("kind", "base")
@@ -143,10 +144,8 @@ def _make_stage(name: str, group: Any, model: str) -> Stage:
     own = {key: value for key, value in settings.items() if key not in OWN_KEYS}
     cli.set_keys(base, own, f"stage {name!r}", group.base)
     base.model = model
-    try:
+    with naming(f"stage {name!r}"):
         COMMANDS[group.kind].check(base)
-    except ValueError as error:
-        raise ValueError(f"stage {name!r}: {error}") from None
     return Stage(group.kind, name, base)
 
 

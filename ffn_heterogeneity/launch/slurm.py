@@ -12,6 +12,7 @@ from typing import Any
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.read import read_object
+from ffn_heterogeneity.wording import naming
 
 # Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")
@@ -58,10 +59,8 @@ def run_jobs(
     parallel = own.get("parallel", 1 if executor.cluster != "slurm" else 0)
     if not isinstance(parallel, int) or parallel < 0:
         raise ValueError(f"--submitit: parallel={parallel!r}, a number of jobs is needed")
-    try:
+    with naming(f"--submitit={options!r}", (NameError, TypeError)):
         executor.update_parameters(**{"timeout_min": TIMEOUT, "name": "sweep"} | values)
-    except (NameError, TypeError) as error:
-        raise ValueError(f"--submitit={options!r}: {error}") from None
     earlier = {name: job for name in jobs if (job := _running(Path(folder), name))}
     return _wait(executor, function, dict(jobs), parallel or len(jobs), earlier)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, naming
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 FFN_KINDS = ("gated", "plain")
@@ -90,10 +90,10 @@ class HeadConfig:
         Raises:
           ConfigError: it cannot.
         """
-        try:
+        with naming(
+            f"head {name!r}: settings that are no JSON", (TypeError, ValueError), ConfigError
+        ):
             return cls(name, json.dumps(dict(settings), sort_keys=True, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"head {name!r}: settings that are no JSON: {error}") from None
 
     @property
     def settings(self) -> dict[str, Any]:

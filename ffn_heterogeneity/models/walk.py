@@ -14,6 +14,7 @@ import jax
 from ffn_heterogeneity.adapters import FFN_LEAVES, is_linear
 from ffn_heterogeneity.models.stack import layer_leaves, stack_leaves, unstack
 from ffn_heterogeneity.paths import nodes, replaced, subtree
+from ffn_heterogeneity.wording import naming
 
 # What every expert of a layer has of its own; the rest of "ffn" (a router) belongs to the layer.
 BLOCK = ("gate", "up", "down", *FFN_LEAVES)
@@ -84,10 +85,8 @@ def write(params: dict, new: Mapping[Place, Mapping[str, Any]]) -> dict:
             raise ValueError(f"layer {layer}: only some of its {len(parts)} experts are given")
         leaves: Any = parts[0]
         if count != [None]:
-            try:
+            with naming(f"layer {layer}: experts of unlike shapes"):
                 leaves = jax.tree.map(stack_leaves, *parts)
-            except ValueError as error:
-                raise ValueError(f"layer {layer}: experts of unlike shapes: {error}") from None
         if name == "ffn":
             leaves = {k: v for k, v in before.items() if k not in BLOCK} | leaves
         layers[layer] = replaced(layers[layer], name, leaves)

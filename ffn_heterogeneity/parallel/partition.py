@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ffn_heterogeneity.adapters import data_leaves, leaf_axes
 from ffn_heterogeneity.paths import flatten, is_auxiliary, path_str
+from ffn_heterogeneity.wording import naming
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -55,10 +56,8 @@ def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
             strict = False
             continue
         pattern, value = rule
-        try:
+        with naming(f"rule {pattern!r} is not a regular expression", re.error, RuleError):
             compiled.append((re.compile(pattern, re.MULTILINE), value, strict))
-        except re.error as error:
-            raise RuleError(f"rule {pattern!r} is not a regular expression: {error}") from None
     matched, used = {}, set()
     for path in paths:
         for i, (regex, value, _) in enumerate(compiled):
@@ -310,10 +309,8 @@ def describe_shardings(
     described = {}
     for (path, leaf), sharding in zip(flatten(tree).items(), jax.tree.leaves(placed), strict=True):
         spec, shape = sharding.spec, tuple(leaf.shape)
-        try:
+        with naming(f"leaf {path!r} of shape {shape}"):
             part = NamedSharding(mesh, spec).shard_shape(shape)
-        except ValueError as error:
-            raise ValueError(f"leaf {path!r} of shape {shape}: {error}") from None
         described[path] = {
             "shape": list(shape),
             "dtype": str(leaf.dtype),

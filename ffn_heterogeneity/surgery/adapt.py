@@ -19,7 +19,7 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import naming, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,8 @@ class Quantised:
     targets: str = "attention/|ffn/"
 
     def __post_init__(self):
-        try:
+        with naming(f"targets={self.targets!r}", re.error):
             re.compile(self.targets)
-        except re.error as error:
-            raise ValueError(f"targets={self.targets!r}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

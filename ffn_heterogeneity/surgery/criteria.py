@@ -23,7 +23,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
-from ffn_heterogeneity.wording import check_choice, check_known
+from ffn_heterogeneity.wording import check_choice, check_known, naming
 
 
 def _row_by_row(ffn: dict, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -256,10 +256,8 @@ def layer_scores(
     """
     check_criterion(name, "global")
     rng = np.random.default_rng([seed, layer])
-    try:
+    with naming(f"layer {layer}"):
         scores = CRITERIA[name](ffn, rng)
-    except ValueError as error:
-        raise ValueError(f"layer {layer}: {error}") from None
     width = ffn["down"]["kernel"].shape[0]
     if np.shape(scores) != (width,):
         raise ValueError(

@@ -52,7 +52,7 @@ from ffn_heterogeneity.surgery.neurons import (
     times,
 )
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
-from ffn_heterogeneity.wording import check_choice, check_range, settings_of
+from ffn_heterogeneity.wording import check_choice, check_range, naming, settings_of
 
 
 class Made(NamedTuple):
@@ -255,10 +255,8 @@ def fuse_block(
 ) -> tuple[dict, Mapping[str, float]]:
     """(the block of fewer neurons, those spared first; the method's facts)."""
     rows = rows_of(ffn, place.layer)
-    try:
+    with naming(f"layer {place.layer}"):
         rows = canonical(rows) if asked.canonical else rows
-    except ValueError as error:
-        raise ValueError(f"layer {place.layer}: {error}") from None
     m = len(rows["down", "kernel"])
     c = m - removal_count(m, ratio=asked.ratio) - len(spared)
     if c < 1:

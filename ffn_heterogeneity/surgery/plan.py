@@ -21,6 +21,7 @@ from ffn_heterogeneity.surgery.criteria import (
 )
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
+from ffn_heterogeneity.wording import naming
 
 # How many neurons a layer loses, or, where layers were compared with each other, which.
 Cut = int | np.ndarray
@@ -148,10 +149,8 @@ class Plan:
             scores = layer_scores(self.criterion, ffn, layer=layer, **options)
             return self._with_lost(scores, ffn, layer, cut), None
         width = ffn["down"]["kernel"].shape[0]
-        try:
+        with naming(f"layer {layer}"):
             steps = merges(ffn, width - 1 if self.reverse else cut)
-        except ValueError as error:
-            raise ValueError(f"layer {layer}: {error}") from None
         if not self.reverse:
             return np.sort(steps[:, 1]), steps
         last = np.setdiff1d(np.arange(width), steps[:, 1])

@@ -22,7 +22,7 @@ from ffn_heterogeneity.surgery.criteria import ON_TEXT
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.seen import seen_states
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import naming, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +105,8 @@ def reduce_layer(
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
     if plan.compensation not in OF_WEIGHTS:
         return take_neurons(ffn, kept), gone, None
-    try:
+    with naming(f"layer {layer}"):
         kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges)
-    except ValueError as error:
-        raise ValueError(f"layer {layer}: {error}") from None
     smaller = take_neurons(ffn, kept)
     smaller = {name: leaf for name, leaf in smaller.items() if name not in FFN_LEAVES}
     bias = {name: leaf for name, leaf in ffn["down"].items() if name == "bias"}

@@ -48,7 +48,7 @@ from ffn_heterogeneity.train.step import (
     make_train_step,
     values_of,
 )
-from ffn_heterogeneity.wording import check_choice, check_known, some, unknown
+from ffn_heterogeneity.wording import check_choice, check_known, naming, some, unknown
 
 # remat="auto" is the first of these that fits (train/fit.py). With the products' outputs kept 3% of
 # the operations are done again; to keep everything takes three times the memory for those.
@@ -337,10 +337,8 @@ def make_terms(
         weight = key_of_weight(name) if trained else 0.0
         if trained and weight not in built:
             continue
-        try:
+        with naming(f"{kind}.{name}"):
             place, term = _term(TermContext(name, weight, model, mesh), group, not trained)
-        except ValueError as error:
-            raise ValueError(f"{kind}.{name}: {error}") from None
         made[place, name] = term
     return tuple(made[key] for key in sorted(made))
 

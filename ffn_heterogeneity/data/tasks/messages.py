@@ -22,6 +22,7 @@ from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, text_of
 from ffn_heterogeneity.data.templates import render_template
+from ffn_heterogeneity.wording import naming
 
 ROLES = ("system", "user", "assistant")
 
@@ -64,10 +65,8 @@ def _message(field: str, number: int, value: Any) -> Message:
     where = f"field {field!r}, message {number}"
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}), expected an object")
-    try:
+    with naming(where, DataError, DataError):
         role, content = text_of(value, "role"), text_of(value, "content").strip()
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
     if role not in ROLES:
         raise DataError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
     if not content:
