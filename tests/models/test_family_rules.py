@@ -9,7 +9,7 @@ import pytest
 
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.config import ConfigError, config_from_dict, config_to_dict
-from ffn_heterogeneity.models.families import common, gpt_neox, llama
+from ffn_heterogeneity.models.families import common, gemma, gpt_neox, llama
 
 
 def tiny(name, **changes):
@@ -117,10 +117,10 @@ def test_llama_gguf_reordering_is_undone(kind):
 def test_gemma_gguf_norms_lose_their_one_and_kernels_do_not():
     config, scale = tiny("gemma2_2b"), np.float32([1.5, 0.25])
     np.testing.assert_array_equal(
-        common.subtract_one(config, "layers/0/ffn_norm/scale", scale), np.float32([0.5, -0.75])
+        gemma.subtract_one(config, "layers/0/ffn_norm/scale", scale), np.float32([0.5, -0.75])
     )
     kernel = np.ones((2, 2), np.float32)
-    assert common.subtract_one(config, "layers/0/ffn/up/kernel", kernel) is kernel
+    assert gemma.subtract_one(config, "layers/0/ffn/up/kernel", kernel) is kernel
 
 
 GGUF_META = {

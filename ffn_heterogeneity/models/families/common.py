@@ -8,6 +8,7 @@ two name tables (`names.py`); `rules.py` makes rules of a table, and of fused te
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ffn_heterogeneity.models.config import (
     check_count,
 )
 from ffn_heterogeneity.models.families.names import GGUF_NAMES, HF_NAMES, HF_POST_NORM_NAMES
+from ffn_heterogeneity.models.families.ropes import rope_keys, shared_rope_from_hf
 from ffn_heterogeneity.models.families.rules import Rule, one_to_one
 
 ByTensors = Callable[[ModelConfig, Mapping[str, Any], Collection[str]], ModelConfig]
@@ -28,19 +30,11 @@ ByTensors = Callable[[ModelConfig, Mapping[str, Any], Collection[str]], ModelCon
 MAX_LAYERS = 10_000
 
 
-def hf_rules(config: ModelConfig) -> list[Rule]:
-    """One tensor per leaf, with Llama's names."""
-    return one_to_one(config, HF_NAMES)
-
-
-def hf_post_norm_rules(config: ModelConfig) -> list[Rule]:
-    """One tensor per leaf, with the names of Gemma 2 and 3, which have post-norms."""
-    return one_to_one(config, HF_POST_NORM_NAMES)
-
-
-def gguf_rules(config: ModelConfig) -> list[Rule]:
-    """One tensor per leaf, with llama.cpp's names."""
-    return one_to_one(config, GGUF_NAMES)
+# One tensor per leaf: with Llama's names, with those of Gemma 2 and 3, which have post-norms, and
+# with llama.cpp's.
+hf_rules = functools.partial(one_to_one, names=HF_NAMES)
+hf_post_norm_rules = functools.partial(one_to_one, names=HF_POST_NORM_NAMES)
+gguf_rules = functools.partial(one_to_one, names=GGUF_NAMES)
 
 
 def no_gguf(meta: Mapping[str, Any]) -> ModelConfig:
@@ -50,16 +44,6 @@ def no_gguf(meta: Mapping[str, Any]) -> ModelConfig:
 
 def _keep(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
     return array
-
-
-def add_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
-    """Inverse of `subtract_one`."""
-    return array + np.float32(1) if path.endswith("/scale") else array
-
-
-def subtract_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
-    """GGUF stores Gemma's norms as 1 + weight (float32); ours are the raw weights."""
-    return array - np.float32(1) if path.endswith("/scale") else array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,67 +122,6 @@ def activation_to_hf(name: str) -> str:
     return next(hf for hf, ours in _HF_ACTIVATIONS.items() if ours == name)
 
 
-def rope_from_hf(
-    values: Mapping[str, Any], theta: float, max_position: int, fraction: float = 1.0
-) -> RopeConfig:
-    """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`.
-
-    `fraction` is given by families that rotate a part of each head, in place of the key.
-    """
-    theta = float(values.get("rope_theta") or theta)
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial rotary embeddings (partial_rotary_factor) are not supported")
-    if kind == "default":
-        return RopeConfig(theta, fraction=fraction)
-    if kind == "linear":
-        return RopeConfig(theta, linear_factor=float(values["factor"]), fraction=fraction)
-    if kind == "llama3":
-        old = int(values.get("original_max_position_embeddings") or max_position)
-        scaling = (values["factor"], values["low_freq_factor"], values["high_freq_factor"])
-        return RopeConfig(theta, llama3=(*map(float, scaling), old), fraction=fraction)
-    raise ConfigError(f"rope type {kind!r} is not known: default, linear, llama3")
-
-
-def shared_rope_from_hf(
-    values: Mapping[str, Any], max_position: int, fraction: float | None = None
-) -> RopeConfig:
-    """The rope of a config.json whose layers share one.
-
-    Args:
-      fraction: for families that rotate a part of each head: where the rope does not say which.
-    """
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    theta = values.get("rope_theta") or 10_000.0
-    if fraction is not None:
-        fraction = scaling.pop("partial_rotary_factor", None) or fraction
-    return rope_from_hf(scaling, theta, max_position, float(fraction or 1.0))
-
-
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """`RopeConfig` -> one `rope_parameters` dict, theta included."""
-    if rope.llama3 is not None:
-        factor, low, high, old = rope.llama3
-        return {
-            "rope_type": "llama3",
-            "rope_theta": rope.theta,
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": old,
-        }
-    if rope.linear_factor != 1.0:
-        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.linear_factor}
-    return {"rope_type": "default", "rope_theta": rope.theta}
-
-
-def classic_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `rope_scaling` value that transformers 4 and vLLM read; None without scaling."""
-    if parameters["rope_type"] == "default":
-        return None
-    return {key: value for key, value in parameters.items() if key != "rope_theta"}
-
-
 def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """config.json over the class defaults of transformers, because the hub's files leave those out.
 
@@ -240,6 +163,26 @@ def base_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     }
 
 
+def decoder_from_hf(
+    family: str,
+    values: Mapping[str, Any],
+    fields: dict[str, Any],
+    windows: int | None | Sequence[int | None] = None,
+    fraction: float | None = None,
+) -> ModelConfig:
+    """The model of a config.json whose layers share a width and a rope.
+
+    Args:
+      fields: `base_from_hf`'s, and the family's own.
+      windows: as in `layers_of`; fraction: as in `shared_rope_from_hf`.
+    """
+    rope = shared_rope_from_hf(values, fields["max_position"], fraction)
+    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
+    if "activation" not in fields:
+        fields |= {"activation": activation_from_hf(values.get("hidden_act", "silu"))}
+    return ModelConfig(family=family, layers=layers_of(widths, rope, windows), **fields)
+
+
 def token_id(value: Any) -> Any:
     """None for -1, which stands for no token in Llama's files (in GGUF as 2^32 - 1)."""
     return None if value in (-1, (1 << 32) - 1) else value
@@ -263,6 +206,7 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
         "attention_bias": config.attention_bias,
+        "hidden_act": activation_to_hf(config.activation),
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.max_position,
         "bos_token_id": config.bos_id,
@@ -271,15 +215,7 @@ def base_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[
         "use_cache": True,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        **({} if rope is None else _rope_keys(rope_to_hf(rope))),
-    }
-
-
-def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": classic_scaling(rope),
-        "rope_parameters": rope,
+        **({} if rope is None else rope_keys(rope)),
     }
 
 
@@ -310,6 +246,18 @@ def base_from_gguf(meta: Mapping[str, Any], rms: bool = True) -> dict[str, Any]:
     }
 
 
+def decoder_from_gguf(
+    family: str,
+    meta: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    rope: RopeConfig | None = None,
+    windows: int | None | Sequence[int | None] = None,
+) -> ModelConfig:
+    """The model of a GGUF file whose layers share a rope, with `base_from_gguf`'s fields."""
+    rope = rope or RopeConfig(short_float(meta.get("rope.freq_base", 10_000.0)))
+    return ModelConfig(family=family, layers=layers_of(gguf_widths(meta), rope, windows), **fields)
+
+
 def gguf_widths(meta: Mapping[str, Any]) -> list[int]:
     """FFN widths, one per layer (the key holds a number, or a list where layers differ)."""
     widths, count = meta["feed_forward_length"], meta["block_count"]
@@ -332,10 +280,22 @@ def short_float(value: float) -> float:
 
 
 def layers_of(
-    widths: Sequence[int], rope: RopeConfig, window: int | None = None
+    widths: Sequence[int],
+    rope: RopeConfig,
+    windows: int | None | Sequence[int | None] = None,
+    local: RopeConfig | None = None,
 ) -> tuple[LayerConfig, ...]:
-    """Layers that differ in width alone."""
-    return tuple(LayerConfig(width, window=window, rope=rope) for width in widths)
+    """Layers that differ in width and window alone.
+
+    Args:
+      windows: of each layer, or of all.
+      local: the rope of the layers with a window, where that is another.
+    """
+    each = windows if isinstance(windows, Sequence) else [windows] * len(widths)
+    return tuple(
+        LayerConfig(width, window=window, rope=rope if window is None else local or rope)
+        for width, window in zip(widths, each, strict=True)
+    )
 
 
 def published(family, shape, rope=RopeConfig(), window=None, **fields: Any) -> ModelConfig:
@@ -378,9 +338,3 @@ def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": local[0] if local else 4096,
         "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
     }
-
-
-def query_scalar(config: ModelConfig) -> float:
-    """`query_pre_attn_scalar`, whose inverse square root multiplies the attention logits."""
-    scalar = config.scale**-2
-    return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

@@ -83,7 +83,6 @@ def to_hf(config: ModelConfig, architecture: str) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key not in _NOT_THEIRS}
     return values | {
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": common.activation_to_hf(config.activation),
         "max_position_embeddings": config.position_rows,
         "position_embedding_type": "absolute",
         "type_vocab_size": config.token_types,

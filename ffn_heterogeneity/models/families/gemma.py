@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+import numpy as np
+
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import common
 
 DEFAULTS = {
@@ -47,6 +49,33 @@ def fields_from_hf(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     return fields if name == "gelu" else fields | {"activation": common.activation_from_hf(name)}
 
 
+def post_norm_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that Gemma 2 and 3 add to it: post-norms, a scale of queries, soft-caps."""
+    return {
+        "post_norms": True,
+        "query_scale": values["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": values["attn_logit_softcapping"],
+        "final_softcap": values["final_logit_softcapping"],
+    }
+
+
+def query_scalar(config: ModelConfig) -> float:
+    """`query_pre_attn_scalar`, whose inverse square root multiplies the attention logits."""
+    scalar = config.scale**-2
+    return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
+
+
+def post_norm_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Keys of config.json that Gemma 2 and 3 have beside the common ones."""
+    return {
+        "hidden_activation": common.activation_to_hf(config.activation),
+        "query_pre_attn_scalar": query_scalar(config),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        **common.windows_to_hf(config),
+    }
+
+
 def _preset(*shape: int) -> ModelConfig:
     more = {"vocab_size": 256_000, "head_dim": 256, "max_position": 8192}
     return common.published("gemma", shape, **more, **preset_fields(shape[2]))
@@ -60,32 +89,34 @@ PRESETS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a GemmaForCausalLM."""
-    fields = fields_from_hf(values, DEFAULTS)
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
-    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
-    return ModelConfig(family="gemma", layers=common.layers_of(widths, rope), **fields)
+    return common.decoder_from_hf("gemma", values, fields_from_hf(values, DEFAULTS))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    activation = common.activation_to_hf(config.activation)
-    return common.base_to_hf(config, "gemma", "GemmaForCausalLM") | {
-        "hidden_act": activation,
-        "hidden_activation": activation,
-    }
+    values = common.base_to_hf(config, "gemma", "GemmaForCausalLM")
+    return values | {"hidden_activation": values["hidden_act"]}
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gemma."""
     fields = common.base_from_gguf(meta) | gemma_fields(meta["embedding_length"])
-    rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
-    layers = common.layers_of(common.gguf_widths(meta), rope)
-    return ModelConfig(family="gemma", layers=layers, **fields)
+    return common.decoder_from_gguf("gemma", meta, fields)
+
+
+def add_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
+    """Inverse of `subtract_one`."""
+    return array + np.float32(1) if path.endswith("/scale") else array
+
+
+def subtract_one(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:
+    """GGUF stores Gemma's norms as 1 + weight (float32); ours are the raw weights."""
+    return array - np.float32(1) if path.endswith("/scale") else array
 
 
 # Of every Gemma; and of those with post-norms.
 gemma_family = functools.partial(
-    common.Family, gguf_transform=common.subtract_one, gguf_untransform=common.add_one
+    common.Family, gguf_transform=subtract_one, gguf_untransform=add_one
 )
 post_norm_family = functools.partial(gemma_family, rules=common.hf_post_norm_rules)
 FAMILY = gemma_family("gemma", "GemmaForCausalLM", PRESETS, from_hf, to_hf, from_gguf)

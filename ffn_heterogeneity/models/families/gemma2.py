@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import common, gemma
 
 _DEFAULTS = gemma.DEFAULTS | {
@@ -45,33 +45,15 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Gemma2ForCausalLM (an explicit null soft-cap switches it off)."""
     fields = gemma.fields_from_hf(values, _DEFAULTS)
     values = _DEFAULTS | dict(values)
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
+    fields |= gemma.post_norm_fields(values)
     windows = common.windows_from_hf(values, every=2)
-    return ModelConfig(
-        family="gemma2",
-        layers=tuple(
-            LayerConfig(values["intermediate_size"], window=w, rope=rope) for w in windows
-        ),
-        post_norms=True,
-        query_scale=values["query_pre_attn_scalar"] ** -0.5,
-        attention_softcap=values["attn_logit_softcapping"],
-        final_softcap=values["final_logit_softcapping"],
-        **fields,
-    )
+    return common.decoder_from_hf("gemma2", values, fields, windows)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    activation = common.activation_to_hf(config.activation)
-    return common.base_to_hf(config, "gemma2", "Gemma2ForCausalLM") | {
-        "hidden_act": activation,
-        "hidden_activation": activation,
-        "query_pre_attn_scalar": common.query_scalar(config),
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.final_softcap,
-        **common.windows_to_hf(config),
-        "cache_implementation": "hybrid",
-    }
+    values = common.base_to_hf(config, "gemma2", "Gemma2ForCausalLM")
+    return values | gemma.post_norm_to_hf(config) | {"cache_implementation": "hybrid"}
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
@@ -81,23 +63,16 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     sqrt(d_model / heads), the others by sqrt(head_dim).
     """
     fields = common.base_from_gguf(meta) | gemma.gemma_fields(meta["embedding_length"])
-    rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
-    widths = common.gguf_widths(meta)
-    window = meta.get("attention.sliding_window", 4096)
-    large = len(widths) == 46
-    scalar = fields["d_model"] / fields["n_heads"] if large else fields["head_dim"]
-    return ModelConfig(
-        family="gemma2",
-        layers=tuple(
-            LayerConfig(width, window=None if i % 2 else window, rope=rope)
-            for i, width in enumerate(widths)
-        ),
-        post_norms=True,
-        query_scale=scalar**-0.5,
-        attention_softcap=common.short_float(meta.get("attn_logit_softcapping", 50.0)),
-        final_softcap=common.short_float(meta.get("final_logit_softcapping", 30.0)),
-        **fields,
-    )
+    window, layers = meta.get("attention.sliding_window", 4096), meta["block_count"]
+    scalar = fields["d_model"] / fields["n_heads"] if layers == 46 else fields["head_dim"]
+    fields |= {
+        "post_norms": True,
+        "query_scale": scalar**-0.5,
+        "attention_softcap": common.short_float(meta.get("attn_logit_softcapping", 50.0)),
+        "final_softcap": common.short_float(meta.get("final_logit_softcapping", 30.0)),
+    }
+    windows = [None if i % 2 else window for i in range(layers)]
+    return common.decoder_from_gguf("gemma2", meta, fields, windows=windows)
 
 
 FAMILY = gemma.post_norm_family("gemma2", "Gemma2ForCausalLM", PRESETS, from_hf, to_hf, from_gguf)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, gemma
+from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, gemma, ropes
 
 _GLOBAL_THETA, _LOCAL_THETA, _EVERY = 1_000_000.0, 10_000.0, 6
 _DEFAULTS = gemma.DEFAULTS | {
@@ -19,22 +19,15 @@ _DEFAULTS = gemma.DEFAULTS | {
 }
 
 
-def _layers(widths, windows, local: RopeConfig, full: RopeConfig) -> tuple[LayerConfig, ...]:
-    return tuple(
-        LayerConfig(width, window=window, rope=full if window is None else local)
-        for width, window in zip(widths, windows, strict=True)
-    )
-
-
 def _preset(layers, width, d_model) -> ModelConfig:
     windows = [None if (i + 1) % _EVERY == 0 else 512 for i in range(layers)]
-    ropes = RopeConfig(_LOCAL_THETA), RopeConfig(_GLOBAL_THETA)
+    local, full = RopeConfig(_LOCAL_THETA), RopeConfig(_GLOBAL_THETA)
     return common.published(
         "gemma3",
         (layers, width, d_model, 4, 1),
         vocab_size=262_144,
         head_dim=256,
-        layers=_layers([width] * layers, windows, *ropes),
+        layers=common.layers_of([width] * layers, full, windows, local),
         post_norms=True,
         qk_norm=True,
         query_scale=256**-0.5,
@@ -58,37 +51,32 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     full_theta = values.get("rope_theta") or _GLOBAL_THETA
     local_theta = values.get("rope_local_base_freq") or _LOCAL_THETA
     local_scaling = nested.get("sliding_attention") or {}
-    local = common.rope_from_hf(local_scaling, local_theta, fields["max_position"])
-    full = common.rope_from_hf(full_scaling, full_theta, fields["max_position"])
+    local = ropes.rope_from_hf(local_scaling, local_theta, fields["max_position"])
+    full = ropes.rope_from_hf(full_scaling, full_theta, fields["max_position"])
     windows = common.windows_from_hf(values, every=values.get("sliding_window_pattern") or _EVERY)
     widths = [values["intermediate_size"]] * len(windows)
     return ModelConfig(
         family="gemma3",
-        layers=_layers(widths, windows, local, full),
-        post_norms=True,
+        layers=common.layers_of(widths, full, windows, local),
         qk_norm=True,
-        query_scale=values["query_pre_attn_scalar"] ** -0.5,
-        attention_softcap=values["attn_logit_softcapping"],
-        final_softcap=values["final_logit_softcapping"],
         **fields,
+        **gemma.post_norm_fields(values),
     )
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    ropes = {layer.window is None: layer.rope for layer in reversed(config.layers)}
-    full = common.rope_to_hf(ropes.get(True, RopeConfig(_GLOBAL_THETA)))
-    local = common.rope_to_hf(ropes.get(False, RopeConfig(_LOCAL_THETA)))
-    return common.base_to_hf(config, "gemma3_text", "Gemma3ForCausalLM") | {
-        "hidden_activation": common.activation_to_hf(config.activation),
-        "query_pre_attn_scalar": common.query_scalar(config),
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.final_softcap,
-        **common.windows_to_hf(config),
+    found = {layer.window is None: layer.rope for layer in reversed(config.layers)}
+    full = ropes.rope_to_hf(found.get(True, RopeConfig(_GLOBAL_THETA)))
+    local = ropes.rope_to_hf(found.get(False, RopeConfig(_LOCAL_THETA)))
+    values = common.base_to_hf(config, "gemma3_text", "Gemma3ForCausalLM")
+    del values["hidden_act"]  # its class has `hidden_activation` alone
+    return values | {
+        **gemma.post_norm_to_hf(config),
         "sliding_window_pattern": _EVERY,
         "rope_theta": full["rope_theta"],
         "rope_local_base_freq": local["rope_theta"],
-        "rope_scaling": common.classic_scaling(full),
+        "rope_scaling": ropes.classic_scaling(full),
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
     }
 
@@ -112,7 +100,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     scalar = fields["d_model"] / fields["n_heads"] if large else fields["head_dim"]
     return ModelConfig(
         family="gemma3",
-        layers=_layers(widths, windows, local, full),
+        layers=common.layers_of(widths, full, windows, local),
         post_norms=True,
         qk_norm=True,
         query_scale=scalar**-0.5,

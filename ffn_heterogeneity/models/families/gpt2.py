@@ -73,8 +73,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
     theirs = {ours: key for key, ours in _KEYS.items()}
-    act = common.activation_to_hf(config.activation)
     values = common.base_to_hf(config, "gpt2", "GPT2LMHeadModel")
+    act = values.pop("hidden_act")
     values = {theirs.get(k, k): v for k, v in values.items() if k not in _NOT_THEIRS}
     return values | {
         **_FIXED,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common, rules
+from ffn_heterogeneity.models.families import common, ropes, rules
 
 _DEFAULTS = {
     "layer_norm_eps": 1e-5,
@@ -70,7 +70,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     fraction = values.get("rotary_pct", _FRACTION)
     return _config(
         [values["intermediate_size"]] * values["num_hidden_layers"],
-        common.shared_rope_from_hf(values | theta, fields["max_position"], fraction),
+        ropes.shared_rope_from_hf(values | theta, fields["max_position"], fraction),
         fields,
         activation=common.activation_from_hf(values["hidden_act"]),
         parallel_residual=bool(values["use_parallel_residual"]),
@@ -87,7 +87,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     fraction = config.layers[0].rope.fraction
     return values | {
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": common.activation_to_hf(config.activation),
         "use_parallel_residual": config.parallel_residual,
         "rotary_pct": fraction,
         "rotary_emb_base": values["rope_theta"],

@@ -24,17 +24,12 @@ _DEFAULTS = {
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a LlamaForCausalLM."""
-    fields = common.base_from_hf(values, _DEFAULTS)
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
-    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
-    fields["activation"] = common.activation_from_hf(values.get("hidden_act", "silu"))
-    return ModelConfig(family="llama", layers=common.layers_of(widths, rope), **fields)
+    return common.decoder_from_hf("llama", values, common.base_from_hf(values, _DEFAULTS))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
     return common.base_to_hf(config, "llama", "LlamaForCausalLM") | {
-        "hidden_act": common.activation_to_hf(config.activation),
         "mlp_bias": config.ffn_bias,
     }
 
@@ -72,8 +67,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError("GGUF llama files with experts (expert_count) are not supported")
     fields = common.base_from_gguf(meta)
     rope = _rope_from_gguf(meta, fields["head_dim"])
-    layers = common.layers_of(common.gguf_widths(meta), rope)
-    return ModelConfig(family="llama", layers=layers, **fields)
+    return common.decoder_from_gguf("llama", meta, fields, rope)
 
 
 def gguf_transform(config: ModelConfig, path: str, array: np.ndarray) -> np.ndarray:

@@ -36,20 +36,12 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     fields = common.base_from_hf(values, _DEFAULTS)
     # Absent means 4,096, null none.
     window = values.get("sliding_window", 4096)
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
-    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
-    return ModelConfig(
-        family="mistral",
-        layers=common.layers_of(widths, rope, window),
-        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
-        **fields,
-    )
+    return common.decoder_from_hf("mistral", values, fields, window)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
     return common.base_to_hf(config, "mistral", "MistralForCausalLM") | {
-        "hidden_act": common.activation_to_hf(config.activation),
         "sliding_window": common.one_window(config),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import common
 from ffn_heterogeneity.models.families.llama import gguf_transform, gguf_untransform
 
@@ -37,14 +37,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of an OlmoForCausalLM."""
     norm_eps = {"rms_norm_eps": _NORM["norm_eps"]}
     fields = common.base_from_hf({**values, **norm_eps}, _DEFAULTS) | _NORM
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
-    return ModelConfig(
-        family="olmo",
-        layers=common.layers_of([values["intermediate_size"]] * values["num_hidden_layers"], rope),
-        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
-        qkv_clip=values.get("clip_qkv"),
-        **fields,
-    )
+    return common.decoder_from_hf("olmo", values, fields | {"qkv_clip": values.get("clip_qkv")})
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -52,7 +45,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     values = common.base_to_hf(config, "olmo", "OlmoForCausalLM")
     del values["rms_norm_eps"]
     return values | {
-        "hidden_act": common.activation_to_hf(config.activation),
         "clip_qkv": config.qkv_clip,
     }
 
@@ -60,15 +52,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = olmo."""
     fields = common.base_from_gguf(meta, rms=False)
-    rope = RopeConfig(theta=common.short_float(meta.get("rope.freq_base", 10_000.0)))
     clip = meta.get("attention.clamp_kqv") or None
-    return ModelConfig(
-        family="olmo",
-        layers=common.layers_of(common.gguf_widths(meta), rope),
-        norm_kind=_NORM["norm_kind"],
-        qkv_clip=None if clip is None else common.short_float(clip),
-        **fields,
-    )
+    fields["qkv_clip"] = None if clip is None else common.short_float(clip)
+    return common.decoder_from_gguf("olmo", meta, fields | {"norm_kind": _NORM["norm_kind"]})
 
 
 # llama.cpp's converter reorders queries and keys as it does Llama's.

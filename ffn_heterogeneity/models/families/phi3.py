@@ -35,20 +35,13 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     fields = common.base_from_hf(values, _DEFAULTS)
     # Beside the rope's own keys, where Phi-4-mini's config.json and transformers 4 have it.
     fraction = values.get("partial_rotary_factor") or 1.0
-    rope = common.shared_rope_from_hf(values, fields["max_position"], fraction)
-    widths = [values["intermediate_size"]] * values["num_hidden_layers"]
-    return ModelConfig(
-        family="phi3",
-        layers=common.layers_of(widths, rope, values.get("sliding_window")),
-        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
-        **fields,
-    )
+    window = values.get("sliding_window")
+    return common.decoder_from_hf("phi3", values, fields, window, fraction)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
     return common.base_to_hf(config, "phi3", "Phi3ForCausalLM") | {
-        "hidden_act": common.activation_to_hf(config.activation),
         "sliding_window": common.one_window(config),
         "partial_rotary_factor": config.layers[0].rope.fraction,
         "original_max_position_embeddings": config.max_position,
@@ -81,8 +74,7 @@ def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     theta = common.short_float(meta.get("rope.freq_base", 10_000.0))
     rope = RopeConfig(theta, fraction=rotated / fields["head_dim"] if rotated else 1.0)
     window = meta.get("attention.sliding_window") or None
-    layers = common.layers_of(common.gguf_widths(meta), rope, window)
-    return ModelConfig(family="phi3", layers=layers, **fields)
+    return common.decoder_from_gguf("phi3", meta, fields, rope, window)
 
 
 _LAYER = "model.layers.{i}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig, RopeConfig
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.families import common
 
 _THETA = 1_000_000.0
@@ -48,20 +48,10 @@ def _windows(values: Mapping[str, Any]) -> list[int | None]:
 
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Qwen3ForCausalLM."""
-    fields = common.base_from_hf(values, _DEFAULTS)
+    fields = common.base_from_hf(values, _DEFAULTS) | {"qk_norm": True}
     values = common.with_defaults(values, _DEFAULTS)
     # Without a theta transformers' own default; every published config.json names it.
-    rope = common.shared_rope_from_hf(values, fields["max_position"])
-    return ModelConfig(
-        family="qwen3",
-        layers=tuple(
-            LayerConfig(values["intermediate_size"], window=window, rope=rope)
-            for window in _windows(values)
-        ),
-        activation=common.activation_from_hf(values.get("hidden_act", "silu")),
-        qk_norm=True,
-        **fields,
-    )
+    return common.decoder_from_hf("qwen3", values, fields, _windows(values))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -69,7 +59,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     windows = common.windows_to_hf(config)
     local = "sliding_attention" in windows["layer_types"]
     return common.base_to_hf(config, "qwen3", "Qwen3ForCausalLM") | {
-        "hidden_act": common.activation_to_hf(config.activation),
         **windows,
         "use_sliding_window": local,
         "sliding_window": windows["sliding_window"] if local else None,
@@ -79,13 +68,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = qwen3."""
-    fields = common.base_from_gguf(meta)
+    fields = common.base_from_gguf(meta) | {"qk_norm": True}
     kind = meta.get("rope.scaling.type", "none")
     if kind != "none":
         raise ConfigError(f"GGUF rope.scaling.type={kind!r} of a qwen3 file is not known: none")
     rope = RopeConfig(common.short_float(meta.get("rope.freq_base", _THETA)))
-    layers = common.layers_of(common.gguf_widths(meta), rope)
-    return ModelConfig(family="qwen3", layers=layers, qk_norm=True, **fields)
+    return common.decoder_from_gguf("qwen3", meta, fields, rope)
 
 
 FAMILY = common.Family("qwen3", "Qwen3ForCausalLM", PRESETS, from_hf, to_hf, from_gguf)

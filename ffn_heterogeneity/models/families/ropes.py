@@ -1,0 +1,79 @@
+"""Rotary embeddings of a config.json, as transformers 4 and 5 write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ffn_heterogeneity.models.config import ConfigError, RopeConfig
+
+
+def rope_from_hf(
+    values: Mapping[str, Any], theta: float, max_position: int, fraction: float = 1.0
+) -> RopeConfig:
+    """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`.
+
+    `fraction` is given by families that rotate a part of each head, in place of the key.
+    """
+    theta = float(values.get("rope_theta") or theta)
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial rotary embeddings (partial_rotary_factor) are not supported")
+    if kind == "default":
+        return RopeConfig(theta, fraction=fraction)
+    if kind == "linear":
+        return RopeConfig(theta, linear_factor=float(values["factor"]), fraction=fraction)
+    if kind == "llama3":
+        old = int(values.get("original_max_position_embeddings") or max_position)
+        scaling = (values["factor"], values["low_freq_factor"], values["high_freq_factor"])
+        return RopeConfig(theta, llama3=(*map(float, scaling), old), fraction=fraction)
+    raise ConfigError(f"rope type {kind!r} is not known: default, linear, llama3")
+
+
+def shared_rope_from_hf(
+    values: Mapping[str, Any], max_position: int, fraction: float | None = None
+) -> RopeConfig:
+    """The rope of a config.json whose layers share one.
+
+    Args:
+      fraction: for families that rotate a part of each head: where the rope does not say which.
+    """
+    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    theta = values.get("rope_theta") or 10_000.0
+    if fraction is not None:
+        fraction = scaling.pop("partial_rotary_factor", None) or fraction
+    return rope_from_hf(scaling, theta, max_position, float(fraction or 1.0))
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """`RopeConfig` -> one `rope_parameters` dict, theta included."""
+    if rope.llama3 is not None:
+        factor, low, high, old = rope.llama3
+        return {
+            "rope_type": "llama3",
+            "rope_theta": rope.theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": old,
+        }
+    if rope.linear_factor != 1.0:
+        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.linear_factor}
+    return {"rope_type": "default", "rope_theta": rope.theta}
+
+
+def classic_scaling(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling` value that transformers 4 and vLLM read; None without scaling."""
+    if parameters["rope_type"] == "default":
+        return None
+    return {key: value for key, value in parameters.items() if key != "rope_theta"}
+
+
+def rope_keys(rope: RopeConfig) -> dict[str, Any]:
+    """The keys of a config.json whose layers share the rope, for all its readers."""
+    parameters = rope_to_hf(rope)
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": classic_scaling(parameters),
+        "rope_parameters": parameters,
+    }
