@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval
+from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval, stepping
 from ffn_heterogeneity.heads import make_head, with_head
 from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.load import Model
@@ -105,16 +105,11 @@ def _step(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
     optimizer = make_optimizer(OptimizerConfig(name="adamw"), model.params, trainable)
     term = classification_term(TermContext("labels", model=model.config))
     step = make_train_step(functools.partial(_outputs, model), (term,), optimizer, trainable)
-    held = [create_state(model.params, optimizer, trainable)]
+    state = create_state(model.params, optimizer, trainable)
     micro = {name: leaf[None] for name, leaf in batch.items()}
     hyper = {"learning_rate": jnp.float32(1e-6)}
-    compiled = step.lower(held[0], micro, hyper).compile()
-
-    def call():
-        held[0], metrics = compiled(held[0], micro, hyper)
-        return metrics["loss"]
-
-    return compiled, call
+    compiled = step.lower(state, micro, hyper).compile()
+    return compiled, stepping(compiled, state, micro, hyper)
 
 
 def _ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:

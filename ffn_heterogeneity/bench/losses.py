@@ -47,7 +47,7 @@ def benchmark_nucl(
     w = 0.02 * jax.random.normal(jax.random.key(0), tuple(shape), jnp.float32)
     gradient, alpha = 0.1 * w, jnp.float32(ALPHA)
     compiled = {name: one.lower(w, gradient, alpha).compile() for name, one in updates.items()}
-    row_sum = jax.jit(_row_sum).lower(w).compile()
+    row_sum = jax.jit(lambda w: jnp.sum(w, axis=-1)).lower(w).compile()
     holder = {"w": w}
 
     def turn(name: str) -> jax.Array:
@@ -87,10 +87,6 @@ def _weighted(loss: Callable[[jax.Array], jax.Array], weight: jax.Array, w: jax.
 
 def _listing(variant: str, w: jax.Array) -> jax.Array:
     return compute_nucl_listing(w)[VARIANTS.index(variant)]
-
-
-def _row_sum(w: jax.Array) -> jax.Array:
-    return jnp.sum(w, axis=-1)
 
 
 def benchmark_nll(shape: Sequence[int] = (4, 512, 576, 49_152), rounds: int = 5) -> dict[str, Any]:

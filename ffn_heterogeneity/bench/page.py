@@ -10,8 +10,9 @@ from etils import epath
 
 from ffn_heterogeneity.bench.peer import COMPILED
 from ffn_heterogeneity.bench.run import QUESTIONS
+from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.read import read_object
-from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, write_text
+from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table
 
 INTRODUCTION = """# Benchmarks
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval
+from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval, stepping
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.train.build import build
@@ -82,13 +82,8 @@ def _step(config: TrainConfig) -> tuple[jax.stages.Compiled, Callable[[], Any], 
         batch[name] = drawn.astype(leaf.dtype)
     batch = place_batch(cut(batch, config.accumulation), built.shardings[1])
     hyper = {k: np.float32(x) for k, x in hyper_function(config, built.objective.terms)(0).items()}
-    hyper, held = place_scalars(hyper, built.shardings[2]), [made]
-
-    def call():
-        held[0], metrics = compiled(held[0], batch, hyper)
-        return metrics["loss"]
-
-    return compiled, call, sizes["together"]
+    hyper = place_scalars(hyper, built.shardings[2])
+    return compiled, stepping(compiled, made, batch, hyper), sizes["together"]
 
 
 def _ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval
+from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval, stepping
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.paths import flatten
@@ -57,14 +57,9 @@ def benchmark_tail(config: ConfigDict) -> dict:
     programs, calls = {}, {}
     for name, function in (("step's tail", tail), ("optax alone", alone)):
         state = jax.tree.map(jnp.copy, train)
-        held = [(state, optimizer.init(state))]
-        program = jax.jit(function, donate_argnums=0).lower(held[0], grads).compile()
-
-        def call(program=program, held=held):
-            held[0], _ = program(held[0], grads)
-            return held[0]
-
-        programs[name], calls[name] = program, call
+        state = state, optimizer.init(state)
+        programs[name] = jax.jit(function, donate_argnums=0).lower(state, grads).compile()
+        calls[name] = stepping(programs[name], state, grads)
     title = f"{config.model} after its gradients, AdamW with clipping"
     return compare(title, programs, calls, config.repetitions, _ratio)
 

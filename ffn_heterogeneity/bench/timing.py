@@ -62,6 +62,17 @@ def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> floa
     return seconds
 
 
+def stepping(program: Callable, state: Any, *arguments: Any) -> Callable[[], Any]:
+    """A call of a program that answers (state, metrics), given its own state the next time."""
+    held = [state]
+
+    def call():
+        held[0], metrics = program(held[0], *arguments)
+        return held[0], metrics
+
+    return call
+
+
 def machine() -> dict[str, Any]:
     """Facts that times depend on: processor or card, cores, versions."""
     info = Path("/proc/cpuinfo")

@@ -165,8 +165,14 @@ def walk(folder: epath.Path) -> Iterator[epath.Path]:
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes `value` as indented JSON, atomically. NaN and infinity are written as strings."""
+    write_text(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike, text: str) -> str:
+    """Writes the text whole or not at all, and returns it."""
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+        temporary.write_text(text)
+    return text
 
 
 def once(folder: str | os.PathLike | None, name: str, function: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io.files import atomic_path, is_bucket, plain
+from ffn_heterogeneity.io.files import is_bucket, plain, write_text
 from ffn_heterogeneity.io.read import parse_json, read_json, read_text
 from ffn_heterogeneity.wording import first_line, spans
 
@@ -82,7 +82,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             print(said, file=sys.stderr)
         lines = [json.dumps(row) + "\n" for row in kept]
         self.rows = len(lines)
-        _write_lines(self.path, lines)
+        write_text(self.path, "".join(lines))
         if wandb:
             self._wandb = _wandb(wandb, directory, resume_step is None)
         if is_bucket(directory):
@@ -155,7 +155,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
     def flush(self) -> None:
         """Nothing written so far can be lost after it; call it before a checkpoint counts it."""
         if self._lines is not None:
-            _write_lines(self.path, self._lines)
+            write_text(self.path, "".join(self._lines))
             self._written = time.monotonic()
         elif self._file is not None:
             try:
@@ -218,11 +218,6 @@ def _row(line: str) -> dict | None:
         return None
     step = row.get("step") if isinstance(row, dict) else None
     return row if type(step) is int and 0 <= step < MAX_STEP else None
-
-
-def _write_lines(path: epath.Path, lines: Sequence[str]) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text("".join(lines))
 
 
 def _tensorboard(directory: epath.Path, resume_step: int | None):

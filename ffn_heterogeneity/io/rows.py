@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.files import atomic_path, plain, write_json
+from ffn_heterogeneity.io.files import plain, write_json, write_text
 from ffn_heterogeneity.io.read import parse_json
 from ffn_heterogeneity.wording import first_line
 
@@ -74,8 +74,7 @@ def write_results(workdir: str | os.PathLike, results: Mapping[str, Any]) -> Non
     """Writes rows.jsonl, then results.json: where that is, the other is whole."""
     folder = epath.Path(workdir)
     lines = [json.dumps(row) + "\n" for row in rows_of(results)]
-    with atomic_path(folder / ROWS) as temporary:
-        temporary.write_text("".join(lines))
+    write_text(folder / ROWS, "".join(lines))
     write_json(folder / RESULTS, results)
 
 

@@ -14,12 +14,12 @@ from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import (
-    atomic_path,
     check_opens,
     is_bucket,
     lock,
     plain,
     write_json,
+    write_text,
 )
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
@@ -311,8 +311,7 @@ def _record_start(path: epath.Path) -> None:
     lines = read_bytes(log).decode(errors="replace").splitlines() if log.is_file() else []
     command = resume_command(path)
     if command not in lines:
-        with atomic_path(log) as temporary:
-            temporary.write_text("\n".join([*lines, command, ""]))
+        write_text(log, "\n".join([*lines, command, ""]))
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

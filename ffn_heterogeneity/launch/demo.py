@@ -17,7 +17,7 @@ from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate.connectivity import layer_sums
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.io.fetch import fetch_model
-from ffn_heterogeneity.io.files import atomic_path, once
+from ffn_heterogeneity.io.files import once, write_text
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.read import read_json
@@ -81,8 +81,7 @@ def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
     path = fetch_model("smollm2", models)
     train_text, heldout_text = python_manual()
     for name, text in (("train", train_text), ("heldout", heldout_text)):
-        with atomic_path(workdir / f"{name}.txt") as temporary:
-            temporary.write_text(text)
+        write_text(workdir / f"{name}.txt", text)
     sizes = f"{len(train_text):,} + {len(heldout_text):,}"
     say(f"SmolLM2-135M-Instruct from {path}; {sizes} characters of the Python language reference")
     spec = f"configs/nucl_finetune.py:{path},text"
@@ -193,9 +192,9 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
         [training_row(label, run["results"]) for label, run in runs.items()],
     )
     numbers = results["settings"] | {"tokens": before["tokens"], "seconds": results["seconds"]}
-    with atomic_path(workdir / "report.md") as temporary:
-        tables = {"removal": removal_table(before, removal), "training": training_table}
-        temporary.write_text(REPORT.format(**tables, bought=results["bought"], **numbers))
+    tables = {"removal": removal_table(before, removal), "training": training_table}
+    report = REPORT.format(**tables, bought=results["bought"], **numbers)
+    write_text(workdir / "report.md", report)
     print(f"\n{training_table}\n\n{results['bought']}\n")
     say(f"report: {workdir}/report.md ({results['seconds']:.0f} s)")
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas
 
+from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.report import stats, tables
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
 from ffn_heterogeneity.report.frame import SETTINGS, everything
@@ -70,7 +71,7 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
         *([NOTE] if len(runs.settings) > len(labels) else []),
         *(["## Notes", "\n".join(notes)] if notes else []),
     ]
-    return tables.write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
+    return write_text(output / f"{name}.md", "\n\n".join(parts) + "\n")
 
 
 def read_runs(paths: Sequence[str]) -> Runs:

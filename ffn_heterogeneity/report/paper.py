@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pandas
 from etils import epath
 
+from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.report import frame, stats, tables, tidy
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
@@ -82,14 +83,14 @@ def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -
     parts = [f"# {paper.name.upper()}: tables and figures", paper.printed["paper"] + "."]
     for one in list(draw_all(paper, runs)):
         parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
-        tables.write_text(output / f"{one.key}.csv", _csv(one))
-        tables.write_text(output / f"{one.key}.md", parts[-1] + "\n")
+        write_text(output / f"{one.key}.csv", _csv(one))
+        write_text(output / f"{one.key}.md", parts[-1] + "\n")
     used = set().union(*(one[name] for one in runs.values() for name in ("run", "by")))
     names = dict(zip(states, tables.shorter(list(states)), strict=True))
     rows = [(names[run], state, "yes" if run in used else "no") for run, state in states.items()]
     rows += [(name, "not run", "no") for name in _not_begun(paths)]
     parts += ["## Runs", markdown_table(("run", "state", "used"), rows)]
-    return tables.write_text(output / f"{paper.name}.md", "\n\n".join(parts) + "\n")
+    return write_text(output / f"{paper.name}.md", "\n\n".join(parts) + "\n")
 
 
 def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.report.stats import BRACKETS, Spread
 
 UNKNOWN = "-"
@@ -74,10 +73,3 @@ def directory(output: str | os.PathLike) -> epath.Path:
     if epath.Path(output).is_file():
         raise ValueError(f"--output={output} is a file: give a directory")
     return epath.Path(output)
-
-
-def write_text(path: epath.Path, text: str) -> str:
-    """Writes the text whole, and returns it."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(text)
-    return text
