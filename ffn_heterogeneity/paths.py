@@ -26,15 +26,7 @@ def is_abstract(tree: Any) -> bool:
 
 def path_str(key_path: tuple) -> str:
     """A jax key path as "stack/segment_0/slot_1/ffn/down/kernel"; list indices become numbers."""
-    parts = []
-    for key in key_path:
-        for attribute in ("key", "idx", "name"):
-            if hasattr(key, attribute):
-                parts.append(str(getattr(key, attribute)))
-                break
-        else:
-            raise TypeError(f"cannot name the tree key {key!r}: use dicts, lists or dataclasses")
-    return "/".join(parts)
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -269,6 +269,7 @@ def shared_rows(lengths: Sequence[int], groups: int, together: int) -> list[list
     return made
 
 
+@dataclasses.dataclass(eq=False)
 class Shuffled:
     """Training batches: every epoch the rows in a new order, one epoch running into the next.
 
@@ -276,17 +277,13 @@ class Shuffled:
     this one feeds. The state is the step.
     """
 
-    def __init__(
-        self,
-        data: Encoded,
-        size: int,
-        rows: Sequence[int],
-        seed: int,
-        lengths: Sequence[int],
-        together: int = 1,
-    ):
-        self.data, self.size, self.rows = data, size, np.asarray(rows)
-        self.seed, self.lengths, self.together, self.step = seed, lengths, together, 0
+    data: Encoded
+    size: int
+    rows: Sequence[int]
+    seed: int
+    lengths: Sequence[int]
+    together: int = 1
+    step: int = 0
 
     def __next__(self) -> Batch:
         places = np.arange(self.step * self.size, (self.step + 1) * self.size)
@@ -297,7 +294,7 @@ class Shuffled:
             chosen += order[places[epochs == epoch] % len(self.data)].tolist()
         self.step += 1
         batch = batch_of(self.data, chosen, self.lengths, self.size, self.together)
-        return {name: leaf[self.rows] for name, leaf in batch.items()}
+        return {name: leaf[np.asarray(self.rows)] for name, leaf in batch.items()}
 
     def get_state(self) -> dict[str, Any]:
         return {"step": self.step}

@@ -182,17 +182,9 @@ def _tensors(
 def _add(writer: Any, key: str, value: Any) -> None:
     from gguf import GGUFValueType
 
-    kinds = {
-        bool: GGUFValueType.BOOL,
-        int: GGUFValueType.UINT32,
-        float: GGUFValueType.FLOAT32,
-        str: GGUFValueType.STRING,
-    }
-    if isinstance(value, list):
-        item = {int: GGUFValueType.INT32}.get(type(value[0]), kinds[type(value[0])])
-        writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=item)
-    else:
-        writer.add_key_value(key, value, kinds[type(value)])
+    kind = GGUFValueType.get_type(value)
+    kind = GGUFValueType.UINT32 if kind == GGUFValueType.INT32 else kind
+    writer.add_key_value(key, value, kind)
 
 
 def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> None:

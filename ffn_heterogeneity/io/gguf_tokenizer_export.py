@@ -43,18 +43,14 @@ def tokenizer_fields(tokenizer: Any, config: ModelConfig) -> dict[str, Any]:
         types[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
     if tokenizer.unk_token_id is not None and sentencepiece:
         types[tokenizer.unk_token_id] = _UNKNOWN
-    pairs = [_pair(merge) for merge in model["merges"]]
+    # Older files join the two by a space.
+    pairs = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     kind = _scores(tokens, pairs, state) if sentencepiece else _merges(pairs, state)
     fields = {"tokens": tokens, "token_type": types, **kind, **_special(tokenizer)}
     fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     if isinstance(tokenizer.chat_template, str):
         fields["tokenizer.chat_template"] = tokenizer.chat_template
     return fields
-
-
-def _pair(merge: str | list[str]) -> tuple[str, ...]:
-    """Older files join the two by a space."""
-    return tuple(merge.split(" ") if isinstance(merge, str) else merge)
 
 
 def _refused(why: str) -> CheckpointError:

@@ -29,6 +29,7 @@ TARGETS = {
 AXES = ("neurons", "outputs")
 
 
+@jax.jit
 def compute_nucl(w_param: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The three NUCL sums over all rows of a matrix or a stack: the paper's listing, made safe.
 
@@ -42,12 +43,7 @@ def compute_nucl(w_param: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     Raises:
       TypeError: the weights are not real floating point numbers.
     """
-    return _compute_nucl(w_param)
-
-
-@jax.jit
-def _compute_nucl(w):
-    ent_loss, gini_loss, mstd_loss = (nucl(w, variant) for variant in VARIANTS)
+    ent_loss, gini_loss, mstd_loss = (nucl(w_param, variant) for variant in VARIANTS)
     return ent_loss, gini_loss, mstd_loss
 
 

@@ -92,7 +92,7 @@ def outgoing_of_survivors(
     Raises:
       ValueError: unknown name; non-finite weights; the result does not fit in W's dtype.
     """
-    check_compensation(name)
+    check_choice("compensation", name, COMPENSATIONS)
     vectors, gate = incoming(ffn)
     kept = np.setdiff1d(np.arange(len(vectors)), gone)
     problem = Problem(vectors, gate, outgoing(ffn), kept, np.sort(gone), merges)
@@ -107,11 +107,6 @@ def outgoing_of_survivors(
             f"(largest |lambda| {report['lambda_max']:.3g}): use 'ridge', or a float32 model"
         )
     return kernel, report
-
-
-def check_compensation(name: str) -> None:
-    """Raises ValueError where there is no such compensation."""
-    check_choice("compensation", name, COMPENSATIONS)
 
 
 def _sum(problem: Problem) -> tuple[Rows, dict]:

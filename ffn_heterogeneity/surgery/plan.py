@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ffn_heterogeneity.surgery import states
-from ffn_heterogeneity.surgery.compensation import check_compensation
+from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
 from ffn_heterogeneity.surgery.criteria import (
     ON_BOS,
     ON_TEXT,
@@ -21,7 +21,7 @@ from ffn_heterogeneity.surgery.criteria import (
 )
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
-from ffn_heterogeneity.wording import naming
+from ffn_heterogeneity.wording import check_choice, naming
 
 # How many neurons a layer loses, or, where layers were compared with each other, which.
 Cut = int | np.ndarray
@@ -76,7 +76,7 @@ class Plan:
           ValueError: names the value and the way out.
         """
         check_criterion(self.criterion, self.budget)
-        check_compensation(self.compensation)
+        check_choice("compensation", self.compensation, COMPENSATIONS)
         for setting, spec in (("protect", self.protect), ("lose", self.lose)):
             if spec:
                 check_named(setting, spec)

@@ -39,7 +39,8 @@ def labels(config: Any, model: ModelConfig) -> Objective:
     """
     own, settings = config.own, settings_of(LabelSettings, config.data)
     task = task_of(settings, own)
-    lengths = tuple(own.get("lengths") or _lengths(model))
+    usual = ENCODER_LENGTHS if model.is_encoder else DECODER_LENGTHS
+    lengths = tuple(own.get("lengths") or usual)
     if not 0 < len(lengths) <= MOST_LENGTHS or min(lengths) < 4:
         raise ValueError(f"lengths={lengths}: one to {MOST_LENGTHS} of at least 4 tokens")
     if max(lengths) > model.max_position:
@@ -200,10 +201,6 @@ def check_together(together: int, config: Any, lengths: Sequence[int], model: Mo
             f"{model.max_position} positions; set together=1 or shorter lengths"
         )
     return together
-
-
-def _lengths(model: ModelConfig) -> Sequence[int]:
-    return ENCODER_LENGTHS if model.is_encoder else DECODER_LENGTHS
 
 
 def _first_set(task: LabelTask, settings: LabelSettings) -> str:

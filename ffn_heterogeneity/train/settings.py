@@ -46,7 +46,7 @@ FREE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training experiment; `configs/parts/train.py` says what each key of its config means.
 
@@ -63,14 +63,14 @@ class TrainConfig:
 
     model: str
     revision: str | None
-    tokenizer: str
-    shape: Mapping[str, Any] | None
+    tokenizer: str = ""
+    shape: Mapping[str, Any] | None = None
     seed: int
-    objective: str
+    objective: str = LANGUAGE
     data: Mapping[str, Any]
     batch_size: int
     accumulation: int
-    seq_len: int
+    seq_len: int = 0
     losses: Mapping[str, Mapping[str, Any]]
     monitors: Mapping[str, Mapping[str, Any]]
     dropout: float
@@ -90,7 +90,7 @@ class TrainConfig:
     prepare: Mapping[str, Mapping[str, Any]]
     refresh: Mapping[str, Mapping[str, Any]]
     dry_run: str
-    retries: int
+    retries: int = 0
     own: Mapping[str, Any]
 
     def __post_init__(self):
@@ -197,14 +197,6 @@ def read(config: ConfigDict) -> TrainConfig:
     values.pop("seeds", None)
     prepare, refresh = values.pop("prepare", ()), values.pop("refresh", ())
     groups = {name: values.pop(name, {}) for name in {*prepare, *refresh}}
-    values = {
-        "seq_len": 0,
-        "retries": 0,
-        "shape": None,
-        "tokenizer": "",
-        "objective": LANGUAGE,
-        **values,
-    }
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     own = {key: values.pop(key) for key in sorted(set(values) - known)}
     return TrainConfig(

@@ -59,10 +59,9 @@ def create_state(
     trainable: Mapping[str, bool],
     *,
     seed: int = 0,
-    master_dtype: Any = jnp.float32,
     shardings: TrainState | None = None,
 ) -> TrainState:
-    """A fresh state. Floating trainable leaves become `master_dtype`; frozen ones are untouched.
+    """A fresh state. Floating trainable leaves become float32; frozen ones are untouched.
 
     Args:
       params: tree of numpy or jax arrays, the same in every process. It stays valid: donating the
@@ -70,7 +69,6 @@ def create_state(
       optimizer: from `make_optimizer`.
       trainable: `{path: trains}`.
       seed: of all randomness of the run.
-      master_dtype: of the trainable leaves (float64 only in tests).
       shardings: from `state_shardings`: every device is given its part of a leaf and nothing more,
         and the optimiser's state is made where it stays. None: the default device.
 
@@ -94,7 +92,7 @@ def create_state(
         )
 
     key = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
-    train = {path: place(leaf, where[path], master_dtype) for path, leaf in train.items()}
+    train = {path: place(leaf, where[path], jnp.float32) for path, leaf in train.items()}
     frozen = {path: place(leaf, where[path]) for path, leaf in frozen.items()}
     return TrainState(
         step=place(np.zeros((), np.int32), shardings.step),
@@ -108,15 +106,13 @@ def abstract_state(
     params: Any,
     optimizer: optax.GradientTransformationExtraArgs,
     trainable: Mapping[str, bool],
-    *,
-    master_dtype: Any = jnp.float32,
 ) -> TrainState:
     """`create_state`'s shapes and dtypes, without allocating anything."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def build(tree):
         train, frozen = split_params(tree, trainable)
-        train = {path: leaf.astype(master_dtype) for path, leaf in train.items()}
+        train = {path: leaf.astype(jnp.float32) for path, leaf in train.items()}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=merge_params(train, frozen),
@@ -127,17 +123,15 @@ def abstract_state(
     return jax.eval_shape(build, shapes)
 
 
-def state_shardings(
-    mesh: Mesh, state: TrainState, rules: partition.Rules = partition.DEFAULT_SHARDING_RULES
-) -> TrainState:
-    """The state's `NamedSharding`s: parameters by `rules`, moments as their parameter.
+def state_shardings(mesh: Mesh, state: TrainState) -> TrainState:
+    """The state's `NamedSharding`s: parameters by the default rules, moments as their parameter.
 
     A leaf of the optimiser's state belongs to the parameter whose path is one of its own keys. It
     takes that parameter's spec when the shapes agree; the spec without the reduced axis when it is
     the parameter's shape without one axis (Adafactor's factored rows and columns); and is
     replicated otherwise (counters).
     """
-    params = partition.shardings(mesh, state.params, rules)
+    params = partition.shardings(mesh, state.params)
     by_path, shapes = flatten(params), {p: x.shape for p, x in flatten(state.params).items()}
     whole = partition.replicated(mesh)
 

@@ -148,13 +148,15 @@ def prepare(
     tokenizer: Any,
     directory: str | Path,
     *,
-    name: str = "",
-    settings: Settings | None = None,
     processes: int = 1,
+    **named: Any,
 ) -> dict[str, Any]:
-    """Does what `prepare.prepare` does, by datatrove; its logs are in `progress/datatrove`."""
+    """Does what `prepare.prepare` does, by datatrove; its logs are in `progress/datatrove`.
+
+    `named`: `name` and `settings`, as in `chunk_steps`.
+    """
     directory = Path(directory)
-    steps = chunk_steps(spec, tokenizer, directory, name=name, settings=settings)
+    steps = chunk_steps(spec, tokenizer, directory, **named)
     try:
         if not (directory / shards.MANIFEST).exists():
             LocalPipelineExecutor(

@@ -23,10 +23,6 @@ BATCH_CHARS = 1 << 18
 Report = Callable[[int, int], None]
 
 
-def _nothing(size: int, tokens: int) -> None:
-    pass
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Settings of turning documents into tokens.
@@ -78,7 +74,7 @@ def write_shard(
     tokeniser: Tokeniser,
     directory: Path,
     size: int = 0,
-    report: Report = _nothing,
+    report: Report = lambda size, tokens: None,
 ) -> dict[str, Any]:
     """Writes a shard; returns its entry, with the number of `empty` documents left out.
 
