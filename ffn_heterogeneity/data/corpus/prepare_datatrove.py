@@ -148,15 +148,13 @@ def prepare(
     tokenizer: Any,
     directory: str | Path,
     *,
+    name: str = "",
+    settings: Settings | None = None,
     processes: int = 1,
-    **named: Any,
 ) -> dict[str, Any]:
-    """Does what `prepare.prepare` does, by datatrove; its logs are in `progress/datatrove`.
-
-    `named`: `name` and `settings`, as in `chunk_steps`.
-    """
+    """Does what `prepare.prepare` does, by datatrove; its logs are in `progress/datatrove`."""
     directory = Path(directory)
-    steps = chunk_steps(spec, tokenizer, directory, **named)
+    steps = chunk_steps(spec, tokenizer, directory, name=name, settings=settings)
     try:
         if not (directory / shards.MANIFEST).exists():
             LocalPipelineExecutor(
