@@ -36,7 +36,7 @@ def flags_of(config: str = "", workdir: Path | str = "", **keys) -> list[str]:
 
 
 class Finished(NamedTuple):
-    """What a script left behind."""
+    """A script's exit code and its two outputs."""
 
     code: int
     out: str
@@ -53,7 +53,7 @@ class Finished(NamedTuple):
 
 
 def run_program(*command, cwd: Path = REPOSITORY, given: str | None = None, **environment):
-    """What a process of its own leaves behind; `given` is its input."""
+    """Exit code and outputs of a process of its own; `given` is its input."""
     pipes = {"input": given, "capture_output": True, "text": True}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=os.environ | environment, **pipes)
     return Finished(done.returncode, done.stdout, done.stderr)

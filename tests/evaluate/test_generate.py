@@ -23,7 +23,7 @@ PROMPTS = [[0, 5, 9], [0, 40, 41, 42, 43, 44, 45], [7], [0, 200, 100, 17, 3]]
 
 
 def programs():
-    """How many there are: of prompts, of tokens."""
+    """Numbers of prompts and of tokens."""
     return generate._prefill._cache_size(), generate._decode._cache_size()
 
 
