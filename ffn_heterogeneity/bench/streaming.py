@@ -16,13 +16,13 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from ffn_heterogeneity.bench.timing import Questions, ratio_interval, table, table_of_ratios
 from ffn_heterogeneity.io.export import MAX_SHARD_BYTES, write_configs
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import expected_shapes, family_by_name
+from ffn_heterogeneity.progress import bar
 
 # A process of its own, so that its memory is that of the surgery alone.
 _PROGRAM = """
@@ -100,7 +100,7 @@ def write_random(config: ModelConfig, directory: Path) -> None:
     }
     directory.mkdir(parents=True)
     with open_pieces(directory, specs, MAX_SHARD_BYTES) as pieces:
-        for name in tqdm(pieces.order, unit="tensor", desc="random weights", mininterval=1.0):
+        for name in bar("random weights", pieces.order, logs=True, unit="tensor", mininterval=1.0):
             total = specs[name].nbytes // dtype.itemsize
             for start in range(0, total, _BLOCK):
                 count = min(_BLOCK, total - start)

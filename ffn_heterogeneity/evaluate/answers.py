@@ -39,6 +39,7 @@ from ffn_heterogeneity.evaluate.metrics import (
 )
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generation, Generator, Sampling
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import check_choice, check_known
 
 PIECE = 16  # batches between two writes
@@ -184,8 +185,6 @@ def _answered(
     batch_size: int,
 ) -> list[dict[str, Any]]:
     """The rows of the file of answers, in the questions' order, all of them written."""
-    from tqdm import tqdm
-
     rows = {row["id"]: row for row in read_rows(path)}
     # A target of training is encoded apart from its prompt.
     prompts = [ids[:before] for ids, before in (encoder.ids(Example(q.prompt, "")) for q in asked)]
@@ -194,19 +193,19 @@ def _answered(
     sampling = Sampling(max_new_tokens, stop=("\n",), eos=eos)
     order = sorted(range(len(asked)), key=lambda i: -len(prompts[i]))
     size = PIECE * batch_size
-    with tqdm(total=len(asked), initial=len(rows), desc=path.stem, file=sys.stderr) as bar:
+    with bar(path.stem, logs=True, total=len(asked), initial=len(rows)) as shown:
         for piece in (order[start : start + size] for start in range(0, len(order), size)):
             if rows.keys() >= set(piece):
                 continue
             fitting = [i for i in piece if len(prompts[i]) <= room]
-            answers = generator([prompts[i] for i in fitting], sampling, progress=bar.update)
+            answers = generator([prompts[i] for i in fitting], sampling, progress=shown.update)
             given = dict(zip(fitting, answers, strict=True))
             for i in piece:
                 answer = given.get(i, Generation("", [], "no room"))
                 rows[i] = {"id": i, "place": asked[i].where, "prediction": answer.text.strip()}
                 rows[i] |= {"reference": asked[i].reference, "finish": answer.finish}
             write_rows(path, [rows[i] for i in sorted(rows)])
-            bar.update(len(piece) - len(fitting))
+            shown.update(len(piece) - len(fitting))
     return [rows[i] for i in range(len(asked))]
 
 

@@ -6,7 +6,6 @@ import csv
 import functools
 import io
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.progress import bar
 
 TABLE = "predictions.csv"
 # Tokens of a batch's rows, up to the longest that the model was trained on.
@@ -229,10 +229,7 @@ def _longest(config: ModelConfig) -> int:
 
 
 def _with_bar(batches: Iterator[Any], label: str | None, data: Encoded) -> Iterator[Any]:
-    from tqdm import tqdm
-
-    hidden = None if label else True
-    with tqdm(total=len(data), desc=label, disable=hidden, unit="row", file=sys.stderr) as bar:
+    with bar(label, total=len(data), unit="row") as shown:
         for rows, batch in batches:
             yield rows, batch
-            bar.update(len(rows))
+            shown.update(len(rows))

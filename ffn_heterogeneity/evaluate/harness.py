@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.progress import bar
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -116,11 +116,8 @@ class HarnessLM(TemplateLM):
         Raises:
           ValueError: a continuation without tokens, or a context without and no token for it.
         """
-        from tqdm import tqdm
-
-        off = True if disable_tqdm else None
-        bar = tqdm(requests, desc="encode", disable=off, file=sys.stderr)
-        pairs = [(request.args, *self._encode_pair(*request.args)) for request in bar]
+        shown = bar("" if disable_tqdm else "encode", requests)
+        pairs = [(request.args, *self._encode_pair(*request.args)) for request in shown]
         return self._loglikelihood_tokens(pairs, disable_tqdm)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -20,6 +20,7 @@ from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import first_line
 
 Settings = TypeVar("Settings")
@@ -167,11 +168,8 @@ def padded_batches(
     Args:
       progress: label of the progress bar; None: no bar.
     """
-    from tqdm import tqdm
-
     shape = min(batch_size, len(rows)), max(map(len, rows))
-    starts = range(0, len(rows), shape[0])
-    for start in tqdm(starts, desc=progress, disable=None if progress else True, file=sys.stderr):
+    for start in bar(progress, range(0, len(rows), shape[0])):
         batch = np.full(shape, -1, np.int32)
         for row, ids in zip(batch, rows[start : start + shape[0]], strict=False):
             row[: len(ids)] = ids

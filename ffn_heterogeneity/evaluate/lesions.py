@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -25,6 +24,7 @@ from ffn_heterogeneity.models.walk import ffn_blocks
 from ffn_heterogeneity.paths import replaced
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.report.figures import Line, Panel, draw, save
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.attack import massive_weights
@@ -106,13 +106,11 @@ def _damages(
     workdir: epath.Path,
 ) -> dict[tuple[int, int], float]:
     """(layer, neuron) -> NLL without it; neuron -1: without none."""
-    from tqdm import tqdm
-
     kept = read_metrics(workdir / "metrics.jsonl")
     done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in kept}
     tree, states, at = unstack(model.params), None, None
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
-        for step, (layer, neuron) in enumerate(tqdm(chosen, desc="lesions", file=sys.stderr)):
+        for step, (layer, neuron) in enumerate(bar("lesions", chosen, logs=True)):
             if (layer, neuron) in done:
                 continue
             if states is None:

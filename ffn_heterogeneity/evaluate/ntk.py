@@ -15,7 +15,6 @@ there as a whole.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.progress import bar
 
 # Numbers of the gradients that are there at once.
 MOST = 1 << 26
@@ -76,20 +76,17 @@ def token_states(
     Raises:
       ValueError: something is not finite.
     """
-    from tqdm import tqdm
-
     shape = (len(data), max(map(len, data.ids)), model.config.d_model)
     params, found = jax.device_put(model.params), {}
     lengths = sorted({*range(32, shape[1], 32), shape[1]})
-    bar = tqdm(total=len(data), desc=progress, disable=None if progress else True, file=sys.stderr)
-    with bar:
+    with bar(progress, total=len(data)) as shown:
         for rows, batch in in_order_of_length(data, min(batch_size, len(data)), lengths):
             seen = jax.device_get(_states(model.config, options, layer, params, batch))
             for name, value in seen.items():
                 value = np.where(batch["segment_ids"][..., None] > 0, value, 0)
                 whole = found.setdefault(name, np.zeros(shape, value.dtype))
                 whole[rows, : value.shape[1]] = value[: len(rows)]
-            bar.update(len(rows))
+            shown.update(len(rows))
     for name, value in found.items():
         if not np.isfinite(value).all():
             raise ValueError(f"{model.source}, layer {layer}: {name} is not finite")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ import numpy as np
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import bucket, check_vocabulary
+from ffn_heterogeneity.progress import bar
 
 ROW_TOKENS = 512
 # Float32 logits computed at once.
@@ -124,8 +124,6 @@ def score(
       ValueError: an empty context or continuation, an id outside the vocabulary, a request longer
         than the model's positions, or a NaN among the logits.
     """
-    from tqdm import tqdm
-
     if not requests:
         return []
     longest = _check(config, requests)
@@ -136,13 +134,12 @@ def score(
     # One size for all batches: one program.
     pairs = bucket(max(sum(len(row.asked) for row in rows) for rows in batches))
     found: list[tuple[np.ndarray, np.ndarray]] = []
-    off = None if progress else True
-    with tqdm(total=len(requests), desc=progress, disable=off, file=sys.stderr) as bar:
+    with bar(progress, total=len(requests)) as shown:
         in_row = np.bincount([row for row, _ in plan.places], minlength=len(plan.rows))
         for rows in batches:
             done = len(found)
             found += _score_rows(config, options, params, rows, (size, width, pairs))
-            bar.update(int(in_row[done : len(found)].sum()))
+            shown.update(int(in_row[done : len(found)].sum()))
     return [
         Score(float(found[row][0][asked].sum(dtype=np.float64)), bool(found[row][1][asked].all()))
         for row, asked in plan.places

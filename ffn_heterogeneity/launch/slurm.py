@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.read import read_object
+from ffn_heterogeneity.progress import bar, say_above
 from ffn_heterogeneity.wording import naming
 
 # Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
@@ -88,25 +88,23 @@ def _wait(
     Args:
       running: jobs of an earlier start.
     """
-    from tqdm import tqdm
-
     failed, folder, total = {}, Path(executor.folder), len(waiting)
     for name, job in running.items():
         del waiting[name]
-        tqdm.write(f"{name}: job {job.job_id} still runs", file=sys.stderr)
-    with tqdm(total=total, unit="job", desc="sweep", disable=None, file=sys.stderr) as bar:
+        say_above(f"{name}: job {job.job_id} still runs")
+    with bar("sweep", total=total, unit="job") as shown:
         while waiting or running:
             while waiting and len(running) < parallel:
                 name = next(iter(waiting))
                 running[name] = job = executor.submit(function, *waiting.pop(name))
                 write_json(_note(folder, name), {"cluster": executor.cluster, "id": job.job_id})
-                tqdm.write(f"{name}: job {job.job_id}", file=sys.stderr)
+                say_above(f"{name}: job {job.job_id}")
             for name in [name for name, job in running.items() if _ended(job)]:
                 if error := _outcome(running.pop(name)):
                     failed[name] = error
                 _note(folder, name).unlink(missing_ok=True)
-                tqdm.write(f"{name}: {failed.get(name, 'finished')}", file=sys.stderr)
-                bar.update()
+                say_above(f"{name}: {failed.get(name, 'finished')}")
+                shown.update()
             if running:
                 time.sleep(WAIT)
     return failed
@@ -127,7 +125,7 @@ def _running(folder: Path, name: str) -> Any:
     cluster, job_id = note.get("cluster"), str(note.get("id"))
     if str(cluster) not in kinds or not re.fullmatch(r"[\d_]+", job_id):
         if cluster != "debug":
-            print(f"{_note(folder, name)} names no job: it is not waited for", file=sys.stderr)
+            say_above(f"{_note(folder, name)} names no job: it is not waited for")
         return None
     job = kinds[str(cluster)](folder=folder, job_id=job_id)
     return None if _ended(job) else job

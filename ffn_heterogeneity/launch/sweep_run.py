@@ -23,6 +23,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
 from ffn_heterogeneity.parallel.processes import ALONE
 from ffn_heterogeneity.paths import flatten_config
+from ffn_heterogeneity.progress import bar, say_above
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.wording import check_choice, shell_line, some, unknown
 
@@ -94,7 +95,7 @@ def run(
         for task in todo:
             print(command(task, root, spec, sweep, kind))
         return {"points": len(tasks), "finished": sum(task.finished for task in tasks), "ran": 0}
-    say(f"sweep {sweep} in {root}: {budget(kind, tasks, todo)}")
+    say_above(f"sweep {sweep} in {root}: {budget(kind, tasks, todo)}")
     shared = Shared()
     if launcher == "local":
         failed = run_here(kind, todo, shared)
@@ -227,13 +228,11 @@ def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) 
 
 def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, str]:
     """Runs the tasks one after the other; name -> error line of those that failed."""
-    from tqdm import tqdm
-
     failed, seconds = {}, []
-    with tqdm(total=len(todo), unit="run", desc="sweep", disable=None, file=sys.stderr) as bar:
+    with bar("sweep", total=len(todo), unit="run") as shown:
         for number, task in enumerate(todo, 1):
             name, start = task.point.name, time.monotonic()
-            say(f"[{number}/{len(todo)}] {name}")
+            say_above(f"[{number}/{len(todo)}] {name}")
             try:
                 run_one(kind, task, shared)
             except Exception as error:  # one point must not lose the others
@@ -245,10 +244,10 @@ def run_here(kind: str, todo: Sequence[PointRun], shared: Shared) -> dict[str, s
             left, bad = len(todo) - number, failed.get(name)
             # The first run compiles, and may be alone in that.
             typical = sum(seconds[1:]) / len(seconds[1:]) if number > 1 else seconds[0]
-            ended = f"failed: {bad}" if bad else f"finished in {tqdm.format_interval(seconds[-1])}"
-            more = f"; {left} left, about {tqdm.format_interval(left * typical)}" if left else ""
-            say(f"[{number}/{len(todo)}] {name} {ended}{more}")
-            bar.update()
+            ended = f"failed: {bad}" if bad else f"finished in {shown.format_interval(seconds[-1])}"
+            more = f"; {left} left, about {shown.format_interval(left * typical)}" if left else ""
+            say_above(f"[{number}/{len(todo)}] {name} {ended}{more}")
+            shown.update()
     return failed
 
 
@@ -275,7 +274,7 @@ def conclude(
     """The results of `run`; see there."""
     finished = sum(task.finished for task in tasks)
     compiled = f"; train steps compiled: {shared.compilations}" if shared.programs else ""
-    say(f"{finished} of {len(tasks)} points finished{compiled}")
+    say_above(f"{finished} of {len(tasks)} points finished{compiled}")
     if failed:
         names = {
             line: [n for n, other in failed.items() if other == line] for line in failed.values()
@@ -302,10 +301,3 @@ def budget(kind: str, tasks: Sequence[PointRun], todo: Sequence[PointRun]) -> st
         text += f"; {steps:,} steps of {rows}"
         text += f" x {length}, {steps * rows * length:,} tokens" if length else " rows"
     return f"{text}; the first run will tell the time" if todo else text
-
-
-def say(line: str) -> None:
-    """A line on stderr, above the progress bar if there is one."""
-    from tqdm import tqdm
-
-    tqdm.write(line, file=sys.stderr)

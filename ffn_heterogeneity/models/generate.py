@@ -26,6 +26,7 @@ from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make
 from ffn_heterogeneity.models.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import path_str
+from ffn_heterogeneity.progress import bar
 
 CHUNK, MIN_BUCKET = 16, 16
 
@@ -99,8 +100,6 @@ class Generator:
           ValueError: an empty prompt, an id outside the vocabulary, a prompt too long for the
             model, or stop strings without a tokenizer.
         """
-        from tqdm import tqdm
-
         wanted = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(wanted) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(wanted)} samplings")
@@ -113,9 +112,8 @@ class Generator:
         lengths = [self._columns(batch, rows, wanted)[1] for batch in batches]
         answers: dict[int, Generation] = {}
         label = progress if isinstance(progress, str) else None
-        off = None if label else True
-        with tqdm(total=len(rows), desc=label, disable=off, file=sys.stderr) as bar:
-            told = progress if callable(progress) else bar.update
+        with bar(label, total=len(rows)) as shown:
+            told = progress if callable(progress) else shown.update
             for batch, own in zip(batches, lengths, strict=True):
                 # One length for all, unless that doubles the cache: tokens come by one program.
                 length = max((n for n in lengths if n <= 2 * own), default=own)

@@ -70,16 +70,12 @@ def insert_lora(model: Model, settings: Mapping[str, Any] | Lora, data=None, key
       ValueError: a rank below 1, no such kernel, or one that has LoRA's leaves already.
     """
     settings = settings_of(Lora, settings)
-    key = jax.random.key(0) if key is None else key
 
-    def put(path: str, leaves: dict) -> dict:
-        if "lora_a" in leaves:
-            raise ValueError(f"{path} has LoRA's leaves already: fold the model first")
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    def put(path: str, leaves: dict, own: jax.Array) -> dict:
         shape = jax.eval_shape(effective_kernel, leaves)
         return leaves | lora.init(own, shape, settings.rank, settings.alpha)
 
-    return inserted(model, settings.targets, put)
+    return inserted(model, settings.targets, put, key, "lora_a")
 
 
 def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tuple:
@@ -87,7 +83,7 @@ def insert_dora(model: Model, settings: Mapping[str, Any], data=None, key=None) 
     adapted, report = insert_lora(model, settings, key=key)
     pattern = "|".join(f"^{re.escape(path)}$" for path in report["adapted"])
 
-    def put(path: str, leaves: dict) -> dict:
+    def put(path: str, leaves: dict, own: jax.Array) -> dict:
         return leaves | dora.init(effective_kernel(leaves))
 
     return inserted(adapted, pattern, put)
@@ -108,7 +104,7 @@ def quantise(model: Model, settings: Mapping[str, Any] | Quantised, data=None, k
     settings = settings_of(Quantised, settings)
     sizes = []
 
-    def put(path: str, leaves: dict) -> dict:
+    def put(path: str, leaves: dict, own: jax.Array) -> dict:
         if set(leaves) - {"kernel", "bias"}:
             raise ValueError(f"{path} has adapters: quantise before they are put in")
         kernel = leaves["kernel"]
@@ -153,14 +149,13 @@ def insert_macdrop(
         raise ValueError(f"k={k}: layer {layer} (from 0) has {len(indices)} neurons")
     rows = {"massive": indices[:k], "layer": indices, "others": indices[k:]}[settings.scope]
 
-    def put(path: str, leaves: dict) -> dict:
-        if macdrop.KEEP in leaves:
-            raise ValueError(f"{path} has MacDrop's leaves already: fold the model first")
+    def put(path: str, leaves: dict, own: jax.Array) -> dict:
         fan_in = jax.eval_shape(effective_kernel, leaves).shape[0]
         return leaves | macdrop.init(fan_in, np.sort(rows))
 
     report = {"layer": layer + 1, "layer_index": layer, "indices": indices[:k].tolist()}
-    model, _ = inserted(model, rf"^layers/{layer}/ffn/(gate|up)$", put)
+    pattern = rf"^layers/{layer}/ffn/(gate|up)$"
+    model, _ = inserted(model, pattern, put, mark=macdrop.KEEP)
     return model, report
 
 
@@ -174,13 +169,30 @@ def assumed_layer(settings: Mapping[str, Any]) -> str:
     )
 
 
-def inserted(model: Model, targets: str, put: Callable[[str, dict], dict]) -> tuple[Model, dict]:
-    """(the model with the leaves `put(path, leaves)` of each kernel where the pattern is found,
-    paths)."""
+def inserted(
+    model: Model,
+    targets: str,
+    put: Callable[[str, dict, jax.Array], dict],
+    key: jax.Array | None = None,
+    mark: str = "",
+) -> tuple[Model, dict]:
+    """(the model with the leaves `put(path, leaves, own key)` of each kernel where the pattern is
+    found, {"adapted": their paths}).
+
+    A kernel's own key depends on `key` and its path alone.
+
+    Args:
+      key: of the draws; None: `jax.random.key(0)`.
+      mark: a leaf by which a kernel that has such leaves already is known, and refused.
+    """
+    key = jax.random.key(0) if key is None else key
     tree, new, adapted = unstack(model.params), {}, []
     for place, leaves in linears(tree):
         if re.search(targets, place.path):
-            new[place] = put(place.path, leaves)
+            if mark in leaves:
+                raise ValueError(f"{place.path} has {mark} already: fold the model first")
+            own = jax.random.fold_in(key, zlib.crc32(place.path.encode()))
+            new[place] = put(place.path, leaves, own)
             adapted.append(place.path)
     if not adapted:
         raise ValueError(

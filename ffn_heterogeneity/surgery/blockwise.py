@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -26,6 +25,7 @@ from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.calibration import padded
 from ffn_heterogeneity.surgery.states import METHODS, Moments
 
@@ -55,8 +55,6 @@ def compensated(
       ValueError: too few rows or tokens; states that are not finite; "bias" where the format has
         none; weights that no longer fit in their dtype.
     """
-    from tqdm import tqdm
-
     if method == "bias" and not smaller.config.ffn_bias:
         raise ValueError(
             f"compensation={method!r} adds to the FFN's output bias, and this format has none: use "
@@ -67,7 +65,7 @@ def compensated(
     streams = [_embedded(model.config, tables, batch) for _, batch in batches]
     whole, small = unstack(model.params), unstack(smaller.params)
     layers, reports = list(small["layers"]), []
-    for i, old in enumerate(tqdm(whole["layers"], desc=method, unit="block", file=sys.stderr)):
+    for i, old in enumerate(bar(method, whole["layers"], logs=True, unit="block")):
         configs = tuple(
             dataclasses.replace(c, layers=(c.layers[i],)) for c in (model.config, smaller.config)
         )

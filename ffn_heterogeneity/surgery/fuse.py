@@ -20,7 +20,6 @@ weights out and keep the neurons. A neuron is a row (`neurons.rows_of`):
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.parallel.partition import make_mesh
 from ffn_heterogeneity.paths import is_abstract
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.blockwise import compensated
@@ -136,8 +136,6 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
       ValueError: settings out of range, adapters in a block, weights that are not finite, or
         `canonical` of a plain block; names the layer.
     """
-    from tqdm import tqdm
-
     asked, config = settings_of(Fusion, settings), model.config
     massive, spared = _massive(model, asked)
     chosen = set(layer_subset(asked.layers, config.n_layers))
@@ -153,7 +151,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
             check_plain(ffn, place.layer, ("mask",) if asked.method == MASKED else ())
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
-        for place in tqdm(blocks, desc=asked.method, unit="block", file=sys.stderr):
+        for place in bar(asked.method, blocks, logs=True, unit="block"):
             own = spared if place.layer == massive else spared[:0]
             new[place], found = fuse_block(blocks[place], place, asked, own)
             widths[place.layer] = new[place]["down"]["kernel"].shape[0]

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.weights import CACHED, blocks
 
 MAX_STEPS = 300
@@ -107,15 +107,9 @@ def cluster(
         data = jnp.asarray(data, jnp.float32)
         data = data if products else _gram(data, mesh)
         keys = jax.random.split(jax.random.key(seed), starts)
-        labels, _, steps = min(map(run, _bar(keys, label)), key=lambda one: float(one[1]))
+        shown = bar(label if len(keys) > 1 else "", keys, logs=True, unit="start", leave=False)
+        labels, _, steps = min(map(run, shown), key=lambda one: float(one[1]))
     return _clusters(points, np.asarray(labels), c, int(steps))
-
-
-def _bar(keys: jax.Array, label: str):
-    from tqdm import tqdm
-
-    hidden = not label or len(keys) < 2
-    return tqdm(keys, desc=label, disable=hidden, unit="start", leave=False, file=sys.stderr)
 
 
 def _clusters(points: np.ndarray, labels: np.ndarray, c: int, steps: int) -> Clusters:

@@ -13,7 +13,6 @@ trainings of "/score$" between them.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,16 +84,12 @@ def insert_scores(model: Model, settings: Mapping[str, Any] | Scores, data=None,
       ValueError: no such kernel, or one that has scores already.
     """
     asked = settings_of(Scores, settings)
-    key = jax.random.key(0) if key is None else key
 
-    def put(path: str, leaves: dict) -> dict:
-        if "score" in leaves:
-            raise ValueError(f"{path} has scores already: fold the model first")
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    def put(path: str, leaves: dict, own: jax.Array) -> dict:
         shape = jax.eval_shape(effective_kernel, leaves).shape
         return leaves | {"score": jax.random.uniform(own, shape)}
 
-    return inserted(model, asked.targets, put)
+    return inserted(model, asked.targets, put, key, "score")
 
 
 def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, key=None) -> tuple:
@@ -148,11 +143,8 @@ def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, k
       ValueError: no such kernel, one that has gates, or a rank above its sides.
     """
     asked = settings_of(Gates, settings)
-    key = jax.random.key(0) if key is None else key
 
-    def put(path: str, leaves: dict) -> dict:
-        if gates.A in leaves:
-            raise ValueError(f"{path} has gates already: fold the model first")
+    def put(path: str, leaves: dict, own: jax.Array) -> dict:
         kernel = effective_kernel(leaves).astype(np.float32)
         n, k = kernel.shape
         rank = asked.rank or max(1, n * k // (n + k))
@@ -161,8 +153,7 @@ def insert_gates(model: Model, settings: Mapping[str, Any] | Gates, data=None, k
         if rank > min(n, k):
             raise ValueError(f"{path}: rank={rank} of a kernel {n} x {k}")
         u, s, v = jnp.linalg.svd(kernel, full_matrices=False)
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         bias = {name: leaf for name, leaf in leaves.items() if name == "bias"}
         return bias | gates.init(own, u[:, :rank] * s[:rank], v[:rank], asked.start)
 
-    return inserted(model, asked.targets, put)
+    return inserted(model, asked.targets, put, key, gates.A)

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from tqdm import tqdm
 
 from ffn_heterogeneity.io import huggingface, safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, check_names, checked
@@ -36,6 +35,7 @@ from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, expected_shapes, family_by_name
 from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
 from ffn_heterogeneity.surgery.weights import by_rows
@@ -188,11 +188,11 @@ def _write(
     rewritten = changed | {layer for layer, (new, old) in enumerate(widths) if new != old}
     turns = _turns(checkpoint, rewritten, pieces.order)
     order = [name for _, names in turns for name in names]
-    bar = tqdm(total=len(order), unit="tensor", desc="writing", mininterval=1.0)
-    with bar, read_ahead([checkpoint.place(name) for name in order]) as reach:
+    shown = bar("writing", logs=True, total=len(order), unit="tensor", mininterval=1.0)
+    with shown, read_ahead([checkpoint.place(name) for name in order]) as reach:
         for layer, names in turns:
             reach(order.index(names[0]))
-            bar.update(len(names))
+            shown.update(len(names))
             if layer is None:
                 pieces.write(names[0], checkpoint.read(names[0]))
                 continue

@@ -177,8 +177,8 @@ def test_what_is_wrong_is_refused(tmp_path):
     scored, _ = SURGERIES["scores"](model, {})
     opened, _ = SURGERIES["gates"](model, {})
     for call, message in (
-        (lambda: SURGERIES["scores"](scored, {}), "layers/0/ffn/down has scores already"),
-        (lambda: SURGERIES["gates"](opened, {}), "layers/0/ffn/down has gates already"),
+        (lambda: SURGERIES["scores"](scored, {}), "layers/0/ffn/down has score already"),
+        (lambda: SURGERIES["gates"](opened, {}), "layers/0/ffn/down has gates_a already"),
         (lambda: SURGERIES["gates"](model, {"rank": 17}), "rank=17 of a kernel 24 x 16"),
         (lambda: SURGERIES["score_mask"](model, {}), "no kernel has scores"),
         (lambda: size_term(TermContext("size"), target=1.0), "target=1.0"),

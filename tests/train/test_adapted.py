@@ -292,7 +292,7 @@ def test_insertion_changes_no_function_and_runs_on_shapes():
     for path, leaf in flatten(adapted).items():
         if path.endswith("lora_a"):  # uniform up to 1 / sqrt(inputs)
             assert 0.8 < np.abs(leaf).max() * leaf.shape[-2] ** 0.5 <= 1, path
-    refused("has LoRA's leaves already", with_lora, adapted)
+    refused("has lora_a already", with_lora, adapted)
     refused("found in no kernel", insert_lora, _model(params), LORA | {"targets": "mlp"})
     refused("rank=0", insert_lora, _model(params), LORA | {"rank": 0})
     one = insert_lora(_model(params), LORA | {"targets": "layers/1/ffn/up"})

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tqdm
 
 from ffn_heterogeneity.data.corpus import corpora, shards
 from ffn_heterogeneity.data.corpus.documents import Chunk, Layout
@@ -27,6 +26,7 @@ from ffn_heterogeneity.data.corpus.tokenise import PROGRESS, Settings, Tokeniser
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.read import read_json
+from ffn_heterogeneity.progress import bar
 
 PLAN = "plan.json"
 
@@ -232,20 +232,21 @@ def _run(
     left, total = iter(todo), sum(chunk.size for chunk in chunks)
     before = total - sum(chunk.size for chunk in todo)
     start = time.monotonic()
-    with tqdm.tqdm(
-        total=total, initial=before, unit="B", unit_scale=True, desc="tokenising"
-    ) as bar:
+    sizes = {"total": total, "initial": before, "unit": "B", "unit_scale": True}
+    with bar("tokenising", logs=True, **sizes) as shown:
 
         def show() -> None:
             tokens = pool.counters[1]
             speed = tokens / max(time.monotonic() - start, 1e-9)
-            bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens, {speed / 1e3:,.0f}k/s", refresh=False)
-            bar.update(before + pool.counters[0] - bar.n)
+            shown.set_postfix_str(
+                f"{tokens / 1e6:.1f}M tokens, {speed / 1e3:,.0f}k/s", refresh=False
+            )
+            shown.update(before + pool.counters[0] - shown.n)
 
         waiting: set[concurrent.futures.Future] = set()
         while (entries := up_to_limits(chunks, done, layout)) is None or waiting:
             more = itertools.islice(left, ahead - len(waiting)) if entries is None else ()
-            waiting |= {pool.tokenise(chunk, show) for chunk in more}
+            waiting |= {pool.submit(pool.tokenise, chunk) for chunk in more}
             made, waiting = concurrent.futures.wait(
                 waiting, timeout=0.5, return_when=concurrent.futures.FIRST_COMPLETED
             )

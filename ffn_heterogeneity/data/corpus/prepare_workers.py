@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ffn_heterogeneity.data.corpus.documents import Chunk, read_parts
 from ffn_heterogeneity.data.corpus.tokenise import Tokeniser, shard_name, write_shard
@@ -27,9 +27,7 @@ class Worker:
     """Makes shards and counts in `counters`: input bytes, tokens; the third tells it to stop."""
 
     def __init__(self, tokeniser: Tokeniser, directory: Path, counters: Any):
-        self._tokeniser, self._directory = tokeniser, directory
-        self.counters = counters
-        self.tick: Callable[[], None] | None = None
+        self._tokeniser, self._directory, self._counters = tokeniser, directory, counters
 
     def __call__(self, chunk: Chunk) -> dict[str, Any]:
         parts = read_parts(chunk, self._tokeniser.settings.layout)
@@ -37,56 +35,44 @@ class Worker:
         return write_shard(name, parts, self._tokeniser, self._directory, chunk.size, self._report)
 
     def _report(self, size: int, tokens: int) -> None:
-        with getattr(self.counters, "get_lock", contextlib.nullcontext)():
-            self.counters[0] += size
-            self.counters[1] += tokens
-            stop = self.counters[2]
+        with getattr(self._counters, "get_lock", contextlib.nullcontext)():
+            self._counters[0] += size
+            self._counters[1] += tokens
+            stop = self._counters[2]
         if stop:
             raise Stopped
-        if self.tick:
-            self.tick()
 
 
-class Pool:
-    """Calls functions, here and now or in other processes.
+class Pool(NamedTuple):
+    """The thread, or the processes, that make shards.
 
     Attributes:
+      submit: a function of a module and its arguments -> a future.
+      tokenise: a chunk -> its shard's entry, to be submitted.
       counters: input bytes and tokens done so far.
     """
 
-    def __init__(self, worker: Worker, executor: concurrent.futures.Executor | None = None):
-        self.counters, self._worker, self._executor = worker.counters, worker, executor
-
-    def submit(self, function: Callable, *args: Any) -> concurrent.futures.Future:
-        """A function of a module."""
-        if self._executor is not None:
-            return self._executor.submit(function, *args)
-        future: concurrent.futures.Future = concurrent.futures.Future()
-        future.set_result(function(*args))
-        return future
-
-    def tokenise(self, chunk: Chunk, tick: Callable[[], None]) -> concurrent.futures.Future:
-        """A chunk to its shard's entry; `tick` is called now and then if that is done here."""
-        if self._executor is not None:
-            return self._executor.submit(_tokenise, chunk)
-        self._worker.tick = tick
-        return self.submit(self._worker, chunk)
+    submit: Callable[..., concurrent.futures.Future]
+    tokenise: Callable[[Chunk], dict[str, Any]]
+    counters: Any
 
 
 @contextlib.contextmanager
 def open_pool(tokeniser: Tokeniser, directory: Path, processes: int) -> Iterator[Pool]:
-    """A pool of as many processes; 1 is this one."""
+    """A pool of as many processes; 1 is a thread of this one."""
+    executor: concurrent.futures.Executor
     if processes == 1:
-        yield Pool(Worker(tokeniser, directory, [0, 0, 0]))
-        return
-    # Spawned: libraries that have threads of their own do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 3)
-    executor = concurrent.futures.ProcessPoolExecutor(
-        processes, context, _start, (tokeniser, directory, counters)
-    )
+        counters: Any = [0, 0, 0]
+        executor = concurrent.futures.ThreadPoolExecutor(1)
+        tokenise = Worker(tokeniser, directory, counters)
+    else:
+        # Spawned: libraries that have threads of their own do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        counters, tokenise = context.Array("q", 3), _tokenise
+        made_of = (tokeniser, directory, counters)
+        executor = concurrent.futures.ProcessPoolExecutor(processes, context, _start, made_of)
     try:
-        yield Pool(Worker(tokeniser, directory, counters), executor)
+        yield Pool(executor.submit, tokenise, counters)
     except BaseException:
         counters[2] = 1
         raise

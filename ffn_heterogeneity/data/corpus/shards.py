@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tqdm
 
 from ffn_heterogeneity.data.packing import encode
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.read import read_object
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import first_line
 
 MANIFEST = "manifest.json"
@@ -214,13 +214,11 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
     _mapped.cache_clear()  # the files may have been made anew
     size = sum(entry["tokens"] for entry in manifest["shards"]) * dtype.itemsize
-    quick = not verify or size < 1e9
-    with tqdm.tqdm(
-        total=size, desc="checking shards", unit="B", unit_scale=True, disable=quick
-    ) as bar:
+    label = "" if not verify or size < 1e9 else "checking shards"
+    with bar(label, logs=True, total=size, unit="B", unit_scale=True) as shown:
         for entry in manifest["shards"]:
             check_shard(directory, entry, dtype, verify=verify)
-            bar.update(entry["tokens"] * dtype.itemsize)
+            shown.update(entry["tokens"] * dtype.itemsize)
     shards = [
         Shard(directory, entry["name"], entry["tokens"], entry["documents"], dtype)
         for entry in manifest["shards"]

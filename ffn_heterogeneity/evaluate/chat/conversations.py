@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 import time
 import uuid
 import zlib
@@ -34,6 +33,7 @@ from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import check_choice
 
 BENCHMARKS = ("mt_bench", "spec_bench", "vicuna_bench", "wizardlm_testset")
@@ -77,8 +77,6 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     Raises:
       ValueError (DataError): a model without a tokenizer, questions or answers that cannot be read.
     """
-    from tqdm import tqdm
-
     tokenizer_of(model, "chats are text, add its files")
     questions = read_questions(config.benchmark, config.data_root, config.limit)
     name = model_id(config.model_id, config.model)
@@ -88,9 +86,8 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     rows = [row for row in read_rows(path) if question_id(row) in ended]
     answered = {question_id(row) for row in rows}
     chat = Chat(config, model, options_of(config))
-    with tqdm(
-        total=len(questions), initial=len(answered), desc=config.benchmark, file=sys.stderr
-    ) as bar:
+    done = {"total": len(questions), "initial": len(answered)}
+    with bar(config.benchmark, logs=True, **done) as shown:
         for group in groups(config, questions):
             missing = [question for question in group if question.id not in answered]
             if not missing:
@@ -104,7 +101,7 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
             turn_rows = [{"id": key, "turns": turns} for key, turns in ended.items()]
             write_rows(workdir / "turns.jsonl", turn_rows)
             write_rows(path, rows)
-            bar.update(len(missing))
+            shown.update(len(missing))
     return {
         "benchmark": config.benchmark,
         "model_id": name,

@@ -34,6 +34,7 @@ from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 from ffn_heterogeneity.evaluate.inputs import check_least, settings_from
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import check_choice
 
 MODES = ("single", "pairwise")
@@ -279,14 +280,12 @@ def _judge_all(
     judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: Any
 ) -> None:
     """Asks for all jobs, some at once; `keep` takes every row as it comes."""
-    from tqdm import tqdm
-
     pool = concurrent.futures.ThreadPoolExecutor(config.workers)
     asked = {pool.submit(judge, job): job for job in jobs}
     in_a_row, seen = 0, set()
     try:
         done = concurrent.futures.as_completed(asked)
-        for future in tqdm(done, total=len(jobs), desc="judge", file=sys.stderr):
+        for future in bar("judge", done, logs=True, total=len(jobs)):
             seen.add(future)
             in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
             if config.give_up_after and in_a_row >= config.give_up_after:
