@@ -28,10 +28,23 @@ def check_choice(
         raise error(f"{name}={value!r}: choose one of {tuple(choices)}")
 
 
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises ValueError where a number is not finite, or outside [low, high]."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value!r:.40} must be a number from {low:,g} to {high:,g}")
+def check_number(name: str, value: Any, allowed: str, error: type[Exception] = ValueError) -> None:
+    """Raises `error` where a value is no number of an interval: "[0, 1)", "[1, inf)"; NaN never is.
+
+    Args:
+      allowed: a bracket is of an end that belongs to it, a parenthesis of one that does not.
+    """
+    low, high = map(float, allowed[1:-1].split(","))
+    number: Any = value if isinstance(value, Real) else float("nan")
+    at_end = (number == low and allowed[0] == "[") or (number == high and allowed[-1] == "]")
+    if not (low < number < high or at_end):
+        raise error(f"{name}={value!r:.40} must be a number in {allowed}")
+
+
+def check_numbers(settings: Any, error: type[Exception] = ValueError, **allowed: str) -> None:
+    """`check_number` of the attributes that are named."""
+    for name, interval in allowed.items():
+        check_number(name, getattr(settings, name), interval, error)
 
 
 def unknown(kind: str, typed: str, names: Collection[str], known: str = "") -> str:

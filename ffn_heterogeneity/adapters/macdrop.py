@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ffn_heterogeneity.paths import nodes, replaced
-from ffn_heterogeneity.wording import check_choice, settings_of
+from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 CURRICULA = ("step", "epoch_before", "epoch_after", "exp", "constant")
 STEPS = 579  # of the paper's runs, for which its decay rates of "exp" are
@@ -49,13 +49,7 @@ class Macdrop:
     def __post_init__(self):
         check_choice("scope", self.scope, SCOPES)
         check_choice("curriculum", self.curriculum, CURRICULA)
-        if self.k < 1:
-            raise ValueError(f"k={self.k} must be at least 1")
-        if not 0 <= self.p0 <= 1 or self.epochs < 1 or not self.a >= 0:
-            raise ValueError(
-                f"p0={self.p0} must lie in [0, 1], epochs={self.epochs} be at least 1, a={self.a} "
-                "not negative"
-            )
+        check_numbers(self, k="[1, inf)", p0="[0, 1]", epochs="[1, inf)", a="[0, inf]")
 
 
 def drop(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:

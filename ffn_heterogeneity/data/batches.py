@@ -18,6 +18,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.packing import Counts
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.wording import check_number
 
 Batch = dict[str, np.ndarray]
 # 2: places in the stream of all processes (1: in the stream of the process that saved).
@@ -117,8 +118,7 @@ def chosen_rows(rows: Sequence[int] | None, batch_size: int, accumulation: int) 
       DataError: none, repeated or outside the batch; or rows that, cut into [A, R/A], would not
         each come to lie in the micro-batch they are in globally.
     """
-    if accumulation < 1:
-        raise DataError(f"accumulation is {accumulation}; it must be 1 or more micro-batches")
+    check_number("accumulation", accumulation, "[1, inf)", DataError)
     if batch_size < 1 or batch_size % accumulation:
         fitting = max(-(-batch_size // accumulation), 1) * accumulation
         raise DataError(

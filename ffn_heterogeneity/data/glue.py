@@ -13,7 +13,7 @@ from typing import Any
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import text_of, value_of
-from ffn_heterogeneity.wording import some, unknown
+from ffn_heterogeneity.wording import check_known, some
 
 # Of files that name their texts otherwise than the task does (GLUE's TSV files, published copies).
 _PAIR = ("sentence1", "sentence2")
@@ -167,8 +167,7 @@ def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) 
     Raises:
       DataError: there is none, or what it needs is not given.
     """
-    if name not in TASKS and name not in OWN:
-        raise DataError(unknown("task", name, (*TASKS, *OWN)))
+    check_known([name], (*TASKS, *OWN), "task", DataError)
     task = TASKS.get(name) or LabelTask(
         name, (), (), _ANY if name == "labels" else ("spearman", "pearson")
     )

@@ -15,13 +15,8 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.data.glue import LabelTask, get_task
-from ffn_heterogeneity.data.sources import (
-    DataError,
-    Source,
-    open_source,
-    read_each,
-)
-from ffn_heterogeneity.wording import naming, settings_of
+from ffn_heterogeneity.data.sources import DataError, Source, open_source, read_each
+from ffn_heterogeneity.wording import check_number, check_numbers, naming, settings_of
 
 Batch = dict[str, np.ndarray]
 # Of the draw of a part of the rows, beside the seed; of a held-out part, whatever the seed.
@@ -50,10 +45,7 @@ class LabelSettings:
     fraction: float = 1.0
 
     def __post_init__(self):
-        if not 0 < self.fraction <= 1:
-            raise DataError(f"data.fraction={self.fraction} is outside (0, 1]")
-        if not 0 <= self.validation_fraction < 1:
-            raise DataError(f"data.validation_fraction={self.validation_fraction} is not in [0, 1)")
+        check_numbers(self, DataError, fraction="(0, 1]", validation_fraction="[0, 1)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +106,7 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
       ValueError: no number of epochs, or data that cannot be read.
     """
     settings = settings_of(LabelSettings, data)
-    if not 0 < epochs < math.inf:
-        raise ValueError(f"epochs={epochs} must be positive, or give --config.steps")
+    check_number("without --config.steps, epochs", epochs, "(0, inf)")
     rows = get_task(settings.task, ("text",), ("a", "b")).rows
     if settings.path or not rows:
         rows = len(open_rows(settings.path))
@@ -134,11 +125,7 @@ def found_labels(source: Source, field: str = "label") -> tuple[str, ...]:
 
 
 def encode_rows(
-    task: LabelTask,
-    source: Source,
-    tokenizer: Any,
-    form: Form,
-    labelled: bool = True,
+    task: LabelTask, source: Source, tokenizer: Any, form: Form, labelled: bool = True
 ) -> Encoded:
     """All rows of a source.
 

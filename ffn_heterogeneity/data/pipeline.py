@@ -46,6 +46,7 @@ from ffn_heterogeneity.data.sources import DataError, Source, Subset, named_plac
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
 from ffn_heterogeneity.data.weighted import WeightedPipeline, parse_mixture
+from ffn_heterogeneity.wording import check_number, check_numbers
 
 # The held-out records depend on the data alone, so runs with other seeds can be compared.
 SPLIT_SEED = 0
@@ -281,8 +282,7 @@ def make_pipeline(
 
 def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | None]:
     """Disjoint training and held-out records, together all; a function of the data only."""
-    if not 0.0 <= fraction < 1.0:
-        raise DataError(f"validation_fraction is {fraction}; it must be in [0, 1)")
+    check_number("validation_fraction", fraction, "[0, 1)", DataError)
     if fraction == 0.0:
         return Subset(source, range(len(source))), None
     parts = source.parts if isinstance(source, MixedSource) else [Part("", 1, source, 0)]
@@ -312,5 +312,4 @@ def _split_rows(source: Source, fraction: float) -> tuple[np.ndarray, np.ndarray
 
 
 def _check(config: DataConfig) -> None:
-    if config.prefetch < 0:
-        raise DataError(f"prefetch is {config.prefetch}; it must be 0 or more batches")
+    check_numbers(config, DataError, prefetch="[0, inf)")

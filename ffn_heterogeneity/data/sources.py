@@ -19,7 +19,7 @@ from etils import epath
 
 from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
 from ffn_heterogeneity.io.read import open_regular, parse_json
-from ffn_heterogeneity.wording import first_line
+from ffn_heterogeneity.wording import check_number, first_line
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
 _KINDS = dict.fromkeys(TEXT_SUFFIXES, "text")
@@ -182,8 +182,7 @@ def read_text(paths: Sequence[str], passage_chars: int = PASSAGE_CHARS) -> ListS
     Records are `{"text", "passage_starts", "passage_ends"}`; the last two tell whether the passage
     begins and ends its document. The passages of a file, joined, are the file: nothing is lost.
     """
-    if passage_chars < 1:
-        raise DataError(f"passage_chars is {passage_chars}; it must be at least 1")
+    check_number("passage_chars", passage_chars, "[1, inf)", DataError)
     records, places = [], []
     for path in paths:
         text = read_utf8(path)

@@ -23,6 +23,7 @@ from ffn_heterogeneity.data.batches import Batch
 from ffn_heterogeneity.data.corpus.shards import Corpus, Shard
 from ffn_heterogeneity.data.packing import Encoder
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.wording import check_number
 
 
 class ShardPart(NamedTuple):
@@ -48,8 +49,7 @@ def split(corpus: Corpus, fraction: float) -> tuple[list[ShardPart], list[ShardP
     Raises:
       DataError: a fraction outside [0, 1), or a corpus of a single document.
     """
-    if not 0.0 <= fraction < 1.0:
-        raise DataError(f"validation_fraction is {fraction}; it must be in [0, 1)")
+    check_number("validation_fraction", fraction, "[0, 1)", DataError)
     if fraction == 0.0:
         return whole(corpus), []
     counts = [shard.documents_count for shard in corpus.shards]

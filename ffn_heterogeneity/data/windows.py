@@ -9,6 +9,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.packing import encode
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.wording import check_choice, check_number
 
 WINDOW_BOS = ("segment", "stream", "none")
 
@@ -71,12 +72,9 @@ def text_windows(
 
 
 def _check(text: str, tokenizer: Any, window: int, max_windows: int | None, bos: str) -> None:
-    if window < 1:
-        raise DataError(f"window is {window}; it must be at least 1 prediction")
-    if max_windows is not None and max_windows < 0:
-        raise DataError(f"max_windows is {max_windows}; it must be positive, or None for all")
-    if bos not in WINDOW_BOS:
-        raise DataError(f"bos is {bos!r}; it must be one of {', '.join(WINDOW_BOS)}")
+    check_number("window", window, "[1, inf)", DataError)
+    check_number("max_windows", max_windows or 0, "[0, inf)", DataError)
+    check_choice("bos", bos, WINDOW_BOS, DataError)
     if bos != "none" and tokenizer.bos_token_id is None:
         raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
     if not text:

@@ -27,7 +27,7 @@ from ffn_heterogeneity.data.mixtures import TaskQuestion, member_file, questions
 from ffn_heterogeneity.data.packing import BOS_POLICIES, Encoder
 from ffn_heterogeneity.data.sources import open_source
 from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
-from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.evaluate.metrics import (
     METRICS,
@@ -40,7 +40,7 @@ from ffn_heterogeneity.evaluate.metrics import (
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generation, Generator, Sampling
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_choice, check_known
+from ffn_heterogeneity.wording import check_choice, check_known, check_numbers
 
 PIECE = 16  # batches between two writes
 LEVELS = (2.5, 97.5)  # percentiles: a 95% interval
@@ -107,7 +107,8 @@ def check_answers(config: ConfigDict) -> None:
     if not config.tasks or isinstance(config.tasks, str):
         raise ValueError(f"tasks={config.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
     check_choice("bos", config.bos, BOS_POLICIES)
-    check_least(config, {"limit": 0, "seed": 0, "batch_size": 1, "bootstrap": 1})
+    check_numbers(config, limit="[0, inf)", seed="[0, inf)")
+    check_numbers(config, batch_size="[1, inf)", bootstrap="[1, inf)")
     Sampling(config.max_new_tokens)
     for task, asked in read_questions(config).items():
         _signatures(task, [one.reference for one in asked])

@@ -18,7 +18,7 @@ from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Encoded, Form
 from ffn_heterogeneity.data.sources import DataError, Source
-from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
 from ffn_heterogeneity.evaluate.labels import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
@@ -27,6 +27,7 @@ from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.wording import check_numbers
 
 TABLE = "predictions.csv"
 # Tokens of a batch's rows, up to the longest that the model was trained on.
@@ -35,7 +36,7 @@ _LENGTHS = tuple(2**i for i in range(5, 15))
 
 def check_classify(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded; errors as `classify_file`."""
-    check_least(config, {"batch_size": 1})
+    check_numbers(config, batch_size="[1, inf)")
     if not config.input:
         raise ValueError("--config.input is empty: give a .csv, .tsv or .jsonl file of rows")
     labelled.open_rows(config.input)

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings
-from ffn_heterogeneity.evaluate.inputs import check_least, options_of, settings_from, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import options_of, settings_from, tokenizer_of
 from ffn_heterogeneity.evaluate.ntk import tangent_kernels, token_states
 from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.heads.classification import Classification
@@ -29,7 +29,7 @@ from ffn_heterogeneity.paths import replaced
 from ffn_heterogeneity.report.figures import bar_figure
 from ffn_heterogeneity.report.tables import markdown_table, number
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import check_numbers, settings_of
 
 # The block that returns its bias alone: what an output's error is worth is seen beside its.
 BIAS = "bias_only"
@@ -39,7 +39,7 @@ OUTPUTS = {"output_error": "y", "block_error": "block"}
 
 def check_ntk(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded; errors as `ntk`."""
-    check_least(config, {"batch_size": 1, "max_rows": 0, "layer": 0})
+    check_numbers(config, batch_size="[1, inf)", max_rows="[0, inf)", layer="[0, inf)")
     if not config.methods and not config.against:
         raise ValueError("nothing is compared: give --config.methods or --config.against")
     for method in tuple(config["methods"]):

@@ -21,7 +21,7 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import first_line
+from ffn_heterogeneity.wording import check_choice, check_number, check_numbers, first_line
 
 Settings = TypeVar("Settings")
 
@@ -37,14 +37,6 @@ def settings_from(kind: type[Settings], source: Any, **given: Any) -> Settings:
     return kind(**{name: getattr(source, name) for name in names}, **given)
 
 
-def check_least(settings: Any, least: Mapping[str, int]) -> None:
-    """Raises a ValueError where one of the settings named is below its least value."""
-    for name, bound in least.items():
-        value = getattr(settings, name)
-        if value < bound:
-            raise ValueError(f"{name}={value} must be at least {bound}")
-
-
 def check_inputs(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded.
 
@@ -55,7 +47,7 @@ def check_inputs(config: ConfigDict) -> None:
     if sum(bool(config[key]) for key in keys) != 1:
         given = " and ".join(f"--config.{key}=<file>" for key in keys)
         raise ValueError(f"give exactly one of {given}")
-    check_least(config, {"batch_size": 1})
+    check_numbers(config, batch_size="[1, inf)")
     if config.token_ids:
         read_token_ids(config.token_ids)
     elif config.text:
@@ -94,8 +86,8 @@ def _cut_documents(
     tokenizer: Any, texts: Sequence[str], bos: str, window: int
 ) -> tuple[list[np.ndarray], int]:
     """Documents as those of `input_documents`, of texts."""
-    if bos not in WINDOW_BOS or window < 1:
-        raise ValueError(f"bos={bos!r}, window={window}: one of {WINDOW_BOS}, at least 1")
+    check_choice("bos", bos, WINDOW_BOS)
+    check_number("window", window, "[1, inf)")
     first = [] if bos == "none" else [tokenizer.bos_token_id]
     if None in first:
         raise ValueError('this tokenizer has no bos token: use --config.bos="none"')
@@ -109,8 +101,7 @@ def _cut_documents(
 def _texts(path: str, field: str, most: int) -> list[str]:
     """The first `most` texts of a JSONL file (0: all of them)."""
     source = read_jsonl([path])
-    if most < 0:
-        raise ValueError(f"max_documents={most} must be positive, or 0 for all")
+    check_number("max_documents", most, "[0, inf)")
 
     def read(row: Mapping[str, Any]) -> str:
         text = text_of(row, field)

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import check_inputs, check_least, input_rows, options_of
+from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
@@ -29,6 +29,7 @@ from ffn_heterogeneity.report.figures import Line, Panel, draw, save
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.criteria import layer_scores
+from ffn_heterogeneity.wording import check_numbers
 
 BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_input, kind="example")
 SHOWN, LEAST = 10, 1e-6  # neurons that are printed; the least damage of the figure's log axis
@@ -76,7 +77,7 @@ def lesions(config: ConfigDict, workdir: epath.Path, load: Load = load_model) ->
 
 def check_lesions(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before a model is loaded."""
-    check_least(config, {"others": 0})
+    check_numbers(config, others="[0, inf)")
     check_inputs(config)
 
 

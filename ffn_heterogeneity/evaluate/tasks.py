@@ -14,13 +14,13 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.evaluate.graders import check_graders
 from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, check_pack, make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
-from ffn_heterogeneity.evaluate.inputs import check_least, options_of
+from ffn_heterogeneity.evaluate.inputs import options_of
 from ffn_heterogeneity.evaluate.jsonl import write_rows
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_numbers
 
 # Metrics that are shares of questions: these have a 95% interval.
 SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
@@ -113,8 +113,8 @@ def check_tasks(config: ConfigDict) -> None:
     if not config.tasks or isinstance(config.tasks, str):
         raise ValueError(f"tasks={config.tasks!r}: give names, e.g. --config.tasks=\"('piqa',)\"")
     check_choice("add_bos", config.add_bos, ("auto", "always", "never"))
-    check_least(config, {"limit": 0, "max_length": 0, "batch_tokens": 1})
-    check_least(config, {"generation_batch_size": 1})
+    check_numbers(config, limit="[0, inf)", max_length="[0, inf)")
+    check_numbers(config, batch_tokens="[1, inf)", generation_batch_size="[1, inf)")
     if config.data_root:
         names = list(map(str, config.tasks))
         examples, allowed = config.get("num_fewshot"), config.allow_code_execution

@@ -23,7 +23,7 @@ from ffn_heterogeneity.models.causal_lm import finish
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.linear import Linear, normal_init
 from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
-from ffn_heterogeneity.wording import check_choice, settings_of
+from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 # The last layer alone; the paper's; all layers alike; ELMo's (Peters et al. 2018), a rival.
 POOLINGS = ("last", "p32", "average", "scalar_mix")
@@ -57,8 +57,7 @@ class Classification:
         check_choice("final_norm", self.final_norm, NORMS)
         if self.pooling == "last" and self.final_norm == "none":
             raise ValueError("final_norm='none' is of a sum over layers; pooling='last' has none")
-        if self.outputs < 1:
-            raise ValueError(f"outputs={self.outputs} must be at least 1")
+        check_numbers(self, outputs="[1, inf)")
 
 
 def depth_weights(leaves: Mapping[str, Any], layers: int) -> jax.Array:

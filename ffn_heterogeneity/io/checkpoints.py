@@ -20,7 +20,7 @@ from ffn_heterogeneity.io import seals
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.paths import path_str
-from ffn_heterogeneity.wording import first_line
+from ffn_heterogeneity.wording import check_number, first_line
 
 
 class Checkpoints:
@@ -44,8 +44,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike, *, keep: int = 1):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least the latest checkpoint must be kept")
+        check_number("keep", keep, "[1, inf)")
         directory = epath.Path(directory)
         self.directory = directory if is_bucket(directory) else directory.absolute()
         self.keep = keep

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, user_cache
+from ffn_heterogeneity.wording import check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +94,7 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     Raises:
       CheckpointError: unknown name, no network, or a download that fails its checksum.
     """
-    if name not in SOURCES:
-        raise CheckpointError(f"model {name!r} is not known: {', '.join(SOURCES)}")
+    check_choice("model", name, SOURCES, CheckpointError)
     source, directory = SOURCES[name], Path(directory or models_directory())
     path = directory / source.target
     if path.exists():

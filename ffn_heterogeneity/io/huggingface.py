@@ -21,12 +21,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import NATIVE_KEY
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.structure import KEY, read_structure
-from ffn_heterogeneity.models.config import (
-    ConfigError,
-    HeadConfig,
-    ModelConfig,
-    config_from_dict,
-)
+from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import Family, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
 

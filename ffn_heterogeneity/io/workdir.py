@@ -13,14 +13,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.files import (
-    check_opens,
-    is_bucket,
-    lock,
-    plain,
-    write_json,
-    write_text,
-)
+from ffn_heterogeneity.io.files import check_opens, is_bucket, lock, plain, write_json, write_text
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.read import read_bytes, read_object

@@ -22,7 +22,7 @@ from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.train.early import check_early
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.wording import naming
+from ffn_heterogeneity.wording import check_choice, naming
 
 # Keys of a stage that are not its config's: which kind it is, and the file its config comes from.
 OWN_KEYS = ("kind", "base")
@@ -137,8 +137,7 @@ def _make_stage(name: str, group: Any, model: str) -> Stage:
     if not isinstance(group, ConfigDict) or not all(key in group for key in OWN_KEYS):
         raise ValueError(f"stage {name!r}: the config needs a group {name!r} with kind and base")
     kinds = tuple(kind for kind, command in COMMANDS.items() if command.script)
-    if group.kind not in kinds:
-        raise ValueError(f"stage {name!r}: kind={group.kind!r}, choose one of {kinds}")
+    check_choice(f"stage {name!r}: kind", group.kind, kinds)
     base = cli.load_config(group.base)
     settings = flatten_config(group.to_dict())
     own = {key: value for key, value in settings.items() if key not in OWN_KEYS}

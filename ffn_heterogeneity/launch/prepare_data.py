@@ -8,7 +8,6 @@ import itertools
 import shutil
 import sys
 import time
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
-from ffn_heterogeneity.wording import check_choice, check_range
+from ffn_heterogeneity.wording import check_choice, check_numbers
 
 ENGINES = ("local", "datatrove")
 # Of a dry run: what is tokenised to estimate the rest.
@@ -95,16 +94,13 @@ def check_config(config: ConfigDict) -> None:
       ValueError: names the key, its value and what it may be.
     """
     check_choice("engine", config.engine, ENGINES)
-    values: dict[str, Any] = config.to_dict()
-    for key in ("processes", "passage_chars"):
-        if values[key] < 1:
-            raise ValueError(f"{key}={values[key]}: 1 or more")
-    for key in ("shard_mb", "train_tokenizer.max_mb"):
-        check_range(key, functools.reduce(getitem, key.split("."), values), 1e-6, 1e6)
-    check_range("train_tokenizer.min_frequency", config.train_tokenizer.min_frequency, 1, 2**31)
+    training = config.train_tokenizer
+    check_numbers(config, processes="[1, inf)", passage_chars="[1, inf)", shard_mb="[1e-6, 1e6]")
+    check_numbers(config, max_documents="[0, inf)", max_tokens="[0, inf)")
+    check_numbers(training, max_mb="[1e-6, 1e6]", min_frequency="[1, 2147483648]")
     for key in ("max_documents", "max_tokens"):
-        if values[key] < 0 or (values[key] and config.engine != "local"):
-            raise ValueError(f"{key}={values[key]}: 0 or more, and engine=local where it is more")
+        if config[key] and config.engine != "local":
+            raise ValueError(f"{key}={config[key]}: use engine=local")
     if bool(config.tokenizer) == bool(config.train_tokenizer.vocab_size):
         raise ValueError(
             f"tokenizer={config.tokenizer!r} and "

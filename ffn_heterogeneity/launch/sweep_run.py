@@ -25,7 +25,7 @@ from ffn_heterogeneity.parallel.processes import ALONE
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.progress import bar, say_above
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.wording import check_choice, shell_line, some, unknown
+from ffn_heterogeneity.wording import check_choice, check_known, shell_line, some
 
 LAUNCHERS = ("local", "submitit")
 LISTING = "sweep.json"
@@ -121,8 +121,7 @@ def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
             f"config file {spec.partition(':')[0]!r} defines no sweep: it needs SWEEPS and a KIND "
             f"of {tuple(COMMANDS)}"
         )
-    if sweep not in sweeps:
-        raise ValueError(unknown("sweep", sweep, sweeps))
+    check_known([sweep], sweeps, "sweep")
     points = sweeps[sweep]
     points = tuple(points(config) if callable(points) else points)
     check_sweep(points)
@@ -197,10 +196,7 @@ def choose(tasks: Sequence[PointRun], only: Sequence[str]) -> list[PointRun]:
     Raises:
       ValueError: no such point.
     """
-    names = [task.point.name for task in tasks]
-    for name in only:
-        if name not in names:
-            raise ValueError(f"point {name!r} is unknown: there are {' '.join(names)}")
+    check_known(only, [task.point.name for task in tasks], "point")
     return [task for task in tasks if not only or task.point.name in only]
 
 

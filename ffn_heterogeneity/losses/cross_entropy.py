@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ffn_heterogeneity.models.causal_lm import platform_of
 from ffn_heterogeneity.models.linear import turned
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_number
 
 # Float32 logits of one chunk, by platform. On accelerators a chunk needs about a thousand tokens
 # before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
@@ -123,15 +123,14 @@ def _prepare(
     for what, shape in (("targets", targets_bt.shape), ("mask", mask_bt.shape)):
         if shape != hidden_btd.shape[:2]:
             raise ValueError(f"{what} {shape} do not fit hidden {hidden_btd.shape}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
+    if softcap is not None:
+        check_number("softcap", softcap, "(0, inf)")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
         chunk = max(1, _chunk_bytes(mesh) // (4 * batch * kernel.shape[layout.index("v")]))
         # Equal chunks: the fewest that fit, none of them mostly empty.
         chunk = -(-time // -(-time // chunk))
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least 1")
+    check_number("chunk", chunk, "[1, inf)")
     if mesh is not None and mesh.size == 1:
         mesh = None
     static = _Static(layout, softcap, min(chunk, time), kernel_trainable, mesh)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from ffn_heterogeneity.probes.displacement import (
     POSITIONS,
     jump_rates,
 )
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_number
 
 
 def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
@@ -50,8 +48,7 @@ def jreg_term(
     Raises:
       ValueError: alpha is negative or not finite; `positions` is neither.
     """
-    if not math.isfinite(alpha) or alpha < 0:
-        raise ValueError(f"alpha={alpha} must be finite and >= 0")
+    check_number("alpha", alpha, "[0, inf)")
     check_choice("positions", positions, POSITIONS)
     probe = DISPLACEMENT_AFTER_NORM if final_norm else DISPLACEMENT
 

@@ -12,6 +12,7 @@ from ffn_heterogeneity.adapters.mask import binary
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.paths import nodes
+from ffn_heterogeneity.wording import check_number
 
 
 def size_term(context: TermContext, target: float = 0.25) -> LossTerm:
@@ -24,8 +25,7 @@ def size_term(context: TermContext, target: float = 0.25) -> LossTerm:
     Raises:
       ValueError: a target outside (0, 1); when traced: no kernel has gates.
     """
-    if not 0 < target < 1:
-        raise ValueError(f"target={target} is outside (0, 1)")
+    check_number("target", target, "(0, 1)")
 
     def function(params: dict) -> TermValue:
         kept, whole, pairs = jnp.zeros(()), 0, []

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.wording import check_known
+from ffn_heterogeneity.wording import check_choice, check_known
 
 
 class TermValue(NamedTuple):
@@ -84,8 +84,7 @@ class LossTerm:
     per_layer: Callable[[Any, dict, Callable[..., dict]], dict] | None = None
 
     def __post_init__(self):
-        if self.on not in ("outputs", "params"):
-            raise ValueError(f"term {self.name!r}: on={self.on!r}, must be 'outputs' or 'params'")
+        check_choice(f"term {self.name!r}: on", self.on, ("outputs", "params"))
         if not all(isinstance(probe, Probe) for probe in self.probes):
             raise ValueError(f"term {self.name!r}: probes={self.probes!r} must be of type Probe")
 

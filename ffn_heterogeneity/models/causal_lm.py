@@ -51,10 +51,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
                 layer_keys[jnp.asarray(indices)]
             )
     table = (config.vocab_size, config.d_model)
-    params = {
-        "embed": {"embedding": normal_init(embed_key, table, jnp.float32)},
-        "stack": stack,
-    }
+    params = {"embed": {"embedding": normal_init(embed_key, table, jnp.float32)}, "stack": stack}
     for i, (name, rows) in enumerate(_further_tables(config).items()):
         key = jax.random.fold_in(embed_key, i)
         params["embed"][name] = normal_init(key, (rows, config.d_model), jnp.float32)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ffn_heterogeneity.wording import check_choice, naming
+from ffn_heterogeneity.wording import check_choice, check_number, naming
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 FFN_KINDS = ("gated", "plain")
@@ -182,12 +182,11 @@ class ModelConfig:
         check_choice("positions", self.positions, POSITIONS, ConfigError)
         for name in ("first_position", "token_types"):
             check_count(name, getattr(self, name), 0)
-        if self.qkv_clip is not None and not self.qkv_clip > 0:
-            raise ConfigError(f"qkv_clip={self.qkv_clip} must be positive or None")
+        if self.qkv_clip is not None:
+            check_number("qkv_clip", self.qkv_clip, "(0, inf)", ConfigError)
         if not self.layers:
             raise ConfigError("layers is empty: a model needs at least one layer")
-        if not 0 <= self.norm_eps < 1:
-            raise ConfigError(f"norm_eps={self.norm_eps!r} is outside [0, 1)")
+        check_number("norm_eps", self.norm_eps, "[0, 1)", ConfigError)
         self._check_ids()
         for i, layer in enumerate(self.layers):
             self._check_layer(i, layer)
@@ -206,8 +205,7 @@ class ModelConfig:
                 check_count(name, value, 0)
 
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
-        if layer.ffn_kind not in FFN_KINDS:
-            raise ConfigError(f"layer {i}: ffn_kind={layer.ffn_kind!r}, not in {FFN_KINDS}")
+        check_choice(f"layer {i}: ffn_kind", layer.ffn_kind, FFN_KINDS, ConfigError)
         check_count(f"layer {i}: ffn_width", layer.ffn_width, 1)
         if layer.window is not None:
             check_count(f"layer {i}: window", layer.window, 1)
@@ -228,11 +226,9 @@ class ModelConfig:
             raise ConfigError(
                 f"layer {i}: rope={rope} with positions={self.positions!r}: give None"
             )
-        if not (0 < rope.theta < math.inf and 0 < rope.linear_factor < math.inf):
-            raise ConfigError(
-                f"layer {i}: rope theta={rope.theta!r}, linear_factor={rope.linear_factor!r} "
-                "must be positive and finite"
-            )
+        for name in ("theta", "linear_factor"):
+            value = getattr(rope, name)
+            check_number(f"layer {i}: rope {name}", value, "(0, inf)", ConfigError)
         rotated = rope.rotated(self.head_dim)
         if rotated % 2 or not 0 < rotated <= self.head_dim:
             raise ConfigError(

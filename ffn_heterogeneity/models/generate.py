@@ -27,6 +27,7 @@ from ffn_heterogeneity.models.sampling import AnswerSoFar, Generation, Sampling,
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import path_str
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.wording import check_number
 
 CHUNK, MIN_BUCKET = 16, 16
 
@@ -62,8 +63,7 @@ class Generator:
         mesh: Mesh | None = None,
     ):
         causal_lm.require_language_model(config, "generation")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        check_number("batch_size", batch_size, "[1, inf)")
         self.config, self.tokenizer, self.batch_size = config, tokenizer, batch_size
         self.options, self.mesh = options, mesh
         placed = None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.wording import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,7 @@ class Sampling:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is outside (0, 1]")
+        check_numbers(self, max_new_tokens="[1, inf)", temperature="[0, inf)", top_p="(0, 1]")
         if any(not text for text in self.stop):
             raise ValueError("an empty stop string would stop before the first token")
 

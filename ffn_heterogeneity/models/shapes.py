@@ -49,9 +49,7 @@ def layer_shapes(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """`{path: shape}` of the whole unstacked tree ("layers/3/ffn/down/kernel": (m_3, d))."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed/embedding": (config.vocab_size, config.d_model),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embed/embedding": (config.vocab_size, config.d_model)}
     if config.position_rows:
         shapes["embed/position"] = (config.position_rows, config.d_model)
     if config.token_types:

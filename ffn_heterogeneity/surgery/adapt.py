@@ -19,7 +19,7 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.wording import naming, settings_of
+from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,7 @@ class Lora(Quantised):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.rank < 1 or not np.isfinite(self.alpha):
-            raise ValueError(f"rank={self.rank} must be at least 1, alpha={self.alpha} finite")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} is outside [0, 1)")
+        check_numbers(self, rank="[1, inf)", alpha="(-inf, inf)", dropout="[0, 1)")
 
 
 # The settings of a surgery that has none.

@@ -18,7 +18,7 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
-from ffn_heterogeneity.wording import check_choice, settings_of
+from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 ATTACKS = ("zero", "retain")
 
@@ -34,8 +34,7 @@ class Attack:
 
     def __post_init__(self):
         check_choice("attack", self.attack, ATTACKS)
-        if self.k < 0:
-            raise ValueError(f"k={self.k} must not be negative")
+        check_numbers(self, k="[0, inf)")
 
 
 def attack(

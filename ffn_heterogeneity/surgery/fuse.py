@@ -52,7 +52,7 @@ from ffn_heterogeneity.surgery.neurons import (
     times,
 )
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
-from ffn_heterogeneity.wording import check_choice, check_range, naming, settings_of
+from ffn_heterogeneity.wording import check_choice, check_numbers, naming, settings_of
 
 
 class Made(NamedTuple):
@@ -115,8 +115,7 @@ class Fusion:
             )
         check_calibration(self)
         removal_count(1, ratio=self.ratio)
-        for name, least, most in (("n_init", 1, 10_000), ("steps", 0, 10**9), ("spare", 0, 10**9)):
-            check_range(name, getattr(self, name), least, most)
+        check_numbers(self, n_init="[1, 10000]", steps="[0, 1e9]", spare="[0, 1e9]")
 
 
 def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None) -> tuple:

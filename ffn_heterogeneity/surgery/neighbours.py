@@ -144,10 +144,7 @@ class Neighbours:
         row = np.concatenate([np.arange(len(rows)), row])
         others = np.concatenate([index, others])
         found = np.concatenate(
-            [
-                distance,
-                squared_distances(self.points, rows[row[len(rows) :]], others[len(rows) :]),
-            ]
+            [distance, squared_distances(self.points, rows[row[len(rows) :]], others[len(rows) :])]
         )
         best = least_of_rows(row, found, others)
         return others[best], found[best]

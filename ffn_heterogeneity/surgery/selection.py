@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ffn_heterogeneity.wording import check_number
+
 
 def layer_subset(spec: str | Sequence[int], n_layers: int) -> tuple[int, ...]:
     """The 0-based layers a specification names, in order.
@@ -72,11 +74,9 @@ def removal_count(width: int, *, ratio: float | None = None, count: int | None =
     if (ratio is None) == (count is None):
         raise ValueError(f"give exactly one of ratio and count, got ratio={ratio}, count={count}")
     if count is None:
-        if not (isinstance(ratio, (int, float)) and math.isfinite(ratio) and 0 <= ratio < 1):
-            raise ValueError(f"ratio={ratio} is outside [0, 1): 0.25 removes a quarter")
-        return math.floor(ratio * width + 1e-9)
-    if not 0 <= count < width:
-        raise ValueError(f"count={count} is outside [0, {width}): a layer has {width} neurons")
+        check_number("ratio", ratio, "[0, 1)")  # 0.25 removes a quarter
+        return math.floor((ratio or 0.0) * width + 1e-9)
+    check_number(f"of {width} neurons, count", count, f"[0, {width})")
     return int(count)
 
 

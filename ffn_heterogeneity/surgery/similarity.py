@@ -18,6 +18,7 @@ import numpy as np
 
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups
 from ffn_heterogeneity.surgery.weights import Outgoing, incoming, outgoing, power_of_two
+from ffn_heterogeneity.wording import check_number
 
 
 def merges(ffn: dict, count: int) -> np.ndarray:
@@ -27,8 +28,7 @@ def merges(ffn: dict, count: int) -> np.ndarray:
       ValueError: non-finite weights, or nothing would stay.
     """
     vectors, _ = incoming(ffn)
-    if not 0 <= count < len(vectors):
-        raise ValueError(f"count={count} is outside [0, {len(vectors)})")
+    check_number("count", count, f"[0, {len(vectors)})")
     state = _Merging(vectors, outgoing(ffn))
     return np.array([state.step() for _ in range(count)], np.int64).reshape(-1, 2)
 

@@ -28,7 +28,7 @@ from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.surgery.adapt import Quantised, inserted
 from ffn_heterogeneity.surgery.entries import highest_share
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import check_numbers, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,7 @@ class ScoreMask:
     keep_scores: bool = False
 
     def __post_init__(self):
-        if not 0 <= self.ratio < 1:
-            raise ValueError(f"ratio={self.ratio} is outside [0, 1)")
+        check_numbers(self, ratio="[0, 1)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +69,7 @@ class Gates(Scores):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.rank < 0 or not np.isfinite(self.start):
-            raise ValueError(f"rank={self.rank} is negative, or start={self.start} not finite")
+        check_numbers(self, rank="[0, inf)", start="(-inf, inf)")
 
 
 def insert_scores(model: Model, settings: Mapping[str, Any] | Scores, data=None, key=None) -> tuple:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import check_numbers, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Truncation:
     blocks: int = 0
 
     def __post_init__(self):
-        if self.blocks < 0:
-            raise ValueError(f"blocks={self.blocks} must be at least 1, or 0 for all")
+        check_numbers(self, blocks="[0, inf)")
 
 
 def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, key=None) -> tuple:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from ffn_heterogeneity.train.console import StopRequested
+from ffn_heterogeneity.wording import check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Best:
     row: dict[str, Any] | None = None
 
     def __post_init__(self):
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"best_mode={self.mode!r}: choose 'min' or 'max'")
+        check_choice("best_mode", self.mode, ("min", "max"))
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """True if the metric has never been as good. One that is not finite is no value.

@@ -92,10 +92,7 @@ def task_of(settings: LabelSettings, own: Mapping[str, Any]) -> LabelTask:
 
 def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens that are no padding, and rows with an answer."""
-    return {
-        "tokens": jnp.sum(batch["segment_ids"] > 0),
-        "target_tokens": jnp.sum(batch["valid"]),
-    }
+    return {"tokens": jnp.sum(batch["segment_ids"] > 0), "target_tokens": jnp.sum(batch["valid"])}
 
 
 def predictions(task: LabelTask, params: Any, outputs: Any, batch: Any) -> dict[str, Any]:

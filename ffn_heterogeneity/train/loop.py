@@ -26,6 +26,7 @@ from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
 from ffn_heterogeneity.train.objectives import Batches
 from ffn_heterogeneity.train.profiler import Profiler
 from ffn_heterogeneity.train.state import TrainState
+from ffn_heterogeneity.wording import check_numbers
 
 
 class TrainingDiverged(ValueError):
@@ -62,10 +63,8 @@ class LoopConfig:
     wandb: str = ""
 
     def __post_init__(self):
-        least_of = {"steps": 1, "checkpoint_every": 0, "keep": 1, "accumulation": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        counts = dict.fromkeys(("steps", "keep", "accumulation"), "[1, inf)")
+        check_numbers(self, checkpoint_every="[0, inf)", **counts)
 
 
 @dataclasses.dataclass(frozen=True)

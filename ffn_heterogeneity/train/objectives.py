@@ -17,7 +17,7 @@ from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block import dropout as drop_out
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
-from ffn_heterogeneity.wording import check_range
+from ffn_heterogeneity.wording import check_number
 
 Batch = dict[str, np.ndarray]
 # The part of a step's dropout key that the head draws from; the layers split the whole of it.
@@ -104,7 +104,7 @@ class Objective:
         for length in self.lengths:
             for axis, size in length.items():
                 name = "seq_len" if axis == "T" else f"length of axis {axis!r}"
-                check_range(name, size, 1, 2**31 - 1)
+                check_number(name, size, f"[1, {2**31})")
             if set(length) != axes:
                 raise ValueError(
                     f"objective {self.name!r}: length {dict(length)} names other axes "

@@ -18,7 +18,7 @@ import optax
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_number
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -65,17 +65,14 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_choice("optimizer", self.name, OPTIMIZERS)
-        for name, low, high in (("b1", 0, 1), ("b2", 0, 1), ("momentum", 0, 1)):
-            if not low <= getattr(self, name) < high:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} is outside [0, 1)")
-        for name in ("eps", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and >= 0")
-        for _, factor in self.rates:
-            if not 0 <= factor < math.inf:
-                raise ValueError(f"optimizer.rates: factor {factor} must be finite and >= 0")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"optimizer.clip_norm={self.clip_norm} must be positive or None")
+        allowed = dict.fromkeys(("b1", "b2", "momentum"), "[0, 1)")
+        allowed |= dict.fromkeys(("eps", "weight_decay"), "[0, inf)")
+        for name, interval in allowed.items():
+            check_number(f"optimizer.{name}", getattr(self, name), interval)
+        for pattern, factor in self.rates:
+            check_number(f"optimizer.rates: {pattern}", factor, "[0, inf)")
+        if self.clip_norm is not None:
+            check_number("optimizer.clip_norm", self.clip_norm, "(0, inf]")
 
 
 def make_optimizer(
@@ -220,10 +217,8 @@ def make_schedule(
       ValueError: unknown name, a rate that is negative or not finite, a decay without a length.
     """
     check_choice("schedule", name, SCHEDULES)
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate={learning_rate} must be finite and >= 0")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} must be >= 0")
+    check_number("learning_rate", learning_rate, "[0, inf)")
+    check_number("warmup_steps", warmup_steps, "[0, inf)")
     if 0 < warmup_steps < 1:
         warmup_steps = round(warmup_steps * (total_steps or 0))
     if name != "constant" and (total_steps is None or total_steps <= warmup_steps):

@@ -6,7 +6,6 @@ Everything behind it takes this one, so that a key has one meaning and one place
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
-from ffn_heterogeneity.wording import check_choice, check_range
+from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
 
 LANGUAGE = "language_model"
 MOST = 2**31 - 1  # rows, tokens of a row, steps: what counts them is int32
@@ -96,8 +95,6 @@ class TrainConfig:
     def __post_init__(self):
         if not self.model and self.shape is None:
             raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} is outside [0, 1)")
         for key, value, choices in (
             ("compute_dtype", self.compute_dtype, COMPUTE_DTYPES),
             ("export.dtype", self.export["dtype"], EXPORT_DTYPES),
@@ -105,17 +102,16 @@ class TrainConfig:
             ("export.weights", self.export["weights"], ("last", "best")),
         ):
             check_choice(key, value, choices)
-        check_range("seed", self.seed, 0, 2**63 - 1)
-        for key, least in (("batch_size", 1), ("accumulation", 1), ("seq_len", 0)):
-            check_range(key, getattr(self, key), least, MOST)
-        check_range("steps", self.loop.steps, 0, MOST)
-        check_range("eval.every", self.eval_every, 0, MOST)
+        check_numbers(self, dropout="[0, 1)", seed=f"[0, {2**63})", seq_len=f"[0, {MOST}]")
+        check_numbers(self, batch_size=f"[1, {MOST}]", accumulation=f"[1, {MOST}]")
+        check_number("steps", self.loop.steps, f"[0, {MOST}]")
+        check_number("eval.every", self.eval_every, f"[0, {MOST}]")
         for name, settings in self.prepare.items():
             abstract = tuple(key for key, surgery in SURGERIES.items() if surgery.abstract)
             check_choice("prepare", name, abstract)
             SURGERIES[name].check(settings)
         hyper_function(self, {})
-        if self.accumulation < 1 or self.batch_size % self.accumulation:
+        if self.batch_size % self.accumulation:
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of "
                 f"accumulation={self.accumulation}"
@@ -238,8 +234,7 @@ def loss_weights(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
         if group["weight"] is None:
             continue
-        if not math.isfinite(group["weight"]) or group["weight"] < 0:
-            raise ValueError(f"{key}={group['weight']} must be finite and >= 0")
+        check_number(key, group["weight"], "[0, inf)")
         weights[key] = float(group["weight"])
     return weights
 

@@ -20,6 +20,7 @@ from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.settings import TrainConfig
+from ffn_heterogeneity.wording import check_number
 
 
 def model_shape(config: TrainConfig) -> ModelConfig:
@@ -32,8 +33,7 @@ def model_shape(config: TrainConfig) -> ModelConfig:
         return load_config(config.model, revision=config.revision)
     shape = config.shape
     for key in ("layers", "d_model", "n_heads"):
-        if shape[key] < 1:
-            raise ValueError(f"shape.{key}={shape[key]} must be at least 1")
+        check_number(f"shape.{key}", shape[key], "[1, inf)")
     width, heads = shape["d_model"], shape["n_heads"]
     if width % heads:
         raise ValueError(f"shape.d_model={width} must be a multiple of shape.n_heads={heads}")

@@ -14,6 +14,7 @@ import optax
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.train.optimizers import by_layer
 from ffn_heterogeneity.train.state import TrainState, merge_params, split_params
+from ffn_heterogeneity.wording import check_number
 
 # (params, batch, *, probes, dropout[, per_layer]) -> outputs; dropout is None or (key, rate)
 ForwardFn = Callable[..., dict]
@@ -109,8 +110,7 @@ def make_train_step(
     """
     check_terms(terms, trainable)
     terms = tuple(terms)
-    if accumulation < 1:
-        raise ValueError(f"accumulation={accumulation} must be at least 1")
+    check_number("accumulation", accumulation, "[1, inf)")
     static = (forward_fn, terms, dropout, refresh)
 
     def train_step(state: TrainState, batch: dict, hyper: dict):

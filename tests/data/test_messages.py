@@ -217,7 +217,7 @@ BAD = {
     "no object": ({"messages": ["hello"]}, "message 1 is str"),
     "no content": ({"messages": [{"role": "user"}]}, "message 1: no field 'content'"),
     "null": ({"messages": [{"role": "user", "content": None}]}, "'content' is NoneType"),
-    "role": (said_by("human"), "message 1: unknown role 'human'; known: sys"),
+    "role": (said_by("human"), "message 1: role='human': choose one of .'sys"),
     "empty": (talk("x", " \n"), r"message 2 \(assistant\) is empty"),
     "no answer": (talk("x"), r"no message of the assistant to learn from \(user\)"),
     "two users": (

@@ -334,7 +334,7 @@ def test_inputs_that_lead_nowhere(write, characters, tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             find_inputs(spec)
-    with pytest.raises(DataError, match="processes is 0"):
+    with pytest.raises(DataError, match="processes=0"):
         prepare(file, characters(), tmp_path / "out", processes=0)
     with pytest.raises(DataError, match="no eos token; set eos=False"):
         prepare(file, characters(eos=None), tmp_path / "out")

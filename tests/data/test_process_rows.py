@@ -192,7 +192,7 @@ def test_rows_the_caller_chooses(lettered, characters):
     [
         ({"accumulation": 3}, "batch_size is 8; .* multiple of the 3 micro-batches.*as 9 is"),
         ({"accumulation": 3, "rows": [0]}, "batch_size is 8; .* multiple of the 3 micro-batches"),
-        ({"accumulation": 0}, "accumulation is 0; it must be 1 or more"),
+        ({"accumulation": 0}, "accumulation=0 must be a number in"),
         ({"rows": []}, r"rows is \[\]; it must be a sequence of"),
         ({"rows": [0.5]}, r"rows is \[0.5\]; it must be a sequence of"),
         ({"rows": [True, False]}, "it must be a sequence"),

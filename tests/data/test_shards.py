@@ -114,7 +114,7 @@ def test_fraction_holds_out_whole_documents_of_every_shard(make, characters):
         kept, held = split(corpus, fraction)
         assert sum(part.last - part.first for part in held) == count
         assert sum(part.last - part.first for part in kept) == 40 - count
-    with pytest.raises(DataError, match="validation_fraction is 1.0"):
+    with pytest.raises(DataError, match="validation_fraction=1.0"):
         split(corpus, 1.0)
     with pytest.raises(DataError, match="1 document cannot be split"):
         split(open_corpus(make([[[5, 6]]], "one")), 0.5)

@@ -41,9 +41,9 @@ def test_max_windows_and_no_special_tokens(characters):
         ("abc", 4, {}, r"the text has 3 tokens.*one window of 4 predictions needs \(4\)"),
         ("abc", 3, {"bos": "none"}, r"the text has 3 tokens.*needs \(4\)"),
         ("", 4, {}, "the text is empty"),
-        ("abc", 0, {}, "window is 0"),
-        ("abc", 1, {"max_windows": -1}, "max_windows is -1"),
-        ("abc", 1, {"bos": "first"}, "bos is 'first'; it must be one of segment, stream, none"),
+        ("abc", 0, {}, "window=0"),
+        ("abc", 1, {"max_windows": -1}, "max_windows=-1"),
+        ("abc", 1, {"bos": "first"}, "bos='first': choose one of"),
     ],
 )
 def test_bad_windows(characters, text, window, options, message):

@@ -202,7 +202,7 @@ def test_layers_are_taken_apart_without_a_copy():
         ([0], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([0], {"temperature": -1.0}, "temperature=-1.0"),
         ([0], {"temperature": float("nan")}, "temperature=nan"),
-        ([0], {"top_p": 0.0}, "top_p=0.0 is outside"),
+        ([0], {"top_p": 0.0}, "top_p=0.0 must be a number in"),
         ([0], {"stop": ("",)}, "an empty stop string"),
     ],
 )

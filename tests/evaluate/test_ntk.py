@@ -177,7 +177,7 @@ def test_the_analysis(reader, tmp_path):
     ("settings", "words"),
     [
         ({"layer": 3}, "layer=3: the model has 3 layers"),
-        ({"layer": -1}, "layer=-1 must be at least 0"),
+        ({"layer": -1}, "layer=-1 must be a number in"),
         ({"methods": ()}, "nothing is compared"),
         ({"methods": ("fused",)}, "method='fused'"),
         ({"ratio": 1.5}, "ratio=1.5"),

@@ -206,8 +206,11 @@ def test_bad_files(lm_eval, tmp_path, content, message):
         ({"names": "longbench_multinews"}, "did you mean 'longbench_multi_news'"),
         ({"names": "minilongbench"}, "did you mean 'minilongbench_qa'"),
         ({"names": ["mmlu", "mmlu_virology"]}, "mmlu_virology is asked for twice"),
-        ({"num_fewshot": -1}, "num_fewshot is -1"),
-        ({"fewshot_from": "dev"}, "fewshot_from is 'dev'; it must be auto or train or evaluation"),
+        ({"num_fewshot": -1}, "num_fewshot=-1"),
+        (
+            {"fewshot_from": "dev"},
+            "fewshot_from='dev': choose one of",
+        ),
         ({"data_root": "/nowhere"}, "/nowhere: no such directory"),
     ],
 )
@@ -222,7 +225,7 @@ CHOICE, ABC = {"text": ["a"], "label": ["A"]}, {f"answer{x}": x for x in "ABC"}
 BAD_ROWS = [
     ("mmlu", {"subject": "s", "question": "q", "choices": ["a"], "answer": 0}, "1 choices"),
     ("mmlu", {"subject": "s", "question": "q", "A": "1", "B": "2", "C": "3"}, "no field 'D'"),
-    ("arc", {"question": "q", "choices": CHOICE, "answerKey": "B"}, "'B', which is none of A"),
+    ("arc", {"question": "q", "choices": CHOICE, "answerKey": "B"}, "answerKey='B': choose one of"),
     ("arc", {"instruction": "What?", "answer": "answer1"}, "is not a question with its answers"),
     ("winogrande", {"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}, "no '_'"),
     ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "no answer"),
@@ -235,7 +238,7 @@ BAD_ROWS = [
     ("race", {"article": "a", "problems": "[oops"}, "is no list"),
     ("race", {"article": "a", "problems": []}, "one or more problems"),
     ("lambada", {"text": "word"}, "no last word to predict"),
-    ("copa", {"question": "why", "premise": "p"}, "expected cause or effect"),
+    ("copa", {"question": "why", "premise": "p"}, "question='why': choose one of"),
     ("siqa", {"context": "c", "question": "q", "label": 0, **ABC}, "'label' is 0, which is no ans"),
 ]
 

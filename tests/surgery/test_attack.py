@@ -116,7 +116,7 @@ def test_an_attack_silences_those_neurons_and_nothing_else(model, attack, k):
     ("settings", "message"),
     [
         ({"k": 13, "layer": 1}, "k=13: layer 1 .* has 12 neurons"),
-        ({"k": -1}, "k=-1 must not be negative"),
+        ({"k": -1}, "k=-1 must be a number in"),
         ({"layer": 4}, "layer=4: the model has layers 0 to 3"),
         ({"attack": "drop"}, "attack='drop'"),
         ({"token": 29}, "token=29 of 29"),

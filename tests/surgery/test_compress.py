@@ -166,9 +166,9 @@ def test_nothing_removed_is_the_same_model(model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--config.ratio=1"], ["ratio=1.0 is outside [0, 1)"]),
-        (["--config.ratio=-0.25"], ["ratio=-0.25 is outside [0, 1)"]),
-        (["--config.ratio=nan"], ["ratio=nan is outside [0, 1)"]),
+        (["--config.ratio=1"], ["ratio=1.0 must be a number in [0, 1)"]),
+        (["--config.ratio=-0.25"], ["ratio=-0.25 must be a number in [0, 1)"]),
+        (["--config.ratio=nan"], ["ratio=nan must be a number in [0, 1)"]),
         (["--config.count=24"], ["count=24", "24 neurons"]),
         (["--config.layers=2,9"], ["layer 9 is out of range", "0 to 3"]),
         (["--config.layers=pair:3"], ["layer 4 is out of range"]),

@@ -242,9 +242,9 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     ("settings_", "words"),
     [
         ({"method": "kmeans"}, "method='kmeans': choose one of"),
-        ({"ratio": 1.0}, r"ratio=1.0 is outside \[0, 1\)"),
-        ({"n_init": 0}, "n_init=0 must be a number from 1"),
-        ({"steps": -1}, "steps=-1 must be a number from 0"),
+        ({"ratio": 1.0}, r"ratio=1.0 must be a number in \[0, 1\)"),
+        ({"n_init": 0}, "n_init=0 must be a number in"),
+        ({"steps": -1}, "steps=-1 must be a number in"),
         ({"layers": "9"}, "layer 9 is out of range"),
         ({"spare": 2, "method": "svd"}, "spare=2: svd keeps every neuron"),
         ({"canonical": True, "method": "unstructured"}, "canonical=True: unstructured keeps every"),

@@ -41,7 +41,7 @@ FAR = (("seed", -1), ("seed", 2**63), ("batch_size", 2**31), ("seq_len", 2**40),
 def test_a_number_beyond_any_sense(tmp_path, key, value):
     config = config_of("nucl_finetune", f"{NOWHERE},text", data__path=__file__)
     config[key] = value
-    assert f"{key}={value} must be a number from" in refused(tmp_path, config)
+    assert f"{key}={value} must be a number in" in refused(tmp_path, config)
 
 
 def test_of_a_stage_that_comes_later(tmp_path):

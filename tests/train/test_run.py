@@ -237,7 +237,7 @@ def test_the_best_weights_are_the_input_where_nothing_was_better(files, tmp_path
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"dropout": 1.0}, ValueError, r"dropout=1.0 is outside \[0, 1\)"),
+        ({"dropout": 1.0}, ValueError, r"dropout=1.0 must be a number in \[0, 1\)"),
         ({"losses.nucl.weight": -1.0}, ValueError, "losses.nucl.weight=-1.0"),
         ({"losses.nucl.variant": "std"}, ValueError, "variant='std'"),
         ({"batch_size": 5}, ValueError, "batch_size=5 must be a multiple of accumulation=2"),

@@ -33,6 +33,7 @@ from ffn_heterogeneity.data.corpus.documents import (
     size_of,
 )
 from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, DataError, is_saved, kind_of
+from ffn_heterogeneity.wording import check_numbers
 
 KNOWN = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
 HUB_ROWS = 10_000
@@ -67,8 +68,7 @@ def plan_chunks(inputs: Sequence[tuple[str, str]], layout: Layout) -> list[Chunk
     Raises:
       DataError: a file that is empty or cannot be read, a parquet file without the field.
     """
-    if layout.chunk_bytes < 1:
-        raise DataError(f"chunk_bytes is {layout.chunk_bytes}; it must be 1 or more")
+    check_numbers(layout, DataError, chunk_bytes="[1, inf)")
     chunks: list[Chunk] = []
     held: list[Piece] = []
     size = 0  # of what is held

@@ -27,6 +27,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.wording import check_number
 
 PLAN = "plan.json"
 
@@ -52,8 +53,7 @@ def prepare(
       DataError: anything wrong with input or settings, or the directory holds another corpus.
     """
     directory, settings = Path(directory), settings or Settings()
-    if processes < 1:
-        raise DataError(f"processes is {processes}; it must be 1 or more")
+    check_number("processes", processes, "[1, inf)", DataError)
     tokeniser = Tokeniser(tokenizer, settings)
     inputs = corpora.find_inputs(spec)
     chunks = corpora.plan_chunks(inputs, settings.layout)

@@ -22,7 +22,7 @@ from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, text_of
 from ffn_heterogeneity.data.templates import render_template
-from ffn_heterogeneity.wording import naming
+from ffn_heterogeneity.wording import check_choice, naming
 
 ROLES = ("system", "user", "assistant")
 
@@ -67,8 +67,7 @@ def _message(field: str, number: int, value: Any) -> Message:
         raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}), expected an object")
     with naming(where, DataError, DataError):
         role, content = text_of(value, "role"), text_of(value, "content").strip()
-    if role not in ROLES:
-        raise DataError(f"{where}: unknown role {role!r:.40}; known: {', '.join(ROLES)}")
+    check_choice(f"{where}: role", role, ROLES, DataError)
     if not content:
         raise DataError(f"{where} ({role}) is empty: leave the message or the conversation out")
     return Message(role, content)

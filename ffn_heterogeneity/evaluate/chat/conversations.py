@@ -28,13 +28,13 @@ from ffn_heterogeneity.data.packing import CHAT_TEMPLATES, Encoder
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
-from ffn_heterogeneity.evaluate.inputs import check_least, options_of, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
 
 BENCHMARKS = ("mt_bench", "spec_bench", "vicuna_bench", "wizardlm_testset")
 QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
@@ -207,7 +207,7 @@ def check_chat(config: ConfigDict) -> None:
     if name in ("id", "instruction"):
         raise ValueError(f"model_id={name!r} is a field of WizardLM's answers")
     check_choice("chat_template", config.chat_template, CHAT_TEMPLATES)
-    check_least(config, {"batch_size": 1})
+    check_numbers(config, batch_size="[1, inf)")
     # Its checks of numbers are those of generation.
     Sampling(config.max_new_tokens, config.get("temperature") or 0.0, config.top_p)
 
@@ -220,8 +220,7 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
         (file and line), or an id that comes twice.
     """
     check_choice("benchmark", benchmark, BENCHMARKS)
-    if limit < 0:
-        raise ValueError(f"limit={limit} must be positive, or 0 for all")
+    check_number("limit", limit, "[0, inf)")
     source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])
     read = _wizardlm_question if benchmark == "wizardlm_testset" else _question
     questions = list(read_each(source, read))

@@ -31,11 +31,11 @@ from ffn_heterogeneity.evaluate.chat.conversations import (
     read_questions,
 )
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
-from ffn_heterogeneity.evaluate.inputs import check_least, settings_from
+from ffn_heterogeneity.evaluate.inputs import settings_from
 from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
 from ffn_heterogeneity.evaluate.metrics import wilson_interval
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_numbers
 
 MODES = ("single", "pairwise")
 # Categories whose answers are right or wrong: MT-bench's authors show the judge a reference. And
@@ -133,10 +133,8 @@ def check(config: Any) -> None:
         )
     if not config.judge_model:
         raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
-    check_least(config, {"workers": 1, "retries": 0, "give_up_after": 0, "max_tokens": 0})
-    for name, seconds in {"timeout": config.timeout, "backoff": config.backoff}.items():
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"{name}={seconds} must be a positive number of seconds")
+    counts = dict.fromkeys(("retries", "give_up_after", "max_tokens"), "[0, inf)")
+    check_numbers(config, workers="[1, inf)", timeout="(0, inf)", backoff="(0, inf)", **counts)
     make_endpoint(config)
 
 

@@ -35,6 +35,7 @@ from etils import epath
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+from ffn_heterogeneity.wording import check_choice, check_number
 
 __all__ = ["TaskPack", "check_pack", "make_task_pack"]
 
@@ -134,10 +135,8 @@ def check_pack(
     twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
     if twice:
         raise DataError(f"{twice[0]} is asked for twice, alone and in a group: {', '.join(names)}")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise DataError(f"num_fewshot is {num_fewshot}; it must be 0 or more examples")
-    if fewshot_from not in FEWSHOT_FROM:
-        raise DataError(f"fewshot_from is {fewshot_from!r}; it must be {' or '.join(FEWSHOT_FROM)}")
+    check_number("num_fewshot", num_fewshot or 0, "[0, inf)", DataError)
+    check_choice("fewshot_from", fewshot_from, FEWSHOT_FROM, DataError)
     if not epath.Path(data_root).is_dir():
         raise DataError(f"{data_root}: no such directory; it holds a folder for every task")
     codes = tables().running_code(names)

@@ -15,6 +15,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.base import list_of, mapping_of, text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.mbpp import prompt_of, setup_of, tests_of
 from ffn_heterogeneity.data.tasks.superglue import CB_WORDS, COPA_WORDS, RTE_WORDS
+from ffn_heterogeneity.wording import check_choice
 
 LETTERS = "ABCDEFGH"
 # LongBench's longest answers, in tokens.
@@ -94,8 +95,7 @@ def arc(row: Row) -> Row:
         stem, options = text_of(row, "question"), mapping_of(row, "choices")
         choices, labels = texts_of(options, "text"), texts_of(options, "label")
     key = text_of(row, "answerKey")
-    if key not in labels:
-        raise DataError(f"field 'answerKey' is {key!r}, which is none of {', '.join(labels)}")
+    check_choice("answerKey", key, labels, DataError)
     return {"question": stem, "choices": choices, "label": labels.index(key)}
 
 
@@ -228,8 +228,7 @@ def copa(row: Row) -> Row:
     """The premise without its full stop, "because" or "therefore", and two ways to go on."""
     words = {"cause": "because", "effect": "therefore"}
     question = text_of(row, "question")
-    if question not in words:
-        raise DataError(f"field 'question' is {question!r:.40}, expected cause or effect")
+    check_choice("question", question, words, DataError)
     choices = [text_of(row, key) for key in COPA_WORDS]
     return {
         "text": f"{text_of(row, 'premise').strip()[:-1]} {words[question]}",

@@ -24,6 +24,7 @@ from ffn_heterogeneity.models.config import (
 from ffn_heterogeneity.models.families.names import GGUF_NAMES, HF_NAMES, HF_POST_NORM_NAMES
 from ffn_heterogeneity.models.families.ropes import rope_keys, shared_rope_from_hf
 from ffn_heterogeneity.models.families.rules import Rule, one_to_one
+from ffn_heterogeneity.wording import check_choice
 
 ByTensors = Callable[[ModelConfig, Mapping[str, Any], Collection[str]], ModelConfig]
 # A file's word is not enough to build more.
@@ -113,8 +114,7 @@ _HF_ACTIVATIONS = {
 
 
 def activation_from_hf(name: str) -> str:
-    if name not in _HF_ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} is not known: {sorted(_HF_ACTIVATIONS)}")
+    check_choice("activation", name, _HF_ACTIVATIONS, ConfigError)
     return _HF_ACTIVATIONS[name]
 
 

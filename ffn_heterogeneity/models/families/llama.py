@@ -29,9 +29,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    return common.base_to_hf(config, "llama", "LlamaForCausalLM") | {
-        "mlp_bias": config.ffn_bias,
-    }
+    return common.base_to_hf(config, "llama", "LlamaForCausalLM") | {"mlp_bias": config.ffn_bias}
 
 
 def _rope_from_gguf(meta: Mapping[str, Any], head_dim: int) -> RopeConfig:

@@ -44,9 +44,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
     values = common.base_to_hf(config, "olmo", "OlmoForCausalLM")
     del values["rms_norm_eps"]
-    return values | {
-        "clip_qkv": config.qkv_clip,
-    }
+    return values | {"clip_qkv": config.qkv_clip}
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
