@@ -23,6 +23,7 @@ from ffn_heterogeneity.io.gguf_export import save_gguf
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 from ffn_heterogeneity.wording import check_choice
@@ -54,6 +55,7 @@ def save_model(
     return save_pretrained(model.config, model.params, directory, **options)
 
 
+@products()
 def generate(
     model: Model,
     prompts: str | Sequence[str],
@@ -80,6 +82,7 @@ def generate(
     return answers[0] if isinstance(prompts, str) else answers
 
 
+@products()
 def perplexity(
     model: Model,
     text: str,

@@ -1,4 +1,4 @@
-"""Wording that errors share: the choices, the nearest name, the place, an error in one line.
+"""Wording that errors share: choices, intervals of numbers, the nearest name, the place, one line.
 
 Settings that come as a mapping become a frozen dataclass here, so that a slip is refused.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
+import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from numbers import Integral, Real
@@ -25,19 +27,22 @@ def check_choice(
 ) -> None:
     """Raises `error`, which names the value and what it may be, where it is none of `choices`."""
     if value not in choices:
-        raise error(f"{name}={value!r}: choose one of {tuple(choices)}")
+        raise error(f"{name}={value!r:.80}: choose one of {tuple(choices)}")
 
 
 def check_number(name: str, value: Any, allowed: str, error: type[Exception] = ValueError) -> None:
     """Raises `error` where a value is no number of an interval: "[0, 1)", "[1, inf)"; NaN never is.
 
     Args:
-      allowed: a bracket is of an end that belongs to it, a parenthesis of one that does not.
+      allowed: a bracket is of an end that belongs to it, a parenthesis of one that does not; what
+        follows is for the message alone: "[0, inf), 0 for all".
     """
-    low, high = map(float, allowed[1:-1].split(","))
-    number: Any = value if isinstance(value, Real) else float("nan")
-    at_end = (number == low and allowed[0] == "[") or (number == high and allowed[-1] == "]")
-    if not (low < number < high or at_end):
+    left, low, high, right = re.match(r"([\[(])(\S+), (\S+)([\])])", allowed).groups()
+    value = value.item() if getattr(value, "ndim", 1) == 0 else value  # of numpy, of jax
+    number: Any = value if isinstance(value, Real) else math.nan
+    above = number >= float(low) if left == "[" else number > float(low)
+    below = number <= float(high) if right == "]" else number < float(high)
+    if not (above and below):
         raise error(f"{name}={value!r:.40} must be a number in {allowed}")
 
 

@@ -26,7 +26,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.generate import Generator, Sampling
-from ffn_heterogeneity.models.options import RunOptions, choose_dtype
+from ffn_heterogeneity.models.options import RunOptions, choose_dtype, products
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
@@ -93,7 +93,7 @@ def benchmark_model(config: Any, workdir: epath.Path, model: ModelConfig | None 
     for call in config.calls:
         for dtype in config.dtypes:
             arguments = call, dtype, ours.rows(call)
-            calls[f"{call}, {dtype}"] = ours.call(*arguments)
+            calls[f"{call}, {dtype}"] = products(dtype)(ours.call(*arguments))
             if peer and call not in (*TERMS, *ADAPTED):
                 calls[f"{PEER}{call}, {dtype}"] = peer.call(*arguments)
     print(f"{len(calls)} calls in {config.repetitions} rounds; kept in {workdir / 'rounds'}")

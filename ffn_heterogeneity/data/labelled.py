@@ -16,7 +16,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.sources import DataError, Source, open_source, read_each
-from ffn_heterogeneity.wording import check_number, check_numbers, naming, settings_of
+from ffn_heterogeneity.wording import check_number, naming, settings_of
 
 Batch = dict[str, np.ndarray]
 # Of the draw of a part of the rows, beside the seed; of a held-out part, whatever the seed.
@@ -45,7 +45,9 @@ class LabelSettings:
     fraction: float = 1.0
 
     def __post_init__(self):
-        check_numbers(self, DataError, fraction="(0, 1]", validation_fraction="[0, 1)")
+        check_number("data.fraction", self.fraction, "(0, 1]", DataError)
+        held_out = self.validation_fraction
+        check_number("data.validation_fraction", held_out, "[0, 1)", DataError)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,7 @@ WINDOW_BOS = ("segment", "stream", "none")
 
 
 def text_windows(
-    text: str,
-    tokenizer: Any,
-    window: int,
-    max_windows: int | None = None,
-    bos: str = "segment",
+    text: str, tokenizer: Any, window: int, max_windows: int | None = None, bos: str = "segment"
 ) -> np.ndarray:
     """Cuts a text into windows of `window` PREDICTIONS each.
 
@@ -73,7 +69,7 @@ def text_windows(
 
 def _check(text: str, tokenizer: Any, window: int, max_windows: int | None, bos: str) -> None:
     check_number("window", window, "[1, inf)", DataError)
-    check_number("max_windows", max_windows or 0, "[0, inf)", DataError)
+    check_number("max_windows", max_windows or 0, "[0, inf), or None for all", DataError)
     check_choice("bos", bos, WINDOW_BOS, DataError)
     if bos != "none" and tokenizer.bos_token_id is None:
         raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')

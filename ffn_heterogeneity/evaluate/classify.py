@@ -25,7 +25,7 @@ from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import check_numbers
 
@@ -105,7 +105,8 @@ def classify(
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
     ids, types, cut = labelled.encode_texts(tokenizer, rows, _form(config))
     data = Encoded(ids, types, np.full(len(ids), np.nan), cut)
-    columns = columns_of(task, predicted(model, data, batch_size, options))
+    with products(options.compute_dtype):
+        columns = columns_of(task, predicted(model, data, batch_size, options))
     if task.regression:
         return [{"value": value} for value in columns["value"]]
     shares = {name: columns[f"probability_{name}"] for name in task.labels}
@@ -140,11 +141,7 @@ def task_of(model: Model, fields: str = "") -> LabelTask:
 
 
 def predicted(
-    model: Model,
-    data: Encoded,
-    batch_size: int,
-    options: RunOptions,
-    progress: str | None = None,
+    model: Model, data: Encoded, batch_size: int, options: RunOptions, progress: str | None = None
 ) -> np.ndarray:
     """Probabilities of the labels, or the number, of every row, float64 [rows, outputs].
 

@@ -16,7 +16,7 @@ from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import check_vocabulary
-from ffn_heterogeneity.models.options import RunOptions
+from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.probes.base import Probe
 
 _INPUTS = Probe("block_inputs", lambda seen, batch, per_layer: seen.block_input, kind="example")
@@ -59,7 +59,8 @@ def hidden_states(
             "segment_ids": real[part].astype(np.int32),
             "token_types": types[part],
         }
-        states.append(np.asarray(_states(model.config, options, params, batch)))
+        with products(options.compute_dtype):
+            states.append(np.asarray(_states(model.config, options, params, batch)))
     return np.concatenate(states), real
 
 

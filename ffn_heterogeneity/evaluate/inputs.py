@@ -101,7 +101,7 @@ def _cut_documents(
 def _texts(path: str, field: str, most: int) -> list[str]:
     """The first `most` texts of a JSONL file (0: all of them)."""
     source = read_jsonl([path])
-    check_number("max_documents", most, "[0, inf)")
+    check_number("max_documents", most, "[0, inf), 0 for all")
 
     def read(row: Mapping[str, Any]) -> str:
         text = text_of(row, field)

@@ -84,13 +84,7 @@ class Checkpoints:
         return None if latest is None else self._best_by(latest)
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        info: dict,
-        *,
-        best: bool = False,
-        frozen: Collection[str] = (),
+        self, step: int, state: Any, info: dict, *, best: bool = False, frozen: Collection[str] = ()
     ) -> None:
         """Saves `state` (any pytree of arrays) and `info` (JSON) as `step`, unless it is there.
 

@@ -22,6 +22,7 @@ from ml_collections import ConfigDict, config_flags
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch.compilation import keep_compiled
 from ffn_heterogeneity.memory import restart_with_huge_pages
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import first_line, naming, unknown
@@ -97,7 +98,8 @@ def launch(
         path = workdir_flag.value or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
         if not workdir_flag.value:
             sys.argv.append(f"--workdir={path}")  # the command that goes on names it
-        with working_in(path, config.to_dict(), alone=alone):
+        dtype = config.get("compute_dtype", "float32")
+        with working_in(path, config.to_dict(), alone=alone), products(dtype):
             if distributed.is_main():
                 print(f"work directory: {path}", file=sys.stderr)
             run(config, epath.Path(path))

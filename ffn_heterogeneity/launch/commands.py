@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.io.load import load_config
 from ffn_heterogeneity.launch import evaluate, in_memory
 from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.train import settings
 from ffn_heterogeneity.train.shared import Shared
 
@@ -37,6 +38,11 @@ class Command:
     examine: Callable[[ConfigDict], Any] = lambda config: load_config(
         config.model, revision=config.get("revision")
     )
+
+    def __call__(self, config: ConfigDict, workdir: epath.Path, shared: Shared) -> Any:
+        """What `run` returns, its products made as the config's `compute_dtype` wants them."""
+        with products(config.get("compute_dtype", "float32")):
+            return self.run(config, workdir, shared)
 
 
 COMMANDS = {

@@ -98,7 +98,7 @@ def examine(config: ConfigDict, kind: str = "train") -> None:
 
 def _single(config: ConfigDict, workdir: epath.Path, shared: Shared, kind: str) -> dict:
     if "stages" not in config:
-        return COMMANDS[kind].run(config, workdir, shared)
+        return COMMANDS[kind](config, workdir, shared)
     stages = make_stages(config)
     if not finished(workdir):
         for stage in stages:  # the last one may begin in hours

@@ -31,7 +31,7 @@ from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
-from ffn_heterogeneity.wording import check_choice, check_numbers
+from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
 
 ENGINES = ("local", "datatrove")
 # Of a dry run: what is tokenised to estimate the rest.
@@ -97,7 +97,8 @@ def check_config(config: ConfigDict) -> None:
     training = config.train_tokenizer
     check_numbers(config, processes="[1, inf)", passage_chars="[1, inf)", shard_mb="[1e-6, 1e6]")
     check_numbers(config, max_documents="[0, inf)", max_tokens="[0, inf)")
-    check_numbers(training, max_mb="[1e-6, 1e6]", min_frequency="[1, 2147483648]")
+    check_number("train_tokenizer.max_mb", training.max_mb, "[1e-6, 1e6]")
+    check_number("train_tokenizer.min_frequency", training.min_frequency, f"[1, {2**31}]")
     for key in ("max_documents", "max_tokens"):
         if config[key] and config.engine != "local":
             raise ValueError(f"{key}={config[key]}: use engine=local")
@@ -118,11 +119,7 @@ def settings_of(config: ConfigDict) -> Settings:
 
 
 def trained_tokenizer(
-    training: Any,
-    workdir: Path,
-    chunks: list[Chunk],
-    settings: Settings,
-    dry_run: bool,
+    training: Any, workdir: Path, chunks: list[Chunk], settings: Settings, dry_run: bool
 ) -> Any:
     """The tokenizer, trained once and written to `<workdir>/tokenizer` (not in a dry run).
 

@@ -91,7 +91,7 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
 def _run_stage(stage: Stage, model: str, folder: epath.Path) -> None:
     config = stage.config.copy_and_resolve_references()
     config.model = model
-    run = functools.partial(stage.command.run, config, folder, Shared(keep_model=False))
+    run = functools.partial(stage.command, config, folder, Shared(keep_model=False))
     on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     try:
         run() if stage.command.together else on_main(run)

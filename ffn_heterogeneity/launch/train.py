@@ -213,12 +213,7 @@ def head_facts(objective: Objective, model: Model, params: dict) -> dict[str, An
 
 
 def make_loop(
-    config: TrainConfig,
-    built: Built,
-    model: Model,
-    data: Data,
-    workdir: epath.Path,
-    shared: Shared,
+    config: TrainConfig, built: Built, model: Model, data: Data, workdir: epath.Path, shared: Shared
 ) -> tuple[TrainLoop, Built, float | None]:
     """(everything but the running, the step that fits in memory, the seconds to compile it)."""
     options = {"seed": config.seed, "shardings": built.shardings[0]}

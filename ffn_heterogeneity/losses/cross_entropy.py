@@ -92,7 +92,7 @@ def chunked_nll(
         (a frozen head) is noticed without it.
 
     Raises:
-      ValueError: shapes that do not fit, unknown layout, softcap or chunk not positive.
+      ValueError: shapes that do not fit, an unknown layout, softcap or chunk out of range.
     """
     static, mask_bt = _prepare(
         hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh
@@ -124,7 +124,7 @@ def _prepare(
         if shape != hidden_btd.shape[:2]:
             raise ValueError(f"{what} {shape} do not fit hidden {hidden_btd.shape}")
     if softcap is not None:
-        check_number("softcap", softcap, "(0, inf)")
+        check_number("softcap", softcap, "(0, inf), or None")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
         chunk = max(1, _chunk_bytes(mesh) // (4 * batch * kernel.shape[layout.index("v")]))

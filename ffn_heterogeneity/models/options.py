@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,23 @@ def choose_dtype(name: str, platform: str | None = None) -> Any:
         return jnp.dtype(name)
     fast = (platform or jax.default_backend()) != "cpu" or _has_amx()
     return jnp.dtype(jnp.bfloat16 if fast else jnp.float32)
+
+
+@contextlib.contextmanager
+def products(dtype: Any = jnp.float32) -> Iterator[None]:
+    """Products of float32 are made in float32 inside, where `dtype`, that of a run, is float32.
+
+    Accelerators make them of rounded factors otherwise, TF32's or bfloat16's, and err by 3e-4
+    (docs/performance.md); on a CPU nothing changes. A run in bfloat16 keeps the device's own way,
+    since kernels of TPUs refuse the word beside factors of bfloat16. Who has said how
+    (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) is heard.
+    """
+    said = jax.config.jax_default_matmul_precision
+    if "JAX_DEFAULT_MATMUL_PRECISION" in os.environ or said not in (None, "float32"):
+        yield
+        return
+    with jax.default_matmul_precision("float32" if dtype in ("float32", jnp.float32) else None):
+        yield
 
 
 @functools.cache

@@ -36,7 +36,9 @@ class Sampling:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self):
-        check_numbers(self, max_new_tokens="[1, inf)", temperature="[0, inf)", top_p="(0, 1]")
+        check_numbers(
+            self, max_new_tokens="[1, inf)", temperature="[0, inf), 0 for greedy", top_p="(0, 1]"
+        )
         if any(not text for text in self.stop):
             raise ValueError("an empty stop string would stop before the first token")
 

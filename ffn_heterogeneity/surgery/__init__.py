@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ffn_heterogeneity.adapters import macdrop
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, sparsity, teacher, truncate
 from ffn_heterogeneity.wording import settings_of
 
@@ -38,6 +39,7 @@ class Surgery:
         names = [field.name for field in dataclasses.fields(self.settings)]
         return self.check({name: config[name] for name in names if name in config})
 
+    @products()
     def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:
         """What `function` returns; ValueError where that is no model with its report."""
         found = self.function(*given, **options)

@@ -180,7 +180,10 @@ def inserted(
 
     Args:
       key: of the draws; None: `jax.random.key(0)`.
-      mark: a leaf by which a kernel that has such leaves already is known, and refused.
+      mark: a leaf by which a kernel that has such leaves already is known.
+
+    Raises:
+      ValueError: no such kernel, or one that has them already.
     """
     key = jax.random.key(0) if key is None else key
     tree, new, adapted = unstack(model.params), {}, []

@@ -75,10 +75,7 @@ Rows = Callable[[slice], np.ndarray]
 
 
 def outgoing_of_survivors(
-    name: str,
-    ffn: dict,
-    gone: np.ndarray,
-    merges: np.ndarray | None = None,
+    name: str, ffn: dict, gone: np.ndarray, merges: np.ndarray | None = None
 ) -> tuple[np.ndarray, dict]:
     """The survivors' W [s, n] after compensation, in the dtype of W, and what it took.
 

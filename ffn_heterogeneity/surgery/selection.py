@@ -74,7 +74,7 @@ def removal_count(width: int, *, ratio: float | None = None, count: int | None =
     if (ratio is None) == (count is None):
         raise ValueError(f"give exactly one of ratio and count, got ratio={ratio}, count={count}")
     if count is None:
-        check_number("ratio", ratio, "[0, 1)")  # 0.25 removes a quarter
+        check_number("ratio", ratio, "[0, 1): 0.25 removes a quarter")
         return math.floor((ratio or 0.0) * width + 1e-9)
     check_number(f"of {width} neurons, count", count, f"[0, {width})")
     return int(count)

@@ -173,11 +173,7 @@ def _specs(checkpoint: Checkpoint, written: ModelConfig, dtype: Any) -> dict[str
 
 
 def _write(
-    checkpoint: Checkpoint,
-    written: ModelConfig,
-    plan: Plan,
-    cuts: dict[int, Cut],
-    pieces: Pieces,
+    checkpoint: Checkpoint, written: ModelConfig, plan: Plan, cuts: dict[int, Cut], pieces: Pieces
 ) -> tuple[dict[int, np.ndarray], list[dict]]:
     """All tensors, file by file; (removed neurons by layer, reports of the compensation)."""
     shapes = expected_shapes(written)

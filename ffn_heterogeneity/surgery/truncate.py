@@ -18,7 +18,7 @@ class Truncation:
     blocks: int = 0
 
     def __post_init__(self):
-        check_numbers(self, blocks="[0, inf)")
+        check_numbers(self, blocks="[0, inf), 0 for all")
 
 
 def truncate(model: Model, settings: Mapping[str, Any] | Truncation, data=None, key=None) -> tuple:

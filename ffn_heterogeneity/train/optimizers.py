@@ -72,7 +72,7 @@ class OptimizerConfig:
         for pattern, factor in self.rates:
             check_number(f"optimizer.rates: {pattern}", factor, "[0, inf)")
         if self.clip_norm is not None:
-            check_number("optimizer.clip_norm", self.clip_norm, "(0, inf]")
+            check_number("optimizer.clip_norm", self.clip_norm, "(0, inf], or None")
 
 
 def make_optimizer(

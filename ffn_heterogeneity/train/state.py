@@ -103,9 +103,7 @@ def create_state(
 
 
 def abstract_state(
-    params: Any,
-    optimizer: optax.GradientTransformationExtraArgs,
-    trainable: Mapping[str, bool],
+    params: Any, optimizer: optax.GradientTransformationExtraArgs, trainable: Mapping[str, bool]
 ) -> TrainState:
     """`create_state`'s shapes and dtypes, without allocating anything."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from prepare_tools import Slow, contents, documents_of, expected, settings, texts
 
-from ffn_heterogeneity.data.corpus import corpora, prepare_workers
+from ffn_heterogeneity.data.corpus import corpora
 from ffn_heterogeneity.data.corpus import documents as documents_reader
 from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
 from ffn_heterogeneity.data.corpus.documents import Layout, hub, read_chunk
@@ -338,24 +338,6 @@ def test_inputs_that_lead_nowhere(write, characters, tmp_path):
         prepare(file, characters(), tmp_path / "out", processes=0)
     with pytest.raises(DataError, match="no eos token; set eos=False"):
         prepare(file, characters(eos=None), tmp_path / "out")
-
-
-def test_a_failing_process_ends_all_with_its_error(corpus, tmp_path):
-    lines = Path(corpus[0]).read_text().splitlines(keepends=True)
-    Path(corpus[0]).write_text("".join(lines[:30] + ['{"txt": ""}\n'] + lines[30:]))
-    with pytest.raises(DataError, match="a.jsonl, line 31: no field 'text'; fields seen: txt"):
-        prepare(corpus, Slow(), tmp_path / "out", settings=settings(), processes=2)
-    assert not list((tmp_path / "out").glob(".*"))
-
-
-def test_a_worker_that_is_told_to_stop_does(corpus, characters, tmp_path):
-    from ffn_heterogeneity.data.corpus.tokenise import Tokeniser
-
-    chunks = plan_chunks(find_inputs(corpus), Layout(chunk_bytes=2000))
-    worker = prepare_workers.Worker(Tokeniser(characters(), settings()), tmp_path, [0, 0, 1])
-    with pytest.raises(prepare_workers.Stopped):
-        worker(chunks[0])
-    assert not list(tmp_path.glob("*.tokens"))
 
 
 def test_hub_data_sets(characters, tmp_path, monkeypatch):

@@ -60,8 +60,9 @@ def prepare(
     claimed = False
     try:
         with open_pool(tokeniser, directory, processes) as pool:
-            hashing = [pool.submit(corpora.fingerprint, *one, settings.layout) for one in inputs]
-            plan = make_plan([one.result() for one in hashing], settings, tokenizer, name)
+            read_by = itertools.repeat(settings.layout)
+            prints = pool.map(corpora.fingerprint, *zip(*inputs, strict=True), read_by)
+            plan = make_plan(list(prints), settings, tokenizer, name)
             done, claimed = claim(directory, plan, tokeniser.dtype), True
             entries = up_to_limits(chunks, done, settings.layout)
             if entries is not None and (directory / shards.MANIFEST).exists():
@@ -246,7 +247,7 @@ def _run(
         waiting: set[concurrent.futures.Future] = set()
         while (entries := up_to_limits(chunks, done, layout)) is None or waiting:
             more = itertools.islice(left, ahead - len(waiting)) if entries is None else ()
-            waiting |= {pool.submit(pool.tokenise, chunk) for chunk in more}
+            waiting |= {pool.tokenise(chunk) for chunk in more}
             made, waiting = concurrent.futures.wait(
                 waiting, timeout=0.5, return_when=concurrent.futures.FIRST_COMPLETED
             )

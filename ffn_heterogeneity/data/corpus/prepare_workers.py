@@ -1,14 +1,15 @@
-"""The makers of shards: this process, or several that each have a copy of the tokenizer."""
+"""The makers of shards: a thread, or processes that each have a copy of the tokenizer."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +48,13 @@ class Pool(NamedTuple):
     """The thread, or the processes, that make shards.
 
     Attributes:
-      submit: a function of a module and its arguments -> a future.
-      tokenise: a chunk -> its shard's entry, to be submitted.
+      map: calls a function of a module, as `map` does; of one process here, where Ctrl-C ends it.
+      tokenise: a chunk -> the future of its shard's entry.
       counters: input bytes and tokens done so far.
     """
 
-    submit: Callable[..., concurrent.futures.Future]
-    tokenise: Callable[[Chunk], dict[str, Any]]
+    map: Callable[..., Iterable]
+    tokenise: Callable[[Chunk], concurrent.futures.Future]
     counters: Any
 
 
@@ -64,15 +65,16 @@ def open_pool(tokeniser: Tokeniser, directory: Path, processes: int) -> Iterator
     if processes == 1:
         counters: Any = [0, 0, 0]
         executor = concurrent.futures.ThreadPoolExecutor(1)
-        tokenise = Worker(tokeniser, directory, counters)
+        calls, work = map, Worker(tokeniser, directory, counters)
     else:
         # Spawned: libraries that have threads of their own do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        counters, tokenise = context.Array("q", 3), _tokenise
+        counters, work = context.Array("q", 3), _tokenise
         made_of = (tokeniser, directory, counters)
         executor = concurrent.futures.ProcessPoolExecutor(processes, context, _start, made_of)
+        calls = executor.map
     try:
-        yield Pool(executor.submit, tokenise, counters)
+        yield Pool(calls, functools.partial(executor.submit, work), counters)
     except BaseException:
         counters[2] = 1
         raise

@@ -165,13 +165,12 @@ class Shard:
 
     directory: Path
     name: str
-    tokens_count: int
     documents_count: int
     dtype: np.dtype
 
     @property
     def tokens(self) -> np.ndarray:
-        """[tokens_count] uint16 or uint32."""
+        """Of all documents, one after another: uint16 or uint32."""
         return _mapped(str(_path(self.directory, self.name, 0)), self.dtype)
 
     @property
@@ -220,8 +219,7 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
             check_shard(directory, entry, dtype, verify=verify)
             shown.update(entry["tokens"] * dtype.itemsize)
     shards = [
-        Shard(directory, entry["name"], entry["tokens"], entry["documents"], dtype)
-        for entry in manifest["shards"]
+        Shard(directory, entry["name"], entry["documents"], dtype) for entry in manifest["shards"]
     ]
     return Corpus(directory, manifest, tuple(shards))
 

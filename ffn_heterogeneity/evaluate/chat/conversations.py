@@ -220,7 +220,7 @@ def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Quest
         (file and line), or an id that comes twice.
     """
     check_choice("benchmark", benchmark, BENCHMARKS)
-    check_number("limit", limit, "[0, inf)")
+    check_number("limit", limit, "[0, inf), 0 for all")
     source = read_jsonl([benchmark_file(benchmark, data_root, QUESTION_FILES)])
     read = _wizardlm_question if benchmark == "wizardlm_testset" else _question
     questions = list(read_each(source, read))

@@ -95,7 +95,7 @@ def arc(row: Row) -> Row:
         stem, options = text_of(row, "question"), mapping_of(row, "choices")
         choices, labels = texts_of(options, "text"), texts_of(options, "label")
     key = text_of(row, "answerKey")
-    check_choice("answerKey", key, labels, DataError)
+    check_choice("field answerKey", key, labels, DataError)
     return {"question": stem, "choices": choices, "label": labels.index(key)}
 
 
@@ -228,7 +228,7 @@ def copa(row: Row) -> Row:
     """The premise without its full stop, "because" or "therefore", and two ways to go on."""
     words = {"cause": "because", "effect": "therefore"}
     question = text_of(row, "question")
-    check_choice("question", question, words, DataError)
+    check_choice("field question", question, words, DataError)
     choices = [text_of(row, key) for key in COPA_WORDS]
     return {
         "text": f"{text_of(row, 'premise').strip()[:-1]} {words[question]}",

@@ -1,0 +1,107 @@
+"""Products of float32 stay products of float32, on machines that would round their factors."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from tiny_models import LLAMA, TEXT, WIDE, byte_tokenizer, random_params, save_tiny, tiny_of
+from tiny_runs import small_run
+
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.evaluate.perplexity import window_nll
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.launch.commands import Command
+from ffn_heterogeneity.models import generate
+from ffn_heterogeneity.models.options import RunOptions, products
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.surgery import Surgery
+from ffn_heterogeneity.surgery.adapt import Nothing
+
+
+def said() -> str | None:
+    return jax.config.jax_default_matmul_precision
+
+
+@pytest.mark.parametrize("config", [WIDE, tiny_of("gemma2")], ids=["llama", "gemma2"])
+@pytest.mark.parametrize("dtype, exact", [("float32", True), ("bfloat16", False)])
+def test_every_product_of_a_program_is_told(config, dtype, exact):
+    """Read from what is handed to the compiler, whatever the platform is."""
+    params = restack(config, random_params(config))
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 16)))
+    with products(dtype):
+        options = RunOptions(compute_dtype=jnp.dtype(dtype))
+        text = window_nll.lower(config, options, params, rows).as_text()
+    told = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", text)
+    assert text.count("stablehlo.dot_general") == len(told) > 5
+    assert set(told) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
+
+
+def test_a_command_follows_its_config_inside_another():
+    config = ConfigDict({"compute_dtype": "bfloat16"})
+    command = Command(dict, lambda config, workdir, shared: said())
+    seen = [command(ConfigDict({}), None, None)]
+    with products():
+        seen.append(command(config, None, None))
+        for name in ("float32", "auto"):  # auto: bfloat16 on machines where it matters
+            config.compute_dtype = name
+            seen.append(command(config, None, None))
+        seen.append(said())
+    assert seen == ["float32", None, "float32", None, "float32"]
+    assert said() is None
+
+
+@pytest.mark.parametrize("dtype, exact", [("float32", True), ("bfloat16", False)])
+def test_every_product_of_a_training_step_is_told(tmp_path, monkeypatch, dtype, exact):
+    """Those of the backward pass and of the losses, whose rules are traced later, as well."""
+    texts, lower = [], jax.stages.Traced.lower
+
+    def seen(traced, **given):
+        lowered = lower(traced, **given)
+        texts.append(lowered.as_text())
+        return lowered
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", seen)
+    save_tiny(tmp_path / "model", LLAMA)
+    (tmp_path / "text.txt").write_text(TEXT)
+    keys = small_run(tmp_path / "text.txt", compute_dtype=dtype, losses__nucl__weight=1.0)
+    keys = {key.replace("__", "."): value for key, value in keys.items()}
+    fh.run("train", f"nucl_finetune:{tmp_path / 'model'},text", tmp_path / "run", keys)
+    step = max(texts, key=len)
+    told = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", step)
+    assert step.count("stablehlo.dot_general") == len(told) > 30
+    assert set(told) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
+
+
+def test_surgeries_compute_in_float32():
+    surgery = Surgery("look", lambda model, settings: (model, {"said": said()}), Nothing)
+    with products("bfloat16"):  # before a training in bfloat16
+        assert surgery(None, {})[1] == {"said": "float32"}
+
+
+def test_whoever_has_said_how_is_heard(monkeypatch):
+    with jax.default_matmul_precision("tensorfloat32"), products():
+        assert said() == "tensorfloat32"
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
+    with products():
+        assert said() is None  # jax itself has read the variable when it was imported
+
+
+def test_the_python_interface_does_as_well(monkeypatch):
+    seen = []
+    model = Model(WIDE, restack(WIDE, random_params(WIDE)), byte_tokenizer(), "tiny")
+    own = fh.hidden_states.__globals__["_states"]
+    monkeypatch.setitem(
+        fh.hidden_states.__globals__, "_states", lambda *given: seen.append(said()) or own(*given)
+    )
+    fh.hidden_states(model, [TEXT[:20]])
+    fh.hidden_states(model, [TEXT[:20]], options=RunOptions(compute_dtype=jnp.bfloat16))
+    forward = generate.Generator.__call__
+    monkeypatch.setattr(
+        generate.Generator, "__call__", lambda *a, **k: seen.append(said()) or forward(*a, **k)
+    )
+    assert json.dumps(fh.generate(model, TEXT[:8], max_new_tokens=2))
+    assert seen == ["float32", None, "float32"]
