@@ -101,6 +101,19 @@ def test_draws_follow_their_law():
     assert gates.refresh({})(tree, 0, None, {}, False) is tree
 
 
+@pytest.mark.parametrize("name, leaf", [("lora", "lora_a"), ("scores", "score")])
+def test_a_kernel_draws_by_the_key_and_its_path_alone(name, leaf):
+    def drawn(targets, seed):
+        model, _ = SURGERIES[name](model_of(), {"targets": targets}, key=jax.random.key(seed))
+        leaves = flatten(unstack(model.params))
+        return {path: np.asarray(x) for path, x in leaves.items() if path.endswith(leaf)}
+
+    whole, some, other = drawn("ffn/", 0), drawn("layers/1/ffn/down", 0), drawn("ffn/", 1)
+    assert len({array.tobytes() for array in [*whole.values(), *other.values()]}) == 2 * len(whole)
+    ((path, alone),) = some.items()
+    np.testing.assert_array_equal(alone, whole[path])
+
+
 def test_the_losses_are_their_formulas():
     """Over kernels of unlike sizes; the multipliers' gradient is the reversed one."""
     model, _ = SURGERIES["gates"](model_of(), {"targets": "ffn/|attention/k"})

@@ -170,7 +170,7 @@ class Shard:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Of all documents, one after another: uint16 or uint32."""
+        """Ids of all documents, one after another: uint16 or uint32."""
         return _mapped(str(_path(self.directory, self.name, 0)), self.dtype)
 
     @property
