@@ -17,9 +17,11 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch.commands import Command
 from ffn_heterogeneity.models import generate
 from ffn_heterogeneity.models.options import RunOptions, products
+from ffn_heterogeneity.models.splash import splash_attention
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.surgery import Surgery
 from ffn_heterogeneity.surgery.adapt import Nothing
+from ffn_heterogeneity.train.hardware import find_target
 
 
 def said() -> str | None:
@@ -105,3 +107,26 @@ def test_the_python_interface_does_as_well(monkeypatch):
     )
     assert json.dumps(fh.generate(model, TEXT[:8], max_new_tokens=2))
     assert seen == ["float32", None, "float32"]
+
+
+def test_a_tpus_compiler_takes_the_word_with_float32_alone(libtpu):
+    """Why runs in bfloat16 are not told."""
+    device = find_target("v5e:2x2", jnp.float32).devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def attention(q, k, v):
+        return jnp.sum(splash_attention(q, k, v, scale=0.125).astype(jnp.float32))
+
+    def compile_for(dtype):
+        q, k = (jax.ShapeDtypeStruct((1, 256, n, 64), dtype, sharding=place) for n in (4, 2))
+        gradient = jax.jit(jax.grad(attention, (0, 1, 2))).trace(q, k, k)
+        return gradient.lower(lowering_platforms=("tpu",)).compile()
+
+    for dtype in ("float32", "bfloat16"):
+        with products(dtype):
+            compile_for(dtype)
+    with (
+        jax.default_matmul_precision("float32"),
+        pytest.raises(Exception, match="Bad lhs type"),
+    ):
+        compile_for("bfloat16")
