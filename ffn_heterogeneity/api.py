@@ -203,7 +203,8 @@ def analyze(
     with tempfile.TemporaryDirectory() as folder:
         where = epath.Path(workdir or folder)
         where.mkdir(parents=True, exist_ok=True)
-        with contextlib.redirect_stdout(sys.stderr):  # what it finds is returned
+        dtype = config.get("compute_dtype", "float32")
+        with contextlib.redirect_stdout(sys.stderr), products(dtype):  # what it finds is returned
             return evaluation.run(config, where, lambda *_, **__: model)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
 from ffn_heterogeneity.probes.base import Probe
@@ -94,6 +95,7 @@ class Massive:
     states: np.ndarray
 
 
+@products()
 def massive_weights(
     config: ModelConfig, params: dict, layer: int | None = None, token: int | None = None
 ) -> Massive:

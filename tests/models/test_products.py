@@ -19,7 +19,7 @@ from ffn_heterogeneity.models import generate
 from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.models.splash import splash_attention
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.surgery import Surgery
+from ffn_heterogeneity.surgery import Surgery, attack
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.train.hardware import find_target
 
@@ -82,6 +82,14 @@ def test_surgeries_compute_in_float32():
     surgery = Surgery("look", lambda model, settings: (model, {"said": said()}), Nothing)
     with products("bfloat16"):  # before a training in bfloat16
         assert surgery(None, {})[1] == {"said": "float32"}
+
+
+def test_massive_neurons_are_found_in_float32(monkeypatch):
+    seen, found = [], attack.observe
+    monkeypatch.setattr(attack, "observe", lambda *given: seen.append(said()) or found(*given))
+    with products("bfloat16"):
+        attack.massive_weights(WIDE, restack(WIDE, random_params(WIDE)))
+    assert seen == ["float32"]
 
 
 def test_whoever_has_said_how_is_heard(monkeypatch):
