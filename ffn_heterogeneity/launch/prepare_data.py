@@ -119,7 +119,7 @@ def settings_of(config: ConfigDict) -> Settings:
 
 
 def trained_tokenizer(
-    training: Any, workdir: Path, chunks: list[Chunk], settings: Settings, dry_run: bool
+    training: ConfigDict, workdir: Path, chunks: list[Chunk], settings: Settings, dry_run: bool
 ) -> Any:
     """The tokenizer, trained once and written to `<workdir>/tokenizer` (not in a dry run).
 

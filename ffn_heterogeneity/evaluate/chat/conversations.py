@@ -181,7 +181,7 @@ class Chat:
         return Sampling(config.max_new_tokens, value, config.top_p, seed, eos=self.eos)
 
 
-def temperature(config: Any, question: Question) -> float:
+def temperature(config: ConfigDict, question: Question) -> float:
     """The config's, else the benchmark's for the question's category."""
     if config.temperature is not None:
         return config.temperature
@@ -191,7 +191,7 @@ def temperature(config: Any, question: Question) -> float:
     return TEMPERATURES.get(question.category, other)
 
 
-def groups(config: Any, questions: Sequence[Question]) -> list[list[Question]]:
+def groups(config: ConfigDict, questions: Sequence[Question]) -> list[list[Question]]:
     """Batches of questions with one temperature, in the file's order."""
     batches, size = [], config.batch_size
     for value in sorted({temperature(config, question) for question in questions}):

@@ -116,7 +116,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     return results
 
 
-def check(config: Any) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses what is cheap to refuse, before anything is asked.
 
     Raises:
@@ -138,7 +138,7 @@ def check(config: Any) -> None:
     make_endpoint(config)
 
 
-def make_endpoint(config: Any) -> Endpoint:
+def make_endpoint(config: ConfigDict) -> Endpoint:
     """The endpoint with its key out of the environment; errors as `check`."""
     key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
     if config.key_env and not key:
@@ -275,7 +275,7 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
 
 
 def _judge_all(
-    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: Any
+    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: ConfigDict
 ) -> None:
     """Asks for all jobs, some at once; `keep` takes every row as it comes."""
     pool = concurrent.futures.ThreadPoolExecutor(config.workers)
