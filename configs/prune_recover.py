@@ -28,6 +28,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
         raise ValueError(
             f"config argument {argument!r}: write <model>,<data>, data of {', '.join(tasks())}"
         )
+    passages = {"passage_chars": 16_384} if data == "text" else {}
     return ConfigDict(
         {
             # Model: a directory, a .gguf file, a hub id or the name of a preset.
@@ -59,7 +60,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "accumulation": 1,
                 "seq_len": 512,
                 "dropout": 0.0,
-                "data": {"path": "", "validation_fraction": 0.05, "passage_chars": 16_384},
+                "data": {"path": "", "validation_fraction": 0.05} | passages,
                 "losses": {"nucl": {"weight": 0.0}},
                 "optimizer": {"name": "adamw", "learning_rate": 1e-5, "warmup_steps": 100},
                 "eval": {"every": 100, "max_batches": 0},

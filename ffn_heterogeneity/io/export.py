@@ -42,6 +42,7 @@ from ffn_heterogeneity.models.families import (
     to_deci,
 )
 from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import AUXILIARY, flatten
 from ffn_heterogeneity.wording import check_choice
@@ -166,6 +167,7 @@ def _checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
     return leaves
 
 
+@products()
 def fold(node: Any) -> Any:
     """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is."""
     if isinstance(node, list):

@@ -24,6 +24,7 @@ from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.report.figures import bar_figure, curves_figure
 from ffn_heterogeneity.report.stats import student
@@ -75,6 +76,7 @@ def run(
         return pieces(workdir, models, settings)
 
 
+@products()
 def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
     """Those that are there are read; `run` says the rest."""
     started = time.time()
@@ -152,11 +154,12 @@ class Pretrained:
 
 def train(workdir: epath.Path, spec: str, alpha: float, steps: int) -> dict:
     """One short fine-tuning run; its results and its metrics by step."""
-    from ffn_heterogeneity.launch import train as training
+    from ffn_heterogeneity.launch.commands import COMMANDS
 
     say(f"fine-tuning, alpha = {alpha:g}")
     folder = workdir / f"train-alpha-{alpha:g}"
-    results = training.run(demo_config(cli.load_config(spec), workdir, alpha, steps), folder)
+    config = demo_config(cli.load_config(spec), workdir, alpha, steps)
+    results = COMMANDS["train"](config, folder, None)
     return {"results": results, "metrics": read_metrics(folder / "metrics.jsonl")}
 
 

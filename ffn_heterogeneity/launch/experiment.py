@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.workdir import finished
 from ffn_heterogeneity.launch import cli
-from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
@@ -53,7 +52,7 @@ def run(
     workdir = epath.Path(workdir)
     if config.get("dry_run"):
         if "stages" not in config:
-            return training.run(config, workdir)
+            return COMMANDS["train"](config, workdir, shared)
         return _plan(make_stages(config), config.model, config.dry_run, workdir)
     seeds, shared = tuple(config.get("seeds", ())), shared or Shared(keep_model=False)
     if not seeds:
@@ -116,7 +115,7 @@ def _plan(stages: list[Stage], model: str, devices: str, workdir: epath.Path) ->
         if stage.kind == "train":
             planned = stage.config.copy_and_resolve_references()
             planned.model, planned.dry_run = model, devices
-            plans[stage.name] = training.run(planned, workdir / stage.name)
+            plans[stage.name] = stage.command(planned, workdir / stage.name, None)
     return plans
 
 

@@ -183,7 +183,7 @@ class ModelConfig:
         for name in ("first_position", "token_types"):
             check_count(name, getattr(self, name), 0)
         if self.qkv_clip is not None:
-            check_number("qkv_clip", self.qkv_clip, "(0, inf], or None", ConfigError)
+            check_number("qkv_clip", self.qkv_clip, "(0, inf), or None", ConfigError)
         if not self.layers:
             raise ConfigError("layers is empty: a model needs at least one layer")
         check_number("norm_eps", self.norm_eps, "[0, 1)", ConfigError)

@@ -80,10 +80,11 @@ def choose_dtype(name: str, platform: str | None = None) -> Any:
 def products(dtype: Any = jnp.float32) -> Iterator[None]:
     """Products of float32 are made in float32 inside, where `dtype`, that of a run, is float32.
 
-    Accelerators make them of rounded factors otherwise, TF32's or bfloat16's, and err by 3e-4
-    (docs/performance.md); on a CPU nothing changes. A run in bfloat16 keeps the device's own way,
-    since kernels of TPUs refuse the word beside factors of bfloat16. Who has said how
-    (`JAX_DEFAULT_MATMUL_PRECISION`, `jax.default_matmul_precision`) is heard.
+    Accelerators make them of rounded factors otherwise: GPUs of TF32's, with an error of 3e-4
+    (docs/performance.md), TPUs of bfloat16's. On a CPU nothing changes. A run in bfloat16 keeps the
+    device's own way, since kernels of TPUs refuse the word beside factors of bfloat16. Whoever has
+    set `JAX_DEFAULT_MATMUL_PRECISION` (before jax was imported, as it reads it then), or any word
+    but "float32" by `jax.default_matmul_precision`, is heard.
     """
     said = jax.config.jax_default_matmul_precision
     if "JAX_DEFAULT_MATMUL_PRECISION" in os.environ or said not in (None, "float32"):

@@ -17,6 +17,7 @@ import pytest
 from scipy import stats
 from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
 
+from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.workdir import WorkdirError
@@ -259,3 +260,11 @@ def test_dry_runs_of_stages_plan_those_that_train(files, tmp_path):
     plans = experiment.run(staged(files, dry_run="h100:2"), tmp_path / "run")
     assert list(plans) == ["recover"] and plans["recover"]["device_count"] == 2
     assert not (tmp_path / "run" / "00_prune").exists()
+
+
+@pytest.mark.parametrize("name", ["prune_recover", "fuse_recover"])
+def test_a_recovery_may_be_on_any_data(name):
+    """Some keys are of running text alone."""
+    for data in tasks():
+        stages = experiment.make_stages(config_of(name, f"llama2_7b,{data}", score__text=__file__))
+        assert {stage.name for stage in stages} >= {"recover", "score"}

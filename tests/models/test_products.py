@@ -1,20 +1,32 @@
 """Products of float32 stay products of float32, on machines that would round their factors."""
 
+import dataclasses
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from tiny_models import LLAMA, TEXT, WIDE, byte_tokenizer, random_params, save_tiny, tiny_of
-from tiny_runs import small_run
+from tiny_models import (
+    LLAMA,
+    TEXT,
+    WIDE,
+    byte_tokenizer,
+    config_of,
+    random_params,
+    save_tiny,
+    tiny_of,
+)
+from tiny_runs import run_program, small_run
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.perplexity import window_nll
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.launch.commands import Command
+from ffn_heterogeneity.launch import experiment
+from ffn_heterogeneity.launch.commands import COMMANDS, Command
 from ffn_heterogeneity.models import generate
 from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.models.splash import splash_attention
@@ -22,6 +34,13 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.surgery import Surgery, attack
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.train.hardware import find_target
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_said(monkeypatch):
+    monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION", raising=False)
+    with jax.default_matmul_precision(None):
+        yield
 
 
 def said() -> str | None:
@@ -76,6 +95,38 @@ def test_every_product_of_a_training_step_is_told(tmp_path, monkeypatch, dtype, 
     told = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", step)
     assert step.count("stablehlo.dot_general") == len(told) > 30
     assert set(told) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}
+
+
+@pytest.mark.parametrize("given, word", [("", "float32"), ("bfloat16", "None")])
+def test_a_script_follows_its_config(tmp_path, given, word):
+    """Most run no `Command`: `cli.launch` alone tells them."""
+    (tmp_path / "config.py").write_text(
+        "from ml_collections import ConfigDict\n"
+        f"get_config = lambda: ConfigDict({{'compute_dtype': {given!r}}} if {given!r} else {{}})\n"
+    )
+    program = (
+        "import jax; from ffn_heterogeneity.launch import cli; "
+        "look = lambda *given: print(jax.config.jax_default_matmul_precision); "
+        "cli.launch(look, 'x', 'config.py')"
+    )
+    done = run_program(sys.executable, "-c", program, "--workdir=run", cwd=tmp_path)
+    assert (done.code, done.out.strip()) == (0, word), done.err
+
+
+@pytest.mark.parametrize("dtype, word", [("auto", None), ("float32", "float32")])
+def test_a_planned_stage_follows_its_own_config(tmp_path, monkeypatch, dtype, word):
+    """Not that of its job, which names no dtype: a TPU's compiler refuses float32's word there."""
+    seen, command = [], COMMANDS["train"]
+    looking = dataclasses.replace(command, run=lambda *given: seen.append(said()) or {})
+    monkeypatch.setitem(COMMANDS, "train", looking)
+    save_tiny(tmp_path / "model", LLAMA)
+    settings = {"dry_run": "h100:8", "score__text": __file__}
+    config = config_of("prune_recover", f"{tmp_path / 'model'},text", **settings)
+    with config.recover.unlocked():
+        config.recover.compute_dtype = dtype
+    with products():
+        experiment.run(config, tmp_path / "run")
+    assert seen == [word]
 
 
 def test_surgeries_compute_in_float32():
