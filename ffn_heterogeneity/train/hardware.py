@@ -115,8 +115,11 @@ def _topology(text: str) -> list[Any]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Nothing runs on a chip, so several such processes may compile at a time.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # The two cores of a v4 are one device in runs; libtpu describes them apart unless it is told.
+    form = {"chip_config_name": "megacore"} if text.startswith("v4:") else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=text).devices)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=text, **form)
+        return list(found.devices)
     except Exception as error:  # of jaxlib's own kind
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"dry_run={text!r}: libtpu refuses it ({line[:200]})") from None

@@ -204,6 +204,11 @@ def test_a_tpu_slice_is_compiled_for_without_a_tpu(tmp_path, libtpu):
         planned(tmp_path, "gemma2_2b", dry_run="v5e:3x5")
 
 
+@pytest.mark.parametrize("name, count", [("v4:2x2x1", 4), ("v5p:2x2x1", 4), ("v6e:2x2", 4)])
+def test_a_chip_is_one_device(libtpu, name, count):
+    assert len(hardware.find_target(name, np.float32).devices) == count
+
+
 HLO = """HloModule step
 %body (p: f32[4]) -> f32[4] {
   %ag = bf16[2,8]{1,0} all-gather(%x), channel_id=1, dimensions={1}, metadata={op_name="jit(s)/a"}
