@@ -40,7 +40,7 @@ class Command:
     )
 
     def __call__(self, config: ConfigDict, workdir: epath.Path, shared: Shared | None) -> Any:
-        """What `run` returns, its products made as the config's `compute_dtype` wants them."""
+        """`run`, with products made as the config's `compute_dtype` wants them."""
         with products(config.get("compute_dtype", "float32")):
             return self.run(config, workdir, shared)
 

@@ -77,7 +77,7 @@ def test_a_command_follows_its_config_inside_another():
 
 @pytest.mark.parametrize("dtype, exact", [("float32", True), ("bfloat16", False)])
 def test_every_product_of_a_training_step_is_told(tmp_path, monkeypatch, dtype, exact):
-    """Those of the backward pass and of the losses, whose rules are traced later, as well."""
+    """The backward pass and the losses, whose rules are traced later, included."""
     texts, lower = [], jax.stages.Traced.lower
 
     def seen(traced, **given):
