@@ -2,7 +2,9 @@
 
 A directory of them stands for the base model that it names, with the adapters put in. PEFT keeps
 A [rank, in] and B [out, rank] beside torch's modules. Where a file's module holds several of our
-kernels (Phi-3's qkv_proj), A is copied to each and B is cut as the kernel is.
+kernels (Phi-3's qkv_proj), A is copied to each and B is cut as the kernel is. PEFT's shapes are the
+same on a base of Conv1D modules (GPT-2's kernels are stored [in, out]); `fan_in_fan_out` only
+describes the base, whose class decides in PEFT too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
 # Settings that would make another function of the same tensors: refused unless they are off.
 OFF = (
-    "fan_in_fan_out",
     "modules_to_save",
     "layer_replication",
     "lora_bias",
@@ -106,6 +107,8 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
         if a is None or b is None or (m is None) == bool(settings.get("use_dora")):
             raise CheckpointError(f"{directory / WEIGHTS}: {module} lacks one of {names}")
         with naming(f"{directory}: {module}", raised=CheckpointError):
+            # A file's module is [out, in], of Conv1D [in, out].
+            b = b.T if family_by_name(config.family).conv1d else b
             added |= _leaves(rule, a, b, m, settings)
     if tensors or not added:
         name = next(iter(tensors), "nothing")
@@ -218,6 +221,7 @@ def save_adapters(
     if Path(directory).exists() and not overwrite:
         raise CheckpointError(f"{directory} exists: use another, or overwrite")
     leaves, tensors, ranks, alphas = flatten(unstack(params)), {}, {}, {}
+    conv1d = family_by_name(config.family).conv1d
     names = {path.split("/")[-1] for path in leaves}
     if other := names & {"mask", *FFN_LEAVES, "nf4_codes", "macdrop_keep", "score", gates.A}:
         raise CheckpointError(f"PEFT has no place for {sorted(other)}: export folded weights")
@@ -236,7 +240,8 @@ def save_adapters(
                 f"torch's {module} holds {modules}, whose A differ: export folded weights"
             )
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.T
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = rule.save(stored(own, "lora_b"))[0]
+        b = rule.save(stored(own, "lora_b"))[0]
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b.T if conv1d else b
         if f"{own[0]}/dora_m" in leaves:
             tensors[f"{PREFIX}{module}.{MAGNITUDE}"] = rule.save(stored(own, "dora_m"))[0]
         ranks[module] = a.shape[-1]
@@ -257,7 +262,7 @@ def save_adapters(
         "rank_pattern": {re.escape(k): r for k, r in ranks.items() if r != rank},
         "alpha_pattern": {re.escape(k): a for k, a in alphas.items() if a != alpha},
         "inference_mode": True,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": conv1d,
     }
     with atomic_path(directory, directory=True) as folder:
         write_json(folder / CONFIG, settings)

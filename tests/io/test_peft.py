@@ -27,6 +27,9 @@ from ffn_heterogeneity.surgery import SURGERIES
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = np.arange(2, 20)[None]
+# GPT-2's modules are Conv1D, and one of them holds queries, keys and values.
+GPT2 = dataclasses.replace(tiny_of("gpt2", 3), vocab_size=258)
+BASES = {"llama": LLAMA, "gpt2": GPT2}
 
 
 def adapted(config, kind, targets="attention/|ffn/", shared=False):
@@ -58,10 +61,15 @@ def base(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_peft_computes_the_same_of_ours(torch, peft, base, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", "attention/q|ffn/down"), ("gpt2", "attention/|ffn/"), ("gpt2", "ffn/up")],
+)
+def test_peft_computes_the_same_of_ours(torch, peft, tmp_path, family, targets, kind):
     import transformers
 
-    model = adapted(LLAMA, kind, targets="attention/q|ffn/down")
+    base = save_tiny(tmp_path / "base", BASES[family])
+    model = adapted(BASES[family], kind, targets, shared=True)
     save_adapters(model.config, model.params, tmp_path / "adapter", str(base))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
@@ -69,7 +77,7 @@ def test_peft_computes_the_same_of_ours(torch, peft, base, tmp_path, kind):
         reference = theirs(torch.tensor(TOKENS)).logits.numpy()
     ours = our_logits(model.config, model.params, TOKENS)
     assert np.abs(ours - reference).max() <= 1e-5 * np.abs(reference).max()
-    plain = our_logits(LLAMA, random_params(LLAMA), TOKENS)
+    plain = our_logits(model.config, random_params(model.config), TOKENS)
     assert np.abs(ours - plain).max() > 0.1
     # And back, from a directory that names its base.
     read = load_model(tmp_path / "adapter")
@@ -83,14 +91,18 @@ def test_peft_computes_the_same_of_ours(torch, peft, base, tmp_path, kind):
     assert np.abs(ours - other).max() <= 1e-5 * np.abs(other).max()
 
 
-def test_what_peft_writes_is_read(torch, peft, base, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "first", "second"), [("llama", "q_proj", "up_proj"), ("gpt2", "c_attn", "c_fc")]
+)
+def test_what_peft_writes_is_read(torch, peft, tmp_path, family, first, second):
     """Its own initialisation and file, ranks by pattern, rank-stabilised."""
     import transformers
 
+    base = save_tiny(tmp_path / "base", BASES[family])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     settings = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_rslora=True, use_dora=True,
-        rank_pattern={"up_proj": 2}, init_lora_weights=False,
+        r=4, lora_alpha=8, target_modules=[first, second], use_rslora=True, use_dora=True,
+        rank_pattern={second: 2}, init_lora_weights=False, fan_in_fan_out=family == "gpt2",
     )  # fmt: skip
     theirs = peft.get_peft_model(theirs, settings).eval()
     theirs.save_pretrained(tmp_path / "adapter")

@@ -68,6 +68,7 @@ class Family:
       by_tensors: `(config, config.json's dict, names of the tensors)` -> the config, with what
         config.json leaves open; None: it says all.
       width_key: an FFN's width in config.json's `per_layer_config`.
+      conv1d: kernels are stored [in, out], as transformers' Conv1D has them.
       prefix, classifier: what a model's tensors are called behind in a classifier's file, and the
         tensors of its head by their leaves (io/classifiers.py).
       classifier_stem: of the classifier's class, where it is not the architecture's.
@@ -91,6 +92,7 @@ class Family:
     own_name: Callable[[str], str] = str
     by_tensors: ByTensors | None = None
     width_key: str = "intermediate_size"
+    conv1d: bool = False
     prefix: str = ""
     classifier: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"out/kernel": "score.weight"}
@@ -101,6 +103,11 @@ class Family:
     gguf_transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
     gguf_untransform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] = _keep
     gguf_uneven: str = ""
+
+    @property
+    def dense(self) -> bool:
+        """True if the family's classifiers have a dense layer of their own (RoBERTa's)."""
+        return "dense/kernel" in self.classifier
 
 
 _HF_ACTIVATIONS = {

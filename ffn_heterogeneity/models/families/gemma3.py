@@ -47,7 +47,8 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     fields = gemma.fields_from_hf(values, _DEFAULTS)
     values = _DEFAULTS | dict(values)
     nested = values.get("rope_parameters") or {}
-    full_scaling = nested.get("full_attention") or values.get("rope_scaling") or {}
+    # As in transformers 5: what rope_scaling has replaces the same keys.
+    full_scaling = (nested.get("full_attention") or {}) | (values.get("rope_scaling") or {})
     full_theta = values.get("rope_theta") or _GLOBAL_THETA
     local_theta = values.get("rope_local_base_freq") or _LOCAL_THETA
     local_scaling = nested.get("sliding_attention") or {}

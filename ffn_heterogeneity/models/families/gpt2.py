@@ -32,7 +32,6 @@ _DEFAULTS = {
     "activation_function": "gelu_new",
     "attn_pdrop": 0.1,
 }
-# What of the attention's form is read.
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 _FIXED["add_cross_attention"] = False
 # Keys of `common.base_to_hf` that its class does not have.
@@ -145,6 +144,7 @@ FAMILY = common.Family(
     redundant=(r".*\.attn\.(masked_)?bias",),
     own_name=own_name,
     width_key="n_inner",
+    conv1d=True,
     classifier_stem="GPT2",
     torch_final_norm="model.ln_f",
 )

@@ -14,9 +14,17 @@ def rope_from_hf(
     """`rope_scaling` (classic) or one `rope_parameters` dict (transformers 5) -> `RopeConfig`.
 
     `fraction` is given by families that rotate a part of each head, in place of the key.
+
+    Raises:
+      ConfigError: another type, or a dict per kind of layer where one is read.
     """
     theta = float(values.get("rope_theta") or theta)
-    kind = values.get("rope_type") or values.get("type") or "default"
+    kinds = {values[key] for key in ("rope_type", "type") if values.get(key)} or {"default"}
+    nested = [key for key, value in values.items() if isinstance(value, Mapping)]
+    if nested or len(kinds) > 1:
+        what = f"one rope per kind of layer ({', '.join(nested)})" if nested else sorted(kinds)
+        raise ConfigError(f"rope_parameters: got {what}; expected one rope of one type")
+    kind = kinds.pop()
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial rotary embeddings (partial_rotary_factor) are not supported")
     if kind == "default":
@@ -35,13 +43,30 @@ def shared_rope_from_hf(
 ) -> RopeConfig:
     """The rope of a config.json whose layers share one.
 
+    As in transformers 5, `rope_scaling` replaces `rope_parameters`; transformers 4 and vLLM read
+    `rope_scaling` alone.
+
     Args:
       fraction: for families that rotate a part of each head: where the rope does not say which.
+
+    Raises:
+      ConfigError: as `rope_from_hf`, or `rope_scaling` drops the theta of `rope_parameters`.
     """
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    parameters, scaling = (values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     theta = values.get("rope_theta") or 10_000.0
+    if scaling:
+        lost = parameters.get("rope_theta") or theta
+        if lost != (scaling.get("rope_theta") or theta):
+            raise ConfigError(
+                f"rope_scaling replaces rope_parameters and its rope_theta={lost}: write "
+                "rope_theta into rope_scaling too"
+            )
+    scaling = dict(scaling or parameters)
+    given = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     if fraction is not None:
-        fraction = scaling.pop("partial_rotary_factor", None) or fraction
+        fraction = given or fraction
+    elif given is not None:
+        scaling["partial_rotary_factor"] = given
     return rope_from_hf(scaling, theta, max_position, float(fraction or 1.0))
 
 
