@@ -1,4 +1,4 @@
-"""Fetches the small real models that the demo and the tests use; later runs need no network.
+"""Fetches small real models (four, 933 MB, or those of --only); later runs need no network.
 
 Example:
   python scripts/fetch_models.py --only=smollm2

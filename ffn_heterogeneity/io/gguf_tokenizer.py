@@ -121,13 +121,16 @@ def _check(path: str, fields: dict[str, Any]) -> None:
 
 
 def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: str):
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 takes a word that is a token as it is, whatever the merges would make of it.
     model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(model)
+    if pre == "qwen2":
+        # Qwen's published tokenizers do this; GGUF has no field for it, and llama.cpp does not.
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, tokens, types, normalized=False)
@@ -236,9 +239,10 @@ def _wrap(tokenizer, special: dict[str, str], fields: dict[str, Any], path: str)
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
-        name_or_path=path,
         **({"model_max_length": int(length)} if length else {}),
         **special,
     )
+    # As an argument, transformers would look for this path on the hub (above 100,000 tokens).
+    wrapped.name_or_path = path
     wrapped.chat_template = fields.get("tokenizer.chat_template")
     return wrapped

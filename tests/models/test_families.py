@@ -66,6 +66,14 @@ PUBLISHED = {
     "olmo_1b": 1176.8,
     "olmo_7b": 6888.1,
     "olmo_7b_0424": 6888.1,
+    "qwen2_5_0_5b": 494.032768,
+    "qwen2_5_1_5b": 1543.714304,
+    "qwen2_5_3b": 3085.938688,
+    "qwen2_5_7b": 7615.616512,
+    "qwen2_5_14b": 14770.033664,
+    "qwen2_5_32b": 32763.876352,
+    "qwen2_5_72b": 72706.203648,
+    "qwen2_5_coder_0_5b_instruct": 494.032768,
     "qwen3_0_6b": 596.0,
     "qwen3_1_7b": 1720.6,
     "qwen3_4b": 4022.5,
@@ -125,6 +133,12 @@ DETAILS = {
     "mistral_7b": (1e4, 1e-5, False, 32_768),
     "mistral_7b_v0_3": (1e6, 1e-5, False, 32_768),
     "phi3": (1e4, 1e-5, False, 4096),
+    "qwen2_5_0_5b": (1e6, 1e-6, True, 32_768),
+    "qwen2_5_1_5b": (1e6, 1e-6, True, 131_072),
+    "qwen2_5_3b": (1e6, 1e-6, True, 32_768),
+    "qwen2_5_7b": (1e6, 1e-6, False, 131_072),
+    "qwen2_5": (1e6, 1e-5, False, 131_072),  # 14B, 32B, 72B
+    "qwen2_5_coder": (1e6, 1e-6, True, 32_768),
     "qwen3_0_6b": (1e6, 1e-6, True, 40_960),
     "qwen3_1_7b": (1e6, 1e-6, True, 40_960),
     "qwen3_4b": (1e6, 1e-6, True, 40_960),
@@ -153,7 +167,8 @@ def test_details_that_no_shape_shows(name):
     assert config.layers[0].rope.linear_factor == (4.0 if coder else 1.0)
     gemma, neox = name.startswith("gemma"), config.family == "gpt_neox"
     assert config.activation == ("gelu_tanh" if gemma else "gelu" if neox else "silu")
-    assert config.parallel_residual == config.ffn_bias == config.attention_bias == neox
+    assert config.parallel_residual == config.ffn_bias == config.attention_out_bias == neox
+    assert config.attention_bias == (neox or config.family == "qwen2")
     assert config.layers[0].rope.fraction == (0.25 if neox else 1.0)
     kinds = {"gpt_neox": "layer", "olmo": "layer_without_parameters"}
     assert config.norm_kind == kinds.get(config.family, "rms")

@@ -30,6 +30,7 @@ TINY = {
     "pythia_70m": {"n_kv_heads": 4, "head_dim": 8},
     "stablecode_alpha_3b": {"n_kv_heads": 4, "head_dim": 8, "attention_bias": False, "tied": True},
     "olmo_1b": {},
+    "qwen2_5_7b": {},
     "qwen3_8b": {},
 }
 
@@ -83,14 +84,23 @@ def test_gpt_neox_has_no_grouped_queries():
             rules(config)
 
 
-def test_qwen3_windows_begin_where_config_json_says():
-    config = tiny("qwen3_8b")
-    values = families.family_by_name("qwen3").to_hf(config)
-    values |= {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 5}
-    listed = families.config_from_hf(values | {"layer_types": None})
-    assert [layer.window for layer in listed.layers] == [None] * 5 + [9] * 2
-    values = families.family_by_name("qwen3").to_hf(listed)
-    assert families.config_from_hf(values) == listed
+@pytest.mark.parametrize("name", ["qwen2_5_0_5b", "qwen3_8b"])
+def test_qwen_windows_begin_where_config_json_says(name):
+    config = tiny(name)
+    to_hf = families.family_by_name(config.family).to_hf
+    values = to_hf(config) | {"use_sliding_window": True, "max_window_layers": 5}
+    for window, found in ((9, [9] * 2), (None, [None] * 2)):
+        values |= {"sliding_window": window, "layer_types": None}
+        listed = families.config_from_hf(values)
+        assert [layer.window for layer in listed.layers] == [None] * 5 + found
+        for layer_types in (to_hf(listed)["layer_types"], None):  # transformers 4 has none
+            assert families.config_from_hf(to_hf(listed) | {"layer_types": layer_types}) == listed
+    values["layer_types"] = ["full_attention"] * 6 + ["sliding_attention"]
+    with pytest.raises(ConfigError, match="without a window; set use_sliding_window=true"):
+        families.config_from_hf(values)
+    del values["num_key_value_heads"], values["layer_types"]
+    values["num_attention_heads"] = 64
+    assert families.config_from_hf(values).n_kv_heads == 32
 
 
 def test_kernels_are_stored_output_first():
@@ -186,10 +196,10 @@ def test_unknown_names_are_refused_with_the_known_ones(call, value, known):
     ],
 )
 def test_settings_that_change_the_function_are_refused(change):
-    config, _ = families.preset("llama3_8b")
-    values = llama.to_hf(config) | {"rope_parameters": None} | change
-    with pytest.raises(ConfigError):
-        families.config_from_hf(values)
+    for name in ("llama3_8b", "qwen2_5_7b"):
+        values = families.config_to_hf(families.preset(name)[0]) | {"rope_parameters": None}
+        with pytest.raises(ConfigError, match="yarn|mish|partial"):
+            families.config_from_hf(values | change)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_no_token_is_written_as_minus_one_in_llamas_files():
     assert common.token_id(2**32 - 1) is None  # and in GGUF, whose ids have no sign
 
 
-@pytest.mark.parametrize("name", ["pythia_70m", "olmo_7b_0424", "qwen3_8b"])
+@pytest.mark.parametrize("name", ["pythia_70m", "olmo_7b_0424", "qwen2_5_7b", "qwen3_8b"])
 def test_config_dict_round_trip(name):
     config, _ = families.preset(name)
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config

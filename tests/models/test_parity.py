@@ -42,6 +42,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 # name -> (transformers' name, what differs from SIZES)
 TINY = {
     "llama": ("Llama", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
@@ -93,16 +94,9 @@ TINY = {
     ),
     "phi3": ("Phi3", {"num_hidden_layers": 2, "partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "olmo": ("Olmo", {"num_hidden_layers": 3, "clip_qkv": 0.5, "tie_word_embeddings": True}),
-    "qwen3": (
-        "Qwen3",
-        {
-            "num_hidden_layers": 2,
-            "head_dim": 12,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 1,
-        },
-    ),
+    "qwen2": ("Qwen2", {"num_hidden_layers": 3, **WINDOWS}),
+    "qwen2_tied": ("Qwen2", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_hidden_layers": 2, "head_dim": 12, **WINDOWS}),
 }
 # What of SIZES a family does not take.
 NOT_TAKEN = {
@@ -190,7 +184,7 @@ def test_where_a_config_says_how_much_is_rotated(torch, tmp_path, name, where):
 
 
 # The others' layers are made of the same parts.
-OFTEN = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen3")
+OFTEN = ("llama", "gemma3", "gpt2", "gpt_neox", "qwen2", "qwen3")
 
 
 @pytest.mark.parametrize(
@@ -357,13 +351,16 @@ def test_bfloat16_and_shards_written_by_transformers(torch, tmp_path):
         assert torch.equal(a, b), name
 
 
-def _real_model_agrees(torch, gguf, text, directory):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_a_real_model_agrees(torch, request, name, shared_data, tmp_path):
     """64 real tokens, the same dequantised weights in float32."""
     import transformers
 
-    model = load_model(gguf)
-    save_pretrained(model.config, model.params, directory, tokenizer=model.tokenizer)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    model = load_model(request.getfixturevalue(f"{name}_gguf"))
+    text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:2000]
+    save_pretrained(model.config, model.params, tmp_path / name, tokenizer=model.tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
     assert theirs.dtype == torch.float32
     ids = model.tokenizer.encode(text, add_special_tokens=False)[:63]
     tokens = np.array([[model.tokenizer.bos_token_id, *ids]])
@@ -374,17 +371,5 @@ def _real_model_agrees(torch, gguf, text, directory):
     # Weights in the wrong places would agree with themselves: real text must also be likely.
     log_p = jax.nn.log_softmax(ours[0, :-1])
     assert -log_p[np.arange(63), tokens[0, 1:]].mean() < 5.0
-    their_tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
     assert their_tokenizer.encode(text) == model.tokenizer.encode(text)
-
-
-@pytest.mark.slow
-def test_smollm2_agrees(torch, smollm2_gguf, shared_data, tmp_path):
-    text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:2000]
-    _real_model_agrees(torch, smollm2_gguf, text, tmp_path / "smollm2")
-
-
-@pytest.mark.slow
-def test_gemma3_agrees(torch, gemma3_gguf, shared_data, tmp_path):
-    text = (shared_data / "wikitext2" / "test.raw.txt").read_text()[:2000]
-    _real_model_agrees(torch, gemma3_gguf, text, tmp_path / "gemma3")

@@ -1,10 +1,11 @@
-"""SmolLM2-135M and Gemma 3 270M, as the scripts treat them, against torch and float64 oracles."""
+"""SmolLM2-135M, Gemma 3 270M and Qwen2.5-Coder-0.5B against torch and float64 oracles."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ from tiny_models import config_of, our_logits, torch_logits, torch_model, torch_
 from ffn_heterogeneity.evaluate import run as evaluate
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.fetch import SOURCES, models_directory
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
+from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.models.generate import Generator
+from ffn_heterogeneity.models.sampling import Sampling
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
@@ -166,3 +171,35 @@ def test_perplexity_of_smollm2(torch, smollm2_gguf, wikitext, tmp_path):
 @pytest.mark.slow
 def test_perplexity_of_gemma3(torch, gemma3_gguf, wikitext, tmp_path):
     perplexity_against_torch(torch, gemma3_gguf, wikitext, tmp_path)
+
+
+QWEN = models_directory() / SOURCES["qwen2.5-coder"].target
+# Computed in PyTorch, float32, through transformers' GGUF reader.
+QWEN_NLL = 4.3953
+QWEN_GREEDY = """262 421 308 2651 220 15 510 286 470 220 15 198 262 4409 308 621 220 16 510 286 470
+    220 16 198 262 770 510 286 264 11 293 284"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not QWEN.exists(), reason=f"{QWEN} is missing (fetch_models.py)")
+def test_qwen_agrees_with_transformers_gguf_reader(wikitext, tmp_path):
+    from transformers import AutoTokenizer
+
+    model, (published, _) = load_model(QWEN), preset("qwen2_5_coder_0_5b_instruct")
+    assert model.config == dataclasses.replace(published, tied=False, pad_id=151_643)
+    theirs = AutoTokenizer.from_pretrained(QWEN.parent, gguf_file=QWEN.name)
+    prompt = 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n'
+    chat = [{"role": "user", "content": f"{prompt}\t\r 12<|fim_pad|>\u0301"}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    chats = [x.apply_chat_template(chat, **options) for x in (model.tokenizer, theirs)]
+    assert chats[0] == chats[1]
+    for text in (chats[0], Path(__file__).read_text(), wikitext.read_text()):
+        assert model.tokenizer.encode(text) == theirs.encode(text), text[:80]
+    sampling = Sampling(max_new_tokens=32, temperature=0.0)
+    (answer,) = Generator(model.config, model.params)([model.tokenizer.encode(prompt)], sampling)
+    assert answer.tokens == [int(i) for i in QWEN_GREEDY.split()]
+    settings = {"text": str(wikitext), "window": WINDOW, "max_windows": WINDOWS, "bos": "segment"}
+    config = config_of("perplexity", model=str(QWEN), **settings)
+    results = evaluate.run(config, tmp_path, load=lambda *_, **__: model)
+    print(f"\n{QWEN.name}: NLL {results['nll']:.6f}, reference {QWEN_NLL}")
+    assert abs(results["perplexity"] / math.exp(QWEN_NLL) - 1) < 1e-3

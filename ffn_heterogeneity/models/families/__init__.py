@@ -20,6 +20,7 @@ from ffn_heterogeneity.models.families import (
     mistral,
     olmo,
     phi3,
+    qwen2,
     qwen3,
     roberta,
 )
@@ -31,7 +32,7 @@ from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
 from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
-_DECODERS = (llama, gemma, gemma2, gemma3, gpt2, gpt_neox, mistral, olmo, phi3, qwen3)
+_DECODERS = (llama, gemma, gemma2, gemma3, gpt2, gpt_neox, mistral, olmo, phi3, qwen2, qwen3)
 _MODULES = (*_DECODERS, bert, roberta)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 PRESETS: dict[str, tuple[ModelConfig, str]] = {

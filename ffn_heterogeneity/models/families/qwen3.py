@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ffn_heterogeneity.models.config import ConfigError, ModelConfig, RopeConfig
-from ffn_heterogeneity.models.families import common
+from ffn_heterogeneity.models.config import ModelConfig, RopeConfig
+from ffn_heterogeneity.models.families import common, qwen2
 
-_THETA = 1_000_000.0
-_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32_768,
-    "head_dim": 128,
-    "max_window_layers": 28,
-    "sliding_window": 4096,
-}
+_DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
 
 
 def _preset(*shape: int, tied: bool = False) -> ModelConfig:
     ids = {"bos_id": 151_643, "eos_id": 151_645}
     more = {"vocab_size": 151_936, "head_dim": 128, "qk_norm": True, "tied": tied, **ids}
     more |= {"norm_eps": 1e-6, "max_position": 40_960}
-    return common.published("qwen3", shape, RopeConfig(_THETA), **more)
+    return common.published("qwen3", shape, RopeConfig(1_000_000.0), **more)
 
 
 PRESETS = {
@@ -36,44 +28,21 @@ PRESETS = {
 }
 
 
-def _windows(values: Mapping[str, Any]) -> list[int | None]:
-    """Window per layer; the published models have none."""
-    count = values["num_hidden_layers"]
-    if not values.get("use_sliding_window"):
-        return [None] * count
-    full = min(values["max_window_layers"], count)
-    kinds = ["full_attention"] * full + ["sliding_attention"] * (count - full)
-    return common.windows_from_hf({"layer_types": kinds, **values}, every=1)
-
-
 def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """config.json of a Qwen3ForCausalLM."""
-    fields = common.base_from_hf(values, _DEFAULTS) | {"qk_norm": True}
-    values = common.with_defaults(values, _DEFAULTS)
     # Without a theta transformers' own default; every published config.json names it.
-    return common.decoder_from_hf("qwen3", values, fields, _windows(values))
+    return qwen2.model_from_hf("qwen3", values, _DEFAULTS, qk_norm=True)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """config.json that transformers 4 and 5 and vLLM read."""
-    windows = common.windows_to_hf(config)
-    local = "sliding_attention" in windows["layer_types"]
-    return common.base_to_hf(config, "qwen3", "Qwen3ForCausalLM") | {
-        **windows,
-        "use_sliding_window": local,
-        "sliding_window": windows["sliding_window"] if local else None,
-        "max_window_layers": config.n_layers,
-    }
+    values = common.base_to_hf(config, "qwen3", "Qwen3ForCausalLM")
+    return values | qwen2.windows_to_hf(config)
 
 
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = qwen3."""
-    fields = common.base_from_gguf(meta) | {"qk_norm": True}
-    kind = meta.get("rope.scaling.type", "none")
-    if kind != "none":
-        raise ConfigError(f"GGUF rope.scaling.type={kind!r} of a qwen3 file is not known: none")
-    rope = RopeConfig(common.short_float(meta.get("rope.freq_base", _THETA)))
-    return common.decoder_from_gguf("qwen3", meta, fields, rope)
+    return qwen2.model_from_gguf("qwen3", meta, qk_norm=True)
 
 
 FAMILY = common.Family("qwen3", "Qwen3ForCausalLM", PRESETS, from_hf, to_hf, from_gguf)
