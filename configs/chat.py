@@ -37,6 +37,7 @@ def get_config() -> ConfigDict:
             "system": "",
             # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
             "chat_template": "auto",
+            "template_date": "2024-07-26",  # what a template writes that asks for today's date
             "bos": "auto",  # as of training: auto | segment | document | none
             # Unset: by the question's category (MT-bench, Vicuna), 0 for WizardLM's and for what
             # Spec-Bench adds to MT-bench. Spec-Bench's own runs are all at 0.

@@ -37,6 +37,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M") -> ConfigDict:
     config.data.bos = "auto"  # auto | segment | document | none
     # auto: the tokenizer's template, else Tulu's form | tokenizer | tulu.
     config.data.chat_template = "auto"
+    config.data.template_date = "2024-07-26"  # what a template writes that asks for today's date
     config.data.skip_bad = False  # drop conversations that cannot be read, and count them
 
     losses.add(config, ("nll", "jreg", *more))

@@ -18,6 +18,7 @@ A stage is a group, as in configs/prune_recover.py.
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from configs import p32_glue
 from ffn_heterogeneity.launch.sweep import product
@@ -111,12 +112,13 @@ def _tuning(config: ConfigDict, task: str) -> dict:
     """The compressed blocks alone, at a constant rate, towards the whole model's states."""
     group = _training(config, task)
     loss = "regression" if task in p32_glue.REGRESSIONS else "classification"
+    off = {"weight": placeholder(float)}  # None: it is not built
     group["optimizer"] |= {"schedule": "constant", "warmup_steps": 0.0, "weight_decay": 0.0}
     return group | {
         "base": f"{group['base']},teacher,layerwise",
         "teacher": {"model": config.model},
         "train_only": ("@taught",),  # the blocks that have a teacher
-        "losses": {"layerwise": {"weight": 1.0, "states": "block"}, loss: {"weight": None}},
+        "losses": {"layerwise": {"weight": 1.0, "states": "block"}, loss: off},
         "epochs": 1.0,
         "dropout": 0.0,
         "export": {"weights": "last"},

@@ -50,7 +50,9 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,mrpc") ->
         }
     )
     config.fields = ""  # <a>[,<b>]: of the texts, where the task's names are not the file's
-    config.labels = ""  # <a>,<b>: of task "labels", in order; "": those in the file
+    # <a>,<b>: of task "labels", in order; "": those in the file. A number in a file is the label
+    # with that text, else a place in this order.
+    config.labels = ""
     config.pooling = "p32"  # last | p32 | average | scalar_mix (ELMo's)
     # A decoder's final norm: of the sum (pooled), of the last state alone (hidden_states), or none.
     config.final_norm = "pooled"

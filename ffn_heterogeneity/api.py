@@ -12,11 +12,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.tasks.messages import end_of_turn
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.classify import classify as classify
 from ffn_heterogeneity.evaluate.hidden import hidden_states as hidden_states
-from ffn_heterogeneity.evaluate.inputs import prompt_rows, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import one_text, prompt_rows, tokenizer_of
 from ffn_heterogeneity.io.card import push as push
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.gguf_export import save_gguf
@@ -24,6 +26,7 @@ from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import products
+from ffn_heterogeneity.models.sampling import own_settings
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 from ffn_heterogeneity.wording import check_choice
@@ -47,8 +50,8 @@ def save_model(
     Raises:
       CheckpointError: as `save_pretrained`.
     """
-    model = one_model(model)
-    if os.fspath(directory).endswith(".gguf"):
+    model, directory = one_model(model), epath.Path(directory).expanduser()
+    if directory.suffix == ".gguf":
         options = {"tokenizer": model.tokenizer, "source": model.source, **options}
         return epath.Path(save_gguf(model.config, model.params, directory, **options))
     options = {"tokenizer": model.tokenizer, "structure": structure, **options}
@@ -65,10 +68,14 @@ def generate(
     batch_size: int = 8,
     **sampling: Any,
 ) -> str | list[str]:
-    """The model's continuation of a prompt, or of each of several; greedy unless told otherwise.
+    """The model's continuation of a prompt, or of each of several.
+
+    It stops at the ids of generation_config.json (else config.json), and draws with that file's
+    temperature and top_p where it has do_sample; `temperature=0` is greedy, as is any other model.
 
     Args:
-      chat: each prompt is what a user says; the answer follows in the tokenizer's template.
+      chat: each prompt is what a user says; the answer follows in the tokenizer's template, and
+        stops where the template ends a turn.
       sampling: of `models.generate.Sampling`: temperature, top_p, seed, stop ...
 
     Raises:
@@ -76,6 +83,9 @@ def generate(
     """
     model, texts = one_model(model), [prompts] if isinstance(prompts, str) else list(prompts)
     ids = prompt_rows(model, texts, chat)
+    sampling = own_settings(model.config) | sampling
+    if chat and (end := end_of_turn(Encoder(model.tokenizer, "auto"))) is not None:
+        sampling["eos"] = (*sampling.get("eos", ()), end)
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
     found = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
     answers = [one.text for one in found]
@@ -98,11 +108,12 @@ def perplexity(
       bos: see `data.windows.text_windows`; None: "segment" where the tokenizer has one.
 
     Raises:
-      ValueError: a model without a tokenizer, a text shorter than one window, a bad setting.
+      ValueError: a model without a tokenizer, a text shorter than one window or a path in its
+        place, a bad setting.
     """
     model = one_model(model)
     bos = bos or ("none" if tokenizer_of(model).bos_token_id is None else "segment")
-    rows = text_windows(text, model.tokenizer, window, max_windows, bos)
+    rows = text_windows(one_text(text), model.tokenizer, window, max_windows, bos)
     options = {"batch_size": batch_size, "progress": None}
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
 
@@ -177,7 +188,7 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
     """
     settings = {name.replace("__", "."): value for name, value in overrides.items()}
     found = run("train", config, workdir, settings)
-    return load_model(epath.Path(workdir) / "model"), found
+    return load_model(epath.Path(workdir).expanduser() / "model"), found
 
 
 def analyze(
@@ -201,7 +212,7 @@ def analyze(
     named = {name.replace("__", "."): value for name, value in settings.items()}
     cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)
     with tempfile.TemporaryDirectory() as folder:
-        where = epath.Path(workdir or folder)
+        where = epath.Path(workdir or folder).expanduser()
         where.mkdir(parents=True, exist_ok=True)
         dtype = config.get("compute_dtype", "float32")
         with contextlib.redirect_stdout(sys.stderr), products(dtype):  # what it finds is returned
@@ -239,9 +250,10 @@ def run(
     from ffn_heterogeneity.io.workdir import working_in
     from ffn_heterogeneity.launch import cli, commands, experiment
 
+    workdir = epath.Path(workdir).expanduser()
     check_choice("command", command, tuple(commands.COMMANDS))
     made = cli.load_config(config)
     cli.set_keys(made, settings or {}, command, config)
     experiment.check(made, command)
     with working_in(workdir, made.to_dict()):
-        return experiment.run(made, epath.Path(workdir), kind=command)
+        return experiment.run(made, workdir, kind=command)

@@ -7,7 +7,9 @@ their numbers, which metrics judge it, and where its data is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,10 @@ from ffn_heterogeneity.wording import check_known, some
 # Of files that name their texts otherwise than the task does (GLUE's TSV files, published copies).
 _PAIR = ("sentence1", "sentence2")
 _COPY = ("text_a", "text_b")
+_ANSWERS = ("label", "Quality", "is_duplicate", "gold_label")
 _ENTAILMENT = ("entailment", "not_entailment")
+_LARGEST = 3.4028234663852886e38  # of float32, as batches hold targets
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,8 @@ class LabelTask:
       hub: `name:config` of the data set; "": it has none.
       validation: its held-out splits, by the name of the set.
       rows: of the training split.
+      numbers: labels that the numbers 0, 1, ... of a file stand for, in any case; None: `labels`;
+        (): numbers are rejected.
     """
 
     name: str
@@ -46,6 +53,7 @@ class LabelTask:
         default_factory=lambda: {"validation": "validation"}
     )
     rows: int = 0
+    numbers: tuple[str, ...] | None = None
 
     @property
     def regression(self) -> bool:
@@ -71,47 +79,88 @@ class LabelTask:
             f"{', '.join(map(repr, record)) or 'none'}: name them with --config.fields=<a>[,<b>]"
         )
 
+    def field(self, record: Mapping[str, Any]) -> str:
+        """The name of the field with the record's answer."""
+        return next((name for name in self.answer if name in record), self.answer[0])
+
+    def target_or_nan(self, record: Mapping[str, Any]) -> float:
+        """The target; NaN where a row has none: no field, nothing in it, -1 that is no label."""
+        text = label_text(record.get(self.field(record)))
+        hidden = text == "-1" and "-1" not in self.labels and not self.regression
+        return math.nan if hidden or not text else self.target(record)
+
     def target(self, record: Mapping[str, Any]) -> int | float:
         """The number of the record's label, or the number that is its answer.
 
         Raises:
-          DataError: there is no such field, or what is in it is no answer.
+          DataError: there is no such field, or no answer in it.
         """
-        field = next((name for name in self.answer if name in record), self.answer[0])
+        field = self.field(record)
         value = value_of(record, field, object, "an answer")
-        return _score(field, value) if self.regression else label_number(field, value, self.labels)
+        if self.regression:
+            return _score(field, value)
+        return label_number(field, value, self.labels, self.numbers)
 
 
-def label_number(field: str, value: Any, labels: Sequence[str]) -> int:
-    """The number of a label that is given by its name or its number, as text or not.
+def label_text(value: Any) -> str:
+    """The label that a value names, as text: "1" of 1, 1.0, "1" and " 1.0 "; "" of null and NaN.
 
     Raises:
-      DataError: it is neither; -1 stands for an answer that is not published.
+      DataError: a list or an object.
     """
-    if isinstance(value, str) and value.strip() in labels:
-        return labels.index(value.strip())
-    try:
-        number = int(value)
-        if number == float(value) and 0 <= number < len(labels):
-            return number
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number == -1:
+    if isinstance(value, (list, Mapping)):
+        raise DataError(f"an answer is {value!r:.60}; expected one text or number per row")
+    text = "" if value is None or value != value else str(value).strip()
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text)
+
+
+@functools.lru_cache
+def _known(labels: tuple[str, ...], numbers: tuple[str, ...]) -> dict[Any, int]:
+    """The number of the label that a text names: the label itself, or a place in `numbers`, unless
+    labels are numbers themselves; and of `(text in lower case,)` where that is unambiguous."""
+    exact = {name: i for i, name in enumerate(labels)}
+    folded = {name.casefold(): i for name, i in exact.items()}
+    known = {label_text(name): i for name, i in exact.items()} | exact
+    places = {str(i): exact.get(x, folded[x.casefold()]) for i, x in enumerate(numbers)}
+    known = known if any(map(NUMBER.fullmatch, known)) else known | places
+    return known | {(x,): i for x, i in folded.items() if len(folded) == len(exact)}
+
+
+def label_number(field: str, value: Any, labels: Sequence[str], numbers: Any = None) -> int:
+    """The number of the label that a value names; the value's JSON type does not matter.
+
+    A label with that text comes first: of the labels ("1", "2") the value 1 is the first. Without
+    one, a whole number is a place in `numbers` (True is 1).
+
+    Args:
+      numbers: as of `LabelTask`.
+
+    Raises:
+      DataError: no label; -1 stands for an answer that is not published.
+    """
+    known = _known(tuple(labels), tuple(labels if numbers is None else numbers))
+    text = label_text(value)
+    number = str(int(value)) if isinstance(value, bool) else text
+    for name in (str(value).strip(), text, number, (text.casefold(),)):
+        if name in known:
+            return known[name]
+    if text == "-1":
         raise DataError(
             f"field {field!r} is -1: this split's labels are not published, so nothing can be "
             "trained or measured on it (classify predicts without labels)"
         )
-    known = [f"{name!r} or {i}" for i, name in enumerate(labels)]
-    raise DataError(f"field {field!r} is {value!r:.60}, none of the labels {some(known)}")
+    why = "; numbers are unclear where --config.labels reorders a task's: write names"
+    said = f"field {field!r} is {value!r:.60}, none of the labels {some(labels)}"
+    raise DataError(said + why * (numbers == ()))
 
 
 def _score(field: str, value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"field {field!r} is {value!r:.60}, expected a finite number")
+    if not abs(number) <= _LARGEST:
+        raise DataError(f"field {field!r} is {value!r:.60}, expected a finite number of float32")
     return number
 
 
@@ -121,10 +170,11 @@ def _glue(
     # Published copies name the two texts of any task alike.
     if len(fields[0]) == 2:
         fields = tuple(dict.fromkeys((*fields, _PAIR, _COPY)))
-    hub = f"nyu-mll/glue:{name}"
-    return LabelTask(name, fields, labels, metrics or ("accuracy",), hub=hub, rows=rows, **more)
+    more = {"answer": _ANSWERS, "hub": f"nyu-mll/glue:{name}", "rows": rows} | more
+    return LabelTask(name, fields, labels, metrics or ("accuracy",), **more)
 
 
+_MNLI = (("premise", "hypothesis"),), ("entailment", "neutral", "contradiction")
 _MATCHED = {name: f"validation_{name}" for name in ("matched", "mismatched")}
 _MRPC = (_PAIR, ("#1 String", "#2 String"))
 _QUESTIONS = (("question1", "question2"),)
@@ -135,30 +185,23 @@ TASKS = {
     task.name: task
     for task in (
         _glue("rte", 2_490, (_PAIR,), _ENTAILMENT),
-        _glue(
-            "mrpc",
-            3_668,
-            _MRPC,
-            ("not_equivalent", "equivalent"),
-            *_F1,
-            answer=("label", "Quality"),
-        ),
+        _glue("mrpc", 3_668, _MRPC, ("not_equivalent", "equivalent"), *_F1),
         _glue("stsb", 5_749, (_PAIR,), (), "spearman", "pearson", answer=("label", "score")),
         _glue("cola", 8_551, (("sentence",),), ("unacceptable", "acceptable"), *reversed(_F1)),
         _glue("sst2", 67_349, (("sentence",),), ("negative", "positive")),
         _glue("qnli", 104_743, (("question", "sentence"),), _ENTAILMENT),
         _glue("qqp", 363_846, _QUESTIONS, ("not_duplicate", "duplicate"), *_F1),
-        _glue(
-            "mnli",
-            392_702,
-            (("premise", "hypothesis"),),
-            ("entailment", "neutral", "contradiction"),
-            validation=_MATCHED,
-        ),
+        _glue("mnli", 392_702, *_MNLI, validation=_MATCHED),
     )
 }
 # Of data of one's own: labels by name, or a number; fields and labels come from the config.
 OWN = ("labels", "regression")
+
+
+def with_labels(labels: Sequence[str]) -> LabelTask | None:
+    """The first of `TASKS` with these labels, in whatever order and case."""
+    names = sorted(name.casefold() for name in labels)
+    return next((task for task in TASKS.values() if names and sorted(task.labels) == names), None)
 
 
 def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) -> LabelTask:
@@ -178,7 +221,8 @@ def get_task(name: str, fields: Sequence[str] = (), labels: Sequence[str] = ()) 
     if labels:
         if len(set(labels)) < 2 or len(set(labels)) < len(labels):
             raise DataError(f"labels {', '.join(labels)}: two or more, each once")
-        task = dataclasses.replace(task, labels=tuple(labels))
+        moved = tuple(labels) != task.labels and sorted(labels) == sorted(task.labels)
+        task = dataclasses.replace(task, labels=tuple(labels), numbers=() if moved else None)
     if not task.fields:
         raise DataError(f"task {name!r} needs --config.fields=<a>[,<b>], where its texts are")
     return task

@@ -1,4 +1,4 @@
-"""Data sets of `datasets`: of the hub, stored or read as they come, and saved folders."""
+"""Parquet files, and data sets of `datasets`: of the hub, stored or not, and saved folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,61 @@ import math
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ffn_heterogeneity.data.sources import DataError, Source, is_saved
-from ffn_heterogeneity.wording import first_line
+from ffn_heterogeneity.wording import first_line, some
+
+
+class ParquetSource(Source):
+    """Rows of parquet files of the same columns, in any order and width of types; memory-mapped
+    where they are local."""
+
+    def __init__(self, paths: Sequence[str]):
+        import pyarrow
+        import pyarrow.parquet
+
+        tables, parts = [], []
+        for path in paths:
+            try:
+                table = pyarrow.parquet.read_table(path, memory_map="://" not in path)
+                for i, column in enumerate(table.schema):
+                    if pyarrow.types.is_dictionary(column.type):
+                        values = table.column(i).cast(column.type.value_type)
+                        table = table.set_column(i, column.name, values)
+                tables.append(table)
+                self.class_names = _class_names(table.schema)
+                parts.append({(x, self.class_names.get(x)) for x in table.schema.names})
+            except Exception as error:  # whatever is wrong with its table or its metadata
+                why = first_line(error)
+                raise DataError(f"{path}: not a readable parquet file ({why})") from error
+        self.name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        if unlike := set.union(*parts) - set.intersection(*parts):
+            names = some(sorted({name for name, _ in unlike}))
+            raise DataError(f"{self.name}: unlike columns, or names of their classes: {names}")
+        try:
+            self._table = pyarrow.concat_tables(tables, promote_options="permissive")
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{self.name}: unlike columns ({first_line(error)})") from error
+        if not len(self._table):
+            raise DataError(f"{self.name}: no rows")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.named(self._table.slice(index, 1).to_pylist()[0])
+
+
+def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
+    """The names of a table's ClassLabel columns, in the order of their numbers."""
+    if b"huggingface" not in (schema.metadata or {}):
+        return {}  # where there is none the package is not needed
+    import datasets
+
+    columns = datasets.Features.from_arrow_schema(schema).items()
+    return {name: tuple(x.names) for name, x in columns if isinstance(x, datasets.ClassLabel)}
 
 
 class HubSource(Source):
@@ -30,6 +80,8 @@ class HubSource(Source):
                 self._data = datasets.load_dataset(
                     repository, config or None, split=split, revision=revision
                 )
+        self._data = self._data.with_format(None)  # a saved format may give tensors
+        self.class_names = _class_names(self._data.features.arrow_schema)
         if not len(self):
             raise DataError(f"data set {name!r}, split {split!r}, has no rows")
         self.name, self.rows = f"{name}[{split}]", len(self)
@@ -39,7 +91,7 @@ class HubSource(Source):
         return len(self._data)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._data[index]
+        return self.named(self._data[index])
 
     def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
         """Rows [start, stop)."""

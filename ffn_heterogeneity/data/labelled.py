@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
-from ffn_heterogeneity.data.glue import LabelTask, get_task
+from ffn_heterogeneity.data.glue import NUMBER, LabelTask, get_task, label_text
 from ffn_heterogeneity.data.sources import DataError, Source, open_source, read_each
 from ffn_heterogeneity.wording import check_number, naming, settings_of
 
@@ -58,11 +60,13 @@ class Form:
       encoder: whether it is one; see `encode_texts`.
       padding_id: what other libraries pad rows with.
       most: tokens of a row.
+      as_made: rows are what the tokenizer makes of a text or a pair, of a decoder too.
     """
 
     encoder: bool
     padding_id: int | None
     most: int
+    as_made: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Encoded:
 
 
 def open_rows(path: str, split: str = "train") -> Source:
-    """The records of a file, or of a split of a hub data set.
+    """The records of a file, or of a split of a hub data set; classes by their names.
 
     Raises:
       DataError: as `open_source`; text without fields.
@@ -98,6 +102,7 @@ def open_rows(path: str, split: str = "train") -> Source:
     source = open_source(path, split=split)
     if source.running_text:
         raise DataError(f"{path}: plain text has no fields; give .jsonl, .csv, .tsv or .parquet")
+    source.by_name = True
     return source
 
 
@@ -118,12 +123,15 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
 
 
 def found_labels(source: Source, field: str = "label") -> tuple[str, ...]:
-    """The labels of a file that says them itself, in order: numbers by size, then by letters."""
-    values = {str(value).strip() for value in read_each(source, lambda row: row.get(field, ""))}
-    values.discard("")
+    """The labels of a file: its class names in their order, or the texts in the field, in order:
+    numbers by size, then by letters."""
+    if field in source.class_names:
+        return source.class_names[field]
+    values = {*read_each(source, lambda row: label_text(row.get(field)))} - {""}
     if len(values) > 1_000:
         raise DataError(f"{source.name}: {len(values)} different labels: is it a regression?")
-    return tuple(sorted(values, key=lambda x: (not x.isdigit(), int(x) if x.isdigit() else 0, x)))
+    sizes = {text: float(text) if NUMBER.fullmatch(text) else math.inf for text in values}
+    return tuple(sorted(values, key=lambda text: (sizes[text], text)))
 
 
 def encode_rows(
@@ -151,7 +159,8 @@ def encode_texts(
     """(ids, token types, rows cut) of rows of one text or two.
 
     An encoder reads them as its tokenizer joins them, [CLS] a [SEP] b [SEP] of BERT. A decoder
-    reads [ours] bos (where there is one), a, a newline and b, and no eos: its last token is pooled.
+    reads [ours] bos (where there is one), a, a newline and b, and no eos: its last token is pooled;
+    with `form.as_made`, what its tokenizer makes.
     Of a row that is too long the longer text is cut first, as `longest_first` of the tokenizers
     library does.
 
@@ -160,8 +169,9 @@ def encode_texts(
         take for padding; an empty row.
     """
     rows, kinds, cut, encoder = [], [], 0, form.encoder
-    first = [] if encoder or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    for number, one in enumerate(_encodings(tokenizer, texts, encoder)):
+    as_made = encoder or form.as_made
+    first = [] if as_made or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for number, one in enumerate(_encodings(tokenizer, texts, as_made)):
         ids, types, parts = one
         keep = kept_places(parts, form.most - len(first))
         cut += not keep.all()
@@ -174,15 +184,16 @@ def encode_texts(
     return rows, kinds, cut
 
 
-def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], encoder: bool) -> Iterator[tuple]:
+def _encodings(tokenizer: Any, texts: Sequence[tuple[str, ...]], as_made: bool) -> Iterator[tuple]:
     """(ids, types, which text each token is of: 0, 1, or -1 for what stays) of every row."""
     plain = {"padding": False, "truncation": False, "return_attention_mask": False}
-    if encoder:
+    if as_made:
         pairs = [text[1] for text in texts] if texts and len(texts[0]) > 1 else None
         made = tokenizer([text[0] for text in texts], pairs, return_token_type_ids=True, **plain)
+        typed = getattr(tokenizer, "makes_types", True)
         for i, types in enumerate(made["token_type_ids"]):
             parts = [-1 if part is None else part for part in made.sequence_ids(i)]
-            yield np.array(made["input_ids"][i]), np.array(types), np.array(parts)
+            yield np.array(made["input_ids"][i]), np.array(types) * typed, np.array(parts)
         return
     joined = ["\n".join(text) for text in texts]
     made = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, **plain)
@@ -327,10 +338,12 @@ def chosen_rows(data: Encoded, rows: Sequence[int]) -> Encoded:
 
 
 def named_paths(text: str, name: str = "validation") -> dict[str, str]:
-    """`{set: path}` of "<set>=<path>,<set>=<path>", or of one path."""
+    """`{set: path}` of "<set>=<path>,<set>=<path>", or of one path: what exists is one."""
     parts = [part.partition("=") for part in text.split(",")]
-    if all(mark and label.isidentifier() for label, mark, _ in parts):
-        if taken := {"train", "test"} & {label for label, _, _ in parts}:
-            raise DataError(f"{text}: no held-out set can be called {taken.pop()!r}")
-        return {label: path for label, _, path in parts}
-    return {name: text}
+    named = all(mark and label.isidentifier() for label, mark, _ in parts)
+    if not named or epath.Path(os.path.expanduser(text)).exists():
+        return {name: os.path.expanduser(text)}
+    labels = ["train", "test", *(label for label, _, _ in parts)]
+    if taken := [label for i, label in enumerate(labels) if label in labels[:i]]:
+        raise DataError(f"{text}: no held-out set can be called {taken[0]!r}: this name is taken")
+    return {label: os.path.expanduser(path) for label, _, path in parts}

@@ -18,6 +18,7 @@ document goes on in the next row), examples by `FirstFitPackIterDataset` (whole 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,7 +27,8 @@ import numpy as np
 
 from ffn_heterogeneity.data.sources import DataError, Source, named_place
 from ffn_heterogeneity.data.tasks.base import Example, Fields, Task
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.data.templates import DATE
+from ffn_heterogeneity.wording import check_choice, naming
 
 BOS_POLICIES = ("auto", "segment", "document", "none")
 CHAT_TEMPLATES = ("auto", "tokenizer", "tulu")
@@ -74,9 +76,14 @@ class Encoder:
       chat_template: how conversations are written, see `tasks/messages.py`.
       append: a string that ends every document, before its eos; part of the response.
       loss_on_prompt: whether prompts are in the loss as well.
+      template_date: see `templates.render_template`.
+
+    Attributes:
+      header: of the assistant's turn, where a template does not write it as an invitation; None:
+        not known yet (`tasks/messages.py`).
 
     Raises:
-      DataError: unknown policy, or bos asked for from a tokenizer that has none.
+      DataError: unknown policy, no date, or bos asked for from a tokenizer that has none.
     """
 
     def __init__(
@@ -87,7 +94,11 @@ class Encoder:
         chat_template: str = "auto",
         append: str = "",
         loss_on_prompt: bool = False,
+        template_date: str = DATE,
     ):
+        with naming("template_date, YYYY-MM-DD", (TypeError, ValueError), DataError):
+            datetime.date.fromisoformat(template_date)
+        self.template_date, self.header = template_date, None
         check_choice("chat_template", chat_template, CHAT_TEMPLATES, DataError)
         check_choice("bos", bos, BOS_POLICIES, DataError)
         if bos == "auto":

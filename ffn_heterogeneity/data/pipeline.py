@@ -68,7 +68,8 @@ class Pipeline(Feed):
         _check(config)
         self.task: Task = get_task(config.task)
         policy = (config.bos, config.eos, config.chat_template)
-        self._encoder = Encoder(self.tokenizer, *policy, config.append, config.loss_on_prompt)
+        policy += (config.append, config.loss_on_prompt, config.template_date)
+        self._encoder = Encoder(self.tokenizer, *policy)
         self._fields = Fields(config.prompt_field, config.response_field, config.text_field)
         self.train, self.held_out = self._open()
 

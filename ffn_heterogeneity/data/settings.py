@@ -8,6 +8,7 @@ from typing import Any
 
 from ffn_heterogeneity.data.passages import PASSAGE_CHARS
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.templates import DATE
 from ffn_heterogeneity.wording import check_known
 
 
@@ -36,6 +37,7 @@ class DataConfig:
       eos: whether documents end with the tokenizer's eos (conversations end as written).
       chat_template: how conversations ("messages") are written: "tokenizer" (its own template),
         "tulu" (the built-in form), or "auto": the tokenizer's where it has one.
+      template_date: the day (YYYY-MM-DD) that a chat template writes which asks for today's.
       append: a string that ends every example, training and validation alike, before the eos:
         "\\n[eod]" is NUCL's recipe for PaLM 2 (its Appendix C; predictions are cut off there). It
         counts as part of the response, and is the first to go where an example is too long.
@@ -66,6 +68,7 @@ class DataConfig:
     bos: str = "auto"
     eos: bool = True
     chat_template: str = "auto"
+    template_date: str = DATE
     append: str = ""
     loss_on_prompt: bool = False
     skip_bad: bool = False

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +21,16 @@ from etils import epath
 
 from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
 from ffn_heterogeneity.io.read import open_regular, parse_json
-from ffn_heterogeneity.wording import check_number, first_line
+from ffn_heterogeneity.wording import check_number
 
 TEXT_SUFFIXES = (".txt", ".text", ".raw", ".md")
 _KINDS = dict.fromkeys(TEXT_SUFFIXES, "text")
 _KINDS |= {".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+# Columns of CoLA's files, the only ones of GLUE without a header.
+_COLA = ["source", "label", "original_mark", "sentence"]
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell in quotes of CSV
+_NO_QUOTING = "quoting is not read in .tsv: write a table with such cells as .csv"
+_LIMIT = threading.Lock()
 
 
 class DataError(ValueError):
@@ -34,11 +41,14 @@ class Source:
     """Random access to records.
 
     `in_memory`: reading every record is cheap. `running_text`: neighbouring records continue each
-    other, so a held-out part must be one stretch of them, not a scattering.
+    other, so a held-out part must be one stretch of them, not a scattering. `class_names`: of each
+    column that holds numbers of classes, their names in order (ClassLabel of `datasets`);
+    `by_name`: records have these in place of the numbers.
     """
 
     name: str
-    in_memory = running_text = False
+    class_names: Mapping[str, tuple[str, ...]] = {}
+    in_memory = running_text = by_name = False
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -49,6 +59,13 @@ class Source:
     def where(self, index: int) -> str:
         """The place of a record, for errors."""
         return f"{self.name}, row {index + 1}"
+
+    def named(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A record as it was stored, with names of classes where `by_name`."""
+        for field, names in self.class_names.items() if self.by_name else ():
+            if record[field] in range(len(names)):  # neither null nor -1, which is not published
+                record[field] = names[record[field]]
+        return record
 
 
 @contextlib.contextmanager
@@ -90,35 +107,6 @@ class ListSource(Source):
 
     def where(self, index: int) -> str:
         return self._places[index]
-
-
-class ParquetSource(Source):
-    """Rows of parquet files of the same columns, memory-mapped where they are local."""
-
-    def __init__(self, paths: Sequence[str]):
-        import pyarrow
-        import pyarrow.parquet
-
-        tables = []
-        for path in paths:
-            try:
-                tables.append(pyarrow.parquet.read_table(path, memory_map="://" not in path))
-            except (pyarrow.ArrowException, OSError) as error:
-                why = first_line(error)
-                raise DataError(f"{path}: not a readable parquet file ({why})") from error
-        self.name = _name(paths)
-        try:
-            self._table = pyarrow.concat_tables(tables)
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{self.name}: unlike columns ({first_line(error)})") from error
-        if not len(self._table):
-            raise DataError(f"{self.name}: no rows")
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
 
 
 class Subset:
@@ -169,10 +157,12 @@ def open_source(
         return read_text(files, passage_chars)
     if kind in _READERS:
         return _READERS[kind](files)
+    from ffn_heterogeneity.data.hub import HubSource, ParquetSource
+
+    if kind == "parquet":
+        return ParquetSource(files)
     if len(files) > 1:
         raise DataError(f"{', '.join(paths)}: give one data set of the hub, or one saved folder")
-    from ffn_heterogeneity.data.hub import HubSource
-
     return HubSource(files[0], split, revision)
 
 
@@ -212,28 +202,61 @@ def read_jsonl(paths: Sequence[str]) -> ListSource:
 
 
 def read_csv(paths: Sequence[str]) -> ListSource:
-    """A header with the names of the columns, then one record a row; .tsv: tabs part columns."""
+    """A header with the names of the columns, then one record per row; .tsv: tabs separate cells, a
+    quotation mark is text like any other (as in GLUE's files), and CoLA's need no header.
+
+    Raises:
+      DataError: a row with other columns than the header, a column name that is empty or doubled, a
+        .tsv that was written with quoting.
+    """
     records, places = [], []
     for path in paths:
-        separator = "\t" if path.lower().endswith(".tsv") else ","
-        text = io.StringIO(read_utf8(path), newline="")
-        rows = csv.reader(text, delimiter=separator, strict=True)
-        try:
-            names = next(rows)
-            for row in filter(None, rows):
-                where = f"{path}, line {rows.line_num}"
-                if len(row) != len(names):
-                    raise DataError(f"{where}: {len(row)} columns, the header has {len(names)}")
-                places.append(where)
-                records.append(dict(zip(names, row, strict=True)))
-        except csv.Error as error:
-            raise DataError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
+        tabs = path.lower().endswith(".tsv")
+        (first, names), *rows = (_tab_separated if tabs else _comma_separated)(path) or [(1, [])]
+        if tabs and len(names) == 4 and names[1] in ("0", "1") and names[2] in ("", "*"):
+            rows, names = [(first, names), *rows], _COLA
+        if bad := [x for i, x in enumerate(names) if not x.strip() or x in names[:i]]:
+            said = f"{path}, line {first}: the column name {bad[0]!r} is empty or doubled"
+            raise DataError(f"{said}: give each its own (pandas: to_csv(index=False))")
+        for line, row in rows:
+            places.append(f"{path}, line {line}")
+            if len(row) != len(names):
+                said = f"{places[-1]}: {len(row)} columns, the header has {len(names)}"
+                raise DataError(f"{said}; {_NO_QUOTING}" if tabs else said)
+            records.append(dict(zip(names, row, strict=True)))
     if not records:
         raise DataError(f"{_name(paths)}: a header and no rows")
     return ListSource(_name(paths), records, places)
 
 
-_READERS = {"jsonl": read_jsonl, "csv": read_csv, "parquet": ParquetSource}
+def _tab_separated(path: str) -> list[tuple[int, list[str]]]:
+    """(line, cells) of the rows. Quoting shows where all cells with a quotation mark are quoted,
+    and column names, or marks inside other cells, are among them; only QQP's own file is read so,
+    marks and all, as other libraries read it."""
+    lines = enumerate(read_utf8(path).split("\n"), 1)
+    rows = [(i, line.removesuffix("\r").split("\t")) for i, line in lines if line.strip("\r")]
+    marked = [(line, cell) for line, row in rows for cell in row if '"' in cell]
+    for line, cell in marked if all(_QUOTED.fullmatch(cell) for _, cell in marked) else ():
+        doubled = line == rows[0][0] or '""' in cell[1:-1]
+        if doubled and "question1" not in rows[0][1]:
+            raise DataError(f"{path}, line {line}: {cell!r:.60} is quoted; {_NO_QUOTING}")
+    return rows
+
+
+def _comma_separated(path: str) -> list[tuple[int, list[str]]]:
+    """(last line, cells) of the rows; the process's limit of a cell is lifted for the moment."""
+    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
+    with _LIMIT:
+        before = csv.field_size_limit(2**31 - 1)
+        try:
+            return [(rows.line_num, row) for row in rows if row]
+        except csv.Error as error:
+            raise DataError(f"{path}, line {rows.line_num}: not CSV ({error})") from None
+        finally:
+            csv.field_size_limit(before)
+
+
+_READERS = {"jsonl": read_jsonl, "csv": read_csv}
 
 
 def parse_object(line: str) -> dict[str, Any]:
@@ -254,6 +277,7 @@ def read_utf8(path: str) -> str:
     Raises:
       DataError: it does not exist, is empty, or is not UTF-8 (names the byte offset).
     """
+    path = os.path.expanduser(path)
     try:
         with open_regular(path, DataError) as file:
             data = file.read()
@@ -278,6 +302,7 @@ def decode_utf8(path: str, data: bytes, offset: int = 0) -> str:
 
 def _expand(name: str) -> list[str]:
     """A directory becomes its data files in order, a saved folder and anything else is itself."""
+    name = os.path.expanduser(name)
     path = epath.Path(name)
     if not path.is_dir() or kind_of(name) == "hub":
         return [name]

@@ -13,12 +13,19 @@ from typing import Any
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.child import ask
 
+# The day that templates write which ask for today: Llama 3.1's own default.
+DATE = "2024-07-26"
 SECONDS, BYTES = 4.0, 512 << 20  # of computing, and of memory beside the interpreter's
 TULU = "chat_template='tulu' uses the built-in form"
 
 
-def render_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: bool) -> str:
+def render_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], date: str = DATE, **options: bool
+) -> str:
     """Text of a chat, as `tokenizer.apply_chat_template(messages, tokenize=False, **options)`.
+
+    Args:
+      date: the day (ISO) of a template that writes today's: of the run, whenever it runs.
 
     Raises:
       DataError: the template refuses the conversation.
@@ -27,7 +34,7 @@ def render_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **opt
     """
     name = tokenizer.name_or_path or "the tokenizer"
     request = {"conversations": [messages], "chat_template": tokenizer.get_chat_template()}
-    request |= tokenizer.special_tokens_map | options
+    request |= tokenizer.special_tokens_map | options | {"date": date}
     reply = ask("template", request, SECONDS, BYTES)
     if "refused" in reply:
         raise DataError(

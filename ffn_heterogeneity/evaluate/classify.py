@@ -6,6 +6,8 @@ import csv
 import functools
 import io
 import json
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,21 +15,22 @@ import jax
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
+from scipy.special import expit, softmax
 
 from ffn_heterogeneity.data import labelled
-from ffn_heterogeneity.data.glue import LabelTask, get_task
+from ffn_heterogeneity.data.glue import LabelTask, get_task, with_labels
 from ffn_heterogeneity.data.labelled import Encoded, Form
-from ffn_heterogeneity.data.sources import DataError, Source
-from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
+from ffn_heterogeneity.data.sources import DataError, Source, read_each
+from ffn_heterogeneity.evaluate.inputs import options_of, text_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.labels import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
-from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_numbers
+from ffn_heterogeneity.wording import check_numbers, some
 
 TABLE = "predictions.csv"
 # Tokens of a batch's rows, up to the longest that the model was trained on.
@@ -43,57 +46,57 @@ def check_classify(config: ConfigDict) -> None:
 
 
 def classify_file(config: ConfigDict, model: Model, workdir: epath.Path) -> dict:
-    """Writes `<workdir>/predictions.csv`: the input's columns, then "prediction" and
-    "probability_<label>" of each label, or "value" of a regression.
+    """Writes `<workdir>/predictions.csv`: the input's columns, then those of `columns_of`.
 
     Returns:
-      What is counted, and the task's metrics where every row has an answer.
+      What is counted, and the task's metrics over the rows that have an answer (`_measured`).
 
     Raises:
       ValueError (DataError is one): a model without such a head, rows without its fields, columns
-        of the names that are to be written.
+        of the names that are to be written, an answer that the task does not know.
     """
     task = task_of(model, config.fields)
     source = labelled.open_rows(config.input)
-    answered = _has_answers(task, source)
-    data = labelled.encode_rows(
-        task,
-        source,
-        tokenizer_of(model, "no text can be read: add its files"),
-        _form(model.config),
-        answered,
-    )
+    own = model.config.head.settings
+    several = own.get("problem") and own["outputs"] > 1  # labels or numbers per row
+    answers = [*read_each(source, (lambda row: math.nan) if several else task.target_or_nan)]
+    tokenizer = tokenizer_of(model, "no text can be read: add its files")
+    data = labelled.encode_rows(task, source, tokenizer, form_of(model.config), labelled=False)
     made = predicted(model, data, config.batch_size, options_of(config), "rows")
-    columns = columns_of(task, made)
+    columns = columns_of(model.config.head, made)
     write_table(workdir / TABLE, source, columns)
     results = {"input": config.input, "rows": len(data), "rows_cut": data.cut, "task": task.name}
     if not task.regression:
-        names, counts = np.unique(columns["prediction"], return_counts=True)
+        said = columns["prediction"]
+        said = sum(said, []) if isinstance(said[0], list) else said
+        names, counts = np.unique(said, return_counts=True)
         results["predicted"] = dict(zip(names.tolist(), counts.tolist(), strict=True))
-    if not answered:
-        return results
-    given = made[:, 0] if task.regression else made.argmax(1)
-    return results | {"interval": "bootstrap"} | task_metrics(task, given, data.targets)
+    return results | _measured(task, made, np.array(answers, np.float64))
 
 
 def classify(
     model: Model,
-    texts: Sequence[str | Sequence[str]],
+    texts: str | Sequence[str | Sequence[str]] | np.ndarray,
     *,
     batch_size: int = 32,
     options: RunOptions = RunOptions(),
 ) -> list[dict[str, Any]]:
     """The answers of a model with a trained head to texts, or to pairs of them.
 
+    Args:
+      texts: one string is one text, and the result a list of one.
+
     Returns:
-      Of each {"prediction": label, "probabilities": {label: share}}, or {"value": number}.
+      Of each {"prediction": label, "probabilities": {label: share}}; of a model of several labels
+      per text {"prediction": those above 0.5, "probabilities"}; of a regression {"value": number},
+      with several outputs {"values": {name: number}}.
 
     Raises:
       ValueError: a model without such a head or a tokenizer, or texts that are none.
     """
     model = one_model(model)
     task, config = task_of(model), model.config
-    rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
+    rows = text_rows(texts)
     if not rows:
         return []
     # Somebody else's classifier does not say what it reads.
@@ -103,21 +106,28 @@ def classify(
             what = "a text" if count == 1 else "a pair of texts"
             raise ValueError(f"{row!r:.80} is not {what}, which task {task.name!r} reads")
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
-    ids, types, cut = labelled.encode_texts(tokenizer, rows, _form(config))
+    ids, types, cut = labelled.encode_texts(tokenizer, rows, form_of(config))
     data = Encoded(ids, types, np.full(len(ids), np.nan), cut)
     with products(options.compute_dtype):
-        columns = columns_of(task, predicted(model, data, batch_size, options))
-    if task.regression:
+        columns = columns_of(config.head, predicted(model, data, batch_size, options))
+    if "value" in columns:
         return [{"value": value} for value in columns["value"]]
-    shares = {name: columns[f"probability_{name}"] for name in task.labels}
+    names, first = config.head.settings["labels"], "value" if task.regression else "probability"
+    each = zip(*(columns[f"{first}_{name}"] for name in names), strict=True)
+    numbers = [dict(zip(names, row, strict=True)) for row in each]
+    if task.regression:
+        return [{"values": row} for row in numbers]
     return [
-        {"prediction": label, "probabilities": {name: shares[name][i] for name in task.labels}}
-        for i, label in enumerate(columns["prediction"])
+        {"prediction": label, "probabilities": row}
+        for label, row in zip(columns["prediction"], numbers, strict=True)
     ]
 
 
 def task_of(model: Model, fields: str = "") -> LabelTask:
     """The task that a model's head was trained on.
+
+    A file's numbers are places in the model's labels. Where those are a GLUE task's in another
+    order (somebody else's classifier, or the task itself trained on names), they are the task's.
 
     Args:
       fields: "<a>[,<b>]" of the texts, where a file names them otherwise.
@@ -135,30 +145,36 @@ def task_of(model: Model, fields: str = "") -> LabelTask:
     names = tuple(tuple(group) for group in own["fields"]) or (("text",),)
     if fields:
         names = (tuple(part.strip() for part in fields.split(",")),)
-    known = own["task"] or ("labels" if own["labels"] else "regression")
-    kind = get_task(known, names[0], own["labels"])
-    return LabelTask(known, names, tuple(own["labels"]), kind.metrics, kind.answer)
+    labels = () if own.get("problem") == "regression" else tuple(own["labels"])
+    known = own["task"] or ("labels" if labels else "regression")
+    kind = get_task(known, names[0], () if own.get("problem") else labels)
+    glue = with_labels(labels) if own["task"] != "labels" else None
+    numbers = glue.labels if glue and [*map(str.casefold, labels)] != [*glue.labels] else None
+    return LabelTask(known, names, labels, kind.metrics, (glue or kind).answer, numbers=numbers)
 
 
 def predicted(
     model: Model, data: Encoded, batch_size: int, options: RunOptions, progress: str | None = None
 ) -> np.ndarray:
-    """Probabilities of the labels, or the number, of every row, float64 [rows, outputs].
+    """Probabilities of the labels, or the numbers, of every row, float64 [rows, outputs].
+
+    softmax(logits), or sigmoid(logits) of several labels per row.
 
     Raises:
       ValueError: something is not finite.
     """
-    params, head = jax.device_put(model.params), model.config.head
-    made = np.zeros((len(data), head.settings["outputs"]))
+    params, head = jax.device_put(model.params), model.config.head.settings
+    made = np.zeros((len(data), head["outputs"]))
     size, most = min(batch_size, len(data)), _longest(model.config)
     lengths = [length for length in _LENGTHS if length < most] + [most]
     for rows, batch in _with_bar(labelled.in_order_of_length(data, size, lengths), progress, data):
         values = np.asarray(logits_of(model.config, options, params, batch), np.float64)
-        values = values[: len(rows)]
-        if head.settings["labels"]:
-            values = np.exp(values - values.max(1, keepdims=True))
-            values /= values.sum(1, keepdims=True)
-        made[rows] = values
+        made[rows] = values[: len(rows)]
+    problem = head.get("problem", "")
+    if problem == "multi_label_classification":
+        made = expit(made)
+    elif head["labels"] and not problem:
+        made = softmax(made, axis=1)
     if not np.isfinite(made).all():
         raise ValueError("predictions are not finite: try compute_dtype=float32")
     return made
@@ -172,14 +188,20 @@ def logits_of(config: ModelConfig, options: RunOptions, params: dict, batch: dic
     return head.apply(params, outputs, batch, lambda x: x)
 
 
-def columns_of(task: LabelTask, made: np.ndarray) -> dict[str, list]:
-    """The columns that are written: name -> values."""
-    if task.regression:
-        return {"value": made[:, 0].tolist()}
-    columns: dict[str, list] = {"prediction": [task.labels[i] for i in made.argmax(1)]}
-    for i, name in enumerate(task.labels):
-        columns[f"probability_{name}"] = made[:, i].tolist()
-    return columns
+def columns_of(head: HeadConfig, made: np.ndarray) -> dict[str, list]:
+    """The columns that are written, name -> values: "prediction" (a label, or a list of those
+    above 0.5) and "probability_<label>", or "value", of several outputs "value_<name>"."""
+    labels, problem = head.settings["labels"], head.settings.get("problem", "")
+    if problem == "regression" or not labels:
+        names = ["value"] if made.shape[1] == 1 else [f"value_{name}" for name in labels]
+        return {name: made[:, i].tolist() for i, name in enumerate(names)}
+    if problem:
+        said = [[name for name, p in zip(labels, row, strict=True) if p > 0.5] for row in made]
+    else:
+        said = [labels[i] for i in made.argmax(1)]
+    return {"prediction": said} | {
+        f"probability_{x}": made[:, i].tolist() for i, x in enumerate(labels)
+    }
 
 
 def write_table(path: epath.Path, source: Source, columns: Mapping[str, list]) -> None:
@@ -197,7 +219,7 @@ def write_table(path: epath.Path, source: Source, columns: Mapping[str, list]) -
     table.writeheader()
     for i, row in enumerate(rows):
         cells = {name: _cell(value) for name, value in row.items()}
-        table.writerow(cells | {name: values[i] for name, values in columns.items()})
+        table.writerow(cells | {name: _cell(values[i]) for name, values in columns.items()})
     with atomic_path(path) as temporary:
         temporary.write_bytes(text.getvalue().encode("utf-8", "replace"))
 
@@ -207,18 +229,29 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
-def _has_answers(task: LabelTask, source: Source) -> bool:
-    """True where every row has an answer that the task can read; some alone are not measured."""
-    try:
-        for row in range(len(source)):
-            task.target(source[row])
-    except DataError:
-        return False
-    return True
+def _measured(task: LabelTask, made: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
+    """The task's metrics over the rows with an answer; those without (NaN) are counted."""
+    rows, results = ~np.isnan(answers), {}
+    if task.regression and np.all(answers[rows] == -1):
+        rows[:] = False  # GLUE's hidden scores
+    if without := int(np.sum(~rows)):
+        results["rows_without_answer"] = without
+        told = f"{without} of {len(rows)} rows have no single answer in {some(task.answer)}"
+        print(f"{told}: no metrics are measured of these", file=sys.stderr)
+    if task.numbers:
+        print(f"labels that are numbers stand for {some(task.numbers)}", file=sys.stderr)
+    if rows.any():
+        given = made[:, 0] if task.regression else made.argmax(1)
+        results["interval"] = "bootstrap"
+        results |= task_metrics(task, given[rows], answers[rows])
+    return results
 
 
-def _form(config: ModelConfig) -> Form:
-    return Form(config.is_encoder, config.padding_id, _longest(config))
+def form_of(config: ModelConfig) -> Form:
+    """Somebody else's classifier reads the ids that its tokenizer makes."""
+    foreign = not config.head.settings["task"]
+    pad = config.pad_id if foreign else config.padding_id
+    return Form(config.is_encoder, pad, _longest(config), foreign)
 
 
 def _longest(config: ModelConfig) -> int:

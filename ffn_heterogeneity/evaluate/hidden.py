@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.data.labelled import Form, encode_texts
-from ffn_heterogeneity.evaluate.inputs import tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import text_rows, tokenizer_of
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
@@ -24,7 +24,7 @@ _INPUTS = Probe("block_inputs", lambda seen, batch, per_layer: seen.block_input,
 
 def hidden_states(
     model: Model,
-    texts: Sequence[str] | Sequence[Sequence[str]] | np.ndarray,
+    texts: str | Sequence[str] | Sequence[Sequence[str]] | np.ndarray,
     mask: np.ndarray | None = None,
     *,
     batch_size: int = 32,
@@ -36,14 +36,15 @@ def hidden_states(
     where the model has one. States at padding mean nothing.
 
     Args:
-      texts: read as `encode_texts` says, padded at the end; or ids.
+      texts: read as `encode_texts` says, padded at the end (one string is one text, B = 1); or an
+        array of integers, the ids.
       mask: of ids, which are real (padding may stand on either side); None: all.
 
     Raises:
       ValueError: a model without a tokenizer, texts that are none, ids outside the vocabulary.
     """
     model = one_model(model)
-    if isinstance(texts, np.ndarray):
+    if isinstance(texts, np.ndarray) and texts.dtype.kind in "iu":
         ids, types = np.asarray(texts, np.int32), np.zeros(texts.shape, np.int32)
         real = np.ones(ids.shape, bool) if mask is None else np.asarray(mask, bool)
         if ids.ndim != 2 or real.shape != ids.shape:
@@ -66,9 +67,9 @@ def hidden_states(
 
 def _padded(model: Model, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     config = model.config
-    rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
+    rows = text_rows(texts)
     if not rows or not all(isinstance(part, str) for row in rows for part in row):
-        raise ValueError("texts must be strings, or pairs of strings, at least one")
+        raise ValueError("texts must be strings, or pairs of strings, at least one; or integer ids")
     if len({len(row) for row in rows}) > 1:
         raise ValueError("texts must be all single ones, or all pairs")
     tokenizer = tokenizer_of(model, "no text can be read: add its files, or give ids")

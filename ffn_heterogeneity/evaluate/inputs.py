@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -123,6 +124,31 @@ def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[
         return [tokenizer.encode(text) for text in texts]
     encoder = Encoder(tokenizer, "auto")
     return [prompt_ids([Message("user", text)], encoder) for text in texts]
+
+
+def text_rows(texts: str | Sequence[Any] | np.ndarray) -> list[tuple]:
+    """Rows of one text or more each, of texts given in Python; one string is one text.
+
+    Raises:
+      ValueError: as `one_text`, of one string.
+    """
+    texts = texts.tolist() if isinstance(texts, np.ndarray) else texts
+    listed = [one_text(texts)] if isinstance(texts, (str, os.PathLike)) else texts
+    return [(text,) if isinstance(text, str) else tuple(text) for text in listed]
+
+
+def one_text(text: Any) -> str:
+    """The text itself.
+
+    Raises:
+      TypeError: no string.
+      ValueError: the path of a file; says how to read it.
+    """
+    path = os.fspath(text)
+    if path is not text or (len(path) < 1000 and os.path.isfile(os.path.expanduser(path))):
+        way = f"pathlib.Path({path!r}).expanduser().read_text()"
+        raise ValueError(f"{path!r} is the path of a file; expected its text: give {way}")
+    return path
 
 
 def tokenizer_of(

@@ -47,12 +47,16 @@ def with_head(
     Raises:
       ValueError: no such head, or the model has another one.
     """
-    if head is None or (config.head == head and ROOT in params):
+    if head is None:
         return config, params
-    if config.head not in (None, head):
+    own = config.head  # of an older version it has fewer settings
+    same = own and own.name == head.name and head.settings | own.settings == head.settings
+    if same and ROOT in params:
+        return dataclasses.replace(config, head=head), params
+    if own and not same:
         raise ValueError(
-            f"the model has a head {config.head.name!r} with {config.head.text}, the objective "
-            f"needs {head.name!r} with {head.text}: begin with a model that has none"
+            f"the model has a head {own.name!r} with {own.text}, the objective needs "
+            f"{head.name!r} with {head.text}: begin with a model that has none"
         )
     leaves = make_head(config, head).leaves(key)
     return dataclasses.replace(config, head=head), {**params, ROOT: leaves}

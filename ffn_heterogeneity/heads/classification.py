@@ -5,8 +5,9 @@
 h_l is the pooled token's state after block l. Where the paper is silent: lambda begins at 0, which
 is average pooling. A model's final norm is applied to the sum ("pooled"); or to h_L before it is
 summed ("hidden_states", what the usual torch library hands out); or not at all ("none"). Of the
-last layer alone the first two are the same. What comes then is what the family's own heads have:
-BERT's pooler, RoBERTa's dense and tanh, a decoder's bare projection without a bias.
+last layer alone the first two are the same. What comes then is what the family's own class has,
+whatever else the model's file holds: BERT's pooler (a dense layer of the head where the model has
+none), RoBERTa's dense and tanh (never a pooler), a decoder's bare projection without a bias.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from ffn_heterogeneity.heads.base import ROOT, Head
 from ffn_heterogeneity.models.causal_lm import finish
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import family_by_name
 from ffn_heterogeneity.models.linear import Linear, normal_init
 from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
@@ -29,6 +31,8 @@ from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 POOLINGS = ("last", "p32", "average", "scalar_mix")
 LEARNING = ("p32", "scalar_mix")  # those that learn what weighs the layers
 NORMS = ("pooled", "hidden_states", "none")
+# config.json's `problem_type`; "": one label of several, or without labels one number.
+PROBLEMS = ("", "regression", "multi_label_classification")
 LEARNT = r"^task_head/(lambda|gamma)$"
 _EPSILON = 1e-12  # of the norm in a scalar mix
 
@@ -42,6 +46,7 @@ class Classification:
       outputs: numbers that it makes: one a label, one of a regression.
       task, fields, labels: of `data.glue.LabelTask`.
       max_length: tokens of the longest row it was trained on; 0: as many as the model takes.
+      problem: of `PROBLEMS`; "regression": `labels` are the names of its numbers.
     """
 
     pooling: str = "last"
@@ -51,10 +56,12 @@ class Classification:
     fields: Any = ()
     labels: Any = ()
     max_length: int = 0
+    problem: str = ""
 
     def __post_init__(self):
         check_choice("pooling", self.pooling, POOLINGS)
         check_choice("final_norm", self.final_norm, NORMS)
+        check_choice("problem", self.problem, PROBLEMS)
         if self.pooling == "last" and self.final_norm == "none":
             raise ValueError("final_norm='none' is of a sum over layers; pooling='last' has none")
         check_numbers(self, outputs="[1, inf)")
@@ -75,7 +82,8 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
       ValueError: a setting that cannot be.
     """
     own = settings_of(Classification, settings)
-    dense = model.is_encoder and not model.pooler
+    roberta = model.is_encoder and family_by_name(model.family).dense
+    dense = roberta or (model.is_encoder and not model.pooler)
     size = model.d_model
 
     def leaves(key: jax.Array) -> dict:
@@ -98,9 +106,10 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
             x_bd = pooled(outputs["hidden"], batch, model.is_encoder)
         else:
             x_bd = _summed(model, own, params, outputs["probes"]["pooled"])
-        if model.pooler or dense:
-            x_bd = x_bd if model.pooler else drop(x_bd)
-            tanh_of = params["pooler"] if model.pooler else head["dense"]
+        if model.is_encoder:
+            x_bd = drop(x_bd) if roberta else x_bd
+            # (Heads on a RoBERTa with a pooler were once trained without a dense layer.)
+            tanh_of = head["dense"] if "dense" in head else params["pooler"]
             x_bd = drop(jnp.tanh(_linear(x_bd, tanh_of)))
         # In half precision a regression would have a few hundred values.
         return _linear(x_bd.astype(jnp.promote_types(x_bd.dtype, jnp.float32)), head["out"])

@@ -22,6 +22,7 @@ from ffn_heterogeneity.wording import first_line
 
 CARD = "README.md"
 _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma", "minilm": "apache-2.0"}
+_LICENCES |= {"qwen2.5-coder-0.5b": "apache-2.0"}
 # Class of transformers -> what a directory is for, by the hub's name; its lines behind `model`.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -76,7 +77,7 @@ def write_card(
         "```",
         "",
     ]
-    load = ["Load it:", "", "```python", *_loading(loader, place), "```", ""]
+    load = ["Load it:", "", "```python", *_loading(loader, place, not lines), "```", ""]
     parts = [*title, *about, *load, *(code if lines else ()), *table]
     (epath.Path(directory) / CARD).write_text("\n".join(parts))
 
@@ -89,7 +90,7 @@ def hub_of(base: str) -> str:
     return PRESETS[base][1] if base in PRESETS else base if _is_hub_id(base) else ""
 
 
-def _loading(loader: str, place: str) -> list[str]:
+def _loading(loader: str, place: str, example: bool) -> list[str]:
     """Lines of Python that load a directory with transformers, where it can, and with us."""
     where = f'place = "{place or "."}"' + ("" if place else "  # this directory")
     ours = ["import ffn_heterogeneity as fh", "", "model = fh.load_model(place)"]
@@ -98,8 +99,9 @@ def _loading(loader: str, place: str) -> list[str]:
     theirs = [f"from transformers import {loader}, AutoTokenizer", "", where]
     theirs += ["tokenizer = AutoTokenizer.from_pretrained(place)"]
     theirs += [f"model = {loader}.from_pretrained(place)"]
-    theirs += ['ids = tokenizer("The three primary colours are", return_tensors="pt")']
-    theirs += [_GENERATED if loader == "AutoModelForCausalLM" else "print(model(**ids)[0])"]
+    if example:
+        theirs += ['ids = tokenizer("The three primary colours are", return_tensors="pt")']
+        theirs += [_GENERATED if loader == "AutoModelForCausalLM" else "print(model(**ids)[0])"]
     return [*theirs, "", "# Or, to go on with it:", *ours]
 
 

@@ -1,20 +1,25 @@
 """Heads of labels on the last layer, as transformers has them: `...ForSequenceClassification`.
 
-Other poolings over depth have no class there. They are kept in structure/, beside a plain model,
+Other poolings over depth have no class there. They are saved in structure/, with a plain model,
 and the model card prints the lines of torch that compute them (`torch_lines`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ffn_heterogeneity.heads import ROOT
+import jax
+
+from ffn_heterogeneity.heads import ROOT, make_head
+from ffn_heterogeneity.heads.classification import PROBLEMS
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig
-from ffn_heterogeneity.models.families import Rule, family_by_name
+from ffn_heterogeneity.models.families import Family, Rule, family_by_name
 from ffn_heterogeneity.models.families.rules import one_tensor
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.wording import check_choice
 
 CLASS, NAME = "ForSequenceClassification", "classification"
 # A file's word is not enough to build more.
@@ -41,9 +46,24 @@ def is_published(config: ModelConfig, export: str = "auto") -> bool:
     return fits
 
 
-def without_lm_head(config: ModelConfig) -> ModelConfig:
-    """The classifier's config without its head: a language model's head is none of its parts."""
-    return dataclasses.replace(config, head=None, lm_head=False)
+def as_class(config: ModelConfig) -> ModelConfig:
+    """The config of the class's model: without heads, and with a pooler iff the class reads one."""
+    pooler = config.is_encoder and not family_by_name(config.family).dense
+    return dataclasses.replace(config, head=None, lm_head=False, pooler=pooler)
+
+
+def leaves_of_class(config: ModelConfig, tree: dict, head: dict) -> tuple[dict, dict]:
+    """(unstacked tree, flat head leaves) with exactly the parts that the class has.
+
+    The dense layer of a head on a BERT without a pooler becomes that pooler.
+    """
+    dense, pooler = f"{ROOT}/dense/", tree.get("pooler")
+    tree = {name: part for name, part in tree.items() if name not in ("head", "pooler")}
+    if as_class(config).pooler:
+        moved = {path: leaf for path, leaf in head.items() if path.startswith(dense)}
+        tree["pooler"] = pooler or {path.removeprefix(dense): x for path, x in moved.items()}
+        head = {path: leaf for path, leaf in head.items() if path not in moved}
+    return tree, head
 
 
 def class_of(config: ModelConfig) -> str:
@@ -57,7 +77,7 @@ def rules_of(config: ModelConfig) -> list[Rule]:
     """The rules of a classifier's tensors: the model's, behind their prefix, and the head's.
 
     Args:
-      config: without the head, as `without_lm_head` gives it.
+      config: as `as_class` gives it.
     """
     family = family_by_name(config.family)
     prefixed = [
@@ -74,12 +94,10 @@ def head_rules(config: ModelConfig) -> list[Rule]:
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """{leaf: shape} of the head that the config speaks of."""
+    """{leaf: shape} of the head that the config describes."""
     assert config.head is not None
-    outputs, size = config.head.settings["outputs"], config.d_model
-    shapes = {"out/kernel": (size, outputs), "out/bias": (outputs,)}
-    shapes |= {"dense/kernel": (size, size), "dense/bias": (size,)}
-    return {f"{ROOT}/{path}": shapes[path] for path in family_by_name(config.family).classifier}
+    leaves = jax.eval_shape(make_head(config, config.head).leaves, jax.random.key(0))
+    return {path: leaf.shape for path, leaf in flatten({ROOT: leaves}).items()}
 
 
 def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:
@@ -89,29 +107,39 @@ def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:
     none: where the model has no such id it is the end of a text, which no row holds.
     """
     labels = head.settings["labels"]
+    problem = "single_label_classification" if labels else "regression"
     names = labels or [f"LABEL_{i}" for i in range(head.settings["outputs"])]
     return {
         "architectures": [class_of(config)],
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": "single_label_classification" if labels else "regression",
+        "problem_type": head.settings.get("problem") or problem,
         "pad_token_id": config.padding_id,
     }
 
 
-def is_class(values: Mapping[str, Any]) -> bool:
-    """True where config.json is of such a class."""
-    return any(str(name).endswith(CLASS) for name in values.get("architectures") or [])
+def is_class(values: Mapping[str, Any], family: Family, names: Collection[str]) -> bool:
+    """True where config.json names such a class; without any class, where the file has its tensors.
+
+    Args:
+      names: of the file's tensors.
+    """
+    if architectures := values.get("architectures"):
+        return any(str(name).endswith(CLASS) for name in architectures)
+    return {*family.classifier.values()} <= {*names}
 
 
-def read_head(values: Mapping[str, Any]) -> HeadConfig | None:
-    """The head that somebody's config.json speaks of; None: the model has no such class.
+def read_head(values: Mapping[str, Any]) -> HeadConfig:
+    """The head that the config.json of somebody's classifier describes.
+
+    As transformers' losses have it, one output without a `problem_type` is a regression.
 
     Raises:
-      ConfigError: labels that are none.
+      ConfigError: invalid labels, or another `problem_type`.
     """
-    if not is_class(values):
-        return None
+    problem = values.get("problem_type") or ""
+    problem = "" if problem == "single_label_classification" else problem
+    check_choice("problem_type", problem, PROBLEMS, ConfigError)
     names = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
     try:
         ordered = sorted(names.items(), key=lambda item: int(item[0]))
@@ -120,32 +148,46 @@ def read_head(values: Mapping[str, Any]) -> HeadConfig | None:
         raise ConfigError(f"id2label is {names!r:.80}: numbers and names are needed") from None
     if last != count - 1 or count > _MOST_LABELS or not all(isinstance(x[1], str) for x in ordered):
         raise ConfigError(f"id2label is {names!r:.80}: the numbers 0 to {count - 1}, and names")
-    regression = count == 1 or values.get("problem_type") == "regression"
-    labels = [] if regression else [name for _, name in ordered]
+    problem = "regression" if count == 1 and not problem else problem
+    labels = [name for _, name in ordered]
     settings = {"pooling": "last", "final_norm": "pooled", "outputs": count, "labels": labels}
-    return HeadConfig.of(NAME, settings | {"task": "", "fields": [], "max_length": 0})
+    settings |= {"task": "", "fields": [], "max_length": 0, "problem": problem}
+    return HeadConfig.of(NAME, settings)
 
 
 def torch_lines(config: ModelConfig, directory: str) -> list[str]:
-    """Lines of torch that give a depth-wise head's outputs; [] where none are needed."""
+    """Lines of torch that give a depth-wise head's outputs, or a decoder's, whose rows are not what
+    its tokenizer makes by default; [] where none are needed."""
     head = config.head
-    if head is None or head.name != NAME or head.settings["pooling"] in ("last", "scalar_mix"):
+    if head is None or head.name != NAME or head.settings["pooling"] == "scalar_mix":
         return []
     pooling, norm = head.settings["pooling"], head.settings["final_norm"]
+    if pooling == "last" and (config.is_encoder or not head.settings["task"]):
+        return []
     place = "0" if config.is_encoder else "rows['attention_mask'].sum(1) - 1"
     weights = "torch.softmax(head['lambda'], 0)" if pooling == "p32" else "1 / len(states)"
     final = family_by_name(config.family).torch_final_norm
     raw = not config.is_encoder and norm != "hidden_states"
     read = "[first], [second]" if len((head.settings["fields"] or [[""]])[0]) > 1 else "[first]"
+    kind, part = "AutoModel" if config.is_encoder else "AutoModelForCausalLM", ""
+    if pooling == "last":
+        kind = f"AutoModel{CLASS}"
+    elif not config.is_encoder:  # AutoModel of transformers 4 does not find Gemma 3's weights
+        names = {
+            rule.paths[0]: rule.names[0] for rule in family_by_name(config.family).rules(config)
+        }
+        part = "." + names["embed/embedding"].partition(".")[0]
     lines = [
-        "import torch",
-        "from safetensors.torch import load_file",
-        "from transformers import AutoModel, AutoTokenizer",
-        f"model = AutoModel.from_pretrained({directory!r})",
+        f"from transformers import {kind}, AutoTokenizer",
+        f"model = {kind}.from_pretrained({directory!r}){part}",
         f"tokenizer = AutoTokenizer.from_pretrained({directory!r})",
-        f"head = load_file({directory + '/structure/model.safetensors'!r})",
-        "head = {k[10:]: v for k, v in head.items() if k.startswith('task_head/')}",
     ]
+    if pooling != "last":
+        lines = ["import torch", "from safetensors.torch import load_file", *lines]
+        lines += [
+            f"head = load_file({directory + '/structure/model.safetensors'!r})",
+            "head = {k[10:]: v for k, v in head.items() if k.startswith('task_head/')}",
+        ]
     if config.is_encoder:
         lines.append(f"rows = tokenizer({read}, padding=True, return_tensors='pt')")
     else:
@@ -154,6 +196,8 @@ def torch_lines(config: ModelConfig, directory: str) -> list[str]:
         lines.append(
             f"rows = tokenizer([{bos}{joined}], add_special_tokens=False, return_tensors='pt')"
         )
+    if pooling == "last":
+        return [*lines, "logits = model(**rows).logits"]
     if raw:  # the library hands the last state out behind the norm
         lines += ["last = []", f"{final}.register_forward_pre_hook(lambda m, x: last.append(x[0]))"]
     lines.append("states = model(**rows, output_hidden_states=True).hidden_states[1:]")
@@ -165,7 +209,7 @@ def torch_lines(config: ModelConfig, directory: str) -> list[str]:
     ]
     if raw and norm == "pooled":
         lines.append(f"pooled = {final}(pooled)")
-    if config.pooler:
+    if config.pooler and not family_by_name(config.family).dense:
         lines.append("pooled = torch.tanh(model.pooler.dense(pooled))")
     elif config.is_encoder:
         lines.append("pooled = torch.tanh(pooled @ head['dense/kernel'] + head['dense/bias'])")

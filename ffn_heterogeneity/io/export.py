@@ -32,7 +32,8 @@ from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
-from ffn_heterogeneity.models.config import ModelConfig, config_to_dict
+from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig, check_count, config_to_dict
 from ffn_heterogeneity.models.families import (
     Rule,
     config_from_hf,
@@ -45,10 +46,11 @@ from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import AUXILIARY, flatten
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, check_number
 
 # Key of config.json under which the native form keeps what no other library can express.
 NATIVE_KEY = "ffn_heterogeneity"
+GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 EXPORTS = ("auto", "padded", "native", "deci", "classifier")
 STRUCTURES = ("fold", "keep")
@@ -105,8 +107,8 @@ def save_pretrained(
     heads = flatten({ROOT: tree.pop(ROOT)}) if head else {}
     config = dataclasses.replace(config, head=None)
     if classifier:
-        config = classifiers.without_lm_head(config)
-        tree.pop("head", None)
+        tree, heads = classifiers.leaves_of_class(config, tree, heads)
+        config = classifiers.as_class(config)
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
     leaves = _checked_leaves(config, tree)
     if kept and export == "padded":
@@ -134,7 +136,7 @@ def save_pretrained(
         dtypes = {leaf.dtype for leaf in leaves.values()}
         write_configs(temporary, config, dtypes, form, facts, more)
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, temporary)
+            save_tokenizer(tokenizer, temporary, config.token_types > 1)
     return directory
 
 
@@ -206,7 +208,7 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
     if export == "padded" and not config.uniform_width:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
     # A classifier's language-model head is left out by its class, not by a key.
-    whole = dataclasses.replace(config, lm_head=not config.is_encoder)
+    whole = dataclasses.replace(config, lm_head=not config.is_encoder, generation="")
     expressible = config_from_hf(config_to_hf(config)) == whole
     if export == "deci" and expressible:
         to_deci(config, config_to_hf(config))
@@ -303,28 +305,44 @@ def write_configs(
     values = to_deci(config, values) if form == "deci" else values
     section = dict(extra or {})
     if form == "native":
-        section |= {"config": config_to_dict(config), "ffn_widths": list(config.ffn_widths)}
+        own = dataclasses.replace(config, generation="")  # it has a file of its own
+        section |= {"config": config_to_dict(own), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}
     values |= more or {}
     _write_json(directory / "config.json", values)
     if config.lm_head:
-        _write_json(directory / "generation_config.json", _generation_json(config))
+        _write_json(directory / GENERATION, _generation_json(config))
 
 
 def _generation_json(config: ModelConfig) -> dict:
+    """The model's own, or what config.json says of ids."""
+    if config.generation:
+        return json.loads(config.generation)
     eos = list(config.eos_id) if isinstance(config.eos_id, tuple) else config.eos_id
     ids = {"bos_token_id": config.bos_id, "eos_token_id": eos, "pad_token_id": config.pad_id}
     return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
 
 
-def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    tokenizer.save_pretrained(os.fspath(directory))
-    path = directory / "tokenizer_config.json"
-    if path.is_file():
-        values = read_object(path)
-        # transformers 5's name of the class; 4 knows only the old one, and 5 knows both.
-        if values.get("tokenizer_class") == "TokenizersBackend":
-            _write_json(path, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
+def with_generation(config: ModelConfig, directory: Path) -> ModelConfig:
+    """The config with the directory's generation_config.json, where that says more than the ids.
+
+    Raises:
+      ConfigError: `eos_token_id` that is none, or `temperature` and `top_p` out of range.
+    """
+    path = directory / GENERATION
+    if not config.lm_head or not path.is_file():
+        return config
+    values = read_object(path)
+    said = {key: value for key, value in values.items() if key != "transformers_version"}
+    if {"_from_model_config": True} | said == _generation_json(config):
+        return config
+    eos = said.get("eos_token_id")
+    for one in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+        check_count(f"{GENERATION}: eos_token_id", one, 0)
+    for key, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]")):
+        if said.get(key) is not None:
+            check_number(f"{GENERATION}: {key}", said[key], interval, ConfigError)
+    return dataclasses.replace(config, generation=json.dumps(values, sort_keys=True))
 
 
 def _write_json(path: Path, values: dict) -> None:

@@ -150,7 +150,7 @@ def check_expressible(config: ModelConfig, family: Family, tensors: dict[str, np
     cannot = f"GGUF cannot express this {config.family} model"
     with naming(cannot, (ConfigError, KeyError), CheckpointError):
         back = family.from_gguf({key: v for key, v in meta.items() if v is not None})
-    names = [name for name in vars(config) if name != "eos_id"]
+    names = [name for name in vars(config) if name not in ("eos_id", "generation")]
     differ = [name for name in names if getattr(back, name) != getattr(config, name)]
     if differ:
         raise CheckpointError(f"{cannot}: {', '.join(differ)} would be read as something else")

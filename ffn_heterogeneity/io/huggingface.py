@@ -18,7 +18,7 @@ from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io import classifiers, safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import NATIVE_KEY
+from ffn_heterogeneity.io.export import GENERATION, NATIVE_KEY, with_generation
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.structure import KEY, read_structure
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig, config_from_dict
@@ -27,7 +27,7 @@ from ffn_heterogeneity.wording import first_line, some
 
 _HUB_PATTERNS = [
     "config.json",
-    "generation_config.json",
+    GENERATION,
     "model.safetensors",
     "model-*.safetensors",
     safetensors.INDEX,
@@ -50,12 +50,13 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         native = values.get(NATIVE_KEY, {})
         own = "config" in native
         config = config_from_dict(native["config"]) if own else _config_of(directory, values)
-        head = classifiers.read_head(values)
-        if head is not None:
-            config = classifiers.without_lm_head(config)
+        head, family = config.head, family_by_name(config.family)
+        names = () if values.get("architectures") else _names(directory, family)
+        if classifiers.is_class(values, family, names):
+            head, config = classifiers.read_head(values), classifiers.as_class(config)
         if ROOT in native:
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
-        config = dataclasses.replace(config, head=head or config.head)
+        config = with_generation(dataclasses.replace(config, head=head), Path(directory))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -69,10 +70,15 @@ def _config_of(directory: str | os.PathLike, values: dict[str, Any]) -> ModelCon
     """What config.json says, and where it leaves something open the names of the tensors."""
     config = config_from_hf(values)
     family = family_by_name(config.family)
-    if family.by_tensors is None or not safetensors.is_there(directory):
+    if family.by_tensors is None or not (names := _names(directory, family)):
         return config
-    names = {family.own_name(name) for name in safetensors.open_directory(directory)}
     return family.by_tensors(config, values, names)
+
+
+def _names(directory: str | os.PathLike, family: Family) -> set[str]:
+    """The family's own names of the directory's tensors; empty: none are there."""
+    found = safetensors.open_directory(directory) if safetensors.is_there(directory) else ()
+    return {family.own_name(name) for name in found}
 
 
 def read_pretrained(
@@ -92,8 +98,8 @@ def read_pretrained(
     family, section = family_by_name(config.family), structure_section(directory)
     options = {"redundant": family.redundant, "check_finite": check_finite}
     options["dtype"] = None if section else dtype
-    tensors, rules, beside = stored_tensors(directory, family), family.rules(config), {}
-    if classifiers.is_class(read_object(Path(directory) / "config.json")):
+    tensors, rules, beside = stored_tensors(directory, config), family.rules(config), {}
+    if classifiers.is_class(read_object(Path(directory) / "config.json"), family, tensors):
         rules = [*rules, *classifiers.head_rules(config)]
         beside = classifiers.head_shapes(config)
     params = assemble(config, rules, tensors, beside=beside, **options)
@@ -111,17 +117,19 @@ def structure_section(directory: str | os.PathLike) -> dict:
     return section
 
 
-def stored_tensors(directory: str | os.PathLike, family: Family) -> dict[str, Stored]:
-    """The directory's tensors by the family's own names; those it leaves out are told on stderr.
+def stored_tensors(directory: str | os.PathLike, config: ModelConfig) -> dict[str, Stored]:
+    """The directory's tensors by the family's own names, without unused ones (listed on stderr):
+    heads of pre-training, and a pooler that the model's class does not read.
 
     Raises:
       CheckpointError: a tensor under two names; and as `safetensors.open_directory`.
     """
     tensors: dict[str, Stored] = {}
-    left_out = []
+    family, left_out = family_by_name(config.family), []
+    unused = (*family.left_out, *(() if config.pooler else (r"pooler\..*",)))
     for name, (view, file) in safetensors.open_directory(directory).items():
         own = family.own_name(name)
-        if any(re.fullmatch(pattern, own) for pattern in family.left_out):
+        if any(re.fullmatch(pattern, own) for pattern in unused):
             left_out.append(name)
             continue
         if own in tensors:
@@ -131,7 +139,7 @@ def stored_tensors(directory: str | os.PathLike, family: Family) -> dict[str, St
             )
         tensors[own] = Stored(view.shape, str(file), lambda view=view: view, name)
     if left_out:
-        what = f"{len(left_out)} tensors of pre-training heads"
+        what = f"{len(left_out)} tensors that the model does not use"
         print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
     return tensors
 

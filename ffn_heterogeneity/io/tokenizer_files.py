@@ -1,4 +1,5 @@
-"""A directory's tokenizer: its files checked, tried within bounds, then read by `transformers`.
+"""A directory's tokenizer: its files checked, tried within bounds, then read by `transformers`; and
+written so that transformers 4 and 5 make of a text what they make with the original.
 
 A tokenizer.json is a program of a kind: normalisers that multiply, patterns that match for ever.
 First it is read in a process with bounds (`io.child`), and a page of every kind of text encoded by
@@ -7,6 +8,7 @@ it, while this one imports `transformers`. A text may still be made for a tokeni
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -30,12 +32,19 @@ FILES = (
 # Gemma's 33 MB take a second and 300 MB.
 SECONDS, BYTES, MAX_BYTES = 10.0, 768 << 20, 128 << 20
 _KINDS = {"tokenizer_class": str, "auto_map": (dict, list), "added_tokens_decoder": dict}
+_KINDS |= {"model_input_names": list}
 _KINDS |= {"model_max_length": (int, float), "chat_template": (str, list, dict)}
+_CONFIG, _NAMES = "tokenizer_config.json", "model_input_names"
+# The generic class in transformers 5, which makes no token types by default, and in 4, which does.
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def read_tokenizer(directory: str | os.PathLike) -> Any:
     """The directory's tokenizer (`transformers.PreTrainedTokenizerFast`); None if it has none.
 
+    `original_config` holds its tokenizer_config.json, for `save_tokenizer`; `makes_types` is False
+    of one whose `model_input_names` have no token types, or that has none of these and transformers
+    5's generic class, which makes no token types by default.
     tokenizer.json is read by the `tokenizers` library, without torch. A directory with only a
     SentencePiece or vocabulary file goes through transformers' converters (which import torch).
     Code that a directory brings along (`auto_map`) is never run, and nobody is asked whether to.
@@ -64,13 +73,47 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
 
 def _read(directory: Path, kind: Any, way: str) -> Any:
     try:
-        return kind.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(directory, trust_remote_code=False)
+        path = directory / _CONFIG
+        values = tokenizer.original_config = read_object(path) if path.is_file() else {}
+        names, generic = values.get(_NAMES), values.get("tokenizer_class") == _GENERIC[0]
+        tokenizer.makes_types = "token_type_ids" in names if names else not generic
+        return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the tokenizers library panics, which is no Exception
         raise CheckpointError(
             f"{directory}: the tokenizer cannot be read ({first_line(error)}): {way}"
         ) from None
+
+
+def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
+    """Writes the tokenizer with the settings of tokenizer_config.json that it was read with, its
+    class above all: transformers 5 keeps few of them, and 4 cannot read some that it writes.
+
+    Args:
+      types: whether the model distinguishes the texts of a pair, for a tokenizer of no class.
+    """
+    tokenizer.save_pretrained(os.fspath(directory))
+    path = directory / _CONFIG
+    if not path.is_file():
+        return
+    original = getattr(tokenizer, "original_config", {"tokenizer_class": _GENERIC[0]})
+    # Not code, and not what chat_template.jinja holds.
+    kept = {k: v for k, v in original.items() if k not in ("auto_map", "chat_template")}
+    values = {k: v for k, v in read_object(path).items() if k != "auto_map"}
+    for name in ("backend", "is_local", "local_files_only", "tokenizer_class"):
+        values.pop(name, None)
+    if isinstance(values.get("extra_special_tokens"), list):
+        values["additional_special_tokens"] = values.pop("extra_special_tokens")
+        kept.pop("extra_special_tokens", None)
+    values = kept | values
+    if values.get("tokenizer_class") in _GENERIC:
+        names = ["input_ids", "attention_mask"]
+        typed = types and getattr(tokenizer, "makes_types", True)
+        names[1:1] = ["token_type_ids"] if typed else []
+        values = {_NAMES: names} | values | {"tokenizer_class": _GENERIC[1]}
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _check_files(directory: Path) -> None:
@@ -80,7 +123,7 @@ def _check_files(directory: Path) -> None:
         with open_regular(path, CheckpointError) as file:
             if (size := file.seek(0, os.SEEK_END)) > MAX_BYTES:
                 raise CheckpointError(f"{path}: {size:,} bytes; {MAX_BYTES:,} are read")
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+    for name in (_CONFIG, "special_tokens_map.json", "added_tokens.json"):
         path = directory / name
         if not path.is_file():
             continue

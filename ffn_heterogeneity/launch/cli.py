@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 from absl import app, flags, logging
 from etils import epath
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict, FieldReference, config_flags
 
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch.compilation import keep_compiled
@@ -74,18 +74,8 @@ def launch(
             "distributed", "", f"Several processes, one run: {distributed.WAYS}."
         )
 
-    def prepare(argv: list[str]) -> tuple[list[str], flags.FlagHolder]:
-        argv, spec = config_first(argv, default_config)
-        config = load_config(spec)
-        if set(HELP_FLAGS) & set(argv):
-            show_help(config, spec)
-        add_stage_keys(argv, config)
-        check_keys(argv, config)
-        argv = [one for one in argv if not re.match(r"--?config=", one)]  # it is read
-        return argv, config_flags.DEFINE_config_dict("config", config, sys_argv=argv)
-
     with _one_line():
-        argv, holder = prepare(list(sys.argv))
+        argv, holder = prepare(sys.argv, default_config)
     restart_with_huge_pages()
 
     def main() -> None:
@@ -110,6 +100,23 @@ def launch(
     launch_flags(main, argv, name_given if positional else None)
 
 
+def prepare(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> tuple:
+    """(the arguments that flags parse, the flag of the config that they override).
+
+    Raises:
+      UsageError: no such config file or key; and as `load_config`.
+    """
+    argv, spec = config_first([*map(at_home, argv)], default)
+    config = load_config(spec)
+    if set(HELP_FLAGS) & set(argv):
+        show_help(config, spec)
+    add_stage_keys(argv, config)
+    check_keys(argv, config)
+    argv = set_nones([one for one in argv if not re.match(r"--?config=", one)], config)
+    define = config_flags.DEFINE_config_dict
+    return argv, define("config", config, flag_values=values, sys_argv=argv)
+
+
 def launch_flags(
     main: Callable[[], Any],
     argv: Sequence[str] | None = None,
@@ -124,7 +131,7 @@ def launch_flags(
       many: there may be several of those; each is given to `positional`.
     """
     distributed.give_fake_devices_threads()
-    argv = list(sys.argv if argv is None else argv)
+    argv = [*map(at_home, sys.argv if argv is None else argv)]
     flags.FLAGS.set_gnu_getopt(True)  # flags after an argument without dashes are flags too
     flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.")
     compiled = flags.DEFINE_bool(
@@ -180,7 +187,7 @@ def find_config(spec: str) -> str:
 
     A file in the working directory comes first. What is not found stays as it is.
     """
-    name, colon, argument = spec.partition(":")
+    name, colon, argument = os.path.expanduser(spec).partition(":")
     for path in (Path(name), home() / name, home() / "configs" / f"{name}.py"):
         if path.is_file():
             return f"{path}{colon}{argument}"
@@ -236,7 +243,7 @@ def _line_of(name: str) -> Iterator[None]:
 def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
     """Gives a job's stages the keys of the files they start from that the command line sets."""
     bases = {}
-    for key in keys_not_there(argv, config):
+    for key in dict.fromkeys(keys_not_there(argv, config)):
         stage, *path = key.split(".")
         group = config.get(stage)
         if not (path and isinstance(group, ConfigDict) and isinstance(group.get("base"), str)):
@@ -255,7 +262,7 @@ def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
                 if name not in inside:
                     inside[name] = ConfigDict()
                 inside = inside[name]
-            inside[last] = base.get_ref(last)
+            inside[last] = dict(base.items(preserve_field_references=True))[last]
 
 
 def keys_not_there(argv: Sequence[str], config: ConfigDict) -> list[str]:
@@ -277,6 +284,34 @@ def check_keys(argv: Sequence[str], config: ConfigDict) -> None:
         if inside:
             raise UsageError(f"config key {key!r} is a group: set one of {', '.join(inside)}")
         raise UsageError(unknown("config key", key, names))
+
+
+def at_home(argument: str) -> str:
+    """An argument with the home for `~/` where its value begins: shells leave it behind "="."""
+    return re.sub(r"^(-[^=]*=)?~(?=/)", lambda found: (found[1] or "") + str(Path.home()), argument)
+
+
+def may_be_none(config: ConfigDict, key: str) -> bool:
+    """True of a key that the config declares with `placeholder` (or a `FieldReference` of its own).
+
+    What several keys share is a value that they take from each other (`get_ref`), no placeholder.
+    """
+    fields = flatten_config(config.to_dict(preserve_field_references=True))
+    mine = fields.get(key)
+    return isinstance(mine, FieldReference) and sum(x is mine for x in fields.values()) == 1
+
+
+def set_nones(argv: Sequence[str], config: ConfigDict) -> list[str]:
+    """Sets the keys of `--config.<key>=None` that `may_be_none`; returns the other arguments.
+
+    Flags of numbers cannot parse None, and those of strings take it for text.
+    """
+    pattern = r"^--?config\.([^=]+)=(.*)"
+    pairs = [(re.findall(pattern, one, re.S) or [("", "")])[0] for one in argv]
+    free = {key for key, text in pairs if text == "None" and may_be_none(config, key)}
+    config.update_from_flattened_dict(dict.fromkeys(free))
+    mine, last = zip(argv, pairs, strict=True), dict(pairs)
+    return [x for x, (key, text) in mine if key not in free or "None" not in (text, last[key])]
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
@@ -342,4 +377,5 @@ def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source
         if key not in known:
             raise ValueError(f"{owner}, {source}: {unknown('key', key, known)}")
         with naming(f"{owner}, key {key!r}", TypeError):
+            value = at_home(value) if isinstance(value, str) else value
             config.update_from_flattened_dict({key: value})

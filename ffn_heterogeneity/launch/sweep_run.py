@@ -202,13 +202,14 @@ def choose(tasks: Sequence[PointRun], only: Sequence[str]) -> list[PointRun]:
 
 def command(task: PointRun, root: epath.Path, spec: str, sweep: str, kind: str) -> str:
     """One line for a shell that runs this point alone, in the same directory."""
+    scripts, config = os.path.dirname(sys.argv[0]) or "scripts", cli.load_config(spec)
+    base, mine = flatten_config(config.to_dict()), flatten_config(task.config.to_dict())
+    changed = [key for key in mine if mine[key] != base.get(key, ...)]
+    nones = [key for key in changed if mine[key] is None and key in base]
     script = COMMANDS[kind].script
-    scripts = os.path.dirname(sys.argv[0]) or "scripts"
-    base = flatten_config(cli.load_config(spec).to_dict())
-    mine = flatten_config(task.config.to_dict())
-    # `--only` brings the point's own settings along.
-    own = () if script else tuple(task.point.settings)
-    changed = [key for key in mine if key not in own and mine[key] != base.get(key, ...)]
+    # `--only` brings the point's own settings along, and those that no flag can set.
+    if not script or not all(cli.may_be_none(config, key) for key in nones):
+        script, changed = "", [key for key in changed if key not in task.point.settings]
     place = [f"--workdir={task.directory}"]
     if not script:
         place = [f"--sweep={sweep}", f"--only={task.point.name}", f"--workdir={root}"]

@@ -24,10 +24,7 @@ def layer_weights(n_layers: int, alpha: float) -> np.ndarray:
 
 
 def jreg_term(
-    context: TermContext,
-    alpha: float = 1.0,
-    final_norm: bool = False,
-    positions: str = "all",
+    context: TermContext, alpha: float = 1.0, final_norm: bool = False, positions: str = "all"
 ) -> LossTerm:
     """L_disp = sum_l w_l Psi_l with w = softmax(alpha * (1..L)); loss = CE + lambda * L_disp.
 

@@ -129,6 +129,7 @@ class ModelConfig:
       pooler: tanh of a linear layer on the first token (BERT).
       attention_dropout: in training attention weights are dropped too, at the run's one rate.
       bos_id, eos_id, pad_id: special token ids; None where the model has none.
+      generation: its generation_config.json as JSON, where that holds more than these ids; "": not.
       head: of a task, with leaves of its own beside the model's; None: there is none.
     """
 
@@ -166,6 +167,7 @@ class ModelConfig:
     bos_id: int | None = 1
     eos_id: int | tuple[int, ...] | None = 2
     pad_id: int | None = None
+    generation: str = ""
     head: HeadConfig | None = None
 
     def __post_init__(self):
@@ -241,6 +243,14 @@ class ModelConfig:
         """The id that pads rows where the model does not say: the end of a text."""
         eos = self.eos_id[0] if isinstance(self.eos_id, tuple) else self.eos_id
         return eos if self.pad_id is None else self.pad_id
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a generated text: those of generation_config.json, else `eos_id`."""
+        own = json.loads(self.generation or "{}").get("eos_token_id")
+        found = self.eos_id if own is None else own
+        found = found if isinstance(found, (list, tuple)) else (found,)
+        return tuple(one for one in found if one is not None)
 
     @property
     def n_layers(self) -> int:

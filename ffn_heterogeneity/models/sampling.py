@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +25,8 @@ class Sampling:
       top_p: draw among the likeliest tokens only, as few as reach this probability together.
       seed: of the draws. Row i's draws depend on (seed, i, number of the token) alone, not on the
         batch it is in.
-      stop: strings that end a text (they may hold special tokens); the first of them and all
-        after it are cut off.
+      stop: strings that end a text, or one (they may hold special tokens); the first of them and
+        all after it are cut off.
       eos: token ids that end a text, besides the model's own.
     """
 
@@ -39,8 +41,29 @@ class Sampling:
         check_numbers(
             self, max_new_tokens="[1, inf)", temperature="[0, inf), 0 for greedy", top_p="(0, 1]"
         )
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         if any(not text for text in self.stop):
             raise ValueError("an empty stop string would stop before the first token")
+
+
+# Of generation_config.json: settings that are not read here, and their values that change nothing.
+_SAMPLED = {"top_k": 0, "min_p": 0, "typical_p": 1}
+_UNREAD = {"repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1}
+
+
+def own_settings(config: ModelConfig) -> dict[str, float]:
+    """Settings of `Sampling` that the model's generation_config.json asks for: greedy unless it has
+    `do_sample`. Those that are not read here are listed on stderr."""
+    values = json.loads(config.generation or "{}")
+    sampled = bool(values.get("do_sample"))
+    off = _UNREAD | (_SAMPLED if sampled else {})
+    unread = [f"{k}={values[k]}" for k in off if values.get(k) not in (None, off[k])]
+    if unread:
+        print(f"generation_config.json: not used here: {', '.join(unread)}", file=sys.stderr)
+    found = {"temperature": values.get("temperature"), "top_p": values.get("top_p")}
+    found = {name: 1.0 if value is None else value for name, value in found.items()}
+    return found if sampled else {}
 
 
 class Generation(NamedTuple):
@@ -61,10 +84,9 @@ class AnswerSoFar:
     """One row's tokens so far, and why it ended."""
 
     def __init__(self, config: ModelConfig, tokenizer: Any, sampling: Sampling):
-        own = config.eos_id if isinstance(config.eos_id, tuple) else (config.eos_id,)
-        self.eos = {e for e in (*own, *sampling.eos) if e is not None}
         # Those that may end the row inside a chunk without a look at its text.
-        self.shared_eos = {e for e in own if e is not None}
+        self.shared_eos = {*config.stop_ids}
+        self.eos = self.shared_eos | {*sampling.eos}
         self.tokenizer, self.sampling = tokenizer, sampling
         self.special = tokenizer.all_special_tokens if sampling.stop else []
         # These are never in the text as it is shown.

@@ -92,7 +92,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     config = huggingface.read_config(directory)
     family = family_by_name(config.family)
     rules = family.rules(config)
-    tensors = huggingface.stored_tensors(directory, family)
+    tensors = huggingface.stored_tensors(directory, config)
     check_names(config, rules, tensors, list(family.redundant))
     shapes, by_layer = expected_shapes(config), {}
     for rule in rules:

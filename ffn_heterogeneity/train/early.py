@@ -29,7 +29,7 @@ def check_early(config: TrainConfig) -> None:
         importlib.import_module("grain")
     for key, path in _paths(config):
         kind = kind_of(path) if path else "hub"  # of the task's own
-        if kind != "hub" and not epath.Path(path).exists():
+        if kind != "hub" and not epath.Path(path).expanduser().exists():
             raise DataError(f"data.{key}={path!r}: no such file")
         if package := PACKAGES.get(kind):
             importlib.import_module(package)

@@ -41,8 +41,9 @@ def labels(config: Any, model: ModelConfig) -> Objective:
     task = task_of(settings, own)
     usual = ENCODER_LENGTHS if model.is_encoder else DECODER_LENGTHS
     lengths = tuple(own.get("lengths") or usual)
-    if not 0 < len(lengths) <= MOST_LENGTHS or min(lengths) < 4:
-        raise ValueError(f"lengths={lengths}: one to {MOST_LENGTHS} of at least 4 tokens")
+    whole = all(type(length) is int and length >= 4 for length in lengths)
+    if not whole or not 0 < len(lengths) <= MOST_LENGTHS:
+        raise ValueError(f"lengths={lengths}: give one to {MOST_LENGTHS} integers from 4, or ()")
     if max(lengths) > model.max_position:
         raise ValueError(f"lengths={lengths}: the model has {model.max_position} positions")
     together = check_together(own.get("together", 1), config, lengths, model)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import math
+
 import numpy as np
 import pytest
 from tiny_models import byte_tokenizer
-from tiny_runs import refused, write_rows
+from tiny_runs import read_rows, refused, write_rows
 
 from ffn_heterogeneity.data import labelled
-from ffn_heterogeneity.data.glue import TASKS, get_task
+from ffn_heterogeneity.data.glue import TASKS, get_task, label_number
 from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings, Shuffled
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.load import load_tokenizer
+
+# Of GLUE's own files; CoLA's are without theirs.
+HEADERS = {
+    "rte": "index,sentence1,sentence2,label",
+    "mrpc": "Quality,#1 ID,#2 ID,#1 String,#2 String",
+    "stsb": "index,genre,filename,year,old_index,source1,source2,sentence1,sentence2,score",
+    "cola": "source,label,original_mark,sentence",
+    "sst2": "sentence,label",
+    "qnli": "index,question,sentence,label",
+    "qqp": "id,qid1,qid2,question1,question2,is_duplicate",
+    "mnli": "index,promptID,pairID,genre,sentence1_parse,sentence1,sentence2,label1,gold_label",
+}
+PLAIN = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
 
 
 def rows_in(path, *rows, name="rows.jsonl"):
@@ -37,6 +54,45 @@ def test_files_of_each_task(task, shared_data):
         assert len(train) == TASKS[task].rows
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_glues_own_tables_are_their_rows(task, shared_data, tmp_path):
+    """Without quoting, as GLUE writes them, and as CSV: texts and targets of every row."""
+    kind, names = TASKS[task], HEADERS[task].split(",")
+    rows = read_rows(shared_data / f"glue_{task}" / "train.jsonl")[:20_000]
+    texts = next(group for group in kind.fields if {*group} <= {*names})
+    filled, lines = [*texts, kind.field(names)], []
+    for row in rows:
+        given = zip(filled, (*kind.texts(row), str(row[kind.field(row)])), strict=True)
+        lines.append(({name: str(row.get(name, 7)) for name in names} | dict(given)).values())
+    assert task != "mrpc" or sum(any(x[:1] == '"' for x in line) for line in lines) == 455
+    for name, form in (("a.csv", {}), ("a.tsv", PLAIN)):
+        with (tmp_path / name).open("w", encoding="utf-8", newline="") as file:
+            headless = task == "cola" and name == "a.tsv"
+            csv.writer(file, **form).writerows(lines if headless else [names, *lines])
+        source = labelled.open_rows(str(tmp_path / name))
+        found = [(kind.texts(row), kind.target(row)) for row in labelled.read_each(source, dict)]
+        assert found == [(kind.texts(row), kind.target(row)) for row in rows]
+
+
+def test_a_number_is_a_label_by_its_text():
+    """And a place, where no label is a number; None: no label."""
+
+    def place(*given):
+        with contextlib.suppress(DataError):
+            return label_number("x", *given)
+
+    for labels, numbers, wanted in (
+        (("1", "2", "3"), None, {1: 0, "2": 1, 3.0: 2, "3.0": 2, 0: None, 4: None}),
+        (("-1", "0", "1"), None, {-1: 0, False: 1, "1": 2, True: 2}),
+        (("False", "True"), None, {True: 1, "true": 1, "0": 0}),
+        (("LABEL_0", "LABEL_1"), None, {1: 1, "0": 0, "label_0": 0, -1: None, "": None}),
+        (("Yes", "yes"), None, {"yes": 1, "Yes": 0, "YES": None, 0: 0}),
+        (("C", "N", "E"), ("e", "n", "c"), {0: 2, "1": 1, "c": 0}),
+        (("c", "n", "e"), (), {0: None, "e": 2}),
+    ):
+        assert {value: place(value, labels, numbers) for value in wanted} == wanted, labels
+
+
 def test_answers_by_name_number_and_text(tmp_path):
     rte, mrpc = TASKS["rte"], TASKS["mrpc"]
     for value, number in (("entailment", 0), (" not_entailment ", 1), (1, 1), ("0", 0), (1.0, 1)):
@@ -48,8 +104,9 @@ def test_answers_by_name_number_and_text(tmp_path):
         source = rows_in(tmp_path, {"label": 1}, {"label": value})
         with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{told}"):
             list(labelled.read_each(source, rte.target))
-    with pytest.raises(DataError, match="finite"):
-        TASKS["stsb"].target({"score": "nan"})
+    for value in ("nan", 1e39, 3.5e38, "-1e39", 10**400, [1.0]):
+        refused("finite number of float32", TASKS["stsb"].target, {"score": value})
+    assert get_task("rte", labels=["not_entailment", "entailment"]).numbers == ()
 
 
 def test_what_cannot_be_is_one_line(tmp_path):
@@ -79,6 +136,10 @@ def test_csv_and_labels_that_the_file_says(tmp_path):
     source = labelled.open_rows(str(table))
     assert [source[i]["text"] for i in range(3)] == ['a, "b"', "c", "two\nlines"]
     assert labelled.found_labels(source) == ("9", "10"), "by their size"
+    mixed = [1, 1.0, "1", " 1.0 ", None, "", math.nan, -1, 10, "9", "b", True]
+    source = rows_in(tmp_path, *({"label": x} for x in mixed))
+    assert labelled.found_labels(source) == ("-1", "1", "9", "10", "True", "b")
+    refused("expected one text", labelled.found_labels, rows_in(tmp_path, {"label": [1, 0]}))
 
 
 @pytest.mark.parametrize("most", [16, 33, 64])
@@ -182,6 +243,16 @@ def test_parts_of_the_rows():
     assert sorted([*kept, *out]) == list(range(100)) and len(out) == 10
     assert labelled.named_paths("a.jsonl") == {"validation": "a.jsonl"}
     assert labelled.named_paths("m=a,mm=b") == {"m": "a", "mm": "b"}
+    refused("can be called 'm'", labelled.named_paths, "m=a,m=b")
+
+
+def test_paths_with_equals_signs_and_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "year=2024" / "x.jsonl", [{"label": 1}])
+    (path,) = labelled.named_paths("year=2024/x.jsonl").values()
+    assert labelled.named_paths(f"a={path},b=~/x") == {"a": path, "b": f"{tmp_path}/x"}
+    assert {len(labelled.open_rows(name)) for name in (path, f"~/{path}", "~/year=2024")} == {1}
 
 
 def test_steps_of_epochs(tmp_path):

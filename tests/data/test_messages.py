@@ -348,7 +348,8 @@ def test_instructions_are_conversations_of_one_turn():
     rows = [
         ({"instruction": " Add. ", "input": "1 2", "output": "3\n"}, "Add.\n1 2"),
         ({"instruction": "Sing.", "input": "", "output": "3"}, "Sing."),
-        ({"instruction": "Sing.", "output": "3"}, "Sing."),
+        ({"instruction": "Sing.", "output": "3", "history": [], "system": ""}, "Sing."),
+        ({"instruction": "Sing.", "context": "Low.", "output": "3"}, "Sing.\nLow."),
     ]
     task = get_task("alpaca")
     for row, asked in rows:
@@ -360,6 +361,8 @@ def test_instructions_are_conversations_of_one_turn():
         ({"instruction": "", "input": "", "output": "a"}, "the instruction is empty"),
         ({"instruction": "a", "input": 3, "output": "a"}, "field 'input' is int"),
         ({"prompt": "a", "output": "a"}, "no field 'instruction'"),
+        ({"instruction": "a", "system": "b", "output": "a"}, "field 'system' is 'b' and is not"),
+        ({"instruction": "a", "history": [["q", "a"]], "output": "a"}, "field 'history' is"),
     ):
         with pytest.raises(DataError, match=message):
             task.example(row, Fields())

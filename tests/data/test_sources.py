@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -95,8 +96,25 @@ def test_tables_in_several_files(write, tmp_path):
         pyarrow.parquet.write_table(pyarrow.table({"text": [str(i)]}), path)
     assert read(open_source(paths)) == [{"text": "0"}, {"text": "1"}]
     pyarrow.parquet.write_table(pyarrow.table({"other": [0]}), paths[1])
-    with pytest.raises(DataError, match="and 1 more: unlike columns"):
+    with pytest.raises(DataError, match="and 1 more: unlike columns.*: 'other', 'text'"):
         open_source(paths)
+    # Another order of columns, other widths of their types.
+    text, more = pyarrow.array(["0"]).dictionary_encode(), pyarrow.array(["1"], "large_string")
+    tables = {"text": text, "n": pyarrow.array([1], "int32")}, {"n": [2], "text": more}
+    for path, table in zip(paths, tables, strict=True):
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
+    assert read(open_source(paths)) == [{"text": "0", "n": 1}, {"text": "1", "n": 2}]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["b"], "n": ["x"]}), paths[1])
+    with pytest.raises(DataError, match="unlike columns .*Field n"):
+        open_source(paths)
+
+
+def test_cells_of_any_length_and_marks_that_are_text(write):
+    before = csv.field_size_limit()
+    assert len(open_source(write("long.csv", f"a,b\n{'x' * 200_000},1\n"))[0]["a"]) == 200_000
+    assert csv.field_size_limit() == before
+    source = open_source(write("marks.tsv", 'a\tb\r\n"it\t\r\n\u2028""\t"is"\r\n'))
+    assert read(source) == [{"a": '"it', "b": ""}, {"a": '\u2028""', "b": '"is"'}]
 
 
 def test_folders_that_datasets_saved(tmp_path, write):
@@ -175,6 +193,12 @@ BROKEN = [
     ("table.csv", b"a,b\n", "table.csv: a header and no rows"),
     ("short.csv", b"a,b\n1,2\n\n3\n", "short.csv, line 4: 1 columns, the header has 2"),
     ("quote.csv", b'a,b\n1,"2\n', "quote.csv, line 2: not CSV"),
+    ("index.csv", b",a\n0,1\n", r"index.csv, line 1: the column name '' is empty.*index=False"),
+    ("twice.csv", b"a,b,a\n0,1,2\n", "twice.csv, line 1: the column name 'a' is empty or doubled"),
+    ("cut.tsv", b'a\tb\n"1\n2"\t3\n', "cut.tsv, line 2: 1 columns, .*; quoting is not read in"),
+    ("some.tsv", b'a\tb\n"1 ""x"""\t2\n', r"some.tsv, line 2: .* is quoted; quoting is not.*csv"),
+    ("all.tsv", b'"a"\t"b"\n"1"\t"2"\n', "all.tsv, line 1: '\"a\"' is quoted"),
+    ("blank.tsv", b"\n\r\n", "blank.tsv: a header and no rows"),
     ("page.html", b"<p>", r"page.html: cannot tell what kind of data '.html' is; known: .txt"),
 ]
 

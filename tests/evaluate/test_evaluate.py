@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -10,10 +11,15 @@ import numpy as np
 import pytest
 import tiny_models
 from tiny_models import LLAMA, TEXT, config_of, random_params, run_script, tiny_of
+from tiny_runs import read_rows, refused, write_halves, write_rows
 
+from ffn_heterogeneity.evaluate.classify import classify, classify_file
 from ffn_heterogeneity.evaluate.inputs import read_token_ids
 from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.evaluate.run import run
+from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.models.config import HeadConfig
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 GEMMA2 = tiny_of("gemma2", layers=4)
@@ -160,3 +166,52 @@ def test_an_array_that_claims_more_than_there_is(tmp_path):
     with pytest.raises(ValueError, match="ids.npy is not a plain .npy array") as bad:
         read_token_ids(str(tmp_path / "ids.npy"))
     assert "\n" not in str(bad.value)
+
+
+def test_labels_in_every_form_of_a_file(tmp_path, capsys):
+    """One accuracy, whatever the file and the type; rows without an answer are counted."""
+    import datasets
+
+    tiny_models.save_tiny_reader(tmp_path / "bert")
+    write_halves(tmp_path, train=60, held_out=21)
+    own = {"data__path": str(tmp_path / "train.jsonl"), "fields": "sentence", "lengths": (32,)}
+    own |= {"labels": "low,high", "together": 1, "batch_size": 8, "steps": 12, "tensorboard": False}
+    own |= {"optimizer__learning_rate": 1e-2, "data__validation_fraction": 0.2}
+    training.run(config_of("p32_glue", f"{tmp_path / 'bert'},labels", **own), tmp_path / "run")
+    model, rows = load_model(tmp_path / "run" / "model"), read_rows(tmp_path / "held_out.jsonl")
+    names = [row["label"] for row in rows]
+    for name, mark in (("a.csv", ","), ("a.tsv", "\t")):
+        lines = [mark.join(map(str, one)) + "\n" for one in (rows[0], *(x.values() for x in rows))]
+        (tmp_path / name).write_text("".join(lines))
+    data = datasets.Dataset.from_list(rows)
+    data = data.cast_column("label", datasets.ClassLabel(names=["high", "low"]))
+    data.to_parquet(tmp_path / "a.parquet")
+    data.with_format("numpy").save_to_disk(tmp_path / "saved")
+
+    def measured(path, labels=(), model=model):
+        if labels:
+            labels = iter(labels)
+            write_rows(tmp_path / path, [row | {"label": next(labels)} for row in rows])
+        asked = config_of("classify", input=str(tmp_path / path), fields="sentence")
+        return classify_file(asked, model, tmp_path)
+
+    found = [measured(name) for name in ("held_out.jsonl", "a.csv", "a.tsv", "a.parquet", "saved")]
+    for kind in (int, float, bool, lambda number: str(float(number))):
+        found.append(measured("b.jsonl", [kind(name == "high") for name in names]))
+    assert len({one["accuracy"] for one in found}) == 1 and found[0]["accuracy"] > 0.6
+    some = measured("b.jsonl", [None, "", -1, *names[3:]])
+    assert (some["n"], some["rows_without_answer"]) == (18, 3)
+    assert "3 of 21 rows have no single answer in 'label'" in capsys.readouterr().err
+    none = measured("b.jsonl", [-1] * 21)
+    assert "accuracy" not in none and none["rows_without_answer"] == 21
+    words = "b.jsonl, line 2: field 'label' is 'maybe'"
+    refused(words, measured, "b.jsonl", ["low", "maybe", *names[2:]])
+    assert len(classify(model, "abc")) == len(classify(model, np.array(["abc"]))) == 1
+    # Somebody else's model of a GLUE task: names are names, numbers are GLUE's.
+    settings = model.config.head.settings | {"labels": ["POSITIVE", "NEGATIVE"], "task": ""}
+    head = HeadConfig.of("classification", settings)
+    other = dataclasses.replace(model, config=dataclasses.replace(model.config, head=head))
+    for kind in (["positive", "negative"], [1, 0]):
+        again = measured("b.jsonl", [kind[name == "high"] for name in names], other)
+        assert again["accuracy"] == found[0]["accuracy"]
+    assert "stand for 'negative', 'positive'" in capsys.readouterr().err

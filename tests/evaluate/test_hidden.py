@@ -38,13 +38,19 @@ def test_states_are_those_of_transformers(family, torch, tmp_path):
         np.testing.assert_allclose(states[shown], want[shown], atol=1e-4, rtol=0)
 
 
-def test_texts_and_what_is_none():
+def test_texts_and_what_is_none(tmp_path):
     config = dataclasses.replace(tiny_of("llama"), vocab_size=258)
     model = Model(config, random_params(config), byte_tokenizer(), "tiny")
     states, mask = fh.hidden_states(model, ["ab", "abcd"])
     assert mask.sum(1).tolist() == [3, 5] and states.shape[:3] == (2, config.n_layers + 1, 5)
-    alone, _ = fh.hidden_states(model, ["ab"])
-    np.testing.assert_allclose(alone[0], states[0, :, :3], atol=1e-5)
+    for one in (["ab"], "ab", np.array("ab"), np.array(["ab"])):
+        (alone,), _ = fh.hidden_states(model, one)
+        np.testing.assert_allclose(alone, states[0, :, :3], atol=1e-5)
+    (tmp_path / "text.txt").write_text("ab " * 99)
+    for call in (fh.hidden_states, fh.perplexity):
+        for path in (tmp_path / "text.txt", str(tmp_path / "text.txt")):
+            refused("is the path of a file.*read_text", call, model, path)
+    refused("integer ids", fh.hidden_states, model, np.ones((1, 2)))
     for texts, told in (([], "at least one"), ([3], "not iterable"), (["a", ("a", "b")], "or all")):
         with pytest.raises((ValueError, TypeError), match=told):
             fh.hidden_states(model, texts)

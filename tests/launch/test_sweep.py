@@ -7,14 +7,16 @@ import itertools
 import json
 import re
 import runpy
+import shlex
 
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 from tiny_models import LLAMA, REPOSITORY, config_of
 
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.launch import sweep_run
+from ffn_heterogeneity.launch import cli, sweep_run
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.experiment import _with_seed as with_seed
 from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product
@@ -46,22 +48,20 @@ def test_product_is_every_combination_the_last_fastest():
 
 
 def test_chain_goes_one_after_the_other():
-    assert pairs_of(chain({"a": (1, 2), "b": (3,)}, point("plain"), product({"a": (4,)}))) == [
-        ("a=1", {"a": 1}), ("a=2", {"a": 2}), ("b=3", {"b": 3}), ("plain", {}), ("a=4", {"a": 4}),
-    ]  # fmt: skip
+    found = chain({"a": (1, 2), "b": (3,)}, point("plain"), product({"a": (4,)}))
+    first = [("a=1", {"a": 1}), ("a=2", {"a": 2}), ("b=3", {"b": 3})]
+    assert pairs_of(found) == [*first, ("plain", {}), ("a=4", {"a": 4})]
     rows = product(point("random", {"criterion": "random"}), {"seed": (0, 1)})
     assert [one.name for one in rows] == ["random,seed=0", "random,seed=1"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "name"),
-    [
-        ("losses.nucl.weight", 1000.0, "weight=1000"),
-        ("lr", 1e-6, "lr=1e-06"), ("x", 0.1234567, None),
-        ("t", ("ffn_out", "attention_out"), "t=ffn_out+attention_out"), ("t", (), "t=none"),
-        ("path", "/data/a b:c", "path=_data_a_b_c"), ("on", True, "on=True"),
-    ],
-)  # fmt: skip
+NAMED = [("losses.nucl.weight", 1000.0, "weight=1000"), ("x", 0.1234567, None)]
+NAMED += [("lr", 1e-6, "lr=1e-06"), ("path", "/data/a b:c", "path=_data_a_b_c")]
+NAMED += [("t", ("ffn_out", "attention_out"), "t=ffn_out+attention_out"), ("t", (), "t=none")]
+NAMED += [("on", True, "on=True")]
+
+
+@pytest.mark.parametrize(("key", "value", "name"), NAMED)
 def test_names_are_directory_names(key, value, name):
     (one,) = product({key: (value,)})
     check_sweep([one])
@@ -107,21 +107,63 @@ def test_the_papers_sweeps_are_there():
         assert ("prune_table", name) in found
 
 
+def parsed(*arguments):
+    """The config of a command line."""
+    values = flags.FlagValues()
+    argv, _ = cli.prepare(["x", *(x for x in arguments if x.startswith("--config"))], "", values)
+    values(argv)
+    return values["config"].value
+
+
+def printed_is_read(one, config, spec, sweep, kind):
+    """A point's printed command is parsed to its config."""
+    task = sweep_run.PointRun(one, sweep_run.apply(config, one), REPOSITORY)
+    line = shlex.split(sweep_run.command(task, REPOSITORY, spec, sweep, kind))
+    got = parsed(*line)
+    got = sweep_run.apply(got, one) if f"--only={one.name}" in line else got
+    assert repr(got.to_dict()) == repr(task.config.to_dict())
+    return got
+
+
+COUNTS = {"nucl_finetune": {"alpha": 10, "targets": 5}}
+COUNTS["prune_table"] = {"criteria": 12, "pairs": 30, "halves": 6}
+COUNTS["jreg_pretrain"] = {"alpha": 7, "lambda": 5, "steps": 4}
+
+
 @pytest.mark.parametrize(("name", "sweep"), swept_configs())
 def test_every_point_of_every_sweep_is_a_config(name, sweep):
     argument = "170m,nucl" if (name, sweep) == ("jreg_pretrain", "nucl") else None
     config = config_of(name, argument, model="smollm2_135m")
-    kind, points = sweep_run.points_of(str(REPOSITORY / f"configs/{name}.py"), sweep, config)
+    spec = str(REPOSITORY / f"configs/{name}.py")
+    kind, points = sweep_run.points_of(spec, sweep, config)
     assert kind in COMMANDS
+    for one in points:
+        printed_is_read(one, config, f"{spec}:{argument}" if argument else spec, sweep, kind)
     values = [json.dumps(sweep_run.apply(config, one).to_dict(), sort_keys=True) for one in points]
     assert len(set(values)) == len(values), "two points are the same run"
-    count = {
-        ("nucl_finetune", "alpha"): 10, ("nucl_finetune", "targets"): 5,
-        ("prune_table", "criteria"): 12, ("prune_table", "pairs"): 30, ("prune_table", "halves"): 6,
-        ("jreg_pretrain", "alpha"): 7, ("jreg_pretrain", "lambda"): 5,
-        ("jreg_pretrain", "steps"): 4,
-    }.get((name, sweep))  # fmt: skip
-    assert count is None or len(points) == count
+    assert len(points) == COUNTS.get(name, {}).get(sweep, len(points))
+
+
+def test_none_and_the_home_on_command_lines(monkeypatch):
+    """None of a placeholder, a loss's weight, a stage's key, a key that no flag can set to it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    both = {"lambda_rate": None, "losses.classification.weight": None, "lengths": (8, 16)}
+    both |= {"optimizer.clip_norm": 2, "data.path": "None", "model": "~/x"}
+    for own in (both, both | {"dropout": None}):
+        read = printed_is_read(Point("p", own), config_of("p32_glue"), "p32_glue", "s", "train")
+        assert read.model == "/home/me/x"
+    tuned = "mlp_fusion:minilm_l6,sst2,fusion,tuned"
+    for spec, wanted, *given in (
+        ("p32_glue", 2, "lambda_rate=None", "lambda_rate=2"),
+        (tuned, None, "tune.lambda_rate=2", "tune.lambda_rate=None"),
+        (tuned, 2, "tune.losses.classification.weight=2"),
+        ("p32_glue", "/home/me/x", "data.path=~/x"),
+    ):
+        read = parsed(f"--config={spec}", *(f"--config.{one}" for one in given))
+        assert read[given[-1].partition("=")[0]] == wanted
+    for given in ("steps", "seed", "together"):
+        with pytest.raises(flags.Error, match="None"):
+            parsed("--config=five", f"--config.{given}=None")
 
 
 def test_what_the_config_file_lacks_is_said(tmp_path):
@@ -140,10 +182,10 @@ def test_what_the_config_file_lacks_is_said(tmp_path):
             sweep_run.apply(config, Point("p", settings))
 
 
-@pytest.mark.parametrize(("name", "argument"), [
-    ("mlp_fusion", "minilm_l6,sst2,fusion,tuned"), ("mlp_fusion", "minilm_l6,sst2,lth"),
-    ("five", "minilm_l6,mrpc"),
-])  # fmt: skip
+FOLLOWING = [("mlp_fusion", "minilm_l6,sst2,fusion,tuned"), ("mlp_fusion", "minilm_l6,sst2,lth")]
+
+
+@pytest.mark.parametrize(("name", "argument"), [*FOLLOWING, ("five", "minilm_l6,mrpc")])
 def test_what_takes_its_value_from_another_key_follows(name, argument):
     """Every point, and every run of `seeds`, is what the same keys give on a command line."""
     config = config_of(name, argument)
@@ -154,9 +196,8 @@ def test_what_takes_its_value_from_another_key_follows(name, argument):
         assert sweep_run.apply(config, one).to_dict() == wanted.to_dict()
     config.seeds = (3, 4)
     for seeded in (sweep_run.apply(config, Point("p", {"seed": 3})), with_seed(config, 3)):
-        groups = [seeded[key] for key in ("fuse", "compress", "tune", "finetune", "mask_2")
-                  if key in seeded]  # fmt: skip
-        assert groups and all(group.seed == 3 for group in groups)
+        groups = {"fuse", "compress", "tune", "finetune", "mask_2"} & {*seeded}
+        assert groups and all(seeded[key].seed == 3 for key in groups)
     assert config.seed == 0 and config.seeds == (3, 4)
 
 
@@ -167,14 +208,12 @@ def test_free_keys_are_in_no_program():
     """The very text of the lowered step is the same, whatever they are."""
     small = {"batch_size": 2, "seq_len": 8, "tensorboard": False}
     one = config_of("nucl_finetune", "smollm2_135m,text", **small)
-    other = config_of(
-        "nucl_finetune", "gemma2_2b,text", **small, revision="x", seed=7, seeds=(1, 2), steps=5,
-        losses__nucl__weight=0.0, dropout=0.3, optimizer__learning_rate=0.5,
-        optimizer__schedule="linear",
-        optimizer__warmup_steps=1, optimizer__final_fraction=0.5, eval__every=1,
-        eval__max_batches=3, checkpoint__every=1, checkpoint__keep_best=False,
-        export__form="native", profile="1:2", dry_run="here",
-    )  # fmt: skip
+    free = {"revision": "x", "seed": 7, "seeds": (1, 2), "steps": 5, "losses__nucl__weight": 0.0}
+    free |= {"dropout": 0.3, "optimizer__learning_rate": 0.5, "optimizer__schedule": "linear"}
+    free |= {"optimizer__warmup_steps": 1, "optimizer__final_fraction": 0.5, "eval__every": 1}
+    free |= {"eval__max_batches": 3, "checkpoint__every": 1, "checkpoint__keep_best": False}
+    free |= {"export__form": "native", "profile": "1:2", "dry_run": "here"}
+    other = config_of("nucl_finetune", "gemma2_2b,text", **small, **free)
     params = jax.eval_shape(lambda: causal_lm.init(LLAMA, jax.random.key(0)))
     model = Model(LLAMA, params, None, "")
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
@@ -190,13 +229,12 @@ def test_free_keys_are_in_no_program():
         return built.train_step.lower(built.state, batch, hyper).as_text()
 
     assert text(one) == text(other)
-    for changes in (
-        {"losses__nucl__variant": "gini"}, {"losses__nucl__weight": None}, {"dropout": 0.0},
-        {"optimizer__b1": 0.8}, {"batch_size": 4}, {"losses__nucl__targets": ("attention_out",)},
-        {"monitors__entropy__variant": "gini"}, {"freeze": ("^embed/",)}, {"remat": "full"},
-        {"data__packing": False}, {"losses__nll__reduction": "sum"}, {"compute_dtype": "bfloat16"},
-    ):  # fmt: skip
-        changed = config_of("nucl_finetune", "smollm2_135m,text", **small | changes)
-        assert static_key(read(changed), model, mesh) != keys[0], changes
+    fixed = {"losses__nucl__variant": "gini", "losses__nucl__weight": None, "dropout": 0.0}
+    fixed |= {"losses__nucl__targets": ("attention_out",), "monitors__entropy__variant": "gini"}
+    fixed |= {"optimizer__b1": 0.8, "batch_size": 4, "freeze": ("^embed/",), "remat": "full"}
+    fixed |= {"data__packing": False, "losses__nll__reduction": "sum", "compute_dtype": "bfloat16"}
+    for key, value in fixed.items():
+        changed = config_of("nucl_finetune", "smollm2_135m,text", **small | {key: value})
+        assert static_key(read(changed), model, mesh) != keys[0], key
     narrower = dataclasses.replace(model, config=LLAMA.with_widths([24, 24, 24, 23]))
     assert static_key(read(one), narrower, mesh) != keys[0]

@@ -58,7 +58,7 @@ def test_files_are_read_written_and_read_again_to_the_bit(torch, tmp_path, capfd
     assert config.pooler == pooler == ("pooler" in params)
     assert read_config(tmp_path / "theirs") == config
     assert len(said) == bool(heads)
-    assert all(line.startswith(f"left out: {heads} tensors of pre-training") for line in said)
+    assert all(line.startswith(f"left out: {heads} tensors that the model") for line in said)
 
     save_pretrained(config, params, tmp_path / "ours")
     values = json.loads((tmp_path / "ours" / "config.json").read_text())

@@ -191,7 +191,7 @@ def test_an_interrupted_write_leaves_nothing(model, tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(export, "_save_tokenizer", broken)
+    monkeypatch.setattr(export, "save_tokenizer", broken)
     flags = [f"--config.model={model}", f"--workdir={tmp_path / 'run'}"]
     assert "disk full" in run_script("compress", *flags).error
     assert not (tmp_path / "run").exists(), list((tmp_path / "run").rglob("*"))

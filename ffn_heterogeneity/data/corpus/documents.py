@@ -251,9 +251,4 @@ def _opened(path: str, changed: int) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
-READERS = {
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "hub": _read_hub,
-}
+READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hub": _read_hub}

@@ -21,6 +21,10 @@ class Example(NamedTuple):
     ends: bool = True
 
 
+# Fields of instruction rows that change the question.
+UNREAD = ("system", "history", "tools")
+
+
 class Fields(NamedTuple):
     """Names of record fields chosen by the user; "" leaves the choice to the task."""
 
@@ -100,6 +104,19 @@ def text_of(record: Mapping[str, Any], field: str) -> str:
             f"{error.start}; write whole characters"
         ) from None
     return text
+
+
+def reject_fields(record: Mapping[str, Any], fields: Sequence[str] = UNREAD) -> None:
+    """Raises DataError for a field that would be dropped and changes what is learned; empty ones,
+    and a weight or flag of 1, change nothing."""
+    for name in fields:
+        value = record.get(name)
+        empty = value is None or (isinstance(value, (str, list, dict)) and not value)
+        if not empty and not (isinstance(value, int | float) and value == 1):
+            raise DataError(
+                f"field {name!r} is {value!r:.40} and is not read here: leave it out, or write it "
+                "into the text"
+            )
 
 
 def list_of(record: Mapping[str, Any], field: str) -> list[Any]:

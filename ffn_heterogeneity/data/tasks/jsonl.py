@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import Example, Fields, Task, text_of
+from ffn_heterogeneity.data.tasks.base import Example, Fields, Task, reject_fields, text_of
 
 # (prompt fields, response field, separator). The first pair whose fields are all there is used;
 # prompt and completion pairs are joined as they are, by custom they carry their own white space.
@@ -14,6 +14,8 @@ PAIRS = (
     (("prompt",), "response", ""),
     (("prompt",), "completion", ""),
     (("instruction", "input"), "output", "\n"),
+    (("instruction", "context"), "output", "\n"),
+    (("instruction", "context"), "response", "\n"),
     (("instruction",), "output", "\n"),
     (("instruction",), "response", "\n"),
     (("question",), "answer", "\n"),
@@ -31,6 +33,7 @@ def example(record: Mapping[str, Any], fields: Fields) -> Example:
             f"prompt_field is {fields.prompt!r} and response_field {fields.response!r}: "
             "name both or neither"
         )
+    reject_fields(record)
     for prompts, response, separator in PAIRS:
         if response in record and all(name in record for name in prompts):
             parts = [text_of(record, name) for name in prompts]

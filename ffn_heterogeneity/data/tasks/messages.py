@@ -9,6 +9,9 @@ what `messages[: i + 1]` adds to `messages[:i]` with the header that invites an 
 those of the whole text; each is wholly inside or outside a turn, which is checked for every
 conversation: the pieces, encoded one by one, must be the whole.
 
+A template that ignores `add_generation_prompt` invites no answer: the header is then found by
+writing an answer, once, and is treated alike.
+
 Contents lose the white space around them, as in the Tulu recipe and Gemma's template (for other
 templates this is ours: a turn that begins with a space would share a token with its header).
 """
@@ -20,11 +23,16 @@ from typing import Any, NamedTuple
 
 from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, text_of
+from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, reject_fields, text_of
 from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.wording import check_choice, naming
 
 ROLES = ("system", "user", "assistant")
+# Fields that templates and other trainers use: of a row, and of a message.
+_OF_ROW = ("tools", "functions", "documents", "system", "images", "audio", "videos")
+_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_OF_MESSAGE += ("weight", "train", "loss", "trainable", "images", "audio")
+_PROBE = "\u2603"  # an answer that no header holds
 
 
 class Message(NamedTuple):
@@ -45,6 +53,7 @@ def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, ...]:
             f"prompt_field is {fields.prompt!r} and response_field {fields.response!r}; leave them "
             "empty: conversations are in one field, text_field ('messages')"
         )
+    reject_fields(record, _OF_ROW)
     field = fields.text or "messages"
     found = [_message(field, i, one) for i, one in enumerate(list_of(record, field), 1)]
     turns = found[1:] if found and found[0].role == "system" else found
@@ -66,6 +75,7 @@ def _message(field: str, number: int, value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}), expected an object")
     with naming(where, DataError, DataError):
+        reject_fields(value, _OF_MESSAGE)
         role, content = text_of(value, "role"), text_of(value, "content").strip()
     check_choice(f"{where}: role", role, ROLES, DataError)
     if not content:
@@ -160,8 +170,19 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
             "chat_template is 'tokenizer', but this tokenizer has no chat template; 'tulu' uses "
             "the built-in form"
         )
-    written = [message._asdict() for message in messages]
-    return render_template(tokenizer, written, add_generation_prompt=answer)
+
+    def written(*messages: Message, answer: bool) -> str:
+        turns = [message._asdict() for message in messages]
+        date = encoder.template_date
+        return render_template(tokenizer, turns, date, add_generation_prompt=answer)
+
+    text = written(*messages, answer=answer)
+    if answer and encoder.header is None:
+        start = written(*messages, answer=False)
+        whole = written(*messages, Message("assistant", _PROBE), answer=False)
+        header = whole.removeprefix(start).partition(_PROBE)[0] if text == start else ""
+        encoder.header = header if header.strip() else ""
+    return text + (encoder.header or "") if answer else text
 
 
 def _tulu(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:

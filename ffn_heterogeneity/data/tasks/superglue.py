@@ -246,12 +246,7 @@ _ONE_EACH = (
 )
 _BY_NAME = {task.name: task for task in _ONE_EACH}
 _MEMBERS = tuple(
-    MixedTask(
-        f"superglue_{name}",
-        size,
-        (f"superglue_{name}", folder, name),
-        OPTIONS.get(name, ""),
-    )
+    MixedTask(f"superglue_{name}", size, (f"superglue_{name}", folder, name), OPTIONS.get(name, ""))
     for name, (size, folder) in SETS.items()
 )
 TASKS = (*_ONE_EACH, Task("superglue", mixed, members=_MEMBERS))

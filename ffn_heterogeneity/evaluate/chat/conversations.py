@@ -133,7 +133,8 @@ class Chat:
     def __init__(self, config: ConfigDict, model: Model, options: RunOptions = RunOptions()):
         self.config, self.positions = config, model.config.max_position
         template = config.chat_template
-        self.encoder = Encoder(model.tokenizer, config.bos, chat_template=template)
+        written = {"chat_template": template, "template_date": config.template_date}
+        self.encoder = Encoder(model.tokenizer, config.bos, **written)
         own = template == "auto" and getattr(model.tokenizer, "chat_template", None)
         self.template = "tokenizer" if own else template.replace("auto", "tulu")
         # The template's end of a turn, and the tokenizer's eos, which the config may not name.

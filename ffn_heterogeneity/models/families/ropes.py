@@ -54,19 +54,15 @@ def shared_rope_from_hf(
     """
     parameters, scaling = (values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     theta = values.get("rope_theta") or 10_000.0
-    if scaling:
-        lost = parameters.get("rope_theta") or theta
-        if lost != (scaling.get("rope_theta") or theta):
-            raise ConfigError(
-                f"rope_scaling replaces rope_parameters and its rope_theta={lost}: write "
-                "rope_theta into rope_scaling too"
-            )
+    lost = parameters.get("rope_theta") or theta
+    if scaling and not (values.get("rope_theta") or scaling.get("rope_theta")) and lost != theta:
+        raise ConfigError(
+            f"rope_scaling replaces rope_parameters and its rope_theta={lost}: write rope_theta "
+            "into rope_scaling too"
+        )
     scaling = dict(scaling or parameters)
-    given = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     if fraction is not None:
-        fraction = given or fraction
-    elif given is not None:
-        scaling["partial_rotary_factor"] = given
+        fraction = scaling.pop("partial_rotary_factor", None) or fraction
     return rope_from_hf(scaling, theta, max_position, float(fraction or 1.0))
 
 
