@@ -79,7 +79,7 @@ def _stage(config: ConfigDict, name: str, group: dict) -> None:
 def _compression(config: ConfigDict, method: str) -> dict:
     group = {
         "kind": "surgery",  # train | surgery | evaluate
-        "base": "configs/fuse.py",  # the config that it starts from
+        "base": "fuse",  # the config that it starts from
         "method": method,
         "n_init": 30,  # starts of k-means
     }
@@ -90,7 +90,7 @@ def _training(config: ConfigDict, task: str) -> dict:
     data = {key: config.data.get_ref(key) for key in ("path", "validation_path")}
     group = {
         "kind": "train",
-        "base": f"configs/p32_glue.py:{config.model},{task}",
+        "base": f"p32_glue:{config.model},{task}",
         "pooling": "last",  # the model's own head
         "epochs": 3.0,
         "batch_size": 32,

@@ -41,7 +41,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
             "dry_run": "",
             "prune": {
                 "kind": "surgery",  # train | surgery | evaluate
-                "base": "configs/prune.py",  # the config that it starts from
+                "base": "prune",  # the config that it starts from
                 "criterion": "entropy",  # entropy | gini | mstd | magnitude | random
                 "reverse": False,
                 "calibration": Removal.calibration,
@@ -53,7 +53,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
             },
             "recover": {
                 "kind": "train",
-                "base": f"configs/nucl_finetune.py:{model},{data}",
+                "base": f"nucl_finetune:{model},{data}",
                 "seed": 0,
                 "steps": 1000,
                 "batch_size": 16,  # rows a step
@@ -69,7 +69,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
             },
             "score": {
                 "kind": "evaluate",
-                "base": "configs/perplexity.py",
+                "base": "perplexity",
                 "text": "",  # a UTF-8 text file, or:
                 "token_ids": "",
                 "window": 512,

@@ -11,4 +11,4 @@ from ffn_heterogeneity.evaluate.run import run
 from ffn_heterogeneity.launch import cli
 
 if __name__ == "__main__":
-    cli.launch(run, "analyze", "configs/analyze.py:connectivity")
+    cli.launch(run, "analyze", "analyze:connectivity")

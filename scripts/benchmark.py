@@ -22,6 +22,6 @@ if __name__ == "__main__":
     cli.launch(
         functools.partial(run, load=cli.load_config),
         "benchmark",
-        "configs/benchmark.py",
+        "benchmark",
         positional="name",
     )

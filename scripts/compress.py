@@ -16,4 +16,4 @@ from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch.in_memory import surgery
 
 if __name__ == "__main__":
-    cli.launch(surgery, "prune", "configs/prune.py")
+    cli.launch(surgery, "prune", "prune")

@@ -13,4 +13,4 @@ from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch.evaluate import run
 
 if __name__ == "__main__":
-    cli.launch(run, "evaluate", "configs/perplexity.py")
+    cli.launch(run, "evaluate", "perplexity")

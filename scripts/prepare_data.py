@@ -19,4 +19,4 @@ from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch.prepare_data import run
 
 if __name__ == "__main__":
-    cli.launch(run, "prepare_data", "configs/prepare_data.py")
+    cli.launch(run, "prepare_data", "prepare_data")

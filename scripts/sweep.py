@@ -18,7 +18,7 @@ from absl import flags
 
 from ffn_heterogeneity.launch import cli, sweep_run
 
-CONFIG = "configs/nucl_finetune.py"
+CONFIG = "nucl_finetune"
 SWEEP = flags.DEFINE_string("sweep", "", "Its name in the config file's SWEEPS.")
 ONLY = flags.DEFINE_multi_string("only", [], "Run this point alone; may be given several times.")
 PRINT = flags.DEFINE_bool("print", False, "Run nothing: print one command a line.")

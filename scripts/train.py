@@ -17,4 +17,4 @@ from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.launch.experiment import run
 
 if __name__ == "__main__":
-    cli.launch(run, "train", "configs/nucl_finetune.py", processes=True)
+    cli.launch(run, "train", "nucl_finetune", processes=True)

@@ -60,7 +60,7 @@ def launch(
     Args:
       run: (config, work directory) -> anything; writes `<workdir>/results.json` itself.
       name: of the script, for the default work directory.
-      default_config: config file, relative to the repository's root, with its argument if any.
+      default_config: name of one of our configs, with its argument if any.
       positional: the config key that an argument without dashes stands for.
       processes: `run` can be one of several processes: adds the flag --distributed.
       alone: as in `working_in`.
@@ -183,12 +183,15 @@ def home() -> Path:
 
 
 def find_config(spec: str) -> str:
-    """The spec with the path of its file: "configs/prune.py", or "prune" for one of ours.
+    """The spec with the path of its file.
 
-    A file in the working directory comes first. What is not found stays as it is.
+    A name ("prune") is always a config of ours: a file of the working directory is run only if its
+    path is typed ("mine.py", "configs/prune.py"), and then comes before ours. What is not found
+    stays as it is.
     """
     name, colon, argument = os.path.expanduser(spec).partition(":")
-    for path in (Path(name), home() / name, home() / "configs" / f"{name}.py"):
+    ours = [home() / "configs" / f"{name}.py"]
+    for path in [Path(name), home() / name] if name.endswith(".py") else ours:
         if path.is_file():
             return f"{path}{colon}{argument}"
     return spec

@@ -86,7 +86,7 @@ def pieces(workdir: epath.Path, models: str | None, settings: dict) -> dict:
         write_text(workdir / f"{name}.txt", text)
     sizes = f"{len(train_text):,} + {len(heldout_text):,}"
     say(f"SmolLM2-135M-Instruct from {path}; {sizes} characters of the Python language reference")
-    spec = f"configs/nucl_finetune.py:{path},text"
+    spec = f"nucl_finetune:{path},text"
     model, folder = Pretrained(workdir, str(path), heldout_text), workdir / "pieces"
     before = once(folder, "before", model.before)
     removal = {

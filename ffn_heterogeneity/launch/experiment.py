@@ -123,7 +123,7 @@ def make_stages(config: ConfigDict) -> list[Stage]:
     """The stages that `config.stages` names, in order.
 
     A stage is a group of the config: its `kind`, `base` (the config file its settings come from,
-    as on a command line: "configs/nucl_finetune.py:x,gsm8k"), and the settings that differ.
+    as on a command line: "nucl_finetune:x,gsm8k"), and the settings that differ.
 
     Raises:
       ValueError: a name without a group, a group without `kind` or `base`, a setting that the base

@@ -60,7 +60,7 @@ def finetunings(rows: Frame) -> Frame:
 
 
 def model_of(base: pandas.Series) -> pandas.Series:
-    """The model of a job, "configs/x.py:<model>,<task>": its last stage reads another stage's."""
+    """The model of a job, "x:<model>,<task>": its last stage reads another stage's."""
     return base.str.extract(r":(.+),", expand=False).map(os.path.basename)
 
 

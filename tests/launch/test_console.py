@@ -12,8 +12,10 @@ import zipfile
 import numpy as np
 import pytest
 from tiny_models import REPOSITORY, save_tiny
+from tiny_runs import flags_of, run_program
 
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import unstack
 
 COMMAND = (sys.executable, "-c", "from ffn_heterogeneity.launch.console import main; main()")
@@ -36,16 +38,8 @@ def wheel(tmp_path_factory):
     return root / "installed"
 
 
-def environment(wheel):
-    return {**os.environ, "PYTHONPATH": str(wheel)}
-
-
 def ffnh(wheel, cwd, *arguments):
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=cwd, env=environment(wheel), capture_output=True, text=True,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    return tuple(run_program(*COMMAND, *arguments, cwd=cwd, PYTHONPATH=str(wheel)))
 
 
 def test_everything_is_in_it(wheel):
@@ -67,7 +61,8 @@ def test_the_commands_of_the_wheel(wheel, tmp_path):
     assert "nucl_finetune" in out
     reader, writer = os.pipe()  # of a `| head` that has read enough
     os.close(reader)
-    done = subprocess.run([*COMMAND], env=environment(wheel), stdout=writer, stderr=subprocess.PIPE)
+    own = os.environ | {"PYTHONPATH": str(wheel)}
+    done = subprocess.run(COMMAND, env=own, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
     code, _, error = ffnh(wheel, tmp_path, "compres")
@@ -87,11 +82,10 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     save_tiny(tmp_path / "tiny")
     rows = [json.dumps({"riddle": f"{i} and one", "solution": str(i + 1)}) for i in range(40)]
     (tmp_path / "riddles.jsonl").write_text("\n".join(rows) + "\n")
-    code, out, error = ffnh(
-        wheel, tmp_path, "train", "--config=mine.py:tiny", "--config.data.path=riddles.jsonl",
-        "--workdir=mine", "--config.steps=1", "--config.batch_size=2", "--config.seq_len=64",
-        "--config.eval.max_batches=1", "--config.tensorboard=false",
-    )  # fmt: skip
+    own = {"data.path": "riddles.jsonl", "steps": 1, "batch_size": 2, "seq_len": 64}
+    own |= {"eval.max_batches": 1, "tensorboard": "false"}
+    train = ("train", *flags_of("mine.py:tiny", "mine", **own))
+    code, out, error = ffnh(wheel, tmp_path, *train)
     assert code == 0 and 0.1 < float(re.search(r"validation/l1: (.*)", out)[1]) < 0.3, error
     thin = ("--config=thin.py", "--config.criterion=largest", "--config.model=tiny")
     code, out, error = ffnh(wheel, tmp_path, "compress", *thin, "--workdir=thin")
@@ -123,3 +117,18 @@ def test_a_config_of_ones_own_beside_them(wheel, tmp_path):
     assert code == 0, error
     code, _, error = ffnh(wheel, tmp_path, "compress", "--config=configs/prun.py")
     assert code == 2 and "configs/mine.py" in error and "prune" in error
+
+
+def test_a_name_is_a_config_of_ours_whatever_the_directory_holds(tmp_path, monkeypatch):
+    """A file of that name is run only if its path is typed."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("prune", "prune.py", "configs/prune.py", "nucl_finetune"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('run')\ndef get_config(): pass\n")
+    for spec in ("prune", "nucl_finetune:a,text", "prune_recover:a,text"):
+        config = cli.load_config(spec)
+    for name in config.stages:
+        cli.load_config(config[name].base)
+    for spec in ("prune.py", "configs/prune.py"):
+        with pytest.raises(cli.UsageError, match="RuntimeError: run"):
+            cli.load_config(spec)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from tiny_models import REPOSITORY, TEXT, config_of, save_tiny
+from tiny_runs import flags_of, small_run
 
 from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.evaluate import run as evaluation
@@ -26,7 +27,7 @@ from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.paths import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-TIMES = ("seconds", "tokens_per_second", "compile_seconds")
+TIMES = ("seconds", "tokens_per_second", "compile_seconds", "model", "device")
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +38,15 @@ def files(tmp_path_factory):
 
 
 def staged(files, **changes):
-    small = {
-        "recover__steps": 4, "recover__batch_size": 2, "recover__seq_len": 16,
-        "recover__data__path": str(files[1]), "recover__optimizer__warmup_steps": 1,
-        "recover__data__passage_chars": 100, "recover__data__validation_fraction": 0.2,
-        "recover__optimizer__learning_rate": 1e-2, "recover__eval__every": 2,
-        "recover__eval__max_batches": 1, "recover__tensorboard": False,
-        "score__text": str(files[1]), "score__window": 16, "score__max_windows": 3,
-    }  # fmt: skip
+    own = {"steps": 4, "optimizer__warmup_steps": 1, "eval__every": 2}
+    small = small_run(files[1], "recover__", **own)
+    small |= {"score__text": str(files[1]), "score__window": 16, "score__max_windows": 3}
     return config_of("prune_recover", f"{files[0]},text", **(small | changes))
 
 
 def without_times(value):
     if isinstance(value, dict):
-        return {
-            k: without_times(v) for k, v in value.items() if k not in (*TIMES, "model", "device")
-        }
+        return {k: without_times(v) for k, v in value.items() if k not in TIMES}
     return [without_times(v) for v in value] if isinstance(value, list) else value
 
 
@@ -67,17 +61,14 @@ def test_prune_recover_score(files, finished):
     stages = results["stages"]
     assert list(stages) == ["prune", "recover", "score"]
     assert json.loads((workdir / "results.json").read_text()) == results
-    pruned, recovered = (
-        load_model(str(workdir / name / "model")) for name in ("00_prune", "01_recover")
-    )
+    pruned, recovered = (load_model(workdir / x / "model") for x in ("00_prune", "01_recover"))
     assert pruned.config == recovered.config
     assert pruned.config.ffn_widths == tuple(stages["prune"]["ffn_widths_after"])
     assert max(pruned.config.ffn_widths) < max(load_model(str(files[0])).config.ffn_widths)
     before, after = flatten(pruned.params), flatten(recovered.params)
     assert any(not np.array_equal(before[path], after[path]) for path in before)
-    assert (
-        stages["recover"]["final"]["validation/nll"] < stages["recover"]["first"]["validation/nll"]
-    )
+    first, last = (stages["recover"][name]["validation/nll"] for name in ("first", "final"))
+    assert last < first
     score = config_of("perplexity", model=str(workdir / "01_recover" / "model"))
     score.text, score.window, score.max_windows = str(files[1]), 16, 3
     again = evaluation.run(score, workdir.parent / "score")
@@ -119,23 +110,13 @@ def test_a_run_that_died_between_stages_ends_with_the_same_numbers(
 
 
 def test_sigterm_in_a_stage_and_the_printed_command_goes_on(files, finished, tmp_path):
-    flags = [
-        f"--config.recover.{key}={value}"
-        for key, value in {
-            "steps": 100_000, "batch_size": 2, "seq_len": 16, "data.path": files[1],
-            "eval.every": 0, "eval.max_batches": 1, "tensorboard": False,
-            "data.passage_chars": 100,
-        }.items()
-    ]  # fmt: skip
-    command = [
-        sys.executable, REPOSITORY / "scripts" / "train.py",
-        f"--config={REPOSITORY}/configs/prune_recover.py:{files[0]},text", *flags,
-        f"--config.score.text={files[1]}",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    own = small_run(files[1], "recover__", steps=100_000, eval__every=0)
+    config = f"{REPOSITORY}/configs/prune_recover.py:{files[0]},text"
+    flags = flags_of(config, score__text=files[1], **own)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
+    pipes["env"] = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONUNBUFFERED": "1"}
+    script = REPOSITORY / "scripts" / "train.py"
+    process = subprocess.Popen([sys.executable, script, *flags], **pipes)
     end = time.monotonic() + 120
     while time.monotonic() < end and process.poll() is None:
         written = list(tmp_path.glob("runs/*/01_recover/metrics.jsonl"))
@@ -200,10 +181,10 @@ def test_what_is_wrong_is_said_before_anything_runs(files, tmp_path, changes, me
 @pytest.mark.parametrize(
     ("group", "key", "message"),
     [
-        ("prune", "ration", "configs/prune.py: unknown key 'ration', did you mean 'ratio'"),
+        ("prune", "ration", "stage 'prune', prune: unknown key 'ration', did you mean 'ratio'"),
         ("recover.optimizer", "lerning_rate", "did you mean 'optimizer.learning_rate'"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_the_base_has_not(files, tmp_path, group, key, message):
     config = staged(files)
     with config.unlocked():
@@ -229,10 +210,9 @@ def test_seeds_give_a_mean_and_an_interval(files, tmp_path, capsys):
     removed = [run["stages"]["prune"]["seed"] for run in results["runs"]]
     assert removed == [3, 5, 8]
     row = results["summary"]["score/perplexity"]
-    low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
-    np.testing.assert_allclose(
-        [row["mean"], row["low"], row["high"]], [np.mean(values), low, high], 1e-12
-    )
+    ends = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
+    found = [row["mean"], row["low"], row["high"]]
+    np.testing.assert_allclose(found, [np.mean(values), *ends], 1e-12)
     assert row["n"] == 3 and "score/perplexity: " in capsys.readouterr().out
     assert experiment.run(config, tmp_path / "run") == results
 
@@ -243,12 +223,8 @@ def test_one_seed_says_nothing_of_the_others():
 
 
 def test_seeds_of_a_plain_run(files, tmp_path):
-    config = config_of(
-        "nucl_finetune", f"{files[0]},text", data__path=str(files[1]), steps=2, batch_size=2,
-        seq_len=16, seeds=(0, 1), tensorboard=False, data__validation_fraction=0.2,
-        data__passage_chars=100, optimizer__learning_rate=1e-2, optimizer__warmup_steps=0,
-        eval__max_batches=1,
-    )  # fmt: skip
+    own = small_run(files[1], seeds=(0, 1), dropout=0.1)
+    config = config_of("nucl_finetune", f"{files[0]},text", **own)
     results = experiment.run(config, tmp_path / "run")
     finals = [run["final"]["validation/nll"] for run in results["runs"]]
     assert finals[0] != finals[1]
