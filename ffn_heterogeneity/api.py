@@ -13,6 +13,7 @@ import jax
 from etils import epath
 
 from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.messages import end_of_turn
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
@@ -84,8 +85,10 @@ def generate(
     model, texts = one_model(model), [prompts] if isinstance(prompts, str) else list(prompts)
     ids = prompt_rows(model, texts, chat)
     sampling = own_settings(model.config) | sampling
-    if chat and (end := end_of_turn(Encoder(model.tokenizer, "auto"))) is not None:
-        sampling["eos"] = (*sampling.get("eos", ()), end)
+    if chat:
+        with contextlib.suppress(DataError):  # of a template that writes no answer
+            ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]
+            sampling["eos"] = (*sampling.get("eos", ()), *(end for end in ends if end is not None))
     generator = Generator(model.config, model.params, model.tokenizer, batch_size=batch_size)
     found = generator(ids, Sampling(max_new_tokens, **sampling), progress=None)
     answers = [one.text for one in found]

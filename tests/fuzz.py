@@ -38,9 +38,9 @@ from ffn_heterogeneity.io.peft import save_adapters
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.surgery import SURGERIES
 
-TOKENS = [b"[", b"]", b"{", b"}", b'"', b",", b":", b"\\ud800", b"1e999", b"NaN", b"-", b"null",
-          b"\xff", b"\x00", b"\n", b"9" * 50, b"[" * 100, (2**63).to_bytes(8, "little"),
-          (2**31).to_bytes(4, "little"), b"\x00" * 8]  # fmt: skip
+TOKENS = [b"[", b"]", b"{", b"}", b'"', b",", b":", b"\\ud800", b"1e999", b"NaN", b"-", b"null"]
+TOKENS += [b"\xff", b"\x00", b"\n", b"9" * 50, b"[" * 100, (2**63).to_bytes(8, "little")]
+TOKENS += [(2**31).to_bytes(4, "little"), b"\x00" * 8]
 
 
 def bytes_bent(data: bytes, chance: random.Random) -> bytes:
@@ -101,14 +101,14 @@ def targets(root: Path) -> dict:
         read_gguf(path)
         gguf_tokenizer.read_tokenizer(path)
 
+    adapter = root / "adapter"
     return {
         "json": (root / "any.json", json_bent, read_json),
         "metrics": (root / "metrics.jsonl", json_bent, read_metrics),
         "gguf": (gguf, bytes_bent, both),
         "safetensors": (model / "model.safetensors", header_bent, lambda _: read_pretrained(model)),
-        "peft": (root / "adapter" / "adapter_config.json", json_bent,
-                 lambda _: load_model(root / "adapter")),
-    }  # fmt: skip
+        "peft": (adapter / "adapter_config.json", json_bent, lambda _: load_model(adapter)),
+    }
 
 
 def fuzz(target: str, minutes: float, seed: int) -> collections.Counter:

@@ -18,14 +18,7 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import (
-    REPOSITORY,
-    batch_of,
-    config_of,
-    random_params,
-    run_script,
-    tiny_of,
-)
+from tiny_models import REPOSITORY, batch_of, config_of, random_params, run_script, tiny_of
 
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain
@@ -271,9 +264,9 @@ def evaluate_term(term, config, params, batch) -> TermValue:
 def taught_params(config, seed=0):
     """Random ones, with other blocks as a teacher beside them."""
     other = random_params(config, seed=7)["stack"]
-    own = {name: {slot: {"ffn": tree["ffn"]} for slot, tree in slots.items()}
-           for name, slots in other.items()}  # fmt: skip
-    return random_params(config, seed=seed) | {"teacher": {"stack": own}}
+    for name, slots in other.items():
+        other[name] = {slot: {"ffn": tree["ffn"]} for slot, tree in slots.items()}
+    return random_params(config, seed=seed) | {"teacher": {"stack": other}}
 
 
 # Whose leaves a term reads.

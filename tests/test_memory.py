@@ -1,6 +1,5 @@
 """Where a step's temporaries come from: measured in processes of their own."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import REPOSITORY
+from tiny_runs import flags_of, write_rows
 
 # A command: what it prints counts the starts.
 PROGRAM = """
@@ -38,9 +38,8 @@ def script(tmp_path):
 
 def started(*command, **environment) -> tuple[int, int]:
     """How often the program said that it started, and the page faults of 8 calls."""
-    done = subprocess.run([sys.executable, *map(str, command)], env=CLEAN | environment,
-                          capture_output=True, text=True, check=True)  # fmt: skip
-    *starts, faults = done.stdout.split()
+    command = [sys.executable, *map(str, command)]
+    *starts, faults = subprocess.check_output(command, env=CLEAN | environment).split()
     return len(starts), int(faults)
 
 
@@ -71,17 +70,12 @@ def test_the_users_own_settings_win(script, environment):
 @pytest.mark.skipif(not ASKED, reason="this machine's kernel gives no huge pages to who asks")
 def test_a_run_needs_what_it_said(smollm2_gguf, tmp_path):
     """SmolLM2, 5 steps of LoRA with MacDrop: with freed memory kept they took 5 to 9 GiB."""
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"instruction": "Count.", "input": "", "output": " 1 2 3" * 60}) + "\n"
-                for _ in range(200))
-    )  # fmt: skip
-    flags = {
-        "data.path": tmp_path / "rows.jsonl", "data.packing": True, "steps": 5, "batch_size": 3,
-        "accumulation": 1, "seq_len": 512, "optimizer.warmup_steps": 1,
-    }  # fmt: skip
-    config = f"--config=configs/macdrop_sft.py:{smollm2_gguf},lora,macdrop"
-    command = [sys.executable, "scripts/train.py", config, f"--workdir={tmp_path / 'run'}",
-               *(f"--config.{key}={value}" for key, value in flags.items())]  # fmt: skip
+    row = {"instruction": "Count.", "input": "", "output": " 1 2 3" * 60}
+    own = {"data.path": write_rows(tmp_path / "rows.jsonl", [row] * 200), "data.packing": True}
+    own |= {"steps": 5, "batch_size": 3, "accumulation": 1, "seq_len": 512}
+    own |= {"optimizer.warmup_steps": 1}
+    config = f"configs/macdrop_sft.py:{smollm2_gguf},lora,macdrop"
+    command = [sys.executable, "scripts/train.py", *flags_of(config, tmp_path / "run", **own)]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=CLEAN, stdout=said, stderr=said)
         _, status, usage = os.wait4(process.pid, 0)

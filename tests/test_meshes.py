@@ -6,13 +6,13 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tiny_models import LLAMA, REPOSITORY, batch_of, random_params, tiny_of
+from tiny_runs import run_program
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nll import nll_term
@@ -50,10 +50,8 @@ def lower_train_step(config, mesh):
     )
     text = nll_term(TermContext("nll", model=config))
     terms = (text, nucl_term(TermContext("nucl", "alpha")))
-    step = make_train_step(
-        forward, terms, optimizer, trainable,
-        accumulation=2, dropout=True, shardings=placed,
-    )  # fmt: skip
+    own = {"accumulation": 2, "dropout": True, "shardings": placed}
+    step = make_train_step(forward, terms, optimizer, trainable, **own)
     shape = (2, 8, 2048)
     batch = {
         name: jax.ShapeDtypeStruct(shape, leaf.dtype)
@@ -83,19 +81,13 @@ def test_full_size_train_step_lowers_on_eight_abstract_devices(name):
 
 def on_eight_devices(*programs: str, fast_compile: bool = True) -> dict:
     """What tests/mesh_program.py prints, from a process of its own with eight fake devices."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(REPOSITORY),
-        "XLA_FLAGS": f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(fast_compile)),
-    }
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "tests" / "mesh_program.py", *programs],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    own["XLA_FLAGS"] = f"{os.getenv('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    own["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(fast_compile))
+    program = REPOSITORY / "tests" / "mesh_program.py"
+    done = run_program(sys.executable, program, *programs, **own)
+    assert done.code == 0, done.err[-3000:]
+    return json.loads(done.out.splitlines()[-1])
 
 
 def check_meshes(found: dict) -> None:

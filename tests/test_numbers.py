@@ -13,20 +13,16 @@ from ffn_heterogeneity.wording import check_number
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ffn_heterogeneity"
 BIG = 2**63
-INSIDE = [
-    (0, "[0, 1)"), (0.999, "[0, 1)"), (1, "[0, 1]"), (1, "(0, 1]"), (BIG - 1, f"[0, {BIG})"),
-    (-1e300, "(-inf, inf)"), (10**400, "[1, inf)"), (math.inf, "(0, inf]"),
-    (np.float32(0.5), "(0, 1)"), (np.int64(3), "[1, 3]"), (True, "[1, inf)"), (1e-6, "[1e-6, 1e6]"),
-    (np.int64(BIG - 1), f"[0, {BIG})"), (jnp.float32(0.5), "[0, 1)"), (0, "[0, inf), 0 for all"),
-]  # fmt: skip
-OUTSIDE = [
-    (1, "[0, 1)"), (0, "(0, 1]"), (-1, "[0, inf)"), (math.nan, "(-inf, inf)"),
-    (math.inf, "[0, inf)"),
-    (-math.inf, "(-inf, inf)"), (BIG, f"[0, {BIG})"), ("1", "[0, 2]"),
-    (None, "[0, 2]"), ([1], "[0, 2]"),
-    (0, "[0, 0)"), (-1, "[0, inf), 0 for all"), (1 + 0j, "[0, 2]"), (np.nan, "[0, 1]"),
-    (np.nextafter(0, -1), "[0, 1]"),
-]  # fmt: skip
+INSIDE = [(0, "[0, 1)"), (0.999, "[0, 1)"), (1, "[0, 1]"), (1, "(0, 1]"), (BIG - 1, f"[0, {BIG})")]
+INSIDE += [(-1e300, "(-inf, inf)"), (10**400, "[1, inf)"), (math.inf, "(0, inf]")]
+INSIDE += [(np.float32(0.5), "(0, 1)"), (np.int64(3), "[1, 3]"), (True, "[1, inf)")]
+INSIDE += [(1e-6, "[1e-6, 1e6]"), (np.int64(BIG - 1), f"[0, {BIG})"), (jnp.float32(0.5), "[0, 1)")]
+INSIDE += [(0, "[0, inf), 0 for all")]
+OUTSIDE = [(1, "[0, 1)"), (0, "(0, 1]"), (-1, "[0, inf)"), (math.nan, "(-inf, inf)")]
+OUTSIDE += [(math.inf, "[0, inf)"), (-math.inf, "(-inf, inf)"), (BIG, f"[0, {BIG})")]
+OUTSIDE += [("1", "[0, 2]"), (None, "[0, 2]"), ([1], "[0, 2]"), (1 + 0j, "[0, 2]")]
+OUTSIDE += [(0, "[0, 0)"), (-1, "[0, inf), 0 for all"), (np.nan, "[0, 1]")]
+OUTSIDE += [(np.nextafter(0, -1), "[0, 1]")]
 
 
 @pytest.mark.parametrize("value, allowed", INSIDE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, save_tiny, structured
+from tiny_runs import run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.paths import flatten
@@ -66,9 +66,8 @@ def test_import_is_light():
         "import jax, time; start = time.perf_counter(); import ffn_heterogeneity; "
         "print(time.perf_counter() - start)"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-            for _ in range(3)]  # fmt: skip
-    assert min(float(run.stdout) for run in runs) < 0.3
+    runs = [run_program(sys.executable, "-c", code) for _ in range(3)]
+    assert min(float(run.out) for run in runs) < 0.3
 
 
 def test_the_face_is_whole(tmp_path):
@@ -118,14 +117,14 @@ def test_verbs_are_the_surgeries(tmp_path):
 def test_a_model_with_its_report_is_told_from_a_model(tmp_path):
     model = fh.load_model(save_tiny(tmp_path / "model"))
     pair = fh.fold(model)
-    for use in (fh.prune, fh.fold, lambda x: fh.analyze(x, "massive"),
-                lambda x: fh.generate(x, "a"), lambda x: fh.perplexity(x, TEXT),
-                lambda x: fh.save_model(x, tmp_path / "x"),
-                lambda x: fh.hidden_states(x, ["a"]), lambda x: fh.classify(x, ["a"])):  # fmt: skip
+    uses = {fh.prune: (), fh.fold: (), fh.analyze: ("massive",), fh.generate: ("a",)}
+    uses |= {fh.perplexity: (TEXT,), fh.save_model: (tmp_path / "x",)}
+    uses |= {fh.hidden_states: (["a"],), fh.classify: (["a"],)}
+    for use, arguments in uses.items():
         with pytest.raises(ValueError, match="take the first of the two"):
-            use(pair)
+            use(pair, *arguments)
         with pytest.raises(ValueError, match="fh.load_model reads one"):
-            use("smollm2")
+            use("smollm2", *arguments)
 
 
 def test_analyze_is_the_command(tmp_path):
@@ -163,8 +162,8 @@ def test_the_guesses_of_the_page(tmp_path):
     guesses = re.findall(r"^\| `(.+?)` \| (.+?) \|$", page, re.M)
     path = save_tiny(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT * 3)
-    names = {"fh": fh, "MODEL": str(path), "TEXT": TEXT, "OUT": tmp_path,
-             "TEXT_FILE": str(tmp_path / "text.txt"), "model": fh.load_model(path)}  # fmt: skip
+    names = {"fh": fh, "MODEL": str(path), "TEXT": TEXT, "OUT": tmp_path}
+    names |= {"TEXT_FILE": str(tmp_path / "text.txt"), "model": fh.load_model(path)}
     names["adapted"] = fh.lora(names["model"], rank=2)[0]
     unanswered = [code for code, answer in guesses if answer.startswith("no")]
     for code, answer in guesses:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.sources import ClassName, DataError
 from ffn_heterogeneity.data.tasks.base import text_of, value_of
 from ffn_heterogeneity.wording import check_known, some
 
@@ -122,6 +122,9 @@ def _known(labels: tuple[str, ...], numbers: tuple[str, ...]) -> dict[Any, int]:
     folded = {name.casefold(): i for name, i in exact.items()}
     known = {label_text(name): i for name, i in exact.items()} | exact
     places = {str(i): exact.get(x, folded[x.casefold()]) for i, x in enumerate(numbers)}
+    held = [re.findall(r"\d+", name) for name in labels if not re.fullmatch(r"LABEL_\d+", name)]
+    if len({tuple(one) for one in held if len(one) == 1}) == len(labels):
+        places = {one[0]: i for i, one in enumerate(held)}  # "1 star", "2 stars"
     known = known if any(map(NUMBER.fullmatch, known)) else known | places
     return known | {(x,): i for x, i in folded.items() if len(folded) == len(exact)}
 
@@ -144,6 +147,8 @@ def label_number(field: str, value: Any, labels: Sequence[str], numbers: Any = N
     for name in (str(value).strip(), text, number, (text.casefold(),)):
         if name in known:
             return known[name]
+    if isinstance(value, ClassName) and all(re.fullmatch(r"(LABEL_)?\d+", x) for x in labels):
+        return label_number(field, value.place, labels, numbers)  # a model without names
     if text == "-1":
         raise DataError(
             f"field {field!r} is -1: this split's labels are not published, so nothing can be "

@@ -175,12 +175,15 @@ def encode_texts(
         ids, types, parts = one
         keep = kept_places(parts, form.most - len(first))
         cut += not keep.all()
-        ids = np.concatenate([first, ids[keep]]).astype(np.int32)
+        ids, types = np.concatenate([first, ids[keep]]).astype(np.int32), types[keep]
+        if form.as_made and not encoder:  # transformers pools the last token that is no padding
+            real = np.flatnonzero(ids != form.padding_id)
+            ids, types = (part[: real[-1] + 1 if len(real) else 0] for part in (ids, types))
         if not len(ids) or (not encoder and ids[-1] == form.padding_id):
             what = "ends with the padding token" if len(ids) else "is empty"
             raise DataError(f"row {number + 1} {what}: {texts[number]!r:.80}")
         rows.append(ids)
-        kinds.append(np.concatenate([np.zeros(len(first)), types[keep]]).astype(np.int32))
+        kinds.append(np.concatenate([np.zeros(len(first)), types]).astype(np.int32))
     return rows, kinds, cut
 
 

@@ -79,8 +79,8 @@ class Encoder:
       template_date: see `templates.render_template`.
 
     Attributes:
-      header: of the assistant's turn, where a template does not write it as an invitation; None:
-        not known yet (`tasks/messages.py`).
+      invites: whether the template writes the header of the assistant's turn as an invitation;
+        None: not known yet (`tasks/messages.py`).
 
     Raises:
       DataError: unknown policy, no date, or bos asked for from a tokenizer that has none.
@@ -98,7 +98,7 @@ class Encoder:
     ):
         with naming("template_date, YYYY-MM-DD", (TypeError, ValueError), DataError):
             datetime.date.fromisoformat(template_date)
-        self.template_date, self.header = template_date, None
+        self.template_date, self.invites = template_date, None
         check_choice("chat_template", chat_template, CHAT_TEMPLATES, DataError)
         check_choice("bos", bos, BOS_POLICIES, DataError)
         if bos == "auto":

@@ -64,8 +64,16 @@ class Source:
         """A record as it was stored, with names of classes where `by_name`."""
         for field, names in self.class_names.items() if self.by_name else ():
             if record[field] in range(len(names)):  # neither null nor -1, which is not published
-                record[field] = names[record[field]]
+                place = record[field]
+                record[field] = ClassName(names[place])
+                record[field].place = place
         return record
+
+
+class ClassName(str):
+    """The name of a class; `place`: its number."""
+
+    place: int
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ def classify_file(config: ConfigDict, model: Model, workdir: epath.Path) -> dict
     task = task_of(model, config.fields)
     source = labelled.open_rows(config.input)
     own = model.config.head.settings
-    several = own.get("problem") and own["outputs"] > 1  # labels or numbers per row
+    problem = own.get("problem", "")  # several labels or numbers per row have no metrics here
+    several = problem.startswith("multi") or (problem and own["outputs"] > 1)
     answers = [*read_each(source, (lambda row: math.nan) if several else task.target_or_nan)]
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
     data = labelled.encode_rows(task, source, tokenizer, form_of(model.config), labelled=False)

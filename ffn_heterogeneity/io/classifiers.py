@@ -140,8 +140,9 @@ def read_head(values: Mapping[str, Any]) -> HeadConfig:
     problem = values.get("problem_type") or ""
     problem = "" if problem == "single_label_classification" else problem
     check_choice("problem_type", problem, PROBLEMS, ConfigError)
-    names = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    names = values.get("id2label")
     try:
+        names = names or {str(i): f"LABEL_{i}" for i in range(int(values.get("num_labels") or 2))}
         ordered = sorted(names.items(), key=lambda item: int(item[0]))
         count, last = len(ordered), int(ordered[-1][0])
     except (AttributeError, TypeError, ValueError, IndexError):

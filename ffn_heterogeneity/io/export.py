@@ -42,11 +42,12 @@ from ffn_heterogeneity.models.families import (
     family_by_name,
     to_deci,
 )
+from ffn_heterogeneity.models.families.common import token_id
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import AUXILIARY, flatten
-from ffn_heterogeneity.wording import check_choice, check_number
+from ffn_heterogeneity.wording import check_choice, naming
 
 # Key of config.json under which the native form keeps what no other library can express.
 NATIVE_KEY = "ffn_heterogeneity"
@@ -327,7 +328,7 @@ def with_generation(config: ModelConfig, directory: Path) -> ModelConfig:
     """The config with the directory's generation_config.json, where that says more than the ids.
 
     Raises:
-      ConfigError: `eos_token_id` that is none, or `temperature` and `top_p` out of range.
+      CheckpointError: the file is not JSON, `eos_token_id` is no id, `do_sample` no bool.
     """
     path = directory / GENERATION
     if not config.lm_head or not path.is_file():
@@ -337,11 +338,12 @@ def with_generation(config: ModelConfig, directory: Path) -> ModelConfig:
     if {"_from_model_config": True} | said == _generation_json(config):
         return config
     eos = said.get("eos_token_id")
-    for one in eos if isinstance(eos, list) else [] if eos is None else [eos]:
-        check_count(f"{GENERATION}: eos_token_id", one, 0)
-    for key, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]")):
-        if said.get(key) is not None:
-            check_number(f"{GENERATION}: {key}", said[key], interval, ConfigError)
+    with naming(str(path), ConfigError, CheckpointError):
+        for one in eos if isinstance(eos, list) else [eos]:
+            if token_id(one) is not None:
+                check_count("eos_token_id", one, 0)
+    if not isinstance(said.get("do_sample"), bool | None):
+        raise CheckpointError(f"{path}: do_sample={said['do_sample']!r:.60}: write true or false")
     return dataclasses.replace(config, generation=json.dumps(values, sort_keys=True))
 
 

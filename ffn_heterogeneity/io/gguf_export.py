@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,9 @@ def check_expressible(config: ModelConfig, family: Family, tensors: dict[str, np
 
 def _ids(config: ModelConfig) -> tuple[int | None, ...]:
     """bos, eos (of several the first: the format has one) and pad."""
-    eos = config.eos_id[0] if isinstance(config.eos_id, tuple) else config.eos_id
+    eos, *others = config.stop_ids or (None,)
+    if others:
+        print(f"GGUF has one eos: {eos}; left out: {others}", file=sys.stderr)
     return config.bos_id, eos, config.pad_id
 
 

@@ -56,14 +56,14 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
             head, config = classifiers.read_head(values), classifiers.as_class(config)
         if ROOT in native:
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
-        config = with_generation(dataclasses.replace(config, head=head), Path(directory))
+        config = dataclasses.replace(config, head=head)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
     if own and list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
-    return config
+    return with_generation(config, Path(directory))
 
 
 def _config_of(directory: str | os.PathLike, values: dict[str, Any]) -> ModelConfig:

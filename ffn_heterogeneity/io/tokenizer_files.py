@@ -104,11 +104,15 @@ def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
     values = {k: v for k, v in read_object(path).items() if k != "auto_map"}
     for name in ("backend", "is_local", "local_files_only", "tokenizer_class"):
         values.pop(name, None)
+    if original and "clean_up_tokenization_spaces" not in original:
+        values.pop("clean_up_tokenization_spaces", None)
     if isinstance(values.get("extra_special_tokens"), list):
         values["additional_special_tokens"] = values.pop("extra_special_tokens")
         kept.pop("extra_special_tokens", None)
     values = kept | values
-    if values.get("tokenizer_class") in _GENERIC:
+    # (transformers 4's generic class names none itself; a decoder's copy is left as it was.)
+    generic = values.get("tokenizer_class")
+    if generic == _GENERIC[0] or (generic == _GENERIC[1] and types):
         names = ["input_ids", "attention_mask"]
         typed = types and getattr(tokenizer, "makes_types", True)
         names[1:1] = ["token_type_ids"] if typed else []

@@ -107,6 +107,9 @@ def prepare(argv: Sequence[str], default: str, values: flags.FlagValues = flags.
       UsageError: no such config file or key; and as `load_config`.
     """
     argv, spec = config_first([*map(at_home, argv)], default)
+    for i in reversed(range(1, len(argv))):  # --config.key None, as --config.key=None
+        if argv[i] == "None" and re.fullmatch(r"--?config\.[^=]+", argv[i - 1]):
+            argv[i - 1 : i + 1] = [f"{argv[i - 1]}=None"]
     config = load_config(spec)
     if set(HELP_FLAGS) & set(argv):
         show_help(config, spec)

@@ -250,7 +250,7 @@ class ModelConfig:
         own = json.loads(self.generation or "{}").get("eos_token_id")
         found = self.eos_id if own is None else own
         found = found if isinstance(found, (list, tuple)) else (found,)
-        return tuple(one for one in found if one is not None)
+        return tuple(one for one in found if one not in (None, -1))
 
     @property
     def n_layers(self) -> int:

@@ -14,7 +14,7 @@ from tiny_runs import read_rows, refused, write_rows
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import TASKS, get_task, label_number
 from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings, Shuffled
-from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.sources import ClassName, DataError
 from ffn_heterogeneity.io.load import load_tokenizer
 
 # Of GLUE's own files; CoLA's are without theirs.
@@ -75,7 +75,9 @@ def test_glues_own_tables_are_their_rows(task, shared_data, tmp_path):
 
 
 def test_a_number_is_a_label_by_its_text():
-    """And a place, where no label is a number; None: no label."""
+    """And a place, where no label is a number; None: no label. A class's name, else its number."""
+    named = ClassName("pos")
+    named.place = 1
 
     def place(*given):
         with contextlib.suppress(DataError):
@@ -89,6 +91,10 @@ def test_a_number_is_a_label_by_its_text():
         (("Yes", "yes"), None, {"yes": 1, "Yes": 0, "YES": None, 0: 0}),
         (("C", "N", "E"), ("e", "n", "c"), {0: 2, "1": 1, "c": 0}),
         (("c", "n", "e"), (), {0: None, "e": 2}),
+        (("1 star", "2 stars"), None, {1: 0, "2": 1, 0: None, "2 stars": 1}),
+        (("LABEL_0", "LABEL_1"), None, {named: 1}),
+        (("0", "1"), None, {named: 1}),
+        (("negative", "positive"), None, {named: None}),
     ):
         assert {value: place(value, labels, numbers) for value in wanted} == wanted, labels
 

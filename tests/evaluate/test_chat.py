@@ -157,8 +157,9 @@ def test_answers_end_where_the_models_positions_do(data_root, model, recorder, t
 
 
 def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
-    """Its template ends a turn with another token, and the config names no eos."""
+    """Its template ends a turn with another special token, and the config names no eos."""
     tokenizer = byte_tokenizer()
+    tokenizer.add_tokens("!", special_tokens=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
     config = config_for(tmp_path, bos="none")
     made = chat.Chat(config, Model(model.config, model.params, tokenizer, "tiny"))

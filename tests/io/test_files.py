@@ -25,8 +25,8 @@ with atomic_path(sys.argv[1] + "/model", directory=True) as a, \\
     time.sleep(600)
 """
 # What a user may have put there.
-THEIRS = (".model.partial", ".model.0123abcd.partial.txt", ".model.0123ABCD.partial", ".other.old",
-          ".model.0123abcd", "model.0123abcd.partial", ".other.0123abcd.partial")  # fmt: skip
+THEIRS = (".model.partial", ".model.0123abcd.partial.txt", ".model.0123ABCD.partial", ".other.old")
+THEIRS += (".model.0123abcd", "model.0123abcd.partial", ".other.0123abcd.partial")
 
 
 def write(folder: Path) -> None:

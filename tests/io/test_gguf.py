@@ -231,11 +231,7 @@ def test_container_agrees_with_the_gguf_package(tmp_path):
     from gguf import GGMLQuantizationType, GGUFReader
 
     config = tiny_config()
-    meta = {
-        "a.strings": ["one", "zwei", "三"],
-        "a.floats": [0.5, -1.25],
-        "a.numbers": [1, -2, 3],
-    }
+    meta = {"a.strings": ["one", "zwei", "三"], "a.floats": [0.5, -1.25], "a.numbers": [1, -2, 3]}
     quantise = {"blk.0.ffn_up.weight": GGMLQuantizationType.Q4_0}
     path = write(tmp_path / "m.gguf", config, random_leaves(config), quantise=quantise, meta=meta)
     reader, ours = GGUFReader(path), open_gguf(path)

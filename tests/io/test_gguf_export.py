@@ -172,11 +172,10 @@ def test_tokenizers_without_a_form(tmp_path):
 
 
 def test_the_script(tmp_path, model):
-    done = run_script("convert", f"--model={model}", f"--output={tmp_path}/x.gguf", "--type=f32",
-                      "--notokenizer")  # fmt: skip
+    flags = (f"--model={model}", f"--output={tmp_path}/x.gguf", "--notokenizer")
+    done = run_script("convert", *flags, "--type=f32")
     assert done.code == 0 and "llama.cpp" in done.out, done
     first, second = load_model(model), read_gguf(tmp_path / "x.gguf")
     same = flatten(second[1])
     assert all((leaf == same[name]).all() for name, leaf in flatten(first.params).items())
-    assert "exists" in run_script("convert", f"--model={model}", f"--output={tmp_path}/x.gguf",
-                                  "--notokenizer").error  # fmt: skip
+    assert "exists" in run_script("convert", *flags).error

@@ -21,8 +21,8 @@ from ffn_heterogeneity.io.huggingface import read_pretrained
 from ffn_heterogeneity.io.tokenizer_files import read_tokenizer
 
 DEEP = "[" * 100_000 + "]" * 100_000
-HOSTILE = [None, True, -1, 0, 0.5, 10**9, 10**23, 1e308, float("nan"), "", "x", "\ud800", [], [7],
-           {}, {"x": {"y": []}}, [[[[1]]]]]  # fmt: skip
+HOSTILE = [None, True, -1, 0, 0.5, 10**9, 10**23, 1e308, float("nan"), "", "x", "\ud800", [], [7]]
+HOSTILE += [{}, {"x": {"y": []}}, [[[[1]]]]]
 
 
 def reads_or_refuses(read, path, *, name=None):
@@ -42,13 +42,11 @@ def directory(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
-KEYS = (
-    "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "tie_word_embeddings", "max_position_embeddings", "eos_token_id", "rope_parameters",
-    "hidden_act", "attention_bias", "per_layer_config", "ffn_heterogeneity", "rope_scaling",
-    "quantization_config", "rope_theta", "dtype",
-)  # fmt: skip
+KEYS = ("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size")
+KEYS += ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype")
+KEYS += ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "eos_token_id")
+KEYS += ("rope_parameters", "rope_scaling", "rope_theta", "hidden_act", "attention_bias")
+KEYS += ("per_layer_config", "ffn_heterogeneity", "quantization_config")
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -62,12 +60,12 @@ def test_config_values(directory, tmp_path, key):
         reads_or_refuses(read_pretrained, folder, name=str(folder))
 
 
-WHOLE = ["", "null", "[]", "7", '"x"', "{", "{}", DEEP, '{"a": ' * 5000 + "1" + "}" * 5000,
-         "\x00" * 100, '{"vocab_size": 1e999}']  # fmt: skip
+WHOLE = ["", "null", "[]", "7", '"x"', "{", "{}", DEEP, '{"a": ' * 5000 + "1" + "}" * 5000]
+WHOLE += ["\x00" * 100, '{"vocab_size": 1e999}']
+FILES = ["config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json",
-                                  "tokenizer_config.json"])  # fmt: skip
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("number", range(len(WHOLE)))
 def test_whole_files(directory, tmp_path, name, number):
     for file in directory.iterdir():
@@ -109,22 +107,18 @@ def test_safetensors_headers(directory, tmp_path):
             reads_or_refuses(read_pretrained, folder, name=str(folder))
 
 
-FIELDS = (
-    "llama.block_count", "llama.embedding_length", "llama.feed_forward_length",
-    "llama.attention.head_count", "llama.attention.head_count_kv", "llama.attention.key_length",
-    "llama.attention.layer_norm_rms_epsilon", "llama.context_length", "llama.rope.freq_base",
-    "tokenizer.ggml.bos_token_id", "general.architecture", "llama.rope.scaling.type",
-    "general.alignment", "llama.expert_count",
-)  # fmt: skip
+FIELDS = ("llama.block_count", "llama.embedding_length", "llama.feed_forward_length")
+FIELDS += ("llama.attention.head_count", "llama.attention.head_count_kv", "llama.rope.freq_base")
+FIELDS += ("llama.attention.key_length", "llama.attention.layer_norm_rms_epsilon")
+FIELDS += ("llama.context_length", "llama.rope.scaling.type", "llama.expert_count")
+FIELDS += ("tokenizer.ggml.bos_token_id", "general.architecture", "general.alignment")
 # (GGUF type, its bytes): numbers of every size, strings, lists, a list of lists.
-VALUES = [
-    (4, struct.pack("<I", 0)), (4, struct.pack("<I", 2**32 - 1)), (5, struct.pack("<i", -7)),
-    (10, struct.pack("<Q", 2**63)), (6, struct.pack("<f", float("nan"))), (7, b"\x01"),
-    (12, struct.pack("<d", 1e308)), (8, struct.pack("<Q", 3) + b"abc"),
-    (8, struct.pack("<Q", 2**62)), (9, struct.pack("<IQ", 4, 0)),
-    (9, struct.pack("<IQ", 4, 2) + struct.pack("<II", 1, 2)), (9, struct.pack("<IQ", 4, 2**40)),
-    (9, struct.pack("<IQ", 8, 2**40)), (9, struct.pack("<IQ", 9, 1) * 300), (99, b""),
-]  # fmt: skip
+VALUES = [(4, struct.pack("<I", 0)), (4, struct.pack("<I", 2**32 - 1)), (5, struct.pack("<i", -7))]
+VALUES += [(10, struct.pack("<Q", 2**63)), (6, struct.pack("<f", float("nan"))), (7, b"\x01")]
+VALUES += [(12, struct.pack("<d", 1e308)), (8, struct.pack("<Q", 3) + b"abc"), (99, b"")]
+VALUES += [(8, struct.pack("<Q", 2**62)), (9, struct.pack("<IQII", 4, 2, 1, 2))]
+VALUES += [(9, struct.pack("<IQ", kind, size)) for kind, size in ((4, 0), (4, 2**40), (8, 2**40))]
+VALUES += [(9, struct.pack("<IQ", 9, 1) * 300)]
 
 
 def with_field(whole, key, kind, value):

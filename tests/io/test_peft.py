@@ -100,11 +100,10 @@ def test_what_peft_writes_is_read(torch, peft, tmp_path, family, first, second):
 
     base = save_tiny(tmp_path / "base", BASES[family])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
-    settings = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=[first, second], use_rslora=True, use_dora=True,
-        rank_pattern={second: 2}, init_lora_weights=False, fan_in_fan_out=family == "gpt2",
-    )  # fmt: skip
-    theirs = peft.get_peft_model(theirs, settings).eval()
+    own = {"r": 4, "lora_alpha": 8, "use_rslora": True, "use_dora": True}
+    own |= {"target_modules": [first, second], "rank_pattern": {second: 2}}
+    own |= {"init_lora_weights": False, "fan_in_fan_out": family == "gpt2"}
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**own)).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         reference = theirs(torch.tensor(TOKENS)).logits.numpy()
@@ -165,13 +164,11 @@ def test_fused_projections_share_their_input_side(tmp_path, kind):
 )
 def test_what_cannot_be_read(base, tmp_path, changes, message):
     model = adapted(LLAMA, "lora")
-    wide = dataclasses.replace(LLAMA, layers=tuple(
-        dataclasses.replace(x, ffn_width=25) for x in LLAMA.layers))  # fmt: skip
-    sizes = {"wide": wide, "deep": dataclasses.replace(LLAMA, layers=LLAMA.layers * 2),
-             "short": dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])}  # fmt: skip
-    for name, config in sizes.items():
+    wide = tuple(dataclasses.replace(x, ffn_width=25) for x in LLAMA.layers)
+    sizes = {"wide": wide, "deep": LLAMA.layers * 2, "short": LLAMA.layers[:2]}
+    for name, layers in sizes.items():
         if changes.get("base_model_name_or_path") == f"../{name}":
-            save_tiny(tmp_path / name, config)
+            save_tiny(tmp_path / name, dataclasses.replace(LLAMA, layers=layers))
     save_adapters(LLAMA, model.params, tmp_path / "adapter", str(base))
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

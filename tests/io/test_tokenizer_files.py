@@ -55,9 +55,8 @@ OTHERS = [
     ("tokenizer.json", "[]", "cannot be read"),
     ("tokenizer.json", '{"a": ' * 100_000, "cannot be read"),
 ]
-CASES = [
-    ("tokenizer.json", more, message) for more, message in TOKENIZER
-] + [("tokenizer_config.json", more, message) for more, message in CONFIG] + OTHERS  # fmt: skip
+CASES = [("tokenizer.json", *case) for case in TOKENIZER]
+CASES += [("tokenizer_config.json", *case) for case in CONFIG] + OTHERS
 
 
 @pytest.fixture(scope="module")

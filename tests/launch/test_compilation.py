@@ -28,10 +28,9 @@ def run(*arguments, **environment) -> str:
     """What the program prints; and it prints nothing else."""
     clean = {key: value for key, value in os.environ.items() if "CACHE" not in key}
     clean["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True,
-        cwd=REPOSITORY, env=clean | environment, check=True,
-    )  # fmt: skip
+    pipes = {"capture_output": True, "text": True, "check": True, "cwd": REPOSITORY}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(command, env=clean | environment, **pipes)
     assert done.stderr == ""
     return done.stdout.strip()
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of, our_logits, random_params, run_script
+from tiny_runs import flags_of, run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate import run as evaluation
@@ -31,12 +32,12 @@ from ffn_heterogeneity.train import shared
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
+READ = {"window": 32, "max_windows": 3}
+
+
 def table_flags(files, sweep, workdir):
-    return [
-        f"--config={REPOSITORY}/configs/prune_table.py", f"--sweep={sweep}", f"--workdir={workdir}",
-        f"--config.model={files[0]}", f"--config.text={files[1]}", "--config.window=32",
-        "--config.max_windows=3", "--config.batch_size=3",
-    ]  # fmt: skip
+    own = {"model": files[0], "text": files[1], "batch_size": 3, **READ}
+    return [*flags_of(f"{REPOSITORY}/configs/prune_table.py", workdir, **own), f"--sweep={sweep}"]
 
 
 def results_in(root):
@@ -110,10 +111,8 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
     flags = [f"--config.model={files[0]}", "--config.layers=pair:1"]
     assert run_script("compress", *flags, f"--workdir={tmp_path / 'c'}").code == 0
     for name, model in (("layers_1_2", tmp_path / "c" / "model"), ("unpruned", files[0])):
-        done = run_script(
-            "evaluate", f"--config.model={model}", f"--config.text={files[1]}",
-            "--config.window=32", "--config.max_windows=3", f"--workdir={tmp_path / name}",
-        )  # fmt: skip
+        own = {"model": model, "text": files[1], "workdir": tmp_path / name}
+        done = run_script("evaluate", **own, **READ)
         assert done.code == 0, done.err
         apart = json.loads((tmp_path / name / "results.json").read_text())
         together = results_in(pairs[0])[name]
@@ -128,18 +127,14 @@ def test_in_memory_is_what_the_scripts_do(files, pairs, tmp_path):
 
 def test_attacks_in_memory_are_those_of_the_script(files, tmp_path):
     """A point of the sweep over k against compress and evaluate; one whose k is too large fails."""
-    shared = [f"--config.model={files[0]}", f"--config.text={files[1]}", "--config.window=32",
-              "--config.max_windows=3"]  # fmt: skip
-    names = ("none", "attack=zero,k=3", "attack=retain,k=30")
-    flags = [f"--config={REPOSITORY}/configs/attack_table.py", "--sweep=k", *shared]
-    flags += ["--config.prompts=('ab',)", "--config.max_new_tokens=4"]
-    only = [f"--only={name}" for name in names]
-    done = run_script("sweep", *flags, *only, f"--workdir={tmp_path / 'sweep'}")
+    own = {"model": files[0], "text": files[1], **READ}
+    only = [f"--only={name}" for name in ("none", "attack=zero,k=3", "attack=retain,k=30")]
+    table = {"config": "configs/attack_table.py", "prompts": ("ab",), "max_new_tokens": 4, **own}
+    done = run_script("sweep", "--sweep=k", *only, workdir=tmp_path / "sweep", **table)
     assert done.code == 2 and "k=30: layer 1 (from 0) has 24 neurons" in done.err
     found = results_in(tmp_path / "sweep")
-    flags = [f"--config={REPOSITORY}/configs/attack.py", "--config.k=3", "--config.attack=zero"]
-    flags += ["--config.compute_dtype=float32", f"--workdir={tmp_path / 'one'}"]
-    assert run_script("compress", *flags, *shared).code == 0
+    own |= {"k": 3, "attack": "zero", "compute_dtype": "float32", "workdir": tmp_path / "one"}
+    assert run_script("compress", config="configs/attack.py", **own).code == 0
     one = json.loads((tmp_path / "one" / "results.json").read_text())
     assert set(found) == {"none", "attack=zero,k=3"}
     for name, path in (("none", files[0]), ("attack=zero,k=3", tmp_path / "one" / "model")):
@@ -163,20 +158,20 @@ def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_pa
     places = [tmp_path / "lora" / name / "model" for name in ("seed=0", "seed=1")]
     for place in places:
         save_pretrained(model.config, params, place, tokenizer=model.tokenizer, structure="keep")
-    flags = [f"--config={REPOSITORY}/configs/attack_table.py", "--sweep=trained",
-             f"--config.text={files[1]}", "--config.window=16", "--config.max_windows=2",
-             f"--workdir={tmp_path / 'sweep'}"]  # fmt: skip
+    own = {"text": files[1], "window": 16, "max_windows": 2, "workdir": tmp_path / "sweep"}
+    own |= {"config": "configs/attack_table.py"}
     for pattern in ("*1", "*"):  # with more models the same sweep goes on
-        done = run_script("sweep", *flags, f"--config.models=('{tmp_path}/lora/{pattern}/model',)")
+        own["models"] = (f"{tmp_path}/lora/{pattern}/model",)
+        done = run_script("sweep", "--sweep=trained", **own)
         assert done.code == 0, done.err
     assert "[2/2] lora-seed=0" in done.err and "4 of 4 points finished" in done.err
-    done = run_script("sweep", *flags, f"--config.models=('{tmp_path}/none/*/model',)")
+    done = run_script("sweep", "--sweep=trained", **own | {"models": ("none/*/model",)})
     assert done.code == 2 and "none/*/model' matches nothing" in done.err
     found = results_in(tmp_path / "sweep")
     assert set(found) == {f"lora-seed={i},attack=zero,k={k}" for i in (0, 1) for k in (0, 3)}
     folded, _ = SURGERIES["fold"](model)
-    config = config_of("attack_table", attack="zero", k=3, window=16, max_windows=2,
-                       text=str(files[1]), model=str(places[0]))  # fmt: skip
+    own = {"window": 16, "max_windows": 2, "text": str(files[1]), "model": str(places[0])}
+    config = config_of("attack_table", attack="zero", k=3, **own)
     attacked, _ = in_memory.operate(config, folded)
     for k, one in ((0, folded), (3, attacked)):
         nll = evaluation.score(config, one)["nll"]
@@ -315,16 +310,11 @@ def test_a_job_file_that_names_no_job_is_not_waited_for(tmp_path, capsys, note):
 def test_a_sweep_as_local_jobs_is_the_same_sweep(files, pairs, tmp_path):
     flags = table_flags(files, "pairs", tmp_path / "run")
     jobs = ["--launcher=submitit", "--submitit=cluster=local,parallel=2"]
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "sweep.py", *flags, *jobs],
-        capture_output=True, text=True, check=False,
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # as `compiled_quickly` here
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # as `compiled_quickly` here
+    done = run_program(sys.executable, "scripts/sweep.py", *flags, *jobs, **quickly)
+    assert done.code == 0, done.err
     one, other = results_in(pairs[0]), results_in(tmp_path / "run")
     assert list(one) == list(other)
     for name, result in one.items():
-        assert {k: v for k, v in result.items() if k != "seconds"} == {
-            k: v for k, v in other[name].items() if k != "seconds"
-        }
+        assert result | {"seconds": 0} == other[name] | {"seconds": 0}
     assert run_script("sweep", *flags).code == 0, "and it is finished"

@@ -100,11 +100,9 @@ def test_its_ends_and_its_scale():
 
 def test_rows_that_break_norms():
     ordinary = np.random.default_rng(5).normal(size=(4, 8))
-    matrix = np.concatenate(
-        [0.02 * ordinary, ordinary[:1] * 1e-24, ordinary[1:2] * 1e-29, ordinary[2:3] * 1e24,
-         np.full((1, 8), 1e38), np.linspace(1e38, 3.4e38, 8)[None], np.full((1, 8), -0.1),
-         np.eye(1, 8, 3)]
-    ).astype(np.float32)  # fmt: skip
+    odd = [ordinary[0] * 1e-24, ordinary[1] * 1e-29, ordinary[2] * 1e24, np.full(8, 1e38)]
+    odd += [np.linspace(1e38, 3.4e38, 8), np.full(8, -0.1), np.eye(8)[3]]
+    matrix = np.concatenate([0.02 * ordinary, odd]).astype(np.float32)
     value, slopes = value_and_gradient(matrix)
     np.testing.assert_allclose(value, oracle(matrix), rtol=2e-6)
     assert np.isfinite(slopes).all()
@@ -176,8 +174,8 @@ def test_masks_are_seen():
         down = layer["ffn"]["down"]
         down["mask"] = (rng.random(down["kernel"].shape) < 0.6).astype(np.float32)
     value = jax.jit(diversity_term(CONTEXT).function)(restack(LLAMA, params))
-    exact = [oracle(layer["ffn"]["down"]["kernel"] * layer["ffn"]["down"]["mask"])
-             for layer in params["layers"]]  # fmt: skip
+    downs = (layer["ffn"]["down"] for layer in params["layers"])
+    exact = [oracle(down["kernel"] * down["mask"]) for down in downs]
     np.testing.assert_allclose(value.metrics["layer_mean"], exact, rtol=1e-5)
 
 
@@ -198,8 +196,9 @@ def test_a_config_key_builds_it():
     params = random_params(LLAMA)
 
     def small(alpha):
-        return config_of("nucl_finetune", "x,text,diversity", losses__diversity__weight=alpha,
-                         batch_size=3, seq_len=10, dropout=0.0, optimizer__name="sgd")  # fmt: skip
+        own = {"batch_size": 3, "seq_len": 10, "dropout": 0.0, "optimizer__name": "sgd"}
+        own |= {"losses__diversity__weight": alpha}
+        return config_of("nucl_finetune", "x,text,diversity", **own)
 
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"losses.diversity.weight={bad} must be a number in"):

@@ -55,9 +55,8 @@ def last_tokens(segments: np.ndarray) -> np.ndarray:
 
 @quickly
 @pytest.mark.parametrize(
-    ("config", "final_norm", "positions"), [(LLAMA, False, "all"), (GEMMA, True, "last")],
-    ids=["llama", "gemma2"],
-)  # fmt: skip
+    ("config", "final_norm", "positions"), [(LLAMA, False, "all"), (GEMMA, True, "last")]
+)
 def test_value_is_the_formula(config, final_norm, positions):
     """Two documents and padding in a row; zeta from the averages, in a step of two micro-batches
     of unequal counts."""
@@ -87,11 +86,8 @@ def test_value_is_the_formula(config, final_norm, positions):
     assert config is LLAMA or found["jreg/zeta_L-1"] > 0.1, "there is something to measure"
     # Validation says the same of the same rows, in batches; and of a monitor, the other reading.
     other = jreg_term(TermContext("other"), final_norm=not final_norm, positions=positions)
-    evaluate = make_evaluator(
-        make_eval_step(forward, (term, other)), None,
-        lambda: ({k: v[i] for k, v in halves.items()} for i in range(2)), terms=(term, other),
-    )  # fmt: skip
-    again = evaluate(params)
+    terms, each = (term, other), lambda: ({k: v[i] for k, v in halves.items()} for i in range(2))
+    again = make_evaluator(make_eval_step(forward, terms), None, each, terms=terms)(params)
     for name in ("jreg", "jreg/zeta_L", "jreg/zeta_L-1"):
         assert float(again[f"validation/{name}"]) == pytest.approx(float(found[name]), rel=1e-4)
     states = jax.jit(lambda p: hidden_states(config, p, batch, not final_norm))(params)
@@ -116,9 +112,8 @@ def test_weights_are_a_softmax_of_depth():
 
 
 def test_jump_rates_of_known_curves():
-    assert {k: float(v) for k, v in jump_rates(np.array([0.3, 0.2, 0.1, 0.1])).items()} == {
-        "zeta_L": 0, "zeta_L-1": 0, "zeta_L-2": 0,
-    }  # fmt: skip
+    falling = jump_rates(np.array([0.3, 0.2, 0.1, 0.1]))
+    assert {k: float(x) for k, x in falling.items()} == {f"zeta_L{x}": 0 for x in ("", "-1", "-2")}
     found = jump_rates(np.array([0.5, 0.1, 0.3, 0.2, 0.25]))
     assert [round(float(x), 4) for x in found.values()] == [5, 5, 25]
     assert list(jump_rates(np.array([0.1, 0.3]))) == ["zeta_L"], "l >= 2"
@@ -163,10 +158,10 @@ def with_dora(params):
     model = Model(SMALL, params, None, "tiny")
     settings = {"rank": 2, "alpha": 2.0, "targets": "ffn/"}
     leaves, rng = flatten(SURGERIES["dora"](model, settings)[0].params), np.random.default_rng(5)
-    return unflatten({
-        path: rng.normal(size=leaf.shape).astype(np.float32) if path.endswith("lora_b") else leaf
-        for path, leaf in leaves.items()
-    })  # fmt: skip
+    for path, leaf in leaves.items():
+        if path.endswith("lora_b"):
+            leaves[path] = rng.normal(size=leaf.shape).astype(np.float32)
+    return unflatten(leaves)
 
 
 @quickly
@@ -272,10 +267,8 @@ def test_zero_and_extreme_states_are_safe():
 
 def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: int, **options):
     """The train step of a model as wide as the paper's smallest, compiled for abstract arrays."""
-    config = ModelConfig(
-        "llama", vocab_size=vocab, d_model=768, n_heads=12, n_kv_heads=12, head_dim=64,
-        layers=(LayerConfig(2048),) * layers, tied=False,
-    )  # fmt: skip
+    own = {"d_model": 768, "n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "tied": False}
+    config = ModelConfig("llama", vocab, layers=(LayerConfig(2048),) * layers, **own)
     chosen = causal_lm.RunOptions(remat="full", **options)
 
     def forward(params, batch, *, probes, dropout):
@@ -284,10 +277,7 @@ def compiled_step(layers: int, with_jreg: bool, rows: int, length: int, vocab: i
     params = causal_lm.abstract_params(config)
     trainable = dict.fromkeys(flatten(params), True)
     optimizer = make_optimizer(OptimizerConfig("adamw"), params, trainable)
-    terms = (
-        nll_term(TermContext("nll", model=config)),
-        jreg_term(CONTEXT),
-    )[: 1 + with_jreg]
+    terms = (nll_term(TermContext("nll", model=config)), jreg_term(CONTEXT))[: 1 + with_jreg]
     step = make_train_step(forward, terms, optimizer, trainable)
     state = abstract_state(params, optimizer, trainable)
     batch = {

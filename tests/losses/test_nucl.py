@@ -179,9 +179,7 @@ def test_bfloat16_weights_accumulate_in_float32(variant):
 @settings(max_examples=40, deadline=None)
 @given(
     w=hnp.arrays(
-        np.float32,
-        (3, 8),
-        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+        np.float32, (3, 8), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
     )
 )
 @example(w=np.full((3, 8), np.finfo(np.float32).max, np.float32))

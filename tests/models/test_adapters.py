@@ -23,11 +23,9 @@ IN, OUT, RANK = 11, 7, 3
 @pytest.fixture
 def leaves():
     rng = np.random.default_rng(0)
-    return {
-        "kernel": rng.normal(size=(IN, OUT)), "lora_a": rng.normal(size=(IN, RANK)),
-        "lora_b": rng.normal(size=(RANK, OUT)), "lora_scale": np.array([0.5]),
-        "dora_m": rng.random(OUT) + 0.5,
-    }  # fmt: skip
+    sizes = {"kernel": (IN, OUT), "lora_a": (IN, RANK), "lora_b": (RANK, OUT)}
+    drawn = {name: rng.normal(size=size) for name, size in sizes.items()}
+    return drawn | {"lora_scale": np.array([0.5]), "dora_m": rng.random(OUT) + 0.5}
 
 
 def oracle(leaves):
@@ -127,15 +125,11 @@ def test_curricula(curriculum, expected):
     np.testing.assert_allclose([p(t - 1) for t in (1, 3, 4, 9, 12)], expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"curriculum": "linear"}, "curriculum='linear'"), ({"p0": 1.5}, "p0=1.5"),
-     ({"epochs": 0}, "epochs=0"), ({"a": -1.0}, "a=-1.0")],
-)  # fmt: skip
-def test_curricula_that_are_none(changes, message):
-    settings = {"p0": 0.8, "curriculum": "step", "a": 0.05, "epochs": 3} | changes
-    with pytest.raises(ValueError, match=message):
-        macdrop.rate(settings, 12)
+def test_curricula_that_are_none():
+    for key, value in {"curriculum": "linear", "p0": 1.5, "epochs": 0, "a": -1.0}.items():
+        settings = {"p0": 0.8, "curriculum": "step", "a": 0.05, "epochs": 3} | {key: value}
+        with pytest.raises(ValueError, match=f"{key}={value!r}"):
+            macdrop.rate(settings, 12)
 
 
 def test_masks_follow_their_law():
@@ -155,8 +149,8 @@ def test_masks_follow_their_law():
         for step in range(5):
             key = jax.random.fold_in(jax.random.key(7), step)
             new = refresh(tree, step, key, {"macdrop": p}, True)
-            masks = [new["stack"]["segment_1"]["slot_0"]["ffn"][name]["macdrop_keep"]
-                     for name in ("gate", "up")]  # fmt: skip
+            ffn = new["stack"]["segment_1"]["slot_0"]["ffn"]
+            masks = [ffn[name]["macdrop_keep"] for name in ("gate", "up")]
             np.testing.assert_array_equal(*masks)
             assert set(np.unique(masks[0])) <= {0.0, 1.0}
             draws.append(np.asarray(masks[0]))
@@ -170,8 +164,8 @@ def test_masks_follow_their_law():
 
 @pytest.mark.parametrize("module", ["gate", "down"])
 def test_removal_refuses_what_it_would_make_wrong(leaves, module):
-    more = {"gate": {"macdrop_rows": np.array([0]), "macdrop_keep": np.ones((IN, 1))},
-            "down": {"dora_m": np.ones(IN)}}[module]  # fmt: skip
+    more = {"gate": {"macdrop_rows": np.array([0]), "macdrop_keep": np.ones((IN, 1))}}
+    more = more.get(module, {"dora_m": np.ones(IN)})
     square = np.ones((IN, IN))
     ffn = {name: {"kernel": square} for name in ("gate", "up", "down")}
     ffn[module] = ffn[module] | more

@@ -28,10 +28,8 @@ from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, r
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-CONFIG = ModelConfig(
-    family="llama", vocab_size=31, d_model=16, n_heads=4, n_kv_heads=2, head_dim=8,
-    layers=(LayerConfig(24),) * 2,
-)  # fmt: skip
+OWN = {"vocab_size": 31, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+CONFIG = ModelConfig("llama", layers=(LayerConfig(24),) * 2, **OWN)
 
 
 # One compilation a call instead of one an operation.
@@ -46,10 +44,8 @@ def oracle(q, k, v, scale, softcap, window, segments):
         for head in range(n):
             kv = head // (n // k.shape[2])
             for pos in range(t):
-                seen = [
-                    s for s in range(pos + 1)
-                    if segments[i, s] == segments[i, pos] and (window is None or pos - s < window)
-                ]  # fmt: skip
+                near = range(0 if window is None else max(0, pos - window + 1), pos + 1)
+                seen = [s for s in near if segments[i, s] == segments[i, pos]]
                 scores = k[i, seen, kv] @ q[i, pos, head] * scale
                 if softcap:
                     scores = softcap * np.tanh(scores / softcap)
@@ -263,11 +259,10 @@ def test_blocked_attention_refuses_what_it_would_get_wrong(compiled):
     form takes both."""
     rng = np.random.default_rng(3)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 300, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    params = Block(CONFIG, LayerConfig(24)).init(
-        jax.random.key(0), x := jnp.ones((2, 300, 16)), tables := rotary_tables(
-            RopeConfig(), 8, positions := jnp.arange(300)[None]
-        ), attention_mask(positions, positions, None),
-    )  # fmt: skip
+    x, positions = jnp.ones((2, 300, 16)), jnp.arange(300)[None]
+    tables = rotary_tables(RopeConfig(), 8, positions)
+    mask = attention_mask(positions, positions, None)
+    params = Block(CONFIG, LayerConfig(24)).init(jax.random.key(0), x, tables, mask)
 
     def refused(function, *arguments, match):
         with pytest.raises(ValueError, match=match):

@@ -93,10 +93,9 @@ ENCODERS = {
 # Exact: the tied embedding counted once.
 GPT2 = {"gpt2": 124_439_808}
 # Pythia's paper, Table 1: parameters outside the two embeddings, exact.
-PYTHIA_REST = {
-    "70m": 18_915_328, "160m": 85_056_000, "410m": 302_311_424, "1b": 805_736_448,
-    "1_4b": 1_208_602_624, "2_8b": 2_517_652_480, "6_9b": 6_444_163_072, "12b": 11_327_027_200,
-}  # fmt: skip
+PYTHIA_REST = {"70m": 18_915_328, "160m": 85_056_000, "410m": 302_311_424, "1b": 805_736_448}
+PYTHIA_REST |= {"1_4b": 1_208_602_624, "2_8b": 2_517_652_480, "6_9b": 6_444_163_072}
+PYTHIA_REST |= {"12b": 11_327_027_200}
 
 
 # Published config.json: prefix of presets -> rope theta, norm epsilon, tied, positions.

@@ -41,10 +41,8 @@ def test_splash_equals_the_plain_form(window, softcap, packed):
     def plain(q, k, v):
         return plain_attention(q, k, v, mask, scale=0.2, softcap=softcap)[0]
 
-    splash = functools.partial(
-        splash_attention, segments_bt=segments, scale=0.2, softcap=softcap, window=window,
-        interpret=True,
-    )  # fmt: skip
+    own = {"segments_bt": segments, "scale": 0.2, "softcap": softcap, "window": window}
+    splash = functools.partial(splash_attention, interpret=True, **own)
     found = []
     for form in (plain, splash):
         run = jax.jit(lambda *x, f=form: jax.vjp(f, *x)[1](jnp.sin(jnp.arange(32.0)) + 0 * x[0]))

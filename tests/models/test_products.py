@@ -184,8 +184,5 @@ def test_a_tpus_compiler_takes_the_word_with_float32_alone(libtpu):
     for dtype in ("float32", "bfloat16"):
         with products(dtype):
             compile_for(dtype)
-    with (
-        jax.default_matmul_precision("float32"),
-        pytest.raises(Exception, match="Bad lhs type"),
-    ):
+    with jax.default_matmul_precision("float32"), pytest.raises(Exception, match="Bad lhs type"):
         compile_for("bfloat16")

@@ -39,11 +39,9 @@ pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 LOCAL = LayerConfig(24, window=4, rope=RopeConfig(theta=100.0))
 GLOBAL = LayerConfig(24)
-CONFIG = ModelConfig(
-    family="gemma3", vocab_size=37, d_model=16, n_heads=4, n_kv_heads=2, head_dim=8,
-    layers=(LOCAL, LOCAL, GLOBAL) * 2 + (LOCAL,),
-    qk_norm=True, post_norms=True, norm_offset=1.0, activation="gelu_tanh",
-)  # fmt: skip
+OWN = {"vocab_size": 37, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+OWN |= {"qk_norm": True, "post_norms": True, "norm_offset": 1.0, "activation": "gelu_tanh"}
+CONFIG = ModelConfig("gemma3", layers=(LOCAL, LOCAL, GLOBAL) * 2 + (LOCAL,), **OWN)
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 13))
 
 

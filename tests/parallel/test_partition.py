@@ -18,11 +18,9 @@ PATHS = ["embed/embedding", "stack/a/ffn/down/kernel", "stack/a/ffn/down/bias"]
 def full_config():
     """Every kind of leaf a decoder can have, and two segments."""
     layers = (LayerConfig(24), LayerConfig(24, window=4), LayerConfig(16), LayerConfig(20, "plain"))
-    return ModelConfig(
-        "gemma3", vocab_size=32, d_model=16, n_heads=4, n_kv_heads=2, head_dim=4, layers=layers,
-        post_norms=True, qk_norm=True, attention_bias=True, attention_out_bias=True, ffn_bias=True,
-        tied=False,
-    )  # fmt: skip
+    own = {"vocab_size": 32, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
+    own |= {"post_norms": True, "qk_norm": True, "attention_bias": True, "ffn_bias": True}
+    return ModelConfig("gemma3", layers=layers, attention_out_bias=True, tied=False, **own)
 
 
 def test_first_match_wins_and_order_is_kept():

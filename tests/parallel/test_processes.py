@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, free_address, random_params
+from tiny_runs import flags_of
 
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.metrics import read_metrics
@@ -27,10 +28,9 @@ ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZAT
 
 
 def start(*arguments, log: Path, environment: dict = ENVIRONMENT) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY,
-    )  # fmt: skip
+    pipes = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, cwd=REPOSITORY, **pipes)
 
 
 def end(processes: list[subprocess.Popen], logs: list[Path]) -> list[int]:
@@ -68,10 +68,8 @@ def test_processes_train_as_one(tmp_path, counts):
 @pytest.mark.parametrize("data", ["text", "mixture"])
 def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
     """Both stop at the same step, saved within 10 s; one process ends the run as one would have."""
-    save_pretrained(
-        LLAMA, jax.tree.map(np.asarray, random_params(LLAMA)), tmp_path / "model",
-        tokenizer=byte_tokenizer(),
-    )  # fmt: skip
+    params = jax.tree.map(np.asarray, random_params(LLAMA))
+    save_pretrained(LLAMA, params, tmp_path / "model", tokenizer=byte_tokenizer())
     parts = []
     texts = {"text": TEXT, "second": TEXT.upper(), "third": TEXT.swapcase()}
     for (name, text), weight in zip(texts.items(), (0.5, 0.3, 0.2), strict=True):
@@ -83,16 +81,11 @@ def test_sigterm_to_one_of_two_processes_then_one_goes_on(tmp_path, data):
     }
 
     def arguments(name: str) -> list:
-        settings = source[data] | {
-            "data.validation_fraction": 0.2, "data.passage_chars": 400,
-            "steps": 12, "seq_len": 64, "batch_size": 8, "accumulation": 2, "eval.every": 4,
-            "checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0,
-        }  # fmt: skip
-        return [
-            "scripts/train.py", f"--config=configs/nucl_finetune.py:{tmp_path}/model,{data}",
-            *(f"--config.{key}={value}" for key, value in settings.items()),
-            f"--workdir={tmp_path / name}",
-        ]  # fmt: skip
+        own = {"data.validation_fraction": 0.2, "data.passage_chars": 400, "steps": 12}
+        own |= {"seq_len": 64, "batch_size": 8, "accumulation": 2, "eval.every": 4}
+        own |= {"checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 0}
+        config = f"configs/nucl_finetune.py:{tmp_path}/model,{data}"
+        return ["scripts/train.py", *flags_of(config, tmp_path / name, **source[data], **own)]
 
     alone = tmp_path / "alone.log"
     assert end([start(*arguments("alone"), log=alone)], [alone]) == [0], alone.read_text()[-1500:]

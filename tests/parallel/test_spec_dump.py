@@ -90,10 +90,8 @@ def dump_training_config() -> dict[str, str]:
     config = runpy.run_path(str(path))["get_config"]()
     model = next(model for model, hub_id in families.PRESETS.values() if hub_id == config.model)
     sizes = {name: 8 if size == -1 else size for name, size in config.mesh.items()}
-    described = describe_state(
-        model, read(config).optimizer, abstract_mesh(**sizes),
-        tuple(config.freeze), tuple(config.train_only),
-    )  # fmt: skip
+    chosen = (tuple(config.freeze), tuple(config.train_only))
+    described = describe_state(model, read(config).optimizer, abstract_mesh(**sizes), *chosen)
     return {
         path: f"{leaf['shape']} {leaf['dtype']} {leaf['spec']} {leaf['bytes_per_device']}"
         for path, leaf in described.items()
@@ -180,19 +178,12 @@ def test_describe_by_hand():
         "stack": {"segment_0": {"slot_0": {"ffn": {"down": {"kernel": leaf(3, 12, 8)}}}}},
     }
     found = partition.describe_shardings(abstract_mesh(2, 4, 2), tree)
-    assert found == {
-        "embed/embedding": {
-            "shape": [32, 8], "dtype": "float32", "spec": "('tensor', 'fsdp')",
-            "bytes_per_device": 16 * 2 * 4,
-        },
-        "final_norm/scale": {
-            "shape": [8], "dtype": "bfloat16", "spec": "()", "bytes_per_device": 16,
-        },
-        "stack/segment_0/slot_0/ffn/down/kernel": {
-            "shape": [3, 12, 8], "dtype": "float32", "spec": "(None, 'tensor', 'fsdp')",
-            "bytes_per_device": 3 * 6 * 2 * 4,
-        },
-    }  # fmt: skip
+    keys = ("shape", "dtype", "spec", "bytes_per_device")
+    down = ([3, 12, 8], "float32", "(None, 'tensor', 'fsdp')", 3 * 6 * 2 * 4)
+    wanted = {"embed/embedding": ([32, 8], "float32", "('tensor', 'fsdp')", 16 * 2 * 4)}
+    wanted["final_norm/scale"] = ([8], "bfloat16", "()", 16)
+    wanted["stack/segment_0/slot_0/ffn/down/kernel"] = down
+    assert found == {path: dict(zip(keys, x, strict=True)) for path, x in wanted.items()}
     assert json.loads(json.dumps(found)) == found
     alone = partition.describe_shardings(partition.make_mesh(), tree)
     sizes = {path: x.size * x.dtype.itemsize for path, x in flatten(tree).items()}
@@ -214,17 +205,10 @@ def test_describe_refuses():
 @pytest.mark.slow
 def test_a_mesh_of_eight_devices_holds_what_is_described():
     """The bytes that lie on each fake device, from a process that has eight."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--held"], capture_output=True, text=True, check=True,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "PYTHONPATH": str(REPOSITORY),
-        },
-    )  # fmt: skip
-    found = json.loads(done.stdout.splitlines()[-1])
+    own = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    own |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(REPOSITORY)}
+    told = subprocess.check_output([sys.executable, __file__, "--held"], env=os.environ | own)
+    found = json.loads(told.splitlines()[-1])
     assert set(found) == set(OPTIMIZERS)
     for described, held in found.values():
         assert len(held) == 8 and len(described) > 70

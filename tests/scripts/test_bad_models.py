@@ -6,14 +6,13 @@ What each reader says in detail is tested in tests/io; here, that it reaches the
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_models import REPOSITORY, run_script, save_tiny
+from tiny_models import run_script, save_tiny
+from tiny_runs import run_program
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 
@@ -96,11 +95,8 @@ def test_a_damaged_gguf(smollm2_gguf, tmp_path):
     ]:
         path = tmp_path / name
         path.write_bytes(content)
-        error = run_script(
-            "evaluate", f"--config.model={path}", "--config.text=README.md",
-            f"--workdir={tmp_path / 'run'}",
-        ).error  # fmt: skip
-        assert name in error, error
+        own = {"model": path, "text": "README.md", "workdir": tmp_path / "run"}
+        assert name in run_script("evaluate", **own).error
         assert not (tmp_path / "run").exists()
         convert = run_script("convert", f"--model={path}", f"--output={tmp_path / 'out'}")
         assert name in convert.error
@@ -152,12 +148,10 @@ def test_code_in_a_directory_never_runs(vocabulary, tmp_path):
     )
     load = "import sys; from ffn_heterogeneity.io.load import load_tokenizer\n"
     load += "try: print(len(load_tokenizer(sys.argv[1])))\nexcept ValueError as error: print(error)"
-    done = subprocess.run(
-        [sys.executable, "-c", load, directory], input="y\n" * 9, capture_output=True, text=True,
-        cwd=REPOSITORY, env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
-    )  # fmt: skip
-    assert not marker.exists() and done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    own = {"given": "y\n" * 9, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = run_program(sys.executable, "-c", load, directory, **own)
+    assert not marker.exists() and done.code == 0, done.err
+    (line,) = done.out.splitlines()
     if vocabulary == "tokenizer.json":
         assert line == "258"
     else:

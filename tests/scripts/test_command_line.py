@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 from tiny_models import LLAMA, REPOSITORY, random_params, run_script
+from tiny_runs import flags_of, run_program
 
 from ffn_heterogeneity.data.tasks import tasks
 from ffn_heterogeneity.launch import cli
@@ -19,9 +18,10 @@ from ffn_heterogeneity.models.stack import unstack
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
-WITH_CONFIG = [
-    "analyze", "benchmark", "compress", "evaluate", "prepare_data", "sweep", "train",
-]  # fmt: skip
+WITH_CONFIG = ["analyze", "benchmark", "compress", "evaluate", "prepare_data", "sweep", "train"]
+TRAIN = {"steps": 2, "batch_size": 2, "seq_len": 16, "eval.max_batches": 1}
+TRAIN |= {"data.validation_fraction": 0.2, "data.passage_chars": 500}
+PLACES = {"convert": "--output", "report": "--output", "fetch_models": "--directory"}
 
 
 def test_all_scripts_are_here():
@@ -33,8 +33,7 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
     done = run_script(name, "--help")
     assert done.code == 0 and done.err == "", done
     assert f"python scripts/{name}.py" in done.out and "Flags:" in done.out
-    assert ("--output" if name in ("convert", "report") else "--directory" if name == "fetch_models"
-            else "--workdir") in done.out  # fmt: skip
+    assert PLACES.get(name, "--workdir") in done.out
     assert ("--config." in done.out.split("Flags:")[1]) == (name in WITH_CONFIG)
     if name == "compress":
         assert "--config.ratio=0.25" in done.out and "configs/prune.py" in done.out
@@ -125,7 +124,7 @@ def test_unknown_flags_and_positional_arguments(name, tmp_path):
         ("fetch_models", ["--only=gpt5"], ["gpt5", "smollm2"]),
         ("demo", ["--steps=1"], ["steps"]),
     ],
-)  # fmt: skip
+)
 def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
     workdir = tmp_path / "run"
     flags = [] if script in ("convert", "fetch_models", "demo") else [f"--workdir={workdir}"]
@@ -203,10 +202,8 @@ def test_a_failed_run_keeps_what_was_there(tmp_path):
 
 
 def test_values_reach_the_run(model, text, tmp_path):
-    done = run_script(
-        "evaluate", "--config.window=16", "--config.max_windows=3", "--config.bos=none",
-        f"--config.model={model}", f"--config.text={text}", f"--workdir={tmp_path / 'run'}",
-    )  # fmt: skip
+    own = {"model": model, "text": text, "window": 16, "max_windows": 3, "bos": "none"}
+    done = run_script("evaluate", workdir=tmp_path / "run", **own)
     assert done.code == 0, done.err
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["window"], config["max_windows"], config["bos"]) == (16, 3, "none")
@@ -217,23 +214,22 @@ def test_values_reach_the_run(model, text, tmp_path):
 def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
     """compress, analyze, evaluate and convert hand directories to one another."""
     pruned, wide = tmp_path / "pruned", tmp_path / "wide"
-    flags = [f"--config.model={model}", "--config.layers=odd", "--config.ratio=0.75"]
-    assert run_script("compress", *flags, f"--workdir={pruned}").code == 0
-    done = run_script("convert", f"--model={pruned / 'model'}", f"--output={wide}",
-                      "--dtype=float32", "--export=padded")  # fmt: skip
+    own = {"model": model, "layers": "odd", "ratio": 0.75, "workdir": pruned}
+    assert run_script("compress", **own).code == 0
+    places = (f"--model={pruned / 'model'}", f"--output={wide}")
+    done = run_script("convert", *places, "--dtype=float32", "--export=padded")
     assert done.code == 0, done.err
     nll = {}
     for spec in (model, pruned / "model", wide):
-        flags = [f"--config.model={spec}", f"--config.text={text}", "--config.window=32"]
         workdir = tmp_path / f"nll-{len(nll)}"
-        done = run_script("evaluate", *flags, "--config.max_windows=8", f"--workdir={workdir}")
+        own = {"model": spec, "text": text, "window": 32, "max_windows": 8, "workdir": workdir}
+        done = run_script("evaluate", **own)
         assert done.code == 0, done.err
         nll[str(spec)] = json.loads((workdir / "results.json").read_text())["nll"]
     full, smaller, padded = nll.values()
     assert abs(smaller - padded) < 1e-5 < 1e-3 < abs(full - smaller)
     workdir = tmp_path / "analysis"
-    flags = [f"--config.model={pruned / 'model'}", f"--workdir={workdir}"]
-    assert run_script("analyze", *flags).code == 0
+    assert run_script("analyze", model=pruned / "model", workdir=workdir).code == 0
     layers = json.loads((workdir / "results.json").read_text())["layers"]
     assert [layer["neurons"] for layer in layers] == [24, 6, 24, 6]
 
@@ -241,15 +237,10 @@ def test_from_a_pruned_model_to_its_perplexity(model, text, tmp_path):
 def test_train_from_the_command_line(model, text, tmp_path):
     """Tuples and nested keys by flag; the same command again only reads; another is refused."""
     workdir = tmp_path / "run"
-    flags = [
-        f"--config=configs/nucl_finetune.py:{model},text", f"--config.data.path={text}",
-        "--config.losses.nucl.targets=('ffn_out','attention_out')",
-        "--config.losses.nucl.variant=ent",
-        "--config.steps=2", "--config.batch_size=2", "--config.seq_len=16",
-        "--config.optimizer.name=sgd", "--config.dropout=0", "--config.eval.max_batches=1",
-        "--config.data.validation_fraction=0.2", "--config.data.passage_chars=500",
-        "--noconfig.tensorboard", f"--workdir={workdir}",
-    ]  # fmt: skip
+    own = TRAIN | {"losses.nucl.variant": "ent", "optimizer.name": "sgd", "dropout": 0}
+    own |= {"data.path": text, "losses.nucl.targets": ("ffn_out", "attention_out")}
+    flags = flags_of(f"configs/nucl_finetune.py:{model},text", workdir, **own)
+    flags.append("--noconfig.tensorboard")
     done = run_script("train", *flags)
     assert done.code == 0, done.err
     results = json.loads((workdir / "results.json").read_text())
@@ -260,9 +251,7 @@ def test_train_from_the_command_line(model, text, tmp_path):
     assert again.code == 0 and "complete" in again.err
     assert (workdir / "model" / "model.safetensors").stat().st_mtime_ns == stamp
     assert "steps: 2 there, 3 here" in run_script("train", *flags, "--config.steps=3").error
-    pruned = run_script(
-        "compress", f"--config.model={workdir / 'model'}", f"--workdir={tmp_path / 'pruned'}"
-    )
+    pruned = run_script("compress", model=workdir / "model", workdir=tmp_path / "pruned")
     assert pruned.code == 0, pruned.err
     short = tmp_path / "short.txt"
     short.write_text("")
@@ -271,58 +260,53 @@ def test_train_from_the_command_line(model, text, tmp_path):
     assert not (tmp_path / "empty").exists()
 
 
-def subprocess_of(name, *arguments, cwd=REPOSITORY):
-    command = [sys.executable, str(REPOSITORY / "scripts" / f"{name}.py"), *map(str, arguments)]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=cwd, env=environment
-    )
+def process_of(name, *arguments, cwd=REPOSITORY):
+    return run_program(sys.executable, REPOSITORY / f"scripts/{name}.py", *arguments, cwd=cwd)
 
 
-def test_a_real_process_succeeds_from_another_directory(model, tmp_path):
-    done = subprocess_of(
-        "compress", f"--config.model={model}", "--config.count=5", "--workdir=out", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_real_process_succeeds_from_another_directory(model, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    flags = flags_of(workdir="out", model=model, count=5)
+    done = process_of("compress", *flags, cwd=tmp_path)
+    assert done.code == 0, done.err
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     down = [tree["ffn"]["down"]["kernel"] for tree in unstack(random_params(LLAMA))["layers"]]
     r = np.abs(np.float64(down))
     r /= r.sum(-1, keepdims=True)
     entropy = -(r * np.log(r)).sum(-1)
     assert results["removed"] == np.sort(np.argsort(-entropy, axis=-1)[:, :5]).tolist()
-    assert "scripts/compress.py --config.model=" in (tmp_path / "out" / "command.txt").read_text()
+    told = (tmp_path / "out" / "command.txt").read_text()
+    assert "scripts/compress.py --workdir=out --config.model=" in told
 
 
 def test_a_real_process_fails_with_one_line():
-    done = subprocess_of("evaluate", "--config.modle=x")
-    assert done.returncode == 2 and done.stdout == ""
-    lines = done.stderr.strip().splitlines()
+    done = process_of("evaluate", "--config.modle=x")
+    assert done.code == 2 and done.out == ""
+    lines = done.err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: unknown config key 'modle', did you")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_of_a_real_process(name):
-    done = subprocess_of(name, "--help")
-    assert done.returncode == 0 and f"python scripts/{name}.py" in done.stdout, done.stderr
+    done = process_of(name, "--help")
+    assert done.code == 0 and f"python scripts/{name}.py" in done.out, done.err
 
 
 def test_answers_are_on_stdout_and_notes_on_stderr(model, text, tmp_path):
     """So `> file` holds every result, and `2> /dev/null` loses none."""
-    small = ["--config.window=16", "--config.max_windows=2", f"--config.text={text}"]
     of = [f"--config.model={model}"]
-    train = [f"--config=configs/nucl_finetune.py:{model},text", f"--config.data.path={text}",
-             "--config.steps=2", "--config.batch_size=2", "--config.seq_len=16",
-             "--config.eval.max_batches=1", "--config.data.validation_fraction=0.2",
-             "--config.data.passage_chars=500", "--noconfig.tensorboard"]  # fmt: skip
+    small = [*of, *flags_of(window=16, max_windows=2, text=text)]
+    train = flags_of(f"configs/nucl_finetune.py:{model},text", **{"data.path": text}, **TRAIN)
+    train.append("--noconfig.tensorboard")
+    table = [*small, "--config=configs/prune_table.py", "--sweep=criteria", "--only=entropy"]
     commands = {
-        "evaluate": ([*of, *small], ["perplexity "]),
+        "evaluate": (small, ["perplexity "]),
         "analyze": ([*of, "--config=configs/analyze.py:connectivity"], ["| layer", "uniform"]),
-        "compress": ([*of, *small], ["removed", "parameters", "perplexity "]),
+        "compress": (small, ["removed", "parameters", "perplexity "]),
         "train": (train, ["validation/nll: "]),
-        "sweep": ([*of, *small, "--config=configs/prune_table.py", "--sweep=criteria",
-                   "--only=entropy"], ["removed", ": perplexity "]),  # fmt: skip
-    }  # fmt: skip
+        "sweep": (table, ["removed", ": perplexity "]),
+    }
     for name, (flags, told) in commands.items():
         workdir = tmp_path / name
         done = run_script(name, *flags, f"--workdir={workdir}")

@@ -18,41 +18,41 @@ from tiny_models import REPOSITORY, TEXT, WIDE, byte_tokenizer, random_params, r
 
 from ffn_heterogeneity.io.gguf_export import save_gguf
 
-PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md",
-         "docs/howto/prune.md", "docs/howto/add-a-loss.md", "docs/howto/slurm.md",
-         "docs/howto/report.md", "docs/five.md")  # fmt: skip
+PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md", "docs/five.md")
+PAGES += tuple(f"docs/howto/{name}.md" for name in ("prune", "add-a-loss", "slurm", "report"))
 OWN = "docs/howto/your-own.md"  # run from the wheel, tests/launch/test_console.py
 DOCS = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "docs" / "howto").glob("*.md")]
 # Settings that are appended to what matches, all that match.
+TRAINS = r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five))|ffnh train|"
+TRAINS += r"sweep(\.py)? .*(jreg_pre|nucl_fine)"
 SMALL = [
-    (r"/train\.py(?!.*(_recover|p32_glue|mlp_fusion|five))|ffnh train|"
-     r"sweep(\.py)? .*(jreg_pre|nucl_fine)",
-     "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1 --config.seq_len=32"),
-    (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2 "
-     "--config.recover.seq_len=32 --config.score.window=32 --config.score.max_windows=2"),
-    (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1 "
-     "--config.shape.layers=2 --config.shape.n_heads=2 "
-     "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
-    (r"p32_glue|five\.py", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1 "
-     "--config.lengths=(32,)"),
+    (TRAINS, "--config.steps=2 --config.batch_size=2 --config.eval.max_batches=1"),
+    (TRAINS, "--config.seq_len=32"),
+    (r"_recover", "--config.recover.steps=2 --config.recover.batch_size=2"),
+    (r"_recover", "--config.recover.seq_len=32 --config.score.window=32"),
+    (r"_recover", "--config.score.max_windows=2"),
+    (r"jreg_pretrain", "--config.shape.d_model=8 --config.optimizer.warmup_steps=1"),
+    (r"jreg_pretrain", "--config.shape.layers=2 --config.shape.n_heads=2"),
+    (r"jreg_pretrain", "--config.shape.ffn_width=8 --config.data.validation_fraction=0.3"),
+    (r"p32_glue|five\.py", "--config.steps=2 --config.batch_size=4 --config.eval.max_batches=1"),
     (r"fuse_recover", "--only=whole --only=method=svd"),
-    (r"mlp_fusion", "--config.lengths=(32,) --config.ratio=0.5"),
+    (r"p32_glue|five\.py|mlp_fusion", "--config.lengths=(32,)"),
+    (r"mlp_fusion", "--config.ratio=0.5"),
     (r"sweep=poolings", "--only=seed=0,pooling=last"),
     (r"prepare_data", "--config.train_tokenizer.vocab_size=300"),
     (r"--config.text=|prune_table", "--config.window=32 --config.max_windows=2"),
-    (r"jreg_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
+    (r"jreg_sft|macdrop_sft", "--config.optimizer.warmup_steps=1 --config.accumulation=1"),
     (r",(mixture|webnlg)", "--config.seq_len=128"),  # a conversation, triples in bytes
     (r"chat\.py", "--config.limit=2 --config.max_new_tokens=4"),
     (r"answers\.py", "--config.limit=2 --config.max_new_tokens=2"),
     (r"fetch_models", "--only=smollm2"),
-    (r"macdrop_sft", "--config.seq_len=1024 --config.accumulation=1 "
-     "--config.optimizer.warmup_steps=1"),
+    (r"macdrop_sft", "--config.seq_len=1024"),
     (r"lesions", "--config.others=2"),
     (r"sweep=k ", "--only=none --only=attack=zero,k=3"),
     (r"sweep=rivals", "--only=unpruned --only=optipfair-train.txt"),
     (r"sweep=seeds", "--only=baseline,seed=0"),
     (r"dry_run=v5e", "--config.dry_run=h100:8"),
-]  # fmt: skip
+]
 ELSEWHERE = {
     r"paper=removals\.py": "its two files stand on the page (tests/report/test_papers.py)",
     r"^hf |push=": "an account on the hub (tests/io/test_card.py)",

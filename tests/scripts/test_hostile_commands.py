@@ -10,14 +10,13 @@ import time
 
 import pytest
 from tiny_models import run_script, save_tiny
+from tiny_runs import flags_of
 
-TRAIN = ("train", "--config=configs/nucl_finetune.py:{model},text", "--config.data.path={text}",
-         "--config.steps=1", "--config.seq_len=16", "--config.batch_size=1",
-         "--config.data.validation_fraction=0", "--config.tensorboard=false")  # fmt: skip
-PREPARE = ("prepare_data", "--config=configs/prepare_data.py", "--config.input={text}",
-           "--config.tokenizer={model}")  # fmt: skip
-PERPLEXITY = ("evaluate", "--config=configs/perplexity.py", "--config.model={model}",
-              "--config.text={text}", "--config.window=16")  # fmt: skip
+OWN = {"data.path": "{text}", "data.validation_fraction": 0, "tensorboard": "false"}
+OWN |= {"steps": 1, "seq_len": 16, "batch_size": 1}
+TRAIN = ("train", *flags_of("configs/nucl_finetune.py:{model},text", **OWN))
+PREPARE = ("prepare_data", "--config.input={text}", "--config.tokenizer={model}")
+PERPLEXITY = ("evaluate", *flags_of(model="{model}", text="{text}", window=16))
 COMPRESS = ("compress", "--config.model={model}")
 FUSE = ("compress", "--config=configs/fuse.py", "--config.model={model}")
 ATTACK = ("compress", "--config=configs/attack.py", "--config.model={model}")
@@ -67,7 +66,7 @@ CASES = [
     (("train", "--config={own}"), "own.py, line 3: ZeroDivisionError"),
     (("train", "--config={syntax}"), "syntax.py, line 2"),
     (("report", "{run}"), "results.json"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 from tiny_models import REPOSITORY, TEXT, save_tiny
+from tiny_runs import flags_of, run_program
 
 from ffn_heterogeneity.io.metrics import read_metrics
 
@@ -21,10 +22,8 @@ LAUNCH = REPOSITORY / "scripts" / "launch"
 
 
 def run(script, *arguments, **environment):
-    done = subprocess.run(
-        ["bash", LAUNCH / script, *map(str, arguments)],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    pipes = {"env": os.environ | environment, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(["bash", LAUNCH / script, *map(str, arguments)], **pipes)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -98,23 +97,18 @@ def test_slurm_jobs(tmp_path):
     points.write_text("echo 'a  b'\n\necho \"c  d\" $((1 + 1)) $'x\\ny'\n")
     code, out, _ = run("slurm.sh", "--print", "array", points, "--time=1:00")
     command, _, job = out.partition("\n")
-    assert code == 0 and command.split() == [
-        "sbatch", "--requeue", "--open-mode=append", "--signal=B:TERM@120", "--array=1-2",
-        "--time=1:00",
-    ]  # fmt: skip
-    task = subprocess.run(
-        ["bash"], input=job, text=True, capture_output=True,
-        env={**os.environ, "SLURM_ARRAY_TASK_ID": "2"},
-    )  # fmt: skip
-    assert task.stdout == "c  d 2 x\ny\n", task
+    asked = "sbatch --requeue --open-mode=append --signal=B:TERM@120 --array=1-2 --time=1:00"
+    assert code == 0 and command.split() == asked.split()
+    task = run_program("bash", given=job, SLURM_ARRAY_TASK_ID="2")
+    assert task.out == "c  d 2 x\ny\n", task
     for half in ("echo 'a\nb'\n", "echo a\necho 'a"):
         points.write_text(half)
         code, out, error = run("slurm.sh", "--print", "array", points)
         assert code == 2 and not out and "no whole command: echo 'a\n" in error
     code, out, error = run("slurm.sh", "--print", "nodes", "four", "train")
     assert code == 2 and not out and "nodes four: a number is expected" in error
-    code, out, _ = run("slurm.sh", "--print", "nodes", 4, "train", "--workdir=a b", "--",
-                       "--gpus-per-node=8")  # fmt: skip
+    job = (4, "train", "--workdir=a b", "--", "--gpus-per-node=8")
+    code, out, _ = run("slurm.sh", "--print", "nodes", *job)
     assert code == 0 and "--nodes=4 --gpus-per-node=8" in out.splitlines()[0]
     assert re.search(r"srun \S+ ffnh train --workdir=a\\ b --distributed=auto$", out.strip())
 
@@ -148,8 +142,8 @@ def test_its_own_sigterm_is_passed_on_and_waited_for(tmp_path):
 
 
 def rows(workdir):
-    return [{k: v for k, v in row.items() if not k.startswith("timing/")}
-            for row in read_metrics(workdir / "metrics.jsonl")]  # fmt: skip
+    found = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in found]
 
 
 @pytest.mark.slow
@@ -159,23 +153,14 @@ def test_five_preemptions_change_nothing(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT * 4)
 
     def command(workdir):
-        settings = {
-            "data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2,
-            "data.passage_chars": 200, "steps": 60,
-            "seq_len": 64, "batch_size": 4, "eval.every": 20, "checkpoint.every": 4,
-            "optimizer.learning_rate": 1e-3, "tensorboard": False,
-        }  # fmt: skip
-        return [
-            sys.executable, REPOSITORY / "scripts" / "train.py",
-            f"--config=configs/nucl_finetune.py:{tmp_path}/model,text",
-            *(f"--config.{key}={value}" for key, value in settings.items()),
-            f"--workdir={workdir}",
-        ]  # fmt: skip
+        own = {"data.path": tmp_path / "text.txt", "data.validation_fraction": 0.2, "steps": 60}
+        own |= {"data.passage_chars": 200, "seq_len": 64, "batch_size": 4, "eval.every": 20}
+        own |= {"checkpoint.every": 4, "optimizer.learning_rate": 1e-3, "tensorboard": False}
+        flags = flags_of(f"configs/nucl_finetune.py:{tmp_path}/model,text", workdir, **own)
+        return [sys.executable, REPOSITORY / "scripts" / "train.py", *flags]
 
-    plain = subprocess.run(
-        command(tmp_path / "plain"), cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert plain.returncode == 0, plain.stderr
+    plain = run_program(*command(tmp_path / "plain"))
+    assert plain.code == 0, plain.err
     program = ["bash", LAUNCH / "again.sh", "--wait=0", *command(tmp_path / "killed")]
     process = subprocess.Popen(program, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     kills = 0
@@ -186,10 +171,7 @@ def test_five_preemptions_change_nothing(tmp_path):
             if steps and steps[-1] >= at:
                 break
             time.sleep(0.02)
-        children = subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-        ).stdout.split()
-        for child in children:
+        for child in run_program("pgrep", "-P", process.pid).out.split():
             os.kill(int(child), signal.SIGKILL)
             kills += 1
     _, error = process.communicate(timeout=300)

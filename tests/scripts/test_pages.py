@@ -23,10 +23,8 @@ from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tables import number
 
 DOCS = REPOSITORY / "docs"
-STATES = {
-    "works on real models", "parity-tested", "works, effect not seen", "built, not run",
-    "not there",
-}  # fmt: skip
+STATES = {"works on real models", "parity-tested", "works, effect not seen", "built, not run"}
+STATES |= {"not there"}
 # Page -> what it may quote of docs/results, and its archives.
 SOURCES = {
     "nucl": (

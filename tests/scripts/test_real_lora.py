@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import REPOSITORY
+from tiny_runs import flags_of
 
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
@@ -29,20 +30,15 @@ STEPS, SAVES = 20, 10
 
 
 def start(model, data, workdir) -> subprocess.Popen:
-    settings = {
-        "data.path": data, "data.validation_fraction": 0.02, "steps": STEPS, "batch_size": 2,
-        "seq_len": 64, "dropout": 0.0, "losses.nucl.weight": 0.0, "eval.every": 10,
-        "eval.max_batches": 2, "checkpoint.every": STEPS // SAVES, "checkpoint.keep": SAVES,
-        "checkpoint.keep_best": False, "optimizer.learning_rate": 1e-3,
-        "optimizer.warmup_steps": 0, "tensorboard": False, "lora.rank": 8,
-    }  # fmt: skip
-    flags = [f"--config.{key}={value}" for key, value in settings.items()]
-    config = f"--config=configs/nucl_finetune.py:{model},jsonl,lora"
-    return subprocess.Popen(
-        [sys.executable, "scripts/train.py", config, *flags, f"--workdir={workdir}"],
-        cwd=REPOSITORY, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+    keys = {"data.path": data, "data.validation_fraction": 0.02, "steps": STEPS, "batch_size": 2}
+    keys |= {"seq_len": 64, "dropout": 0.0, "losses.nucl.weight": 0.0, "eval.every": 10}
+    keys |= {"eval.max_batches": 2, "checkpoint.every": STEPS // SAVES, "checkpoint.keep": SAVES}
+    keys |= {"checkpoint.keep_best": False, "optimizer.learning_rate": 1e-3, "lora.rank": 8}
+    keys |= {"optimizer.warmup_steps": 0, "tensorboard": False}
+    flags = flags_of(f"configs/nucl_finetune.py:{model},jsonl,lora", workdir, **keys)
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    own = {"cwd": REPOSITORY, "env": os.environ | {"JAX_PLATFORMS": "cpu"}}
+    return subprocess.Popen([sys.executable, "scripts/train.py", *flags], **own, **pipes)
 
 
 @pytest.fixture(scope="module")

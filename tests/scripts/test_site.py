@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import zlib
 
 import pytest
 from tiny_models import REPOSITORY
+from tiny_runs import run_program
 
 import ffn_heterogeneity as fh
 
@@ -24,16 +23,14 @@ def build(pages, out, tmp_path):
     (tmp_path / "offline").mkdir(exist_ok=True)
     (tmp_path / "offline" / "sitecustomize.py").write_text(OFFLINE)
     flags = ["-q", "-n", "-W", "--keep-going", "-c", str(REPOSITORY / "docs")]
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", *flags, str(pages), str(out)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "offline")}, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "sphinx", *flags, pages, out]
+    return run_program(*command, PYTHONPATH=str(tmp_path / "offline"))
 
 
 def test_it_builds_whole(tmp_path):
     out = tmp_path / "site"
     done = build(REPOSITORY / "docs", out, tmp_path)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.code == 0 and not done.err, done.err
     for page in (REPOSITORY / "docs").rglob("*.md"):
         assert (out / page.relative_to(REPOSITORY / "docs").with_suffix(".html")).exists()
     inventory = (out / "objects.inv").read_bytes().split(b"\n", 4)[4]
@@ -64,7 +61,7 @@ def test_what_is_broken_stops_it(tmp_path, text, said):
     pages = tmp_path / "pages"
     pages.mkdir()
     (pages / "index.md").write_text("# Title\n\nWords.\n")
-    assert build(pages, tmp_path / "whole", tmp_path).returncode == 0
+    assert build(pages, tmp_path / "whole", tmp_path).code == 0
     (pages / "index.md").write_text(f"# Title\n\n{text}\n")
     done = build(pages, tmp_path / "broken", tmp_path)
-    assert done.returncode != 0 and said in done.stderr
+    assert done.code != 0 and said in done.err

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
 import sys
 
 import pytest
 from absl.flags._helpers import _damerau_levenshtein as distance
 from tiny_models import REPOSITORY, config_of
+from tiny_runs import flags_of, run_program
 
 from ffn_heterogeneity.launch.cli import UsageError, add_stage_keys, check_keys
 from ffn_heterogeneity.paths import flatten_config
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
+TRAIN = (sys.executable, REPOSITORY / "scripts" / "train.py")
 COUNT = 200
 
 
@@ -68,8 +68,8 @@ def underscored(rng, key):
     return key.replace(".", "_")
 
 
-KINDS = [drop, double, swap, replace, capital, shout, hyphens, without_group, without_dot,
-         underscored]  # fmt: skip
+KINDS = [drop, double, swap, replace, capital, shout, hyphens]
+KINDS += [without_group, without_dot, underscored]
 
 
 def make_typos() -> list[tuple[str, str, str, str]]:
@@ -138,18 +138,12 @@ def test_what_is_near_nothing_gets_no_suggestion():
 
 def test_a_real_process_says_so_in_one_line(tmp_path):
     workdir = tmp_path / "run"
-    command = [
-        sys.executable, REPOSITORY / "scripts" / "train.py", "--config.optimizer.Learning-rate=1",
-        f"--workdir={workdir}",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    flags = ("--config.optimizer.Learning-rate=1", f"--workdir={workdir}")
+    done = run_program(*TRAIN, *flags, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert done.code == 2 and done.out == ""
+    assert len(done.err.splitlines()) == 1, done.err
     start = "error: unknown config key 'optimizer.Learning-rate', did you mean "
-    assert done.stderr.startswith(f"{start}'optimizer.learning_rate'?")
+    assert done.err.startswith(f"{start}'optimizer.learning_rate'?")
     assert not workdir.exists()
 
 
@@ -172,10 +166,8 @@ def test_stages_take_the_keys_of_the_files_they_start_from():
 
 
 def test_a_stage_computes_with_such_a_key():
-    made = subprocess.run(
-        [sys.executable, "scripts/train.py", "--config=configs/prune_recover.py:smollm2_135m,text",
-         "--config.recover.optimizer.b2=2", "--config.dry_run=h100:1", "--workdir=runs/never"],
-        cwd=REPOSITORY, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert made.returncode == 2 and "b2" in made.stderr.splitlines()[-1]
+    own = {"recover.optimizer.b2": 2, "dry_run": "h100:1"}
+    flags = flags_of("configs/prune_recover.py:smollm2_135m,text", "runs/never", **own)
+    made = run_program(*TRAIN, *flags, JAX_PLATFORMS="cpu")
+    assert made.code == 2 and "b2" in made.err.splitlines()[-1]
     assert not (REPOSITORY / "runs/never").exists()

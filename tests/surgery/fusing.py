@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import LLAMA, our_logits, random_params
@@ -31,21 +32,21 @@ def fused(model, **settings):
 
 def block(gated, m=12, d=5, seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
-    names = {"gate": (d, m), "up": (d, m), "down": (m, d)}
-    return {
-        name: {"kernel": rng.normal(size=shape).astype(dtype),
-               "bias": rng.normal(size=shape[1]).astype(dtype)}
-        for name, shape in names.items() if gated or name != "gate"
-    }  # fmt: skip
+    shapes = ({"gate": (d, m)} if gated else {}) | {"up": (d, m), "down": (m, d)}
+
+    def leaves(shape):
+        sizes = {"kernel": shape, "bias": shape[1]}
+        return {leaf: rng.normal(size=size).astype(dtype) for leaf, size in sizes.items()}
+
+    return {name: leaves(shape) for name, shape in shapes.items()}
 
 
 def repeated(ffn, times):
     """The block with neuron i there times[i] times, in any order."""
     which = np.random.default_rng(2).permutation(np.repeat(np.arange(len(times)), times))
-    new = {name: {leaf: x[..., which] for leaf, x in ffn[name].items()}
-           for name in ("gate", "up") if name in ffn}  # fmt: skip
     down = {"kernel": ffn["down"]["kernel"][which], "bias": ffn["down"]["bias"]}
-    return new | {"down": down}
+    others = {name: leaves for name, leaves in ffn.items() if name in ("gate", "up")}
+    return jax.tree.map(lambda x: x[..., which], others) | {"down": down}
 
 
 def output(ffn, x, act):

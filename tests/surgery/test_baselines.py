@@ -6,17 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusing import (
-    KINDS,
-    apart,
-    block,
-    compressed,
-    fused,
-    logits,
-    model_of,
-    output,
-)
+from fusing import KINDS, apart, block, compressed, fused, logits, model_of, output
 from tiny_models import TEXT, save_tiny
+from tiny_runs import small_run
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.adapters import low_rank
@@ -44,11 +36,11 @@ def test_the_discrepancy_is_its_formula():
 
     both = np.concatenate([x, y])
     base = distances(both, both).sum() / (19 * 18) / 4
-    means = {
-        (a, b): np.mean(sum(np.exp(-distances(p, q) / (base * 2**i)) for i in range(5)))
-        for a, p in (("x", x), ("y", y)) for b, q in (("x", x), ("y", y))
-    }  # fmt: skip
-    wanted = means["x", "x"] - 2 * means["x", "y"] + means["y", "y"]
+
+    def kernel(a, b):
+        return np.mean(sum(np.exp(-distances(a, b) / (base * 2**i)) for i in range(5)))
+
+    wanted = kernel(x, x) - 2 * kernel(x, y) + kernel(y, y)
     assert float(discrepancy(jnp.float32(x), jnp.float32(y))) == pytest.approx(wanted, rel=1e-4)
 
 
@@ -114,8 +106,8 @@ def test_a_mask_keeps_the_largest_weights_of_all_blocks():
     model = model_of()
     few, report = fused(model, method="unstructured", ratio=0.75, layers="1-2")
     _, layers = down_kernels(few)
-    pairs = [(np.abs(leaves["kernel"]), leaves["mask"]) for layer in layers[1:3]
-             for leaves in layer["ffn"].values()]  # fmt: skip
+    own = [leaves for layer in layers[1:3] for leaves in layer["ffn"].values()]
+    pairs = [(np.abs(leaves["kernel"]), leaves["mask"]) for leaves in own]
     kept = np.concatenate([kernel[mask == 1] for kernel, mask in pairs])
     gone = np.concatenate([kernel[mask == 0] for kernel, mask in pairs])
     assert kept.min() > gone.max() and len(kept) == 0.25 * (len(kept) + len(gone))
@@ -152,13 +144,11 @@ def test_what_is_compressed_trains_on_and_p_and_masks_stay(method, tmp_path):
     model = save_tiny(tmp_path / "tiny")
     fh.run("surgery", "fuse", tmp_path / "few", {"model": str(model), "method": method, "steps": 1})
     few = tmp_path / "few" / "model"
-    train = {"data.path": str(tmp_path / "text.txt"), "steps": 2, "batch_size": 2, "seq_len": 16,
-             "data.validation_fraction": 0.2, "data.passage_chars": 100, "eval.max_batches": 1,
-             "tensorboard": False, "optimizer.learning_rate": 1e-2,
-             "optimizer.warmup_steps": 0}  # fmt: skip
+    train = small_run(tmp_path / "text.txt", dropout=0.1)
+    train = {key.replace("__", "."): value for key, value in train.items()}
     fh.run("train", f"nucl_finetune:{few},text", tmp_path / "run", train)
-    before, after = (flatten(unstack(load_model(str(path)).params))
-                     for path in (few, tmp_path / "run" / "model"))  # fmt: skip
+    made = (load_model(str(path)) for path in (few, tmp_path / "run" / "model"))
+    before, after = (flatten(unstack(model.params)) for model in made)
     assert before.keys() == after.keys()
     still = {path.split("/")[-1] for path in before if np.array_equal(before[path], after[path])}
     kept = {"fusion": "neuron_scale", "mmd": "neuron_scale", "unstructured": "mask"}

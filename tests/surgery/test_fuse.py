@@ -46,13 +46,11 @@ def kernels(ffn, act, leaves=None):
     with jax.enable_x64(True):
         own = {k: x for k, x in ffn.items() if k != "neuron_scale"}
         rest = {k: jnp.float64(x) for k, x in ffn.items() if k == "neuron_scale"}
-        grads = [jax.grad(lambda w, x=x: jnp.sum(jnp.tanh(output(w | rest, x, act)) * v))(own)
-                 for x in jnp.asarray(xs)]  # fmt: skip
-        flat = np.stack([
-            np.concatenate([np.ravel(g[name]["kernel"]) for name in leaves or g]
-                           + [np.ravel(g[name]["bias"]) for name in leaves or g])
-            for g in grads
-        ])  # fmt: skip
+        slope = jax.grad(lambda w, x: jnp.sum(jnp.tanh(output(w | rest, x, act)) * v))
+        grads = [slope(own, x) for x in jnp.asarray(xs)]
+        places = [(name, kind) for kind in ("kernel", "bias") for name in leaves or own]
+        flat = [np.concatenate([np.ravel(g[x][kind]) for x, kind in places]) for g in grads]
+        flat = np.stack(flat)
     return flat @ np.sign(flat).T, flat @ flat.T
 
 
@@ -108,13 +106,12 @@ def test_merged_has_fusions_outputs_and_gradients_but_for_p(gated):
     factor = apart_.pop("neuron_scale")
     assert "neuron_scale" not in one and factor.sum() == 12
 
-    def loss(w, scale):
-        return jnp.sum(jnp.sin(output(w | ({"neuron_scale": scale} if scale is not None else {}),
-                                      x, jax.nn.gelu)))  # fmt: skip
+    def loss(w, more):
+        return jnp.sum(jnp.sin(output(w | more, x, jax.nn.gelu)))
 
     with jax.enable_x64(True):
-        (a, da), (b, db) = (jax.value_and_grad(loss)(w, s)
-                            for w, s in ((apart_, jnp.asarray(factor)), (one, None)))  # fmt: skip
+        a, da = jax.value_and_grad(loss)(apart_, {"neuron_scale": jnp.asarray(factor)})
+        b, db = jax.value_and_grad(loss)(one, {})
     da, db = jax.tree.map(np.asarray, (da, db))
     assert float(a) == pytest.approx(float(b), rel=1e-12)
     np.testing.assert_allclose(
@@ -157,9 +154,8 @@ def test_canonical_neurons_are_the_same_function():
     few = {flag: compressed(many, "fusion", 12, canonical=flag) for flag in (True, False)}
     x = rng.normal(size=(7, 5))
     with jax.enable_x64(True):
-        act = ACTIVATIONS["silu"]
-        errors = {flag: apart(output(ffn_, x, act), output(many, x, act))
-                  for flag, ffn_ in few.items()}  # fmt: skip
+        whole, *outputs = (output(one, x, ACTIVATIONS["silu"]) for one in (many, *few.values()))
+        errors = {flag: apart(one, whole) for flag, one in zip(few, outputs, strict=True)}
     assert errors[True] < 1e-12 < 0.05 < errors[False]
     rows = canonical(rows_of(many, 0))
     up = np.concatenate([rows["up", "kernel"], rows["up", "bias"]], 1)
@@ -227,8 +223,7 @@ def test_p_is_kept_by_a_save_and_multiplied_in_for_others(tmp_path):
     save_tiny(tmp_path / "tiny", dataclasses.replace(LLAMA))
     own = [f"--config.model={tmp_path}/tiny", "--config.ratio=0.5", "--config=configs/fuse.py"]
     for name, export in (("kept", "auto"), ("padded", "padded")):
-        done = run_script("compress", *own, f"--workdir={tmp_path}/{name}",
-                          f"--config.export={export}")  # fmt: skip
+        done = run_script("compress", *own, workdir=tmp_path / name, export=export)
         total = count_parameters(LLAMA)["total"]
         assert done.code == 0 and f"compressed by fusion: {total:,} -> " in done.out, done.err
     kept, padded = (load_model(f"{tmp_path}/{name}/model") for name in ("kept", "padded"))

@@ -22,12 +22,10 @@ from ffn_heterogeneity.surgery.selection import layer_subset, removal_count, sel
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-CONFIG = ModelConfig(
-    family="gemma2", vocab_size=61, d_model=24, n_heads=4, n_kv_heads=2, head_dim=8,
-    layers=(LayerConfig(40, window=5), LayerConfig(40)) * 3,
-    activation="gelu_tanh", norm_offset=1.0, post_norms=True, ffn_bias=True,
-    attention_softcap=50.0, final_softcap=30.0, embedding_multiplier=24**0.5,
-)  # fmt: skip
+OWN = {"family": "gemma2", "vocab_size": 61, "d_model": 24, "n_heads": 4, "n_kv_heads": 2}
+OWN |= {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True, "ffn_bias": True}
+OWN |= {"attention_softcap": 50.0, "final_softcap": 30.0, "embedding_multiplier": 24**0.5}
+CONFIG = ModelConfig(**OWN, head_dim=8, layers=(LayerConfig(40, window=5), LayerConfig(40)) * 3)
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 17))
 
 
@@ -120,8 +118,9 @@ def incoming_scores(name: str, gate: np.ndarray, up: np.ndarray) -> list[float]:
         if name == "maw":
             values.append(sum(max(x) + abs(min(x)) for x in (g, u)))
         elif name == "vow":
-            values.append(sum(math.fsum((y - math.fsum(x) / len(x)) ** 2 for y in x) / len(x)
-                              for x in (g, u)))  # fmt: skip
+            means = [math.fsum(x) / len(x) for x in (g, u)]
+            pairs = zip((g, u), means, strict=True)
+            values.append(sum(math.fsum((y - mean) ** 2 for y in x) / len(x) for x, mean in pairs))
         else:
             values.append(math.prod(math.fsum(abs(y) for y in x) for x in (g, u)))
     return values

@@ -134,10 +134,7 @@ def test_through_the_surgery(params, tmp_path):
     ("changes", "message"),
     [
         ({"criterion": "mean_state"}, "give --config.calibration"),
-        (
-            {"criterion": "mean_state", "calibration": "short"},
-            "of 512 tokens, 4 are needed",
-        ),
+        ({"criterion": "mean_state", "calibration": "short"}, "of 512 tokens, 4 are needed"),
         ({"protect": "bos"}, "protect='bos'"),
         ({"protect": "bos:1.5"}, "protect='bos:1.5'"),
         ({"protect": "entropy:2"}, "protect='entropy:2'"),

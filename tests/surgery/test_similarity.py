@@ -209,8 +209,8 @@ def test_a_layer_of_gemma2_2b_takes_a_few_passes_over_its_pairs(spread):
     rng, m, d = np.random.default_rng(0), 9216, 2304
     gate, up = 0.02 * rng.standard_normal((2, d, m), dtype=np.float32)
     lengths = np.exp(spread * rng.standard_normal(m, dtype=np.float32))
-    ffn = {"gate": {"kernel": gate * lengths}, "up": {"kernel": up * lengths},
-           "down": {"kernel": np.zeros((m, d), np.float32)}}  # fmt: skip
+    ffn = {"gate": {"kernel": gate * lengths}, "up": {"kernel": up * lengths}}
+    ffn["down"] = {"kernel": np.zeros((m, d), np.float32)}
     start = time.perf_counter()
     similarity.merges(ffn, m // 4)
     middle = time.perf_counter()

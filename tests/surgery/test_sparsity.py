@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fusing import apart, logits, model_of
 from tiny_models import TEXT, config_of, save_tiny
+from tiny_runs import small_run
 
 from ffn_heterogeneity.adapters import gates, kernel_readers
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -131,8 +132,8 @@ def test_the_losses_are_their_formulas():
     for tree in (params, unstack(params)):
         value, gradient = jax.jit(jax.value_and_grad(lambda x: term.function(x).total))(tree)
         assert float(value) == pytest.approx(0.7 * off - 0.2 * off**2, rel=1e-4)
-        slopes = [x.reshape(-1, 2) for path, x in flatten(gradient).items()
-                  if path.endswith(gates.MULTIPLIERS)]  # fmt: skip
+        slopes = {x: leaf for x, leaf in flatten(gradient).items() if x.endswith(gates.MULTIPLIERS)}
+        slopes = [leaf.reshape(-1, 2) for leaf in slopes.values()]
         wanted = np.tile([-off / 16, -(off**2) / 16], (16, 1))
         np.testing.assert_allclose(np.concatenate(slopes), wanted, rtol=1e-4)
     assert made_whole(params, [term]) == []
@@ -207,12 +208,8 @@ def test_what_is_wrong_is_refused(tmp_path):
 
 def trained(root, argument, model=None, **changes):
     (root / "text.txt").write_text(TEXT)
-    small = {
-        "steps": 4, "batch_size": 2, "seq_len": 16, "data__path": str(root / "text.txt"),
-        "data__passage_chars": 100, "data__validation_fraction": 0.2, "eval__max_batches": 1,
-        "dropout": 0.0, "optimizer__learning_rate": 5e-2, "optimizer__warmup_steps": 0,
-        "losses__nucl__weight": None, "tensorboard": False,
-    }  # fmt: skip
+    small = small_run(root / "text.txt", steps=4, optimizer__learning_rate=5e-2)
+    small |= {"losses__nucl__weight": None}
     model, rates = model or save_tiny(root / "tiny"), changes.pop("rates", ())
     config = config_of("nucl_finetune", f"{model},text,{argument}", **(small | changes))
     with config.unlocked():
@@ -224,8 +221,8 @@ def trained(root, argument, model=None, **changes):
 def same_when_folded(model, path):
     save_pretrained(model.config, model.params, path)
     folded = load_model(path)
-    assert {name.split("/")[-1] for name in flatten(folded.params)} <= {
-        "kernel", "embedding", "scale"}  # fmt: skip
+    left = {name.split("/")[-1] for name in flatten(folded.params)}
+    assert left <= {"kernel", "embedding", "scale"}
     assert apart(logits(model), logits(folded)) < 1e-5
 
 
@@ -243,9 +240,8 @@ def test_gates_close_to_their_target(tmp_path):
     pairs = [leaves[gates.MULTIPLIERS] for _, leaves in linears(model.params) if gates.A in leaves]
     np.testing.assert_allclose(pairs, np.broadcast_to(pairs[0], (len(pairs), 2)), rtol=1e-4)
     assert not any(np.any(leaves.get(gates.DRAW, 0)) for _, leaves in linears(model.params))
-    zeros = [np.mean(gates.gate(leaves) == 0) for _, leaves in linears(model.params)
-             if gates.A in leaves]  # fmt: skip
-    assert 0.6 < np.mean(zeros) < 0.9
+    gated = [leaves for _, leaves in linears(model.params) if gates.A in leaves]
+    assert 0.6 < np.mean([np.mean(gates.gate(leaves) == 0) for leaves in gated]) < 0.9
     same_when_folded(model, tmp_path / "folded")
 
 

@@ -34,8 +34,8 @@ def model_of(config=LLAMA, params=None):
 
 def rows_of(config, count=8, seed=0):
     rng = np.random.default_rng(seed)
-    return [np.append(0, rng.integers(2, config.vocab_size, n)).astype(np.int32)
-            for n in rng.integers(9, 20, count)]  # fmt: skip
+    drawn = (rng.integers(2, config.vocab_size, n) for n in rng.integers(9, 20, count))
+    return [np.append(0, ids).astype(np.int32) for ids in drawn]
 
 
 def states_of(config, params, rows, layer, what="ffn_state", places=slice(1, None)):
@@ -58,10 +58,9 @@ def test_sums_are_of_real_tokens_alone():
     seen = seen_states(LLAMA, params, rows)
     for layer in range(2):
         h = np.concatenate(states_of(LLAMA, params, rows, layer))
-        found = seen[layer]
-        for name, wanted in (("mean", np.abs(h).mean(0)), ("signed", h.mean(0)),
-                             ("norm", np.sqrt((h**2).sum(0)))):  # fmt: skip
-            np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-9)
+        wanted = {"mean": np.abs(h).mean(0), "signed": h.mean(0), "norm": np.linalg.norm(h, axis=0)}
+        for name, values in wanted.items():
+            np.testing.assert_allclose(seen[layer][name], values, rtol=1e-5, atol=1e-9)
 
 
 # ---- block by block
@@ -105,18 +104,15 @@ def test_every_layer_is_fitted_to_what_its_output_lost(family, sequential, monke
     for layer in range(2):
         own = mixed if sequential and layer == 1 else model
         own = own.config, own.params
-        h, outputs = (states_of(*own, rows, layer, what, slice(None))
-                      for what in ("ffn_state", "ffn_output"))  # fmt: skip
-        (bos, h), (ends, outputs) = (
-            (np.stack([x[0] for x in one]), [x[1:] for x in one]) for one in (h, outputs)
-        )
-        w = down_of(model.params, layer)
-        weights = [1 / ((y**2).mean(1) + config.norm_eps) if config.post_norms else np.ones(len(y))
-                   for y in outputs]  # fmt: skip
-        g = [x[:, kept] * np.sqrt(a)[:, None] for x, a in zip(h, weights, strict=True)]
-        r = [x[:, len(kept):] @ w[len(kept):] * np.sqrt(a)[:, None]
-             for x, a in zip(h, weights, strict=True)]  # fmt: skip
-        g, r, total = np.concatenate(g), np.concatenate(r), np.concatenate(weights).sum()
+        both = ("ffn_state", "ffn_output")
+        h, outputs = (states_of(*own, rows, layer, one, slice(None)) for one in both)
+        bos, ends = (np.stack([x[0] for x in one]) for one in (h, outputs))
+        h, outputs = ([x[1:] for x in one] for one in (h, outputs))
+        w, weights = down_of(model.params, layer), [np.ones(len(y)) for y in outputs]
+        if config.post_norms:
+            weights = [1 / ((y**2).mean(1) + config.norm_eps) for y in outputs]
+        h = np.concatenate([x * np.sqrt(a)[:, None] for x, a in zip(h, weights, strict=True)])
+        g, r, total = h[:, kept], h[:, len(kept) :] @ w[len(kept) :], np.concatenate(weights).sum()
         if config.post_norms:
             bos = bos / np.sqrt((ends**2).mean(1, keepdims=True) + config.norm_eps)
         first = (bos[:, kept] ** 2).sum(0)
@@ -146,17 +142,16 @@ def test_masks_and_factors_count():
     )
     first = next(layer_leaves(found.params, "ffn"))[1]
     assert set(first["down"]) == {"kernel"} and "neuron_scale" in first
-    tokens = np.stack([row[:9] for row in rows])
-    states_ = [causal_lm.forward(one.config, one.params, {"tokens": tokens})["hidden"]
-               for one in (found, folded)]  # fmt: skip
-    np.testing.assert_allclose(*map(np.asarray, states_), atol=2e-4)
+    batch = {"tokens": np.stack([row[:9] for row in rows])}
+    one, other = (causal_lm.forward(x.config, x.params, batch) for x in (found, folded))
+    np.testing.assert_allclose(one["hidden"], other["hidden"], atol=2e-4)
 
 
 def test_a_layer_that_stays_is_left_alone():
     model = model_of()
-    smaller, report = SURGERIES["prune"](
-        model, {"criterion": "entropy", "layers": "1", "calibration": "own",
-                "calibration_tokens": 1024, "compensation": "state_ridge"})  # fmt: skip
+    asked = {"criterion": "entropy", "layers": "1", "calibration": "own"}
+    asked |= {"calibration_tokens": 1024, "compensation": "state_ridge"}
+    smaller, report = SURGERIES["prune"](model, asked)
     assert [one["layer"] for one in report["compensated"]] == [1]
     np.testing.assert_array_equal(down_of(smaller.params, 0), down_of(model.params, 0))
 
@@ -230,14 +225,12 @@ def test_own_text_is_kept_and_read_again(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(rows, again, strict=True))
     assert sum(len(row) - 1 for row in fewer) == 600
     asked = {"criterion": "flap", "calibration_tokens": 700, "seed": 3}
-    one, two = (SURGERIES["prune"](model, asked | {"calibration": text})[1]["removed"]
-                for text in ("own", path))  # fmt: skip
-    assert one == two
+    prune = SURGERIES["prune"]
+    one, two = (prune(model, asked | {"calibration": text})[1] for text in ("own", path))
+    assert one["removed"] == two["removed"]
     other = model_of(dataclasses.replace(LLAMA, bos_id=5))
-    for reader, tokens, told in (
-        (other, None, "rows of another model"),
-        (model, 800, "700 tokens"),
-    ):
+    told_of = ((other, None, "rows of another model"), (model, 800, "700 tokens"))
+    for reader, tokens, told in told_of:
         with pytest.raises(ValueError, match=told):
             calibration_rows(reader, path, tokens)
     for line in ('{"tokens": [0]}', '{"tokens": ["a"]}', '{"tokens": [0, 1e9]}', "[]", "{", "1"):
@@ -285,18 +278,18 @@ def test_flaps_bias_keeps_the_mean_of_the_output():
     np.testing.assert_array_equal(new["kernel"], old["kernel"][kept])
 
 
-@pytest.mark.parametrize(("config", "asked", "told"), [
-    (tiny_of("bert", layers=2), {}, "is an encoder"),
-    (dataclasses.replace(LLAMA, bos_id=None), {}, "no bos"),
-    (LLAMA, {"calibration": ""}, "calibration=<text file>, or own"),
-    (LLAMA, {"calibration_tokens": 100}, "at least 512"),
-    (LLAMA, {"compensation": "bias"}, "use state_ridge"),
-])  # fmt: skip
-def test_what_is_wrong_is_said(config, asked, told):
+def test_what_is_wrong_is_said():
     settings = {"criterion": "optipfair", "ratio": 0.25, "calibration": "own"}
     settings |= {"calibration_tokens": 512, "compensation": "state_ridge"}
-    with pytest.raises(ValueError, match=told):
-        SURGERIES["prune"](model_of(config), settings | asked)
+    for config, asked, told in (
+        (tiny_of("bert", layers=2), {}, "is an encoder"),
+        (dataclasses.replace(LLAMA, bos_id=None), {}, "no bos"),
+        (LLAMA, {"calibration": ""}, "calibration=<text file>, or own"),
+        (LLAMA, {"calibration_tokens": 100}, "at least 512"),
+        (LLAMA, {"compensation": "bias"}, "use state_ridge"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            SURGERIES["prune"](model_of(config), settings | asked)
 
 
 def test_fewer_tokens_than_neurons_are_refused():

@@ -120,10 +120,8 @@ def test_shards_in_and_out(tmp_path, parts):
     plan = Plan("entropy", ratio=0.25, layers="0,3-5")
     compress_directory(source, tmp_path / "stream", plan, max_shard_bytes=size // parts)
     smaller, tree, *_ = reduce_model(config, load_model(source).params, plan)
-    save_pretrained(
-        smaller, tree, tmp_path / "memory",
-        tokenizer=byte_tokenizer(), max_shard_bytes=size // parts,
-    )  # fmt: skip
+    own = {"tokenizer": byte_tokenizer(), "max_shard_bytes": size // parts}
+    save_pretrained(smaller, tree, tmp_path / "memory", **own)
     (tmp_path / "stream/removed_neurons.json").unlink()
     assert_same(tmp_path / "stream", tmp_path / "memory")
     assert (parts > 1) == (tmp_path / "stream/model.safetensors.index.json").is_file()
@@ -260,9 +258,8 @@ def test_killed_half_way_and_again(tmp_path, model):
     killed(*flags)
     hidden = [path for path in workdir.iterdir() if path.name.startswith(".")]
     assert len(hidden) == 1 and list(hidden[0].glob("*.safetensors")), "it was at work"
-    assert {path.name for path in workdir.iterdir()} - {hidden[0].name} == {
-        "config.json", "inputs.json", "command.txt", "versions.json",
-    }  # fmt: skip
+    there = {path.name for path in workdir.iterdir()} - {hidden[0].name}
+    assert there == {"config.json", "inputs.json", "command.txt", "versions.json"}
     assert run_script("compress", *flags).code == 0
     assert not [path for path in workdir.iterdir() if path.name.startswith(".")]
     config = config_of("prune", model=str(model))

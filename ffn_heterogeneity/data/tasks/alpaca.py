@@ -18,7 +18,7 @@ from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation
 
 def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, Message]:
     """The two messages; DataError where one is missing or empty."""
-    reject_fields(record)
+    reject_fields(record, read=("input", "context"))
     question = text_of(record, fields.prompt or "instruction").strip()
     given = [text_of(record, name).strip() for name in ("input", "context") if name in record]
     answer = text_of(record, fields.response or "output").strip()

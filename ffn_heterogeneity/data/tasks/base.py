@@ -21,8 +21,10 @@ class Example(NamedTuple):
     ends: bool = True
 
 
-# Fields of instruction rows that change the question.
-UNREAD = ("system", "history", "tools")
+# Fields that say how much a row or an answer counts; 1 changes nothing.
+FLAGS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
+# Fields of instruction rows that change the question or what is learned.
+UNREAD = ("system", "system_prompt", "history", "tools", "tool_calls", "input", "context", *FLAGS)
 
 
 class Fields(NamedTuple):
@@ -106,13 +108,17 @@ def text_of(record: Mapping[str, Any], field: str) -> str:
     return text
 
 
-def reject_fields(record: Mapping[str, Any], fields: Sequence[str] = UNREAD) -> None:
-    """Raises DataError for a field that would be dropped and changes what is learned; empty ones,
-    and a weight or flag of 1, change nothing."""
+def reject_fields(
+    record: Mapping[str, Any], fields: Sequence[str] = UNREAD, read: Sequence[str] = ()
+) -> None:
+    """Raises DataError for a field that would be dropped and changes what is learned.
+
+    Empty ones (JSON in a string, too) and `FLAGS` of 1 change nothing, nor do those in `read`.
+    """
     for name in fields:
         value = record.get(name)
-        empty = value is None or (isinstance(value, (str, list, dict)) and not value)
-        if not empty and not (isinstance(value, int | float) and value == 1):
+        neutral = value in (None, 1) if name in FLAGS else value in (None, "", "[]", "{}", [], {})
+        if not (neutral or name in read or (value is False and name not in FLAGS)):
             raise DataError(
                 f"field {name!r} is {value!r:.40} and is not read here: leave it out, or write it "
                 "into the text"

@@ -33,9 +33,9 @@ def example(record: Mapping[str, Any], fields: Fields) -> Example:
             f"prompt_field is {fields.prompt!r} and response_field {fields.response!r}: "
             "name both or neither"
         )
-    reject_fields(record)
     for prompts, response, separator in PAIRS:
         if response in record and all(name in record for name in prompts):
+            reject_fields(record, read=prompts)
             parts = [text_of(record, name) for name in prompts]
             prompt = "\n".join(part for part in parts if part)  # "input" is often left empty
             return Example(prompt + separator, text_of(record, response))

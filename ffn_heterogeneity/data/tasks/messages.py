@@ -10,7 +10,7 @@ those of the whole text; each is wholly inside or outside a turn, which is check
 conversation: the pieces, encoded one by one, must be the whole.
 
 A template that ignores `add_generation_prompt` invites no answer: the header is then found by
-writing an answer, once, and is treated alike.
+writing an answer, and is treated alike.
 
 Contents lose the white space around them, as in the Tulu recipe and Gemma's template (for other
 templates this is ours: a turn that begins with a space would share a token with its header).
@@ -23,15 +23,16 @@ from typing import Any, NamedTuple
 
 from ffn_heterogeneity.data.packing import Encoder, encode
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import Fields, Task, list_of, reject_fields, text_of
+from ffn_heterogeneity.data.tasks.base import FLAGS, Fields, Task, list_of, reject_fields, text_of
 from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.wording import check_choice, naming
 
 ROLES = ("system", "user", "assistant")
 # Fields that templates and other trainers use: of a row, and of a message.
-_OF_ROW = ("tools", "functions", "documents", "system", "images", "audio", "videos")
-_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-_OF_MESSAGE += ("weight", "train", "loss", "trainable", "images", "audio")
+_OF_ROW = ("tools", "functions", "documents", "system", "system_prompt", "chat_template_kwargs")
+_MEDIA = ("image", "images", "audio", "video", "videos")
+_OF_MESSAGE = ("tool_calls", "tool_call", "function_call", "reasoning_content", "reasoning")
+_OF_MESSAGE += ("thinking", "thought", *_MEDIA)
 _PROBE = "\u2603"  # an answer that no header holds
 
 
@@ -53,7 +54,7 @@ def example(record: Mapping[str, Any], fields: Fields) -> tuple[Message, ...]:
             f"prompt_field is {fields.prompt!r} and response_field {fields.response!r}; leave them "
             "empty: conversations are in one field, text_field ('messages')"
         )
-    reject_fields(record, _OF_ROW)
+    reject_fields(record, (*_OF_ROW, *_MEDIA, *FLAGS))
     field = fields.text or "messages"
     found = [_message(field, i, one) for i, one in enumerate(list_of(record, field), 1)]
     turns = found[1:] if found and found[0].role == "system" else found
@@ -75,8 +76,9 @@ def _message(field: str, number: int, value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {type(value).__name__} ({value!r:.40}), expected an object")
     with naming(where, DataError, DataError):
-        reject_fields(value, _OF_MESSAGE)
         role, content = text_of(value, "role"), text_of(value, "content").strip()
+        # No other turn is in the loss.
+        reject_fields(value, (*_OF_MESSAGE, *(FLAGS if role == "assistant" else ())))
     check_choice(f"{where}: role", role, ROLES, DataError)
     if not content:
         raise DataError(f"{where} ({role}) is empty: leave the message or the conversation out")
@@ -138,14 +140,17 @@ def prompt_ids(messages: Sequence[Message], encoder: Encoder) -> list[int]:
 
 
 def end_of_turn(encoder: Encoder) -> int | None:
-    """The token that ends the assistant's turns; None where the template writes none."""
+    """The special or added token that ends the assistant's turns; None where there is none (a part
+    of a marker that is ordinary text also ends other words)."""
     last = []
     for answer in ("one", "7 7"):
         ids, scored = encode_conversation(
             (Message("user", "a"), Message("assistant", answer)), encoder
         )
         last.append([token for token, of_turn in zip(ids, scored, strict=True) if of_turn][-1])
-    return last[0] if last[0] == last[1] else None
+    tokenizer = encoder.tokenizer
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return last[0] if last[0] == last[1] and last[0] in special else None
 
 
 def with_bos(ids: list[int], encoder: Encoder) -> list[int]:
@@ -177,12 +182,17 @@ def render(messages: Sequence[Message], encoder: Encoder, answer: bool = False) 
         return render_template(tokenizer, turns, date, add_generation_prompt=answer)
 
     text = written(*messages, answer=answer)
-    if answer and encoder.header is None:
-        start = written(*messages, answer=False)
+    if not answer or encoder.invites:
+        return text
+    encoder.invites = text != (start := written(*messages, answer=False))
+    if encoder.invites:
+        return text
+    try:
         whole = written(*messages, Message("assistant", _PROBE), answer=False)
-        header = whole.removeprefix(start).partition(_PROBE)[0] if text == start else ""
-        encoder.header = header if header.strip() else ""
-    return text + (encoder.header or "") if answer else text
+    except DataError:  # it writes no answers
+        return text
+    header, found, _ = whole.removeprefix(start).partition(_PROBE)
+    return text + header if found and whole.startswith(start) and header.strip() else text
 
 
 def _tulu(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:

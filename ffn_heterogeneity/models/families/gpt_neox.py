@@ -66,7 +66,7 @@ def from_hf(values: Mapping[str, Any]) -> ModelConfig:
     values = common.with_defaults(values, _DEFAULTS)
     own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
     fields = common.base_from_hf(values | own, {})
-    theta = {"rope_theta": values.get("rotary_emb_base") or values.get("rope_theta")}
+    theta = {"rope_theta": values.get("rotary_emb_base") or 10_000.0}
     fraction = values.get("rotary_pct", _FRACTION)
     return _config(
         [values["intermediate_size"]] * values["num_hidden_layers"],
