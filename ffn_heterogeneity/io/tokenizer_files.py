@@ -98,13 +98,14 @@ def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
     path = directory / _CONFIG
     if not path.is_file():
         return
-    original = getattr(tokenizer, "original_config", {"tokenizer_class": _GENERIC[0]})
+    made = {"tokenizer_class": _GENERIC[0], "clean_up_tokenization_spaces": False}  # in memory
+    original = getattr(tokenizer, "original_config", made)
     # Not code, and not what chat_template.jinja holds.
     kept = {k: v for k, v in original.items() if k not in ("auto_map", "chat_template")}
     values = {k: v for k, v in read_object(path).items() if k != "auto_map"}
     for name in ("backend", "is_local", "local_files_only", "tokenizer_class"):
         values.pop(name, None)
-    if original and "clean_up_tokenization_spaces" not in original:
+    if "clean_up_tokenization_spaces" not in original:
         values.pop("clean_up_tokenization_spaces", None)
     if isinstance(values.get("extra_special_tokens"), list):
         values["additional_special_tokens"] = values.pop("extra_special_tokens")

@@ -13,7 +13,8 @@ from tiny_runs import REPOSITORY, run_program
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.load import load_model, load_tokenizer
+from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
 ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -115,6 +116,20 @@ def test_copies_make_what_the_original_made(copies, name):
     assert copy == original
     assert ("token_type_ids" in copy["pairs"]) == name.startswith("bert")
     assert "auto_map" not in (copies[name][1] / "tokenizer_config.json").read_text()
+
+
+def test_what_a_gguf_file_holds_is_written_for_both_versions(smollm2_gguf, tmp_path):
+    tokenizer = load_tokenizer(smollm2_gguf)
+    save_tokenizer(tokenizer, tmp_path, types=False)
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert values["model_input_names"] == ["input_ids", "attention_mask"]
+    assert values["clean_up_tokenization_spaces"] is False
+    read = load_tokenizer(tmp_path)
+    text = "it 's <|im_start|> a\n test"
+    assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert read.decode(read(text)["input_ids"]) == text
+    assert read.chat_template == tokenizer.chat_template
 
 
 @pytest.mark.slow
