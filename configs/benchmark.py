@@ -8,7 +8,7 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
              --config.configs="('configs/five.py:<model>,mrpc', ...:<model>,mrpc,fuse,dora')"
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
-Hours:     nucl, nll, tail, streaming a few minutes; model, all calls with the peer, two hours: what
+Hours:     nucl, nll, streaming a few minutes; model, all calls with the peer, two hours: what
            was measured is kept, and the same command with the same --workdir goes on.
 """
 
@@ -20,9 +20,9 @@ from ffn_heterogeneity.bench.model import CALLS
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            # model | nucl | nll | fusion | steps | tail | streaming.
+            # model | nucl | nll | fusion | steps | streaming.
             "name": "",
-            # Of model, fusion, tail, streaming: a preset (random weights).
+            # Of model, fusion, streaming: a preset (random weights).
             "model": "smollm2_135m",
             # Of model: what is timed, and in what it is computed.
             "calls": CALLS,

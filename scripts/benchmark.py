@@ -6,7 +6,6 @@ Example:
   python scripts/benchmark.py model --config.peer=transformers    forward, step, perplexity and
                                               generation beside torch's
   python scripts/benchmark.py steps --config.configs="('configs/five.py:<model>,mrpc', ...)"
-  python scripts/benchmark.py tail            finite check, norms and AdamW beside optax alone
   python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
                                               surgery from disk to disk beside a plain copy
 

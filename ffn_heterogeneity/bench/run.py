@@ -8,7 +8,7 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import fusion, losses, model, steps, streaming, tail
+from ffn_heterogeneity.bench import fusion, losses, model, steps, streaming
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.families import preset
@@ -19,7 +19,6 @@ BENCHMARKS: dict[str, Callable[..., dict]] = {
     "nucl": lambda config, workdir, load: losses.benchmark_nucl(rounds=config.repetitions),
     "nll": lambda config, workdir, load: losses.benchmark_nll(rounds=config.repetitions),
     "fusion": lambda config, workdir, load: fusion.benchmark_fusion(config),
-    "tail": lambda config, workdir, load: tail.benchmark_tail(config),
     "steps": lambda config, workdir, load: steps.benchmark_steps(config, load),
     "streaming": lambda config, workdir, load: streaming.benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
@@ -31,7 +30,6 @@ QUESTIONS: dict[str, Questions] = {
     "nucl": losses.NUCL_QUESTIONS,
     "nll": losses.NLL_QUESTIONS,
     "fusion": fusion.QUESTIONS,
-    "tail": tail.QUESTIONS,
     "steps": steps.QUESTIONS,
     "streaming": streaming.QUESTIONS,
 }
