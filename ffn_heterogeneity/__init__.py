@@ -7,11 +7,21 @@
     smaller, report = fh.prune(model, criterion="entropy", ratio=0.25)
     fh.save_model(smaller, "smaller")
 
-docs/python.md shows more. Everything is imported when it is first used.
+Functions take the model as their first argument:
+
+- read and write: `load_model`, `save_model`, `push` (to the Hugging Face hub);
+- use: `generate`, `classify`, `hidden_states`; `model(ids)` returns logits;
+- measure: `perplexity`, `analyze`;
+- change, to (new model, report): `prune`, `fuse`, `attack`, `lora`, `fold`;
+- train: `fit`; run any command of `ffnh`: `run`; read results: `results`, `curves`.
+
+`fh.train`, `fh.evaluate` and `fh.report` are packages of modules, not functions. docs/python.md
+shows more. Everything is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -50,49 +60,63 @@ _ROOMS = (
     "train",
 )
 __all__ = ["__version__", *_FACE, *_ROOMS]
-# What others call it, and what it is here: of names that newcomers try.
-GUESSES = {
-    "load": "fh.load_model",
-    "Model": "fh.load_model",
-    "AutoModelForCausalLM": "fh.load_model",
-    "list_models": "fh.models.families.PRESETS",
-    "num_parameters": "fh.models.shapes.count_parameters(model.config)",
-    "summary": "print(model)",
-    "logits": "fh.models.causal_lm.logits",
-    "forward": "fh.models.causal_lm.forward",
-    "from_pretrained": "fh.load_model",
-    "save": "fh.save_model",
-    "save_pretrained": "fh.save_model",
-    "export": "fh.save_model",
-    "push_to_hub": "fh.push",
-    "train_model": "fh.fit",
-    "finetune": "fh.fit",
-    "fine_tune": "fh.fit",
-    "compress": "fh.prune or fh.fuse",
-    "cluster": "fh.fuse",
-    "merge": "fh.fold",
-    "merge_and_unload": "fh.fold",
-    "dora": 'fh.surgery.SURGERIES["dora"]',
-    "quantize": 'fh.surgery.SURGERIES["nf4"]',
-    "ppl": "fh.perplexity",
-    "loss": "fh.perplexity",
-    "predict": "fh.classify",
-    "embed": "fh.hidden_states",
-    "encode": "fh.hidden_states",
-    "chat": "fh.generate(..., chat=True)",
-    "massive_weights": 'fh.analyze(model, "massive")',
-}
+# {what does it here: the names that it has elsewhere, or that newcomers try}.
+_NAMES = {"fh.load_model": "load Model from_pretrained", 'fh.surgery.SURGERIES["nf4"]': "quantize"}
+_NAMES |= {"fh.load_model, then fh.generate": "pipeline", "not needed": "to cuda cpu device eval"}
+_NAMES |= {"fh.load_model(..., dtype=...)": "half float", "fh.io.load.load_config": "AutoConfig"}
+_NAMES |= {"model.tokenizer": "AutoTokenizer decode batch_decode", "fh.classify": "predict"}
+_NAMES |= {"fh.push": "push_to_hub", "fh.lora": "LoraConfig get_peft_model add_adapter set_adapter"}
+_NAMES |= {"fh.save_model": "save save_pretrained export", "fh.models.causal_lm.forward": "forward"}
+_NAMES |= {"fh.fit": "train_model finetune fine_tune Trainer TrainingArguments distill_model"}
+_NAMES |= {"fh.prune or fh.fuse": "compress", "fh.models.causal_lm.logits": "logits"}
+_NAMES |= {"fh.fuse": "cluster", 'fh.analyze(model, "displacement")': "analyze_layer_importance"}
+_NAMES |= {"print(model)": "summary", "model.params": "parameters named_parameters state_dict"}
+_NAMES |= {"fh.prune (it removes neurons, not layers)": "prune_model prune_model_depth"}
+_NAMES |= {"fh.fold": "merge merge_and_unload merge_adapter", "fh.generate(..., chat=True)": "chat"}
+_NAMES |= {"fh.perplexity": "ppl loss", "fh.generate(..., seed=...)": "GenerationConfig set_seed"}
+_NAMES |= {'fh.surgery.SURGERIES["dora"]': "dora", "fh.models.families.PRESETS": "list_models"}
+_NAMES |= {"fh.hidden_states": "embed encode", 'fh.analyze(model, "massive")': "massive_weights"}
+_NAMES |= {"fh.models.shapes.count_parameters": "num_parameters print_trainable_parameters"}
+GUESSES = {name: way for way, names in _NAMES.items() for name in names.split()}
+# What a model has as a method elsewhere. (`fh.train` and `fh.evaluate` are packages.)
+METHODS = {name: f"fh.{name}" for name in _FACE} | {"train": "fh.fit", "evaluate": "fh.perplexity"}
+# {function: {argument elsewhere: what to do instead}}. (Surgeries list their own settings.)
+_GENERATE = {"max_length": "give max_new_tokens, which does not count the prompt"}
+_GENERATE |= {"num_return_sequences": "repeat the prompt", "input_ids": "give texts (decode ids)"}
+_GENERATE |= {"stop_strings": "give stop", "eos_token_id": "give eos, a tuple of ids"}
+_GENERATE |= dict.fromkeys(("stream", "streamer"), "leave it out: whole texts are returned")
+_SAMPLED = ("top_k", "min_p", "num_beams", "penalty_alpha", "repetition_penalty")
+_GENERATE |= dict.fromkeys(_SAMPLED, "give top_p or temperature")
+_LOAD = {"torch_dtype": "give dtype", "load_in_4bit": 'call fh.surgery.SURGERIES["nf4"]'}
+_LOAD |= {"device_map": "leave it out: functions run on JAX's default device"}
+_ARGUMENTS = {"generate": _GENERATE, "load_model": _LOAD}
+_ARGUMENTS["perplexity"] = dict.fromkeys(("stride", "max_length"), "give window")
+_ARGUMENTS["prune"] = {"return_stats": "leave it out: the second value returned is the report"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _FACE:
-        return getattr(importlib.import_module(f"{__name__}.api"), name)
+        function = getattr(importlib.import_module(f"{__name__}.api"), name)
+        return globals().setdefault(name, _named(function, _ARGUMENTS.get(name, {})))
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}: "
-        + (f"that is {GUESSES[name]}" if name in GUESSES else f"there are {__all__}")
-    )
+    way = GUESSES.get(name, "fh.load_model" if name.startswith(("Auto", "Peft")) else "")
+    way = f"that is {way}" if way else f"there are {__all__}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {way}")
+
+
+def _named(function: Any, ways: dict[str, str]) -> Any:
+    """The function, whose TypeError for an argument of another library says what to do instead."""
+
+    @functools.wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        for name in named.keys() & ways.keys():
+            got = f"{function.__name__}() has no argument {name!r}: got {named[name]!r:.40}"
+            raise TypeError(f"{got}; {ways[name]}")
+        return function(*values, **named)
+
+    call.__module__ = __name__  # where pickle and help find it
+    return call
 
 
 def __dir__() -> list[str]:

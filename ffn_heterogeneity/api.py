@@ -13,7 +13,7 @@ import jax
 from etils import epath
 
 from ffn_heterogeneity.data.packing import Encoder
-from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.data.sources import DataError, read_utf8
 from ffn_heterogeneity.data.tasks.messages import end_of_turn
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate import perplexity as measured
@@ -66,6 +66,7 @@ def generate(
     max_new_tokens: int = 64,
     *,
     chat: bool = False,
+    do_sample: bool | None = None,
     batch_size: int = 8,
     **sampling: Any,
 ) -> str | list[str]:
@@ -77,14 +78,22 @@ def generate(
     Args:
       chat: each prompt is what a user says; the answer follows in the tokenizer's template, and
         stops where the template ends a turn.
+      do_sample: as in transformers. False: greedy, whatever the temperature; True: temperature 1
+        where none is given; None: the temperature decides.
       sampling: of `models.generate.Sampling`: temperature, top_p, seed, stop ...
 
     Raises:
+      TypeError: prompts that are no texts, such as ids or chat messages.
       ValueError: a model without a tokenizer, a prompt too long for it, or a bad setting.
     """
     model, texts = one_model(model), [prompts] if isinstance(prompts, str) else list(prompts)
+    if wrong := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+        way = "give ids as model.tokenizer.decode(ids), a user's message as a text with chat=True"
+        raise TypeError(f"prompts must be texts: got {wrong[0]}; {way}")
     ids = prompt_rows(model, texts, chat)
     sampling = own_settings(model.config) | sampling
+    if do_sample is not None:
+        sampling["temperature"] = sampling.get("temperature", 1.0) if do_sample else 0.0
     if chat:
         with contextlib.suppress(DataError):  # of a template that writes no answer
             ends = [end_of_turn(Encoder(model.tokenizer, "auto"))]
@@ -98,8 +107,9 @@ def generate(
 @products()
 def perplexity(
     model: Model,
-    text: str,
+    text: str | Sequence[str] = "",
     *,
+    path: str | os.PathLike = "",
     window: int = 512,
     max_windows: int | None = None,
     bos: str | None = None,
@@ -108,6 +118,8 @@ def perplexity(
     """exp of the mean NLL of a text, cut into windows that do not overlap.
 
     Args:
+      text: several texts are joined to one, with an empty line between them.
+      path: of a UTF-8 file, whose text is measured instead.
       bos: see `data.windows.text_windows`; None: "segment" where the tokenizer has one.
 
     Raises:
@@ -115,8 +127,12 @@ def perplexity(
         place, a bad setting.
     """
     model = one_model(model)
+    if bool(path) == bool(text):
+        raise ValueError(f"give either text or path: got {text!r:.40} and path={path!r}")
+    text = "\n\n".join(text) if isinstance(text, (list, tuple)) else text
+    text = read_utf8(os.fspath(path)) if path else one_text(text)
     bos = bos or ("none" if tokenizer_of(model).bos_token_id is None else "segment")
-    rows = text_windows(one_text(text), model.tokenizer, window, max_windows, bos)
+    rows = text_windows(text, model.tokenizer, window, max_windows, bos)
     options = {"batch_size": batch_size, "progress": None}
     return measured.perplexity(model.config, model.params, rows, **options)["perplexity"]
 
@@ -195,14 +211,16 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
 
 
 def analyze(
-    model: Model, analysis: str, workdir: str | os.PathLike | None = None, **settings: Any
+    model: Model, analysis: str = "", workdir: str | os.PathLike | None = None, **settings: Any
 ) -> dict[str, Any]:
     """The numbers that `ffnh analyze` finds in a model.
 
     Args:
-      analysis: of configs/analyze.py: "connectivity", "massive", "displacement", "lesions", "ntk".
+      analysis: of configs/analyze.py: "connectivity", "massive", "displacement", "lesions", "ntk";
+        "": "displacement" where a text is given, else "connectivity".
       workdir: keeps results.json and figures; None: nothing is kept.
-      settings: the config's keys; "__" stands for a dot.
+      settings: the config's keys; "__" stands for a dot. `text` may be a file, or the text itself
+        (anything with a space that is no file).
 
     Raises:
       ValueError: no such analysis or key, or a setting that cannot be.
@@ -211,11 +229,15 @@ def analyze(
     from ffn_heterogeneity.evaluate import run as evaluation
     from ffn_heterogeneity.launch import cli
 
+    analysis = analysis or ("displacement" if "text" in settings else "connectivity")
     config, model = cli.load_config(f"analyze:{analysis}"), one_model(model)
     named = {name.replace("__", "."): value for name, value in settings.items()}
-    cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)
     with tempfile.TemporaryDirectory() as folder:
         where = epath.Path(workdir or folder).expanduser()
+        if " " in (text := str(named.get("text", ""))) and not os.path.isfile(text):
+            named["text"] = os.path.join(folder, "text.txt")
+            epath.Path(named["text"]).write_text(text)
+        cli.set_keys(config, {"model": model.source, **named}, "analyze", analysis)
         where.mkdir(parents=True, exist_ok=True)
         dtype = config.get("compute_dtype", "float32")
         with contextlib.redirect_stdout(sys.stderr), products(dtype):  # what it finds is returned

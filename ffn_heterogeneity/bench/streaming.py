@@ -100,7 +100,7 @@ def write_random(config: ModelConfig, directory: Path) -> None:
     }
     directory.mkdir(parents=True)
     with open_pieces(directory, specs, MAX_SHARD_BYTES) as pieces:
-        for name in bar("random weights", pieces.order, logs=True, unit="tensor", mininterval=1.0):
+        for name in bar("random weights", pieces.order, unit="tensor", mininterval=1.0):
             total = specs[name].nbytes // dtype.itemsize
             for start in range(0, total, _BLOCK):
                 count = min(_BLOCK, total - start)

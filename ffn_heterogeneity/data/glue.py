@@ -106,11 +106,13 @@ def label_text(value: Any) -> str:
     """The label that a value names, as text: "1" of 1, 1.0, "1" and " 1.0 "; "" of null and NaN.
 
     Raises:
-      DataError: a list or an object.
+      DataError: a list or an object; half a surrogate pair.
     """
     if isinstance(value, (list, Mapping)):
         raise DataError(f"an answer is {value!r:.60}; expected one text or number per row")
     text = "" if value is None or value != value else str(value).strip()
+    if re.search("[\ud800-\udfff]", text):
+        raise DataError(f"an answer is {text!a:.60}: half a surrogate pair, which no file can hold")
     return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text)
 
 

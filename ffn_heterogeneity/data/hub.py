@@ -80,7 +80,8 @@ class HubSource(Source):
                 self._data = datasets.load_dataset(
                     repository, config or None, split=split, revision=revision
                 )
-        self._data = self._data.with_format(None)  # a saved format may give tensors
+        # Not as datasets has it: an image would be opened, wherever it is; a saved format counts.
+        self._data = self._data.with_format("arrow")
         self.class_names = _class_names(self._data.features.arrow_schema)
         if not len(self):
             raise DataError(f"data set {name!r}, split {split!r}, has no rows")
@@ -91,7 +92,7 @@ class HubSource(Source):
         return len(self._data)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.named(self._data[index])
+        return self.named(self._data[index].to_pylist()[0])
 
     def read(self, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
         """Rows [start, stop)."""
@@ -112,6 +113,8 @@ class HubStream(Source):
         with hub_errors(name, split):
             builder = datasets.load_dataset_builder(repository, config or None, revision=revision)
             self._data = builder.as_streaming_dataset(split=split)
+        if self._data.features is not None:
+            self._data = self._data.decode(False)  # an image would be opened, wherever it is
         known = (builder.info.splits or {}).get(split)
         self.rows = known.num_examples if known else None
         self.name, self.fingerprint = f"{name}[{split}]", f"{builder.config_id} {builder.hash}"

@@ -194,7 +194,7 @@ def _answered(
     sampling = Sampling(max_new_tokens, stop=("\n",), eos=eos)
     order = sorted(range(len(asked)), key=lambda i: -len(prompts[i]))
     size = PIECE * batch_size
-    with bar(path.stem, logs=True, total=len(asked), initial=len(rows)) as shown:
+    with bar(path.stem, total=len(asked), initial=len(rows)) as shown:
         for piece in (order[start : start + size] for start in range(0, len(order), size)):
             if rows.keys() >= set(piece):
                 continue

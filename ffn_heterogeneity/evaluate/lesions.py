@@ -111,7 +111,7 @@ def _damages(
     done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in kept}
     tree, states, at = unstack(model.params), None, None
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
-        for step, (layer, neuron) in enumerate(bar("lesions", chosen, logs=True)):
+        for step, (layer, neuron) in enumerate(bar("lesions", chosen)):
             if (layer, neuron) in done:
                 continue
             if states is None:

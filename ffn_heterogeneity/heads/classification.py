@@ -13,6 +13,7 @@ none), RoBERTa's dense and tanh (never a pooler), a decoder's bare projection wi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,16 @@ class Classification:
         check_choice("problem", self.problem, PROBLEMS)
         if self.pooling == "last" and self.final_norm == "none":
             raise ValueError("final_norm='none' is of a sum over layers; pooling='last' has none")
-        check_numbers(self, outputs="[1, inf)")
+        check_numbers(self, outputs="[1, inf)", max_length="[0, inf)")
+        if not _texts(self.labels) or len(self.labels) not in (0, self.outputs):
+            raise ValueError(f"labels={self.labels!r:.80}: {self.outputs} texts, or none")
+        if isinstance(self.fields, str) or not all(_texts(x, 2) for x in self.fields):
+            raise ValueError(f"fields={self.fields!r:.80}: lists of one text or two")
+
+
+def _texts(values: Any, most: float = math.inf) -> bool:
+    fits = isinstance(values, (list, tuple)) and len(values) <= most
+    return fits and all(isinstance(x, str) for x in values)
 
 
 def depth_weights(leaves: Mapping[str, Any], layers: int) -> jax.Array:

@@ -46,6 +46,24 @@ def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
     return True
 
 
+def narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The array in another type.
+
+    Raises:
+      CheckpointError: a finite value that is infinite there.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(np.dtype(dtype), copy=False)
+    if made.dtype != array.dtype and not all_finite(made):
+        lost = array[np.isfinite(array) & ~np.isfinite(made)]
+        if lost.size:
+            largest = lost.flat[np.argmax(np.abs(lost))]
+            raise CheckpointError(
+                f"{name}: {largest:g} is infinite in {made.dtype.name}: choose bfloat16 or float32"
+            )
+    return made
+
+
 def assemble(
     config: ModelConfig,
     rules: Iterable[Rule],
@@ -79,7 +97,7 @@ def assemble(
             arrays.append(checked(name, tensors[name], shape, check_finite))
         for path, leaf in zip(rule.paths, rule.load(arrays), strict=True):
             leaf = transform(config, path, leaf) if transform else leaf
-            leaves[path] = leaf if dtype is None else leaf.astype(np.dtype(dtype), copy=False)
+            leaves[path] = leaf if dtype is None else narrowed(path, leaf, dtype)
     tree = restack(config, unflatten(leaves))
     # Stacking copied most leaves; the others must not keep views of a mapped file.
     return jax.tree.map(lambda leaf: np.require(leaf, requirements=["C", "E", "O", "W"]), tree)

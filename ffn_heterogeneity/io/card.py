@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import loads_in, transformers_class
+from ffn_heterogeneity.io.export import loads_in, save_pretrained, transformers_class
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten_config
@@ -156,20 +158,27 @@ def licence_of(base: str) -> str:
     return next((licence for key, licence in _LICENCES.items() if name.startswith(key)), "")
 
 
-def push(directory: str | os.PathLike, repository: str, *, private: bool = True) -> str:
-    """Uploads a model directory to the Hugging Face hub; returns its address there.
+def push(model: Model | str | os.PathLike, repository: str, *, private: bool = True) -> str:
+    """Uploads a model, or a model directory, to the Hugging Face hub; returns its address there.
 
     The repository is made where it is missing. The token is that of `hf auth login`.
 
     Args:
+      model: a model is saved first, in a temporary directory, as `fh.save_model` does.
       repository: "owner/name".
 
     Raises:
       CheckpointError: no such directory, no valid name, no network, not logged in, not allowed.
+      ValueError: neither a model nor a path.
     """
     import huggingface_hub
 
-    directory = Path(directory)
+    if not isinstance(model, (str, os.PathLike)):
+        model, options = one_model(model), {"tokenizer": model.tokenizer, "structure": "keep"}
+        with tempfile.TemporaryDirectory() as folder:
+            place = save_pretrained(model.config, model.params, Path(folder, "model"), **options)
+            return push(place, repository, private=private)
+    directory = Path(model)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} holds no model: give a directory with config.json")
     check_repository(repository)

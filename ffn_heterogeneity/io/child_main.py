@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import resource
 import signal
 import sys
@@ -49,6 +50,29 @@ def tokenizer() -> Callable[[Any], dict[str, Any]]:
     return encode
 
 
+def archive() -> Callable[[Any], dict[str, Any]]:
+    """Reads the texts of runs in a .tar, packed or not; nothing is written anywhere."""
+    import tarfile
+
+    def read(request: Any) -> dict[str, Any]:
+        path, names, folder, most = request
+        texts = {}
+        with tarfile.open(path) as opened:
+            for member in opened:
+                opened.members = []  # it would keep them all
+                if member.size < 0:  # some versions of Python go back there, for ever
+                    raise ValueError(f"{member.name!r:.80} has a negative size")
+                place, _, name = os.path.normpath(member.name).rpartition("/")
+                if not member.isfile() or name not in names and place.split("/")[-1] != folder:
+                    continue
+                if member.size > most:
+                    raise ValueError(f"{member.name!r:.80} has {member.size:,} bytes")
+                texts[f"{place}/{name}".lstrip("/")] = opened.extractfile(member).read().decode()
+        return {"texts": texts}
+
+    return read
+
+
 def _sample() -> list[str]:
     """Every printable character of the first planes' common blocks, runs of some, and words."""
     blocks = ((0x20, 0x7F), (0xA0, 0x530), (0x5D0, 0x600), (0x900, 0x980), (0x2000, 0x2070))
@@ -60,7 +84,7 @@ def _sample() -> list[str]:
     return ["", "One word, 2 numbers; it's \t all.\r\n\n" * 8, every, " ".join(every), *runs]
 
 
-TASKS = {"template": template, "tokenizer": tokenizer}
+TASKS = {"template": template, "tokenizer": tokenizer, "archive": archive}
 
 
 def main(task: str, more: int) -> None:

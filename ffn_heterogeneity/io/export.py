@@ -27,6 +27,7 @@ from etils import epath
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapters_of, neuron_factor
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io import classifiers
+from ffn_heterogeneity.io.assemble import narrowed
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
@@ -171,26 +172,27 @@ def _checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
 
 
 @products()
-def fold(node: Any) -> Any:
+def fold(node: Any, place: str = "") -> Any:
     """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is."""
     if isinstance(node, list):
-        return [fold(item) for item in node]
+        return [fold(item, f"{place}{i}/") for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     adapters = {name for adapter in adapters_of(node) for name in adapter.leaves}
     if adapters:
         dtype = node["kernel"].dtype if "kernel" in node else np.float32
-        kernel = np.asarray(effective_kernel(node)).astype(dtype)
+        kernel = narrowed(f"{place}kernel", np.asarray(effective_kernel(node)), dtype)
         # What is no adapter's stays, for the check of names to refuse.
         return {"kernel": kernel} | {
             k: v for k, v in node.items() if k != "kernel" and k not in adapters
         }
-    node = {key: fold(value) for key, value in node.items()}
+    node = {key: fold(value, f"{place}{key}/") for key, value in node.items()}
     factor = neuron_factor(node)
     if factor is not None and "down" in node:
         down = node["down"]["kernel"]
         scaled = down.astype(np.float32) * np.asarray(factor, np.float32)[:, None]
-        node["down"] = node["down"] | {"kernel": scaled.astype(down.dtype)}
+        scaled = narrowed(f"{place}down/kernel", scaled, down.dtype)
+        node["down"] = node["down"] | {"kernel": scaled}
         node = {name: leaf for name, leaf in node.items() if name not in FFN_LEAVES}
     return node
 

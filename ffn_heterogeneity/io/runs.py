@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import functools
 import os
-import tarfile
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.read import MAX_FILE
+from ffn_heterogeneity.io import child
+from ffn_heterogeneity.io.read import MAX_FILE, read_object
 from ffn_heterogeneity.io.read import read_text as _read
 from ffn_heterogeneity.io.rows import RESULTS, ROWS
 
 CONFIG, INPUTS, METRICS = "config.json", "inputs.json", "metrics.jsonl"
 SWEEP, SAMPLES = "sweep.json", "samples"
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst")
-# Files that are read of a run, and how much all files of an archive may hold.
+# Files that are read of a run; seconds and bytes that reading an archive may take.
 READ = (CONFIG, INPUTS, RESULTS, ROWS)
-MAX_ARCHIVE = 4 << 30
+SECONDS, MAX_ARCHIVE = 120.0, 2 << 30
 # Folders of a run that hold no runs.
 _LEAVES = ("checkpoints", "checkpoints_frozen", "model", "tokens", SAMPLES, "tensorboard")
 Texts = dict[str, str]  # file's name -> text
@@ -37,6 +38,21 @@ def read_text(path: str) -> str:
     return _read(place, MAX_FILE) if place.exists() else ""
 
 
+def read_listing(path: str | os.PathLike) -> dict[str, Any]:
+    """The object in a sweep.json: "sweep", "kind" and "points", each with its "name".
+
+    Raises:
+      ValueError: no JSON, or points without a name of one folder each.
+    """
+    listing = read_object(path, ValueError)
+    points = listing.get("points")
+    for one in points if isinstance(points, list) else [None]:
+        name = one.get("name") if isinstance(one, dict) else None
+        if not isinstance(name, str) or name in ("", "..") or name != os.path.basename(name):
+            raise ValueError(f"{os.fspath(path)} is malformed: {name!r:.80} names no folder")
+    return listing
+
+
 def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
     """(path, texts) of those that hold a file that is read, parents first."""
     if directory.endswith(ARCHIVES):
@@ -50,9 +66,12 @@ def folders(directory: str, read: Sequence[str]) -> Iterator[tuple[str, Texts]]:
     root = epath.Path(directory)
     if not root.is_dir():
         raise ValueError(f"{directory} is no directory of runs, nor an archive of some")
-    places = [root]
+    places, seen = [root], set()
     while places:
         place = places.pop()
+        if (real := os.path.realpath(place)) in seen:  # a link to where we have been
+            continue
+        seen.add(real)
         files = {path.name: path for path in place.iterdir()}
         texts = {name: _read(files[name], MAX_FILE) for name in read if name in files}
         if texts:
@@ -71,20 +90,9 @@ def _members(archive: str) -> Texts:
 @functools.lru_cache(maxsize=2)
 def _read_archive(path: str, written: float) -> Texts:
     """`written`: when the archive was, to tell it from a newer one."""
-    texts, total = {}, 0
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                total += member.size
-                if total > MAX_ARCHIVE:
-                    raise ValueError(f"{path} holds more than {MAX_ARCHIVE >> 30} GiB")
-                folder, name = os.path.split(member.name)
-                wanted = name in (*READ, METRICS) or os.path.basename(folder) == SAMPLES
-                if wanted and member.isfile():
-                    if member.size > MAX_FILE:
-                        raise ValueError(f"{path}: {member.name} has {member.size:,} bytes")
-                    text = archive.extractfile(member).read().decode()
-                    texts[os.path.normpath(member.name)] = text
-    except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no archive that can be read: {error}") from None
-    return texts
+    request = [os.path.abspath(path), [*READ, METRICS], SAMPLES, MAX_FILE]
+    reply = child.ask("archive", request, SECONDS, MAX_ARCHIVE)
+    if "texts" in reply:
+        return reply["texts"]
+    why = reply.get("refused") or f"it {reply['runaway']}"
+    raise ValueError(f"{path} is no archive that can be read: {why}")

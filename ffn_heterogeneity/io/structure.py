@@ -22,8 +22,9 @@ import numpy as np
 from ffn_heterogeneity.adapters import ADAPTERS, FFN_LEAVES, INTEGERS, adapters_of, data_leaves
 from ffn_heterogeneity.adapters.macdrop import ROWS
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
-from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io.assemble import FLOATS, all_finite
+from ffn_heterogeneity.heads import HEADS, ROOT
+from ffn_heterogeneity.io.assemble import FLOATS, all_finite, narrowed
+from ffn_heterogeneity.io.classifiers import head_shapes
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.safetensors import open_directory
@@ -95,7 +96,15 @@ def read_structure(
     if _digest_of_files(folder) != section.get("files"):
         raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
     kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
-    _check(folder, kept, expected_shapes(config))
+    shapes = expected_shapes(config)
+    if config.head and config.head.name in HEADS:  # another's is for its own module to read
+        heads = head_shapes(config)
+        # (Of an older version, a head on RoBERTa's pooler has no dense layer of its own.)
+        lacking = {*heads} - {*kept, f"{ROOT}/dense/kernel", f"{ROOT}/dense/bias"}
+        if lacking and any(path.startswith(f"{ROOT}/") for path in kept):
+            raise CheckpointError(f"{folder}: the head lacks {sorted(lacking)}")
+        shapes |= heads
+    _check(folder, kept, shapes)
     if _digest(leaves, _kernels(kept)) != section.get("folded"):
         raise CheckpointError(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
@@ -117,17 +126,18 @@ def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     data, new = data_leaves(), dict(leaves)
     for path, leaf in leaves.items():
         if dtype is not None and path.split("/")[-1] not in data:
-            new[path] = leaf.astype(np.dtype(dtype), copy=False)
+            new[path] = narrowed(path, leaf, dtype)
     return new
 
 
 def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
     """Refuses leaves that no adapter has, of shapes, kinds or ranges that its axes do not allow."""
+    known = any(path.startswith(f"{ROOT}/") for path in shapes)
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         kernel = shapes.get(f"{module}/kernel")
         if path.startswith(f"{ROOT}/"):
-            fits = True
+            fits = leaf.shape == shapes.get(path, leaf.shape if not known else None)
         elif name in FFN_LEAVES:
             fits = leaf.shape == shapes.get(f"{module}/down/kernel", (None,))[:1]
         elif name == "kernel":

@@ -94,7 +94,10 @@ def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
     Args:
       types: whether the model distinguishes the texts of a pair, for a tokenizer of no class.
     """
-    tokenizer.save_pretrained(os.fspath(directory))
+    try:
+        tokenizer.save_pretrained(os.fspath(directory))
+    except Exception as error:  # of its library's Rust: a full disk
+        raise CheckpointError(f"the tokenizer cannot be written: {first_line(error)}") from None
     path = directory / _CONFIG
     if not path.is_file():
         return

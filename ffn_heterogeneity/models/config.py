@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ffn_heterogeneity.wording import check_choice, check_number, naming
 
@@ -20,6 +20,13 @@ FFN_KINDS = ("gated", "plain")
 NORM_KINDS = ("rms", "layer", "layer_without_parameters")
 NORM_PLACEMENTS = ("pre", "post")
 POSITIONS = ("rotary", "learned")
+
+
+# {name in transformers: name here}, where the values are the same too.
+_THEIRS = {"hidden_size": "d_model", "num_hidden_layers": "n_layers"}
+_THEIRS |= {"num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads"}
+_THEIRS |= {"max_position_embeddings": "max_position", "tie_word_embeddings": "tied"}
+_THEIRS |= {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
 
 class ConfigError(ValueError):
@@ -171,7 +178,7 @@ class ModelConfig:
     head: HeadConfig | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"):
+        for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim", "max_position"):
             check_count(name, getattr(self, name), 1)
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
@@ -184,8 +191,9 @@ class ModelConfig:
         check_choice("positions", self.positions, POSITIONS, ConfigError)
         for name in ("first_position", "token_types"):
             check_count(name, getattr(self, name), 0)
-        if self.qkv_clip is not None:
-            check_number("qkv_clip", self.qkv_clip, "(0, inf), or None", ConfigError)
+        for name in ("qkv_clip", "attention_softcap", "final_softcap"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, "(0, inf), or None", ConfigError)
         if not self.layers:
             raise ConfigError("layers is empty: a model needs at least one layer")
         check_number("norm_eps", self.norm_eps, "[0, 1)", ConfigError)
@@ -237,6 +245,21 @@ class ModelConfig:
                 f"layer {i}: rope.fraction={rope.fraction} rotates {rotated} of "
                 f"head_dim={self.head_dim} dimensions: it must be an even number from 2 on"
             )
+
+    if not TYPE_CHECKING:  # a type checker still reports names that are no fields
+
+        def __getattr__(self, name: str) -> Any:
+            """A field by its name in transformers; else AttributeError with the fields there are.
+
+            `intermediate_size` is the width of all FFNs, where they have the same.
+            """
+            if name == "intermediate_size" and self.uniform_width:
+                return self.ffn_widths[0]
+            if name in _THEIRS:
+                return getattr(self, _THEIRS[name])
+            # Nothing of `self` here: copy and pickle ask for names before there are any fields.
+            way = "it has ffn_widths (one per layer), n_layers, and dataclasses.fields(config)"
+            raise AttributeError(f"a ModelConfig has no {name!r}: {way}")
 
     @property
     def padding_id(self) -> int | None:

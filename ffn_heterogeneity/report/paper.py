@@ -13,7 +13,7 @@ import pandas
 from etils import epath
 
 from ffn_heterogeneity.io.files import write_text
-from ffn_heterogeneity.io.read import read_json
+from ffn_heterogeneity.io.runs import SWEEP, read_listing
 from ffn_heterogeneity.report import frame, stats, tables, tidy
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle
@@ -107,8 +107,8 @@ def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
 def _not_begun(paths: Sequence[str]) -> Iterator[str]:
     """The points of sweeps that are not there."""
     for path in map(epath.Path, paths):
-        listing = path / "sweep.json"
-        for point in read_json(listing)["points"] if listing.exists() else ():
+        listing = path / SWEEP
+        for point in read_listing(listing)["points"] if listing.exists() else ():
             if not (path / point["name"] / "config.json").exists():
                 yield f"{path.name}/{point['name']}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def number(value: Any, digits: int = 4) -> str:
 def as_text(value: object, links: bool = False) -> str:
     """One line of Markdown that shows the text: no HTML, no link (unless `links`), no end of a
     cell. Names of runs and settings are whatever somebody wrote."""
-    text = " ".join(str(value).split()).replace("|", "\\|").replace("<", "\\<")
+    text = re.sub(r"[\\|<]", r"\\\g<0>", " ".join(str(value).split()))
     return text if links else text.replace("](", "]\\(")
 
 

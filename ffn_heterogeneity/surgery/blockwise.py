@@ -65,7 +65,7 @@ def compensated(
     streams = [_embedded(model.config, tables, batch) for _, batch in batches]
     whole, small = unstack(model.params), unstack(smaller.params)
     layers, reports = list(small["layers"]), []
-    for i, old in enumerate(bar(method, whole["layers"], logs=True, unit="block")):
+    for i, old in enumerate(bar(method, whole["layers"], unit="block")):
         configs = tuple(
             dataclasses.replace(c, layers=(c.layers[i],)) for c in (model.config, smaller.config)
         )

@@ -12,7 +12,7 @@ import numpy as np
 from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.io.read import parse_object
+from ffn_heterogeneity.io.read import parse_object, read_text
 from ffn_heterogeneity.surgery.own_text import own_rows
 from ffn_heterogeneity.surgery.states import METHODS
 
@@ -88,11 +88,11 @@ def read_rows(model: Model, path: str, tokens: int | None = None) -> list[np.nda
       ValueError: lines that are no such rows, ids that the model has not, another bos, too few.
     """
     rows, left, config = [], np.inf if tokens is None else tokens, model.config
-    for number, line in enumerate(read_utf8(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             row = np.asarray(parse_object(line, "the line")["tokens"])
-            if row.ndim != 1 or row.dtype.kind != "i" or len(row) < 2:
-                raise ValueError("no list of ids")
+            if row.ndim != 1 or row.dtype.kind != "i" or not 2 <= len(row) <= WINDOW + 1:
+                raise ValueError(f"no list of 2 to {WINDOW + 1} ids")
         except (ValueError, KeyError, TypeError) as error:
             message = f'{path}, line {number}: no row {{"tokens": [bos, ...]}} ({error})'
             raise ValueError(message) from None

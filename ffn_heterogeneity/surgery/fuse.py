@@ -150,7 +150,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
             check_plain(ffn, place.layer, ("mask",) if asked.method == MASKED else ())
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
-        for place in bar(asked.method, blocks, logs=True, unit="block"):
+        for place in bar(asked.method, blocks, unit="block"):
             own = spared if place.layer == massive else spared[:0]
             new[place], found = fuse_block(blocks[place], place, asked, own)
             widths[place.layer] = new[place]["down"]["kernel"].shape[0]

@@ -107,7 +107,7 @@ def cluster(
         data = jnp.asarray(data, jnp.float32)
         data = data if products else _gram(data, mesh)
         keys = jax.random.split(jax.random.key(seed), starts)
-        shown = bar(label if len(keys) > 1 else "", keys, logs=True, unit="start", leave=False)
+        shown = bar(label if len(keys) > 1 else "", keys, unit="start", leave=False)
         labels, _, steps = min(map(run, shown), key=lambda one: float(one[1]))
     return _clusters(points, np.asarray(labels), c, int(steps))
 

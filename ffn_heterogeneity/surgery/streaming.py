@@ -184,7 +184,7 @@ def _write(
     rewritten = changed | {layer for layer, (new, old) in enumerate(widths) if new != old}
     turns = _turns(checkpoint, rewritten, pieces.order)
     order = [name for _, names in turns for name in names]
-    shown = bar("writing", logs=True, total=len(order), unit="tensor", mininterval=1.0)
+    shown = bar("writing", total=len(order), unit="tensor")
     with shown, read_ahead([checkpoint.place(name) for name in order]) as reach:
         for layer, names in turns:
             reach(order.index(names[0]))

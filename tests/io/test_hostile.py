@@ -1,4 +1,5 @@
-"""Files that somebody made up: every reader ends in one line that names the file, or reads it.
+"""Files that somebody made up: every reader ends in one line that names the file, or reads what it
+says: the model there was before, but for what the file says of one of its fields.
 
 Some 900 files: each value of config.json, of the index, of GGUF's metadata and of the tokenizer
 replaced in turn by what has no business there, and containers that lie about counts and sizes.
@@ -6,11 +7,15 @@ replaced in turn by what has no business there, and containers that lie about co
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import resource
 import struct
 import time
 
+import jax
+import numpy as np
 import pytest
 from test_gguf import random_leaves, tiny_config, write
 from tiny_models import places, replaced, save_tiny
@@ -19,17 +24,23 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf import read_gguf
 from ffn_heterogeneity.io.huggingface import read_pretrained
 from ffn_heterogeneity.io.tokenizer_files import read_tokenizer
+from ffn_heterogeneity.models.config import ConfigError
 
 DEEP = "[" * 100_000 + "]" * 100_000
 HOSTILE = [None, True, -1, 0, 0.5, 10**9, 10**23, 1e308, float("nan"), "", "x", "\ud800", [], [7]]
 HOSTILE += [{}, {"x": {"y": []}}, [[[[1]]]]]
 
 
-def reads_or_refuses(read, path, *, name=None):
-    """`read(path)` returns or raises CheckpointError in one line; at most 1 GB and 20 s."""
+def reads_or_refuses(read, path, *, name=None, base=None, **changed):
+    """`read(path)` gives `base` with fields changed, or raises CheckpointError in one line; with at
+    most 1 GB and in 20 s."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     try:
-        read(path)
+        found = read(path)
+        if base is not None:
+            assert found[0] == dataclasses.replace(base[0], **changed), "the config"
+            same = jax.tree.map(np.array_equal, found[1], base[1])
+            assert all(jax.tree.leaves(same)), "the weights"
     except CheckpointError as error:
         message = str(error)
         assert message and "\n" not in message and (name or path.name) in message, message[:500]
@@ -42,22 +53,48 @@ def directory(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def base(directory):
+    return read_pretrained(directory)
+
+
 KEYS = ("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size")
 KEYS += ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype")
 KEYS += ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "eos_token_id")
 KEYS += ("rope_parameters", "rope_scaling", "rope_theta", "hidden_act", "attention_bias")
 KEYS += ("per_layer_config", "ffn_heterogeneity", "quantization_config")
+# key -> our field, and what it is where the key says nothing
+FIELDS_OF = {"rms_norm_eps": ("norm_eps", 1e-6), "max_position_embeddings": ("max_position", 2048)}
+FIELDS_OF |= {"eos_token_id": ("eos_id", None)}
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_config_values(directory, tmp_path, key):
+def test_config_values(directory, base, tmp_path, key):
+    """What is read is what the value says, which is nothing where it is empty, of a key that
+    another one overrides, or a true word for true."""
+    field, default = FIELDS_OF.get(key, ("", None))
+    passed = key in ("architectures", "dtype", "rope_theta", "tie_word_embeddings")
     original = json.loads((directory / "config.json").read_text())
     for number, value in enumerate(HOSTILE):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "model.safetensors").symlink_to(directory / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({**original, key: value}))
-        reads_or_refuses(read_pretrained, folder, name=str(folder))
+        said = tuple(value) if isinstance(value, list) else value
+        if value is None or (key == "eos_token_id" and value == -1):
+            said = default
+        more = {field: said} if field else {}
+        try:
+            reads_or_refuses(read_pretrained, folder, name=str(folder), base=base, **more)
+        except ConfigError:  # what is asked for can be no config, so it must not be read
+            reads_or_refuses(read_pretrained, folder, name=str(folder))
+            with pytest.raises(CheckpointError):
+                read_pretrained(folder)
+        else:
+            ignored = {"x": {"y": []}} if key == "ffn_heterogeneity" else None
+            with contextlib.suppress(CheckpointError):
+                read_pretrained(folder)
+                assert field or passed or not value or value == ignored, value
 
 
 WHOLE = ["", "null", "[]", "7", '"x"', "{", "{}", DEEP, '{"a": ' * 5000 + "1" + "}" * 5000]
@@ -67,16 +104,17 @@ FILES = ["config.json", "model.safetensors.index.json", "tokenizer.json", "token
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("number", range(len(WHOLE)))
-def test_whole_files(directory, tmp_path, name, number):
+def test_whole_files(directory, base, tmp_path, name, number):
     for file in directory.iterdir():
         if file.name != name and not (name.endswith("index.json") and "safetensors" in file.name):
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / name).write_text(WHOLE[number])
     read = read_tokenizer if name.startswith("token") else read_pretrained
-    reads_or_refuses(read, tmp_path, name=str(tmp_path))
+    original = None if read is read_tokenizer else base
+    reads_or_refuses(read, tmp_path, name=str(tmp_path), base=original)
 
 
-def test_index_values(directory, tmp_path):
+def test_index_values(directory, base, tmp_path):
     index = {"metadata": {"total_size": 1}, "weight_map": {"model.norm.weight": "a.safetensors"}}
     for number, path in enumerate(places(index)):
         for other, value in enumerate([*HOSTILE, "../config.json", "/etc/passwd"]):
@@ -85,10 +123,10 @@ def test_index_values(directory, tmp_path):
             (folder / "config.json").symlink_to(directory / "config.json")
             text = json.dumps(replaced(index, path, value))
             (folder / "model.safetensors.index.json").write_text(text)
-            reads_or_refuses(read_pretrained, folder, name=str(folder))
+            reads_or_refuses(read_pretrained, folder, name=str(folder), base=base)
 
 
-def test_safetensors_headers(directory, tmp_path):
+def test_safetensors_headers(directory, base, tmp_path):
     whole = (directory / "model.safetensors").read_bytes()
     size = struct.unpack("<Q", whole[:8])[0]
     header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
@@ -104,7 +142,7 @@ def test_safetensors_headers(directory, tmp_path):
             except UnicodeEncodeError:
                 continue
             (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-            reads_or_refuses(read_pretrained, folder, name=str(folder))
+            reads_or_refuses(read_pretrained, folder, name=str(folder), base=base)
 
 
 FIELDS = ("llama.block_count", "llama.embedding_length", "llama.feed_forward_length")
@@ -119,26 +157,46 @@ VALUES += [(12, struct.pack("<d", 1e308)), (8, struct.pack("<Q", 3) + b"abc"), (
 VALUES += [(8, struct.pack("<Q", 2**62)), (9, struct.pack("<IQII", 4, 2, 1, 2))]
 VALUES += [(9, struct.pack("<IQ", kind, size)) for kind, size in ((4, 0), (4, 2**40), (8, 2**40))]
 VALUES += [(9, struct.pack("<IQ", 9, 1) * 300)]
+NUMBERS = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 12: "<d"}
+OF_MODEL = {"tokenizer.ggml.bos_token_id": "bos_id", "llama.context_length": "max_position"}
+OF_MODEL |= {"llama.attention.layer_norm_rms_epsilon": "norm_eps"}
 
 
 def with_field(whole, key, kind, value):
     """The file with one more field before the others, so that it is read last or collides."""
     name = key.encode()
     entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+    room = -(len(entry) + 23) % 32  # tensors stay aligned
+    entry += struct.pack("<Q3sIQ", 3, b"pad", 8, room) + b" " * room
     magic, version, tensors, fields = struct.unpack_from("<4sIQQ", whole)
-    return struct.pack("<4sIQQ", magic, version, tensors, fields + 1) + entry + whole[24:]
+    return struct.pack("<4sIQQ", magic, version, tensors, fields + 2) + entry + whole[24:]
 
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_gguf_fields(tmp_path, key):
     config = tiny_config("llama2_7b", 2)
     path = write(tmp_path / "whole.gguf", config, random_leaves(config))
+    base = read_gguf(path)
     # The real one under another name, so that the hostile one is the only one.
     whole = path.read_bytes().replace(key.encode(), b"?" * len(key))
     for number, (kind, value) in enumerate(VALUES):
         path = tmp_path / f"{number}.gguf"
         path.write_bytes(with_field(whole, key, kind, value))
-        reads_or_refuses(read_gguf, path)
+        said = struct.unpack(NUMBERS[kind], value)[0] if kind in NUMBERS else None
+        short = 1e-5 if said is None or abs(said) > 1e38 else float(str(np.float32(said)))
+        changed = {}
+        if key in OF_MODEL:
+            said = None if key.endswith("bos_token_id") and said == 2**32 - 1 else said
+            changed = {OF_MODEL[key]: short if key.endswith("epsilon") else said}
+        if key == "llama.rope.freq_base" and short > 0:
+            rope = dataclasses.replace(base[0].layers[0].rope, theta=short)
+            layers = [dataclasses.replace(layer, rope=rope) for layer in base[0].layers]
+            changed = {"layers": tuple(layers)}
+        try:
+            reads_or_refuses(read_gguf, path, base=base, **changed)
+        except ConfigError:  # it can be no config's
+            with pytest.raises(CheckpointError):
+                read_gguf(path)
 
 
 @pytest.mark.parametrize("offset", [8, 16])
@@ -146,7 +204,8 @@ def test_gguf_fields(tmp_path, key):
 def test_gguf_counts(tmp_path, offset, count):
     config = tiny_config("llama2_7b", 2)
     path = write(tmp_path / "whole.gguf", config, random_leaves(config))
+    base = read_gguf(path)
     data = bytearray(path.read_bytes())
     struct.pack_into("<Q", data, offset, count)
     path.write_bytes(data)
-    reads_or_refuses(read_gguf, path)
+    reads_or_refuses(read_gguf, path, base=base)

@@ -234,7 +234,7 @@ def _run(
     before = total - sum(chunk.size for chunk in todo)
     start = time.monotonic()
     sizes = {"total": total, "initial": before, "unit": "B", "unit_scale": True}
-    with bar("tokenising", logs=True, **sizes) as shown:
+    with bar("tokenising", **sizes) as shown:
 
         def show() -> None:
             tokens = pool.counters[1]

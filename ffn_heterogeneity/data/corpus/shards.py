@@ -214,7 +214,7 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
     _mapped.cache_clear()  # the files may have been made anew
     size = sum(entry["tokens"] for entry in manifest["shards"]) * dtype.itemsize
     label = "" if not verify or size < 1e9 else "checking shards"
-    with bar(label, logs=True, total=size, unit="B", unit_scale=True) as shown:
+    with bar(label, total=size, unit="B", unit_scale=True) as shown:
         for entry in manifest["shards"]:
             check_shard(directory, entry, dtype, verify=verify)
             shown.update(entry["tokens"] * dtype.itemsize)

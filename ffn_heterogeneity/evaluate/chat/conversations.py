@@ -87,7 +87,7 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
     answered = {question_id(row) for row in rows}
     chat = Chat(config, model, options_of(config))
     done = {"total": len(questions), "initial": len(answered)}
-    with bar(config.benchmark, logs=True, **done) as shown:
+    with bar(config.benchmark, **done) as shown:
         for group in groups(config, questions):
             missing = [question for question in group if question.id not in answered]
             if not missing:

@@ -283,7 +283,7 @@ def _judge_all(
     in_a_row, seen = 0, set()
     try:
         done = concurrent.futures.as_completed(asked)
-        for future in bar("judge", done, logs=True, total=len(jobs)):
+        for future in bar("judge", done, total=len(jobs)):
             seen.add(future)
             in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
             if config.give_up_after and in_a_row >= config.give_up_after:
