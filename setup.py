@@ -16,7 +16,10 @@ class Bundled(build_py):
         for folder in ("configs", "scripts"):
             target = Path(self.build_lib, "ffn_heterogeneity", "_bundled", folder)
             shutil.copytree(
-                folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+                folder,
+                target,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("__pycache__", "locked"),
             )
 
 

@@ -27,8 +27,8 @@ def copy(tmp_path_factory):
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
     diffs = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.S)
     assert len(diffs) == 8, "a loss, a probe, a task, a head, an objective, ... a table"
-    for diff in (part for each in diffs for part in re.split(r"(?m)^(?=--- )", each) if part):
-        done = run_program("git", "apply", "--recount", "-", cwd=root, given=diff)
+    for diff in diffs:
+        done = run_program("git", "apply", "-", cwd=root, given=diff)
         assert done.code == 0, f"{done.err}\n{diff}"
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     save_tiny(root / "tiny")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import collections
+import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
+from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import loads_in, save_pretrained, transformers_class
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.read import read_text
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import first_line
@@ -39,49 +42,79 @@ def write_card(
     base: str,
     method: str,
     facts: Mapping[str, Any],
-    lines: Sequence[str] = (),
+    config: ModelConfig | None = None,
     place: str = "",
 ):
-    """Writes `<directory>/README.md`: base, method, every number of `facts`, who loads it; of
-    `compared` the perplexities and how they were measured. Of a path here its last part alone: a
-    card is published.
+    """Writes `<directory>/README.md`: base, method, who loads it, the labels and the lines of torch
+    of a task's head, every number of `facts` to three digits; what was measured also where the
+    hub looks for it. Of a path here its last part alone: a card is published.
 
     Args:
       base: what the model was made from: a path, a hub id, a preset.
       method: one line.
       facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
-      lines: `classifiers.torch_lines`.
+      config: the model's, for its head.
       place: <owner>/<name>, where it goes to the hub.
     """
-    licence, loader = licence_of(base), transformers_class(directory)
-    name = public_text(base)
-    library = "transformers" if loader else "ffn_heterogeneity"
-    head = [f"library_name: {library}", f"license: {licence or 'other'}"]
-    head += [f"pipeline_tag: {_TASKS[loader]}"] if loader else []
-    head += [f"base_model: {origin}"] if (origin := hub_of(base)) else []
-    facts = plain(facts)  # as results.json has it
-    flat = flatten_config(facts)
-    rows = [
-        f"| {key.replace('.', '/')} | {value} |"
-        for key, value in flat.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
-    title = ["---", *head, "---", f"# {name or 'model'}, {method.split(':')[0]}", ""]
+    from huggingface_hub import ModelCard, ModelCardData
+
+    licence, loader, name = licence_of(base), transformers_class(directory), public_text(base)
+    head, facts = config and config.head, plain(facts)  # as results.json has them
+    lines = torch_lines(config, "<this directory>") if config else []
+    measured = _measured(facts)
+    data = ModelCardData(
+        library_name="transformers" if loader else "ffn_heterogeneity",
+        license=licence or "other",
+        pipeline_tag="text-classification" if head else _TASKS.get(loader),
+        base_model=hub_of(base) or None,
+        model_name=measured and (name or "model"),
+        eval_results=measured,
+    )
     about = [f"- base: `{name}`", f"- method: {method}", *_widths(facts)]
-    about += [f"- licence: {licence or 'not known here'} (the base model's)", *_measured(facts)]
-    about += [f"- {loads_in(directory)}", ""]
-    table = ["| number (results.json) | value |", "|:--|--:|", *rows, ""]
-    code = [
-        "The head in torch, of texts `first` (and `second`):",
-        "",
-        "```python",
-        *lines,
-        "```",
-        "",
-    ]
-    load = ["Load it:", "", "```python", *_loading(loader, place, not lines), "```", ""]
-    parts = [*title, *about, *load, *(code if lines else ()), *table]
-    (epath.Path(directory) / CARD).write_text("\n".join(parts))
+    if head and (labels := head.settings.get("labels")):
+        about.append(f"- labels: {', '.join(labels)}")
+    if "protocol" in facts:
+        how = ", ".join(f"{key} {public_text(value)}" for key, value in facts["protocol"].items())
+        before, after = (_digits(facts[f"perplexity_{name}"]) for name in ("before", "after"))
+        about += [f"- perplexity: {before} before, {after} after", f"- measured on: {how}"]
+    elif not head:
+        about.append("- perplexity: not measured by this run")
+    about.append(f"- licence: {licence or 'not known here'} (the base model's)")
+    about.append(f"- {loads_in(directory)}")
+    flat = {key.replace(".", "/"): value for key, value in flatten_config(facts).items()}
+    flat = {k: x for k, x in flat.items() if type(x) in (int, float)}
+    table = ["| number (results.json) | value |", "|:--|--:|"]
+    table += [f"| {key} | {_digits(value)} |" for key, value in flat.items()]
+    code = ["Load it:", "", "```python", *_loading(loader, place, not lines), "```", ""]
+    if lines:
+        told = "The head in torch, of texts `first` (and `second`):"
+        code += [told, "", "```python", *lines, "```", ""]
+    title = ["---", data.to_yaml(), "---", f"# {name or 'model'}, {method.split(':')[0]}"]
+    text = "\n".join([*title, "", *about, "", *code, *table, ""])
+    (epath.Path(directory) / CARD).write_text(str(ModelCard(text)))
+
+
+def _digits(value: float) -> str:
+    whole = isinstance(value, int) or not abs(value) < 1000
+    return f"{value:.0f}" if whole and math.isfinite(value) else f"{value:.3g}"
+
+
+def _measured(facts: Mapping[str, Any]) -> list | None:
+    """What the hub shows: the perplexity, or what decided which of a task's checkpoints is kept."""
+    from huggingface_hub import EvalResult
+
+    if "protocol" in facts:
+        metric, value, data = "perplexity", facts["perplexity_after"], facts["protocol"]["text"]
+        kind = "text-generation"
+    elif "task" in facts and facts.get("best"):
+        metric = facts["best"]["metric"]
+        row = [x for x in facts["history"] if x["step"] == facts["exported_step"]]
+        value, data, kind = (row or [{}])[0].get(metric), facts["task"], "text-classification"
+    else:
+        return None
+    metric = metric.rpartition("/")[2]
+    data = str(public_text(data))
+    return value and [EvalResult(kind, data, data, metric, float(_digits(value)))]
 
 
 def hub_of(base: str) -> str:
@@ -137,16 +170,6 @@ def _widths(facts: Mapping[str, Any]) -> list[str]:
     widths = collections.Counter(facts.get("ffn_widths_after", ()))
     told = ", ".join(f"{count:,} of {width:,}" for width, count in widths.items())
     return [f"- FFN widths: {told.replace(' of', ' layers of', 1)}"] if widths else []
-
-
-def _measured(facts: Mapping[str, Any]) -> list[str]:
-    if "protocol" not in facts:
-        return ["- perplexity: not measured by this run"]
-    how = ", ".join(f"{key} {public_text(value)}" for key, value in facts["protocol"].items())
-    return [
-        f"- perplexity: {facts['perplexity_before']} before, {facts['perplexity_after']} after",
-        f"- measured on: {how}",
-    ]
 
 
 def licence_of(base: str) -> str:

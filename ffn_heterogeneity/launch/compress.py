@@ -48,10 +48,12 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         source = model_directory(config.model, revision=config.revision)
         plan = surgery.read(config)
         results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
+        written = None
     else:
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, surgery.read(config), key=key)
         keep_own_text(workdir, results)
+        written = changed.config
         check_leaves(changed.config, changed.params, beside=ROOT)
         form = {"export": config.export, "dtype": dtype, "tokenizer": model.tokenizer}
         form["structure"] = "fold" if config.export == "padded" else "keep"
@@ -65,7 +67,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
         results |= compared(before["perplexity"], after["perplexity"], **protocol)
     told = describe(surgery.name, results)
-    write_card(target, config.model, told, results, place=config.get("push", ""))
+    write_card(target, config.model, told, results, written, config.get("push", ""))
     results |= of_model(target)
     write_results(workdir, results)
     print(told)

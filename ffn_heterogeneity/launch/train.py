@@ -27,7 +27,6 @@ from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.heads import ROOT, make_head
 from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
-from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.fingerprint import of_model
@@ -163,8 +162,7 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
             results |= {"seed": config.seed, "retries": len(diverged(workdir))}
         results["seconds"] = time.time() - start
         method = f"trained with {', '.join(facts['losses'])}"
-        lines = torch_lines(model.config, "<this directory>")
-        write_card(workdir / "model", config.model, method, results, lines)
+        write_card(workdir / "model", config.model, method, results, model.config)
         write_results(workdir, results | of_model(workdir / "model"))
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)

@@ -23,7 +23,6 @@ from ffn_heterogeneity.evaluate.classify import form_of, logits_of, task_of
 from ffn_heterogeneity.heads import make_head, with_head
 from ffn_heterogeneity.heads.classification import POOLINGS, Classification
 from ffn_heterogeneity.io.card import write_card
-from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
@@ -91,7 +90,7 @@ def stepped(root: Path, family: str, pooler: bool, pooling: str) -> Path:
     for _ in range(2):
         params = jax.tree.map(lambda leaf, g: leaf - 0.01 * g, params, slope(params))
     save_pretrained(config, params, root / "model", tokenizer=tokenizer)
-    write_card(root / "model", "x", "y", {}, torch_lines(config, "<this directory>"))
+    write_card(root / "model", "x", "y", {}, config)
     return root / "model"
 
 

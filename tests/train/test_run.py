@@ -94,7 +94,7 @@ def test_the_card_says_what_results_json_says(files, finished):
     # Two batches of four rows; each document's first token is predicted by none.
     assert said["windows"] == 8 and said["window"] == 32 and 8 * 31 <= said["tokens"] <= 8 * 32
     card = (workdir / "model" / "README.md").read_text()
-    assert f"before, {results['perplexity_after']} after" in card
+    assert f"before, {results['perplexity_after']:.3g} after" in card
 
 
 def test_nucl_lowers_the_entropy(files, finished, tmp_path):
