@@ -1,15 +1,15 @@
 """Converts any readable model into a Hugging Face directory of safetensors, or a GGUF file.
 
 Example:
-  python scripts/convert.py --model=smollm2.gguf --output=smollm2 --dtype=bfloat16
-  python scripts/convert.py --model=runs/pruned/model --output=pruned.gguf --type=q8_0
+  python scripts/convert.py --config.model=smollm2.gguf --config.dtype=bfloat16 --output=smollm2
+  python scripts/convert.py --config.model=runs/pruned/model --config.type=q8_0 --output=small.gguf
 
-`--model` is a directory, a .gguf file, a preset (gemma2_2b) or a hub id (google/gemma-2-2b).
-FFNs of unequal width: `--export=padded` adds zero neurons, so that transformers reads them; `deci`
-is NVIDIA's `block_configs`. `--push=<owner>/<name>` uploads it. `--peft=<base>`: adapters alone.
+`--config.model` is a directory, a .gguf file, a preset or a hub id. For FFNs of unequal width,
+`--config.export=padded` adds zero neurons for transformers; `deci` is NVIDIA's `block_configs`.
 """
 
-from __future__ import annotations
+import re
+import sys
 
 from absl import flags
 
@@ -18,27 +18,27 @@ from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.gguf_export import TYPES, save_gguf
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.peft import save_adapters
-from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch import cli, compress
 from ffn_heterogeneity.models.families import count_parameters
 
-_MODEL = flags.DEFINE_string("model", None, "Directory, .gguf, preset or hub id.", required=True)
-_REVISION = flags.DEFINE_string("revision", None, "Branch, tag or commit of a hub id.")
+_MODEL = flags.DEFINE_string("config.model", None, "The model to convert.", required=True)
+_REVISION = flags.DEFINE_string("config.revision", None, "Branch, tag or commit of a hub id.")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory or .gguf to write.", required=True)
-_PUSH = flags.DEFINE_string("push", "", "<owner>/<name>: to the Hugging Face hub, too.")
-_TYPE = flags.DEFINE_enum("type", "f16", tuple(TYPES), "Of a .gguf file's matrices.")
-_TOKENIZER = flags.DEFINE_bool("tokenizer", True, "With the tokenizer.")
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16", "float16"], "Type of the weights; default: as stored."
-)
-_EXPORT = flags.DEFINE_enum("export", "auto", EXPORTS, "Form of the checkpoint.")
-_PEFT = flags.DEFINE_string("peft", "", "The base that PEFT is to find: writes adapters alone.")
+_PUSH = flags.DEFINE_string("config.push", "", "<owner>/<name>: to the Hugging Face hub, too.")
+_TYPE = flags.DEFINE_enum("config.type", "f16", tuple(TYPES), "Of a .gguf file's matrices.")
+_TOKENIZER = flags.DEFINE_bool("config.tokenizer", True, "With the tokenizer.")
+_DTYPE = flags.DEFINE_enum("config.dtype", "as_read", compress.DTYPES, "Type of the weights.")
+_EXPORT = flags.DEFINE_enum("config.export", "auto", EXPORTS, "Form of the checkpoint.")
+_PEFT = flags.DEFINE_string("config.peft", "", "PEFT's base model: writes adapters alone.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an existing directory.")
+_OLD = r"^--?(no)?(model|revision|push|type|tokenizer|dtype|export|peft)(?=$|=)"  # without config.
 
 
 def main() -> None:
     if _PUSH.value:
         check_repository(_PUSH.value)
-    model = load_model(_MODEL.value, revision=_REVISION.value, dtype=_DTYPE.value)
+    dtype = None if _DTYPE.value == "as_read" else _DTYPE.value
+    model = load_model(_MODEL.value, revision=_REVISION.value, dtype=dtype)
     given, output = (model.config, model.params, _OUTPUT.value), _OUTPUT.value
     tokenizer = model.tokenizer if _TOKENIZER.value else None
     options = {"overwrite": _OVERWRITE.value}
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.launch_flags(main)
+    cli.launch_flags(main, [re.sub(_OLD, r"--\1config.\2", one) for one in sys.argv])

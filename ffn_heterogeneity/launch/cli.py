@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import inspect
 import os
 import re
-import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +18,15 @@ from etils import epath
 from ml_collections import ConfigDict, FieldReference, config_flags
 
 from ffn_heterogeneity.io.workdir import working_in
+from ffn_heterogeneity.launch import configs
 from ffn_heterogeneity.launch.compilation import keep_compiled
+from ffn_heterogeneity.launch.configs import UsageError, config_first, load_config
+from ffn_heterogeneity.launch.help import help_text
 from ffn_heterogeneity.memory import restart_with_huge_pages
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.wording import first_line, naming, unknown
+from ffn_heterogeneity.wording import naming, nearest, unknown
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
@@ -39,10 +40,6 @@ EXTRAS = {
     "wandb": "wandb",
 }
 HELP_FLAGS = ("-h", "-help", "--help", "--helpshort", "-?")
-
-
-class UsageError(ValueError):
-    """A command line that cannot be understood."""
 
 
 def launch(
@@ -74,7 +71,7 @@ def launch(
             "distributed", "", f"Several processes, one run: {distributed.WAYS}."
         )
 
-    with _one_line():
+    with errors_in_one_line():
         argv, holder = prepare(sys.argv, default_config)
     restart_with_huge_pages()
 
@@ -104,7 +101,7 @@ def prepare(argv: Sequence[str], default: str, values: flags.FlagValues = flags.
     """(the arguments that flags parse, the flag of the config that they override).
 
     Raises:
-      UsageError: no such config file or key; and as `load_config`.
+      UsageError: no such config file or key, or one of another command; and as `load_config`.
     """
     argv, spec = config_first([*map(at_home, argv)], default)
     for i in reversed(range(1, len(argv))):  # --config.key None, as --config.key=None
@@ -113,6 +110,7 @@ def prepare(argv: Sequence[str], default: str, values: flags.FlagValues = flags.
     config = load_config(spec)
     if set(HELP_FLAGS) & set(argv):
         show_help(config, spec)
+    configs.check_command(Path(argv[0]).stem, config, spec)
     add_stage_keys(argv, config)
     check_keys(argv, config)
     argv = set_nones([one for one in argv if not re.match(r"--?config=", one)], config)
@@ -148,102 +146,17 @@ def launch_flags(
         logging.set_verbosity(logging.WARNING)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         keep_compiled(compiled.value)
-        with _one_line():
+        with errors_in_one_line():
             extra = list(rest[1:])
             while positional and extra:
                 positional(extra.pop(0))
                 if not many:
                     break
             if extra:
-                raise UsageError(f"unexpected argument {extra[0]!r}: options are --key=value")
+                raise UsageError(f"unexpected argument {extra[0]!r}: {way_out(extra[0])}")
             main()
 
     app.run(guarded, argv=argv, flags_parser=_parse_flags)
-
-
-def config_first(argv: Sequence[str], default: str) -> tuple[list[str], str]:
-    """(argv with --config=<spec> before its overrides, the spec); the order does not matter.
-
-    The spec's file is found as `find_config` does.
-    """
-    spec, rest, waiting = default, [], iter(argv[1:])
-    for argument in waiting:
-        if argument in ("-config", "--config"):
-            spec = next(waiting, "")
-        elif match := re.match(r"--?config=(.*)", argument):
-            spec = match[1]
-        else:
-            rest.append(argument)
-    spec = find_config(spec)
-    return [argv[0], f"--config={spec}", *rest], spec
-
-
-def home() -> Path:
-    """The directory of `configs/` and `scripts/`: in an installed package, or its repository."""
-    package = Path(__file__).resolve().parents[1]
-    bundled = package / "_bundled"
-    return bundled if bundled.is_dir() else package.parent
-
-
-def find_config(spec: str) -> str:
-    """The spec with the path of its file.
-
-    A name ("prune") is always a config of ours: a file of the working directory is run only if its
-    path is typed ("mine.py", "configs/prune.py"), and then comes before ours. What is not found
-    stays as it is.
-    """
-    name, colon, argument = os.path.expanduser(spec).partition(":")
-    ours = [home() / "configs" / f"{name}.py"]
-    for path in [Path(name), home() / name] if name.endswith(".py") else ours:
-        if path.is_file():
-            return f"{path}{colon}{argument}"
-    return spec
-
-
-def load_config(spec: str) -> ConfigDict:
-    """The config that `get_config` of "file.py" or "file.py:argument" returns.
-
-    Raises:
-      UsageError: no such file, no such function, an argument it does not take.
-      ValueError: what `get_config` says about its argument.
-    """
-    name, colon, argument = find_config(spec).partition(":")
-    if not Path(name).is_file():
-        ours = sorted(path.stem for path in (home() / "configs").glob("*.py"))
-        here = sorted(str(path) for path in Path(name).parent.glob("*.py"))
-        raise UsageError(
-            f"config file {name!r} does not exist; there are: {', '.join(here + ours)}"
-        )
-    if str(home()) not in sys.path:  # config files import configs.parts
-        sys.path.append(str(home()))  # last: nothing in it stands in for an installed module
-    with _line_of(name):
-        get_config = runpy.run_path(name).get("get_config")
-    if get_config is None:
-        raise UsageError(f"config file {name!r} defines no get_config()")
-    if colon and not inspect.signature(get_config).parameters:
-        raise UsageError(f"config file {name!r} takes no argument {argument!r} after a colon")
-    with _line_of(name):
-        return get_config(*([argument] if colon else []))
-
-
-@contextlib.contextmanager
-def _line_of(name: str) -> Iterator[None]:
-    """Says where in a config file the block's error is; its own words to a user pass as they are.
-
-    Raises:
-      UsageError: what is no error of a user's, with the file and the line.
-    """
-    try:
-        yield
-    except (ValueError, OSError, ImportError):
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == name]
-        line, said = lines[-1] if lines else 0, first_line(error)
-        if isinstance(error, SyntaxError) and error.filename == name:
-            line, said = error.lineno, error.msg
-        raise UsageError(f"{name}, line {line}: {type(error).__name__}: {said}") from error
 
 
 def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
@@ -321,12 +234,42 @@ def set_nones(argv: Sequence[str], config: ConfigDict) -> list[str]:
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
-    with _one_line():
-        return flags.FLAGS(list(argv))
+    with errors_in_one_line():
+        try:
+            return flags.FLAGS(list(argv))
+        except flags.UnrecognizedFlagError as error:
+            raise UsageError(f"unknown flag {(x := error.flagvalue)!r}: {way_out(x)}") from None
+        except flags.IllegalFlagValueError as error:
+            name = str(error).removeprefix("flag --").partition("=")[0]
+            error.add_note(f"its default: --{name}={flags.FLAGS[name].default}")
+            raise
+
+
+def way_out(typed: str) -> str:
+    """The correction of an argument that is neither a flag nor the value of one."""
+    if configs.find_config(typed):
+        return f"write --config={typed}"
+    config = flags.FLAGS["config"].value.to_dict() if "config" in flags.FLAGS else {}
+    name, equals, value = typed.lstrip("-–—").partition("=")
+    own, keys = (
+        [flag.name for flag in _own_flags()],
+        [f"config.{x}" for x in flatten_config(config)],
+    )
+    near = nearest(name, [*own, *keys]) if equals or name != typed else None
+    if near and (keys or name != "config"):
+        return f"write --{near}{equals}{value} (--help lists all)"
+    known = [*own, *(["config.<key>", "config.model"] if keys else [])]
+    return f"options are {', '.join(f'--{name}' for name in known)} (--help lists all)"
+
+
+def _own_flags() -> list[flags.Flag]:
+    """The flags that the script and this file define."""
+    by_module = flags.FLAGS.flags_by_module_dict()
+    return [flag for name in (__name__, sys.argv[0]) for flag in by_module.get(name, ())]
 
 
 @contextlib.contextmanager
-def _one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """Ends the program with one line and exit code 2 where the block raises a user's error."""
     try:
         yield
@@ -350,12 +293,8 @@ def one_line(error: BaseException) -> str:
 
 def show_help(config: ConfigDict | None = None, spec: str = "") -> NoReturn:
     """Prints what launch/help.py writes, and ends the process."""
-    from ffn_heterogeneity.launch.help import help_text
-
-    by_module = flags.FLAGS.flags_by_module_dict()
-    known = [flag for name in (__name__, sys.argv[0]) for flag in by_module.get(name, ())]
     with reader_may_leave():
-        print(help_text(sys.modules["__main__"].__doc__ or "", known, config, spec))
+        print(help_text(sys.modules["__main__"].__doc__ or "", _own_flags(), config, spec))
     sys.exit(0)
 
 

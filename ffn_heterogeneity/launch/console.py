@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import runpy
 import sys
 from pathlib import Path
 
 import ffn_heterogeneity as fh
-from ffn_heterogeneity.launch.cli import HELP_FLAGS, home, reader_may_leave
+from ffn_heterogeneity.launch import cli, configs
 from ffn_heterogeneity.wording import unknown
 
 
 def main() -> None:
     """Runs the script named first as if it were called by its path; without one, lists them.
 
+    `ffnh configs` lists the configs.
+
     `--config=` takes the name of a config that came with the package: `ffnh train
     --config=nucl_finetune:smollm2,text`.
     """
-    scripts = {path.stem: path for path in sorted((home() / "scripts").glob("*.py"))}
+    scripts = {path.stem: path for path in sorted((configs.home() / "scripts").glob("*.py"))}
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     script = scripts.get(name.replace("-", "_"))
     if script is not None:
@@ -26,18 +27,21 @@ def main() -> None:
         runpy.run_path(str(script), run_name="__main__")
     elif name == "--version":
         print(f"ffn_heterogeneity {fh.__version__}")
-    elif name in HELP_FLAGS:
-        with reader_may_leave():
-            print(_usage(scripts))
+    elif name in (*cli.HELP_FLAGS, "help", "configs"):
+        with cli.reader_may_leave():
+            print(configs.listing() if name == "configs" else _usage(scripts))
     else:
-        print(f"error: {unknown('command', name, scripts)}", file=sys.stderr)
-        sys.exit(2)
+        with cli.errors_in_one_line():
+            spec = name.removeprefix("--config=")
+            if configs.find_config(spec):
+                command = (*configs.commands_of(configs.load_config(spec)), "<command>")[0]
+                raise cli.UsageError(f"{name!r} is a config: write ffnh {command} --config={spec}")
+            raise cli.UsageError(unknown("command", name, [*scripts, "configs"]))
 
 
 def _usage(scripts: dict[str, Path]) -> str:
     lines = [f"ffn_heterogeneity {fh.__version__}: ffnh <command> --help says more", ""]
     for name, path in scripts.items():
-        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).splitlines()[0]
-        lines.append(f"  {name:<14}{about}")
-    configs = sorted(path.stem for path in (home() / "configs").glob("*.py"))
-    return "\n".join([*lines, "", f"--config=<file, or one of {', '.join(configs)}>[:<argument>]"])
+        lines.append(f"  {name:<14}{configs.summary(path)}")
+    lines.append(f"  {'configs':<14}Lists the configs: name, command, what they are for.")
+    return "\n".join([*lines, "", "--config=<file, or a name from `ffnh configs`>[:<argument>]"])

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.workdir import finished
-from ffn_heterogeneity.launch import cli
+from ffn_heterogeneity.launch import cli, configs
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
@@ -143,6 +143,7 @@ def _make_stage(name: str, group: Any, model: str) -> Stage:
     cli.set_keys(base, own, f"stage {name!r}", group.base)
     base.model = model
     with naming(f"stage {name!r}"):
+        configs.check_command(COMMANDS[group.kind].script.removesuffix(".py"), base, group.base)
         COMMANDS[group.kind].check(base)
     return Stage(group.kind, name, base)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.launch.cli import home
+from ffn_heterogeneity.launch.configs import as_typed, home, shown
 from ffn_heterogeneity.paths import flatten_config
 
 COLUMN = 36  # where comments begin
@@ -34,9 +33,7 @@ def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: s
         default = "" if flag.default in (None, "") else f" (default: {flag.default})"
         lines += _entry(f"--{flag.name}", f"{flag.help}{default}", width)
     if config is not None:
-        ours = f"{home()}/configs/"
-        shown = spec.replace(".py", "", 1).removeprefix(ours) if spec.startswith(ours) else spec
-        lines += _entry("--config", f"The file of the keys below; now {shown}", width)
+        lines += _entry("--config", f"The file of the keys below; now {shown(spec)}", width)
         said = comments_of(spec.partition(":")[0])
         keys = flatten_config(config.to_dict())
         for group, names in itertools.groupby(sorted(keys, key=_group), _group):
@@ -44,18 +41,6 @@ def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: s
             for key in names:
                 lines += _entry(f"--config.{key}={keys[key]!r}", comment_of(key, said), width)
     return "\n".join(lines)
-
-
-def as_typed(text: str) -> str:
-    """Text that shows commands as `python scripts/<name>.py`, in the words of who typed this one:
-    `ffnh <name>` or `python -m ffn_heterogeneity <name>`, and names of configs for their files."""
-    before = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    if not before or before[-1].replace("-", "_") != Path(sys.argv[0]).stem:
-        return text
-    package = "ffn_heterogeneity"
-    front = f"python -m {package}" if before[-2:-1] == [package] else "ffnh"
-    text = re.sub(r"python scripts/(\w+)\.py", rf"{front} \1", text)
-    return re.sub(r"(--config=)configs/(\w+)\.py", r"\1\2", text)
 
 
 def _prose(text: str, width: int) -> list[str]:

@@ -16,7 +16,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
-from ffn_heterogeneity.io.read import read_json
+from ffn_heterogeneity.io.runs import SWEEP, read_listing
 from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir, working_in
 from ffn_heterogeneity.launch import cli, experiment, slurm
 from ffn_heterogeneity.launch.commands import COMMANDS
@@ -28,7 +28,6 @@ from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.wording import check_choice, check_known, shell_line, some
 
 LAUNCHERS = ("local", "submitit")
-LISTING = "sweep.json"
 
 
 class SweepFailed(ValueError):
@@ -119,7 +118,7 @@ def points_of(spec: str, sweep: str, config: ConfigDict) -> tuple[str, Sweep]:
     if not isinstance(sweeps, Mapping) or kind not in COMMANDS:
         raise ValueError(
             f"config file {spec.partition(':')[0]!r} defines no sweep: it needs SWEEPS and a KIND "
-            f"of {tuple(COMMANDS)}"
+            f"of {tuple(COMMANDS)}; `ffnh configs` lists the command of each config"
         )
     check_known([sweep], sweeps, "sweep")
     points = sweeps[sweep]
@@ -174,8 +173,9 @@ def claim(root: epath.Path, spec: str, sweep: str, kind: str, points: Sweep) -> 
     Raises:
       WorkdirError: the directory holds another sweep, or points that this one has not.
     """
-    path, names = root / LISTING, [one.name for one in points]
-    before = read_json(path) if path.exists() else {"sweep": sweep, "kind": kind, "points": []}
+    path, names = root / SWEEP, [one.name for one in points]
+    before = {"sweep": sweep, "kind": kind, "points": []}
+    before = read_listing(path) if path.exists() else before
     for key, value in (("sweep", sweep), ("kind", kind)):
         if before.get(key) != value:
             raise WorkdirError(

@@ -34,7 +34,7 @@ def test_help_shows_an_example_the_flags_and_the_config(name):
     assert done.code == 0 and done.err == "", done
     assert f"python scripts/{name}.py" in done.out and "Flags:" in done.out
     assert PLACES.get(name, "--workdir") in done.out
-    assert ("--config." in done.out.split("Flags:")[1]) == (name in WITH_CONFIG)
+    assert ("--config." in done.out.split("Flags:")[1]) == (name in (*WITH_CONFIG, "convert"))
     if name == "compress":
         assert "--config.ratio=0.25" in done.out and "configs/prune.py" in done.out
 
