@@ -27,37 +27,11 @@ from typing import Any
 
 __version__ = "0.2.0"
 _FACE = (
-    "load_model",
-    "save_model",
-    "generate",
-    "perplexity",
-    "classify",
-    "hidden_states",
-    "prune",
-    "fuse",
-    "attack",
-    "lora",
-    "fold",
-    "fit",
-    "analyze",
-    "push",
-    "run",
-    "results",
-    "curves",
+    "load_model save_model generate perplexity classify hidden_states prune fuse attack lora fold"
 )
+_FACE = (*_FACE.split(), "fit", "analyze", "push", "run", "results", "curves")
 _ROOMS = (
-    "adapters",
-    "bench",
-    "data",
-    "evaluate",
-    "io",
-    "losses",
-    "models",
-    "parallel",
-    "probes",
-    "report",
-    "surgery",
-    "train",
+    "adapters bench data evaluate io losses models parallel probes report surgery train".split()
 )
 __all__ = ["__version__", *_FACE, *_ROOMS]
 # {what does it here: the names that it has elsewhere, or that newcomers try}.

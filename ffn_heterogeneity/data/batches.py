@@ -50,6 +50,19 @@ class Feed:
         if self.config.shuffle_seed is not None:
             self.seed = self.config.shuffle_seed
 
+    def identity(self, epochs: int | None) -> dict[str, Any]:
+        """What must be equal for a state to mean the same place."""
+        return {
+            "task": self.task.name,
+            "records": len(self.train),
+            "seed": self.seed,
+            "shuffle": self.config.shuffle,
+            "epochs": epochs,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "bos": [self._encoder.bos, self._encoder.bos_id],
+        }
+
 
 class BatchIterator:
     """Batches, and a small JSON-able state from which a twin goes on with the next one.

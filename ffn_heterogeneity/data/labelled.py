@@ -122,6 +122,15 @@ def steps_of(data: Mapping[str, Any], epochs: float, batch_size: int) -> int:
     return max(1, math.ceil(epochs * max(1, round(rows * settings.fraction)) / batch_size))
 
 
+def constant_loss(task: LabelTask, targets: np.ndarray) -> float:
+    """The least loss of one answer for all rows: the entropy of the labels' shares (ln 3 of three
+    alike), or the variance of the numbers."""
+    if task.regression:
+        return float(np.var(targets))
+    shares = np.unique(targets, return_counts=True)[1] / len(targets)
+    return float(-np.sum(shares * np.log(shares)))
+
+
 def found_labels(source: Source, field: str = "label") -> tuple[str, ...]:
     """The labels of a file: its class names in their order, or the texts in the field, in order:
     numbers by size, then by letters."""

@@ -83,7 +83,7 @@ class Pipeline(Feed):
           DataError: while iterating, a record that cannot be read, or no token to predict in any.
         """
         batches, counts = self._batches(self._order(epochs), self.train, training=True)
-        return BatchIterator(iter(batches), self._identity(epochs), counts)
+        return BatchIterator(iter(batches), self.identity(epochs), counts)
 
     def _order(self, epochs: int | None) -> Any:
         """The training records as a grain `MapDataset` in the order they are read."""
@@ -181,8 +181,8 @@ class Pipeline(Feed):
         for row in range(len(source) if source.in_memory else 1):
             read_example(self.task, self._fields, source, row, source[row])
 
-    def _identity(self, epochs: int | None) -> dict[str, Any]:
-        """What must be equal for a state to mean the same place."""
+    def identity(self, epochs: int | None) -> dict[str, Any]:
+        """As in `Feed`, and the records', some of which are read."""
         source, shares, members = self.train.source, [self.train.rows], {}
         if isinstance(source, MixedSource):
             shares = source.shares(self.train.rows)
@@ -192,18 +192,11 @@ class Pipeline(Feed):
         texts = [self._sample(source, row) for row in sampled]
         probe = "The quick brown fox, 1234 times: naïve\n"
         return {
-            "task": self.task.name,
-            "records": len(self.train),
+            **super().identity(epochs),
             **members,
             "data_crc": zlib.crc32(repr([sampled, texts]).encode()),
             "tokenizer_crc": zlib.crc32(repr(encode(self.tokenizer, probe)).encode()),
-            "seed": self.seed,
-            "shuffle": self.config.shuffle,
-            "epochs": epochs,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
             "packing": self.config.packing,
-            "bos": [self._encoder.bos, self._encoder.bos_id],
             "eos": self._encoder.eos_id,
             "append": self.config.append,
             "loss_on_prompt": self.config.loss_on_prompt,

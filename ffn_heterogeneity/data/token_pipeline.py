@@ -57,7 +57,7 @@ class TokenPipeline(Feed):
         # Without end is a length that grain can still divide by a batch of one row.
         numbers, counts = numbers.repeat(epochs or 2**31), Counts()
         batches = self._batches(numbers, self.train, counts)
-        return BatchIterator(iter(batches), self._identity(epochs), counts)
+        return BatchIterator(iter(batches), self.identity(epochs), counts)
 
     def validation_iterator(self, max_batches: int | None = None) -> Iterator[Batch]:
         """One pass over the held-out rows, in order, the last batch padded; always the same.
@@ -125,19 +125,9 @@ class TokenPipeline(Feed):
     def _make(self, parts: Sequence[ShardPart]) -> TokenRows:
         return TokenRows(parts, self._encoder, self.seq_len)
 
-    def _identity(self, epochs: int | None) -> dict[str, Any]:
-        """What must be equal for a state to mean the same place."""
-        return {
-            "task": self.task.name,
-            "records": len(self.train),
-            "data_crc": self._digest,
-            "seed": self.seed,
-            "shuffle": self.config.shuffle,
-            "epochs": epochs,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "bos": [self._encoder.bos, self._encoder.bos_id],
-        }
+    def identity(self, epochs: int | None) -> dict[str, Any]:
+        """As in `Feed`, and the shards'."""
+        return {**super().identity(epochs), "data_crc": self._digest}
 
 
 def _digest(corpus: Corpus, parts: Sequence[ShardPart]) -> int:

@@ -189,14 +189,12 @@ def torch_lines(config: ModelConfig, directory: str) -> list[str]:
             f"head = load_file({directory + '/structure/model.safetensors'!r})",
             "head = {k[10:]: v for k, v in head.items() if k.startswith('task_head/')}",
         ]
-    if config.is_encoder:
-        lines.append(f"rows = tokenizer({read}, padding=True, return_tensors='pt')")
-    else:
-        joined = "first + '\\n' + second" if "second" in read else "first"
-        bos = "tokenizer.bos_token + " if config.bos_id is not None else ""
-        lines.append(
-            f"rows = tokenizer([{bos}{joined}], add_special_tokens=False, return_tensors='pt')"
-        )
+    joined = "first + '\\n' + second" if "second" in read else "first"
+    bos = "" if config.bos_id is None else "tokenizer.bos_token + "
+    given = f"{read}, padding=True"
+    if not config.is_encoder:
+        given = f"[{bos}{joined}], add_special_tokens=False"
+    lines.append(f"rows = tokenizer({given}, return_tensors='pt')")
     if pooling == "last":
         return [*lines, "logits = model(**rows).logits"]
     if raw:  # the library hands the last state out behind the norm

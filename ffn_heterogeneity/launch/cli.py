@@ -251,10 +251,7 @@ def way_out(typed: str) -> str:
         return f"write --config={typed}"
     config = flags.FLAGS["config"].value.to_dict() if "config" in flags.FLAGS else {}
     name, equals, value = typed.lstrip("-–—").partition("=")
-    own, keys = (
-        [flag.name for flag in _own_flags()],
-        [f"config.{x}" for x in flatten_config(config)],
-    )
+    own, keys = [x.name for x in _own_flags()], [f"config.{x}" for x in flatten_config(config)]
     near = nearest(name, [*own, *keys]) if equals or name != typed else None
     if near and (keys or name != "config"):
         return f"write --{near}{equals}{value} (--help lists all)"

@@ -164,6 +164,8 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
         method = f"trained with {', '.join(facts['losses'])}"
         write_card(workdir / "model", config.model, method, results, model.config)
         write_results(workdir, results | of_model(workdir / "model"))
+        if "constant_loss" in results and (said := unlearnt(workdir, results["constant_loss"])):
+            print(said, file=sys.stderr)
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
         print(loads_in(workdir / "model"), file=sys.stderr)
 
@@ -288,6 +290,21 @@ def summary(workdir: epath.Path, result: LoopResult) -> dict:
         "tokens_per_second": result.tokens_per_second,
         **({"steps_without_metrics": lost} if lost else {}),
     }
+
+
+def unlearnt(workdir: epath.Path, constant: float) -> str:
+    """A line where a classifier's mean loss over the last tenth of its steps is within 2% of what
+    one answer for all rows costs; else ""."""
+    rows, names = read_metrics(workdir / "metrics.jsonl"), ("classification", "regression")
+    found = [row.get(f"train/{name}") for row in rows for name in names]
+    losses = [loss for loss in found if isinstance(loss, float)]
+    last = losses[-max(1, len(losses) // 10) :]
+    if not last or (mean := float(np.mean(last))) < 0.98 * constant:
+        return ""
+    return (
+        f"nothing was learnt: the loss is {mean:.3f} at the end, and {constant:.3f} of one answer "
+        "for all rows: give --config.optimizer.learning_rate or --config.epochs more"
+    )
 
 
 def validate(config: ConfigDict, workdir: epath.Path) -> dict:

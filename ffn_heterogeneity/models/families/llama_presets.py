@@ -22,7 +22,11 @@ _CODER |= {"max_position": 16_384, "theta": 100_000.0, "linear_factor": 4.0}
 # Layers, FFN width, d_model, heads, key-value heads.
 _1B = (16, 8192, 2048, 32, 8)
 _7B = (32, 11008, 4096, 32, 32)
+_CODELLAMA_34B = _CODELLAMA | {"vocab_size": 32_000}
 _7B_OF_30 = (30, 11008, 4096, 32, 32)
+_1_3B = (24, 5504, 2048, 16, 16)
+_1_7B = (24, 8192, 2048, 32, 32)
+_34B = (48, 22016, 8192, 64, 8)
 _8B = (32, 14336, 4096, 32, 8)
 _13B = (40, 13824, 5120, 40, 40)
 _70B = (80, 28672, 8192, 64, 8)
@@ -53,19 +57,11 @@ _MODELS = {
     "llama3_2_3b": ("meta-llama/Llama-3.2-3B", _LLAMA32, (28, 8192, 3072, 24, 8)),
     "smollm2_135m": ("HuggingFaceTB/SmolLM2-135M", _SMOLLM2, (30, 1536, 576, 9, 3)),
     "smollm2_360m": ("HuggingFaceTB/SmolLM2-360M", _SMOLLM2, (32, 2560, 960, 15, 5)),
-    "smollm2_1_7b": (
-        "HuggingFaceTB/SmolLM2-1.7B",
-        _SMOLLM2 | {"theta": 130_000.0},
-        (24, 8192, 2048, 32, 32),
-    ),
+    "smollm2_1_7b": ("HuggingFaceTB/SmolLM2-1.7B", _SMOLLM2 | {"theta": 130_000.0}, _1_7B),
     "deepseek_llm_7b": ("deepseek-ai/deepseek-llm-7b-base", _DEEPSEEK, _7B_OF_30),
     "deepseek_llm_67b": ("deepseek-ai/deepseek-llm-67b-base", _DEEPSEEK, (95, 22016, 8192, 64, 8)),
     "deepseek_math_7b": ("deepseek-ai/deepseek-math-7b-base", _DEEPSEEK, _7B_OF_30),
-    "deepseek_coder_1_3b": (
-        "deepseek-ai/deepseek-coder-1.3b-base",
-        _CODER,
-        (24, 5504, 2048, 16, 16),
-    ),
+    "deepseek_coder_1_3b": ("deepseek-ai/deepseek-coder-1.3b-base", _CODER, _1_3B),
     "deepseek_coder_6_7b": ("deepseek-ai/deepseek-coder-6.7b-base", _CODER, _7B),
     "deepseek_coder_33b": ("deepseek-ai/deepseek-coder-33b-base", _CODER, (62, 19200, 7168, 56, 8)),
     "deepseek_coder_7b_v1_5": ("deepseek-ai/deepseek-coder-7b-base-v1.5", _DEEPSEEK, _7B_OF_30),
@@ -76,11 +72,7 @@ _MODELS = {
     "layerskip_llama2_13b": ("facebook/layerskip-llama2-13B", _LLAMA2, _13B),
     "layerskip_llama2_70b": ("facebook/layerskip-llama2-70B", _LLAMA2, _70B),
     "layerskip_codellama_7b": ("facebook/layerskip-codellama-7B", _CODELLAMA, _7B),
-    "layerskip_codellama_34b": (
-        "facebook/layerskip-codellama-34B",
-        _CODELLAMA | {"vocab_size": 32_000},
-        (48, 22016, 8192, 64, 8),
-    ),
+    "layerskip_codellama_34b": ("facebook/layerskip-codellama-34B", _CODELLAMA_34B, _34B),
     "layerskip_llama3_8b": ("facebook/layerskip-llama3-8B", _LLAMA3, _8B),
     "layerskip_llama3_2_1b": ("facebook/layerskip-llama3.2-1B", _LLAMA32, _1B),
 }
