@@ -26,13 +26,11 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-_FACE = (
-    "load_model save_model generate perplexity classify hidden_states prune fuse attack lora fold"
-)
-_FACE = (*_FACE.split(), "fit", "analyze", "push", "run", "results", "curves")
-_ROOMS = (
-    "adapters bench data evaluate io losses models parallel probes report surgery train".split()
-)
+_FACE = ("load_model", "save_model", "generate", "perplexity", "classify", "hidden_states")
+_FACE += ("prune", "fuse", "attack", "lora", "fold", "fit", "analyze", "push", "run", "results")
+_FACE += ("curves",)
+_ROOMS = ("adapters", "bench", "data", "evaluate", "io", "losses", "models", "parallel", "probes")
+_ROOMS += ("report", "surgery", "train")
 __all__ = ["__version__", *_FACE, *_ROOMS]
 # {what does it here: the names that it has elsewhere, or that newcomers try}.
 _NAMES = {"fh.load_model": "load Model from_pretrained", 'fh.surgery.SURGERIES["nf4"]': "quantize"}

@@ -51,7 +51,7 @@ class Feed:
             self.seed = self.config.shuffle_seed
 
     def identity(self, epochs: int | None) -> dict[str, Any]:
-        """What must be equal for a state to mean the same place."""
+        """Settings that must be equal for a state to mean the same place."""
         return {
             "task": self.task.name,
             "records": len(self.train),

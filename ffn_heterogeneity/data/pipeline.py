@@ -182,7 +182,7 @@ class Pipeline(Feed):
             read_example(self.task, self._fields, source, row, source[row])
 
     def identity(self, epochs: int | None) -> dict[str, Any]:
-        """As in `Feed`, and the records', some of which are read."""
+        """The settings of `Feed`, and marks of the records, some of which are read."""
         source, shares, members = self.train.source, [self.train.rows], {}
         if isinstance(source, MixedSource):
             shares = source.shares(self.train.rows)

@@ -126,7 +126,7 @@ class TokenPipeline(Feed):
         return TokenRows(parts, self._encoder, self.seq_len)
 
     def identity(self, epochs: int | None) -> dict[str, Any]:
-        """As in `Feed`, and the shards'."""
+        """The settings of `Feed`, and a digest of the shards."""
         return {**super().identity(epochs), "data_crc": self._digest}
 
 

@@ -9,6 +9,8 @@ import pytest
 from tiny_models import config_of, save_tiny_reader
 from tiny_runs import read_rows, write_halves, write_rows
 
+from ffn_heterogeneity.data.glue import get_task
+from ffn_heterogeneity.data.labelled import constant_loss
 from ffn_heterogeneity.evaluate.classify import classify
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import evaluate as evaluating
@@ -37,7 +39,13 @@ def files(tmp_path_factory):
 def config_for(files, model="bert", task="labels", more="", **changes):
     own = {"data__path": str(files / "train.jsonl"), "fields": "sentence", "lengths": (8, 32)}
     own |= {"data__validation_path": str(files / "held_out.jsonl"), "together": 1, "batch_size": 8}
-    own |= {"epochs": 4.0, "dropout": 0.0, "optimizer__learning_rate": 2e-2, "eval__every": 10}
+    own |= {
+        "epochs": 4.0,
+        "least_steps": 0,
+        "dropout": 0.0,
+        "optimizer__learning_rate": 2e-2,
+        "eval__every": 10,
+    }
     own |= {"compute_dtype": "float32", "tensorboard": False}
     return config_of("p32_glue", f"{files / model},{task}{more}", **(own | changes))
 
@@ -77,6 +85,31 @@ def test_a_run_from_rows_to_predictions(files, tmp_path, model, pooling):
     assert classify(loaded, []) == [] and found["prediction"] in ("low", "high")
     with pytest.raises(ValueError, match="is not a text"):
         classify(loaded, [("a", "b")])
+
+
+def test_a_run_that_learns_nothing_says_so(files, tmp_path, capsys):
+    """Texts all alike: the loss stays what one answer costs, ln 3 of three labels alike."""
+    rows = [{"sentence": "abc", "label": label} for label in ("a", "b", "c") * 8]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    more = {"data__path": str(path), "data__validation_path": ""}
+    results = training.run(config_for(files, **more), tmp_path / "same")
+    assert results["constant_loss"] == pytest.approx(np.log(3))
+    said = capsys.readouterr().err
+    assert "nothing was learnt: the loss is 1." in said and "1.099 of one answer" in said
+    results = training.run(config_for(files), tmp_path / "learns")
+    assert "nothing was learnt" not in capsys.readouterr().err
+    values = np.array([1.0, 2.0, 4.0])
+    assert constant_loss(get_task("stsb"), values) == pytest.approx(((values - 7 / 3) ** 2).mean())
+
+
+def test_small_files_have_steps_enough(files):
+    """Four epochs of 60 rows are 8 steps; a small file of one's own is given more."""
+    ours = config_of("p32_glue", f"{files / 'bert'},labels")
+    for steps, least in ((8, 0), (200, 200)):
+        config = config_for(files, batch_size=32, epochs=4.0, least_steps=least)
+        assert read(config).loop.steps == steps
+    glue = config_of("p32_glue", f"{files / 'bert'},mrpc")
+    assert (ours.least_steps > 0, glue.least_steps) == (True, 0)
 
 
 def test_a_regression_and_a_part_that_is_held_out(files, tmp_path):
