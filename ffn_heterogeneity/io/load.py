@@ -240,10 +240,10 @@ def model_directory(spec: str | os.PathLike, *, revision: str | None = None) -> 
     if _is_file(path):
         raise CheckpointError(
             f"{spec} is a file, not a directory of safetensors: convert it first (python "
-            f"scripts/convert.py --model={spec} --output=<directory>)"
+            f"scripts/convert.py --config.model={spec} --output=<directory>)"
         )
     if peft.is_adapter(path):
-        way = f"python scripts/convert.py --model={path} --output=<directory>"
+        way = f"python scripts/convert.py --config.model={path} --output=<directory>"
         raise CheckpointError(f"{path} holds adapters, no weights: fold them first ({way})")
     return path
 
