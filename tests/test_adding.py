@@ -18,22 +18,30 @@ from ffn_heterogeneity.paths import flatten
 SMALL = {"steps": 2, "batch_size": 2, "eval.max_batches": 1, "tensorboard": "false"}
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """A copy of what runs, with every diff of CONTRIBUTING.md in it."""
-    root = tmp_path_factory.mktemp("copy")
+# Of each its own tree: it and the diff of an adapter change one line.
+ALONE = ("families/seed_oss.py", "surgery/weaken.py")
+
+
+def with_diffs(root, alone: bool):
+    """A copy of what runs, with the diffs of CONTRIBUTING.md in it, or those of `ALONE`."""
     for name in ("ffn_heterogeneity", "configs", "scripts", "tests", "docs"):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
     diffs = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.S)
-    assert len(diffs) == 8, "a loss, a probe, a task, a head, an objective, ... a table"
+    assert len(diffs) == 10, "a loss, a probe, a task, a head, an objective, ... a table"
     for diff in diffs:
-        done = run_program("git", "apply", "-", cwd=root, given=diff)
-        assert done.code == 0, f"{done.err}\n{diff}"
+        if any(name in diff for name in ALONE) == alone:
+            done = run_program("git", "apply", "-", cwd=root, given=diff)
+            assert done.code == 0, f"{done.err}\n{diff}"
     shutil.copy(REPOSITORY / "pyproject.toml", root)
     save_tiny(root / "tiny")
     (root / "text.txt").write_text(TEXT)
     return root
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    return with_diffs(tmp_path_factory.mktemp("copy"), False)
 
 
 def run(copy, script, *flags) -> None:
@@ -138,3 +146,40 @@ def test_a_table(copy):
     run(copy, "report", "--paper=nucl", "halves", "--out=tables")
     rows = (copy / "tables" / "what_went.csv").read_text().splitlines()
     assert "parameters" in rows[0] and len(rows) > 1
+
+
+TWO = """
+import sys
+import numpy as np, torch, transformers
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.surgery import SURGERIES
+
+sizes = dict(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=10)
+sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+theirs = transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**sizes)).eval()
+with torch.no_grad():
+    for name, leaf in theirs.named_parameters():
+        leaf.copy_(torch.randn_like(leaf) * 0.2 + ("norm" in name))
+theirs.save_pretrained("theirs")
+ids = np.arange(18).reshape(2, 9) * 3
+logits = lambda: theirs(torch.tensor(ids)).logits.detach().numpy()
+model = fh.load_model("theirs")
+np.testing.assert_allclose(model(ids), logits(), atol=1e-4)
+fh.save_model(model, "back")
+again = transformers.AutoModelForCausalLM.from_pretrained("back")
+assert type(again) is type(theirs)
+np.testing.assert_array_equal(again(torch.tensor(ids)).logits.detach().numpy(), logits())
+weaker, _ = SURGERIES["weaken"](model, {"factor": 0.25})
+with torch.no_grad():
+    for layer in theirs.model.layers:
+        layer.mlp.down_proj.weight.mul_(0.25)
+np.testing.assert_allclose(weaker(ids), logits(), atol=1e-4)
+"""
+
+
+def test_a_family_and_a_surgery(tmp_path, torch):
+    root = with_diffs(tmp_path / "copy", True)
+    done = run_program(sys.executable, "-c", TWO, cwd=root, PYTHONPATH=str(root))
+    assert done.code == 0, done.err
+    run(root, "compress", "--config=weaken", "--config.model=tiny", "--workdir=run")
+    assert json.loads((root / "run/results.json").read_text())["factor"] == 0.5
