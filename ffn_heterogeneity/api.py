@@ -273,11 +273,12 @@ def run(
     """
     # Here: loading and generating do without what trains.
     from ffn_heterogeneity.io.workdir import working_in
-    from ffn_heterogeneity.launch import cli, commands, experiment
+    from ffn_heterogeneity.launch import cli, commands, configs, experiment
 
     workdir = epath.Path(workdir).expanduser()
     check_choice("command", command, tuple(commands.COMMANDS))
     made = cli.load_config(config)
+    configs.check_command({"surgery": "compress"}.get(command, command), made, config)
     cli.set_keys(made, settings or {}, command, config)
     experiment.check(made, command)
     with working_in(workdir, made.to_dict()):
