@@ -153,11 +153,19 @@ def open_task(
         names = [member.task for member in members]
         name = f"{task.name} in {path}" if path else task.name
         return MixedSource(name, list(zip(names, weights, sources, strict=True)))
-    path = path or task.hub
-    if not path:
-        raise DataError(f"task {task.name!r} needs a path: a file or a hub name")
-    source = open_source(path, split=split, **opened)
+    source = open_source(place_of(task, path), split=split, **opened)
     return ExpandedSource(source, task.name, task.expand) if task.expand else source
+
+
+def place_of(task: Task, path: str) -> str:
+    """The path, or the task's own data set of the hub ("" of a mixture's members).
+
+    Raises:
+      DataError: there is neither.
+    """
+    if not (path or task.hub or task.members):
+        raise DataError(f"task {task.name!r} needs --config.data.path: a file or a hub name")
+    return path or task.hub
 
 
 def mixed_records(source: MixedSource, subset: Subset, seeds: Sequence[int] | None) -> Any:

@@ -301,10 +301,8 @@ def unlearnt(workdir: epath.Path, constant: float) -> str:
     last = losses[-max(1, len(losses) // 10) :]
     if not last or (mean := float(np.mean(last))) < 0.98 * constant:
         return ""
-    return (
-        f"nothing was learnt: the loss is {mean:.3f} at the end, and {constant:.3f} of one answer "
-        "for all rows: give --config.optimizer.learning_rate or --config.epochs more"
-    )
+    said = f"nothing was learnt: the loss is {mean:.3f} at the end, {constant:.3f} of one answer"
+    return f"{said} for all rows: raise --config.optimizer.learning_rate or --config.epochs"
 
 
 def validate(config: ConfigDict, workdir: epath.Path) -> dict:

@@ -8,10 +8,14 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from ffn_heterogeneity.data.labelled import named_paths
-from ffn_heterogeneity.data.sources import DataError, kind_of
+from ffn_heterogeneity.data.labelled import LabelSettings, named_paths, open_rows
+from ffn_heterogeneity.data.mixtures import place_of
+from ffn_heterogeneity.data.sources import DataError, kind_of, named_place
+from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.weighted import parse_mixture
+from ffn_heterogeneity.train.labels import task_of
 from ffn_heterogeneity.train.settings import LANGUAGE, TrainConfig
+from ffn_heterogeneity.wording import settings_of
 
 # What reads a kind of data; of a hub data set `datasets`.
 PACKAGES = {"parquet": "pyarrow", "hub": "datasets"}
@@ -22,7 +26,8 @@ def check_early(config: TrainConfig) -> None:
 
     Raises:
       ImportError: a package that the run needs is not installed.
-      DataError: a file or directory of data that is not there.
+      DataError: a path that is needed, or a file or directory that is not there; rows without the
+        fields of the task.
       ValueError: Weights & Biases is to be told, and knows no login.
     """
     if config.objective == LANGUAGE:
@@ -33,6 +38,11 @@ def check_early(config: TrainConfig) -> None:
             raise DataError(f"data.{key}={path!r}: no such file")
         if package := PACKAGES.get(kind):
             importlib.import_module(package)
+        if key == "path" and config.objective == "labels" and path and kind != "hub":
+            with named_place(rows := open_rows(path), 0):
+                task_of(settings_of(LabelSettings, config.data), config.own).texts(rows[0])
+    if config.objective == LANGUAGE and "task" in config.data and not config.data.get("mixture"):
+        place_of(get_task(config.data["task"]), config.data["path"])
     if config.loop.wandb:
         _check_login(config.loop.wandb)
 

@@ -27,6 +27,15 @@ def test_a_path_of_data_that_is_not_there(tmp_path, key):
     assert refused(tmp_path, config, DataError) == f"data.{key}='none/a.txt': no such file"
 
 
+def test_what_a_run_lacks_is_said_before_its_model_is_read(tmp_path):
+    config = config_of("nucl_finetune", f"{NOWHERE},text")
+    assert "needs --config.data.path: a file or a hub name" in refused(tmp_path, config, DataError)
+    (tmp_path / "rows.csv").write_text("x,label\na,b\nc,d\n")
+    own = {"fields": "text", "data__path": str(tmp_path / "rows.csv")}
+    said = refused(tmp_path, config_of("p32_glue", f"{NOWHERE},labels", **own), DataError)
+    assert "rows.csv, line 2: task 'labels' reads the fields 'text'; this file has 'x'" in said
+
+
 def test_one_of_several_held_out_sets(tmp_path):
     paths = "matched=none/a.jsonl,mismatched=none/b.jsonl"
     config = config_of("p32_glue", f"{NOWHERE},mnli", data__validation_path=paths)
