@@ -164,7 +164,7 @@ def place_of(task: Task, path: str) -> str:
       DataError: there is neither.
     """
     if not (path or task.hub or task.members):
-        raise DataError(f"task {task.name!r} needs --config.data.path: a file or a hub name")
+        raise DataError(f"task {task.name!r} needs a path: --config.data.path=<file or hub name>")
     return path or task.hub
 
 

@@ -154,9 +154,11 @@ def test_whoever_has_said_how_is_heard(monkeypatch):
 def test_the_python_interface_does_as_well(monkeypatch):
     seen = []
     model = Model(WIDE, restack(WIDE, random_params(WIDE)), byte_tokenizer(), "tiny")
-    own = fh.hidden_states.__globals__["_states"]
+    own = fh.hidden_states.__wrapped__.__globals__["_states"]
     monkeypatch.setitem(
-        fh.hidden_states.__globals__, "_states", lambda *given: seen.append(said()) or own(*given)
+        fh.hidden_states.__wrapped__.__globals__,
+        "_states",
+        lambda *given: seen.append(said()) or own(*given),
     )
     fh.hidden_states(model, [TEXT[:20]])
     fh.hidden_states(model, [TEXT[:20]], options=RunOptions(compute_dtype=jnp.bfloat16))

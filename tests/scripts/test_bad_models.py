@@ -79,7 +79,8 @@ def test_a_damaged_directory(script, kind, tmp_path):
     model = f"--config.model={directory}"
     if script == "train":
         model = f"--config=configs/nucl_finetune.py:{directory},text"
-    error = run_script(script, model, f"--workdir={tmp_path / 'run'}").error
+    data = ["--config.data.path=README.md"] if script == "train" else []
+    error = run_script(script, model, *data, f"--workdir={tmp_path / 'run'}").error
     assert all(word.lower() in error.lower() for word in words), error
     assert not (tmp_path / "run").exists()
 

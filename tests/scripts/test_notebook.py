@@ -16,6 +16,7 @@ import pytest
 from tiny_models import REPOSITORY, WIDE, byte_tokenizer, random_params
 from tokenizers import pre_tokenizers
 
+from ffn_heterogeneity.io import fetch
 from ffn_heterogeneity.io.gguf_export import save_gguf
 
 NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
@@ -49,6 +50,11 @@ def outputs(model, folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{watch}:{REPOSITORY}")
     monkeypatch.setenv("FFN_MODELS", str(folder / ".cache/models"))
     monkeypatch.setenv("FFN_SOURCE", str(REPOSITORY))
+    # Noted as checked: it stands in for another file.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "digest", lambda path: fetch.SOURCES["smollm2"].sha256)
+        fetch.fetch_model("smollm2")
     monkeypatch.setenv("FFN_STEPS", "4")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     notebook, where = nbformat.read(NOTEBOOK, as_version=4), {"metadata": {"path": str(folder)}}

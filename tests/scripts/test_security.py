@@ -33,7 +33,9 @@ PROMISES = {
     "Patterns in PEFT's files": [
         ("io/test_peft", "test_what_cannot_be_read"),
         ("io/test_structure", "test_a_damaged_directory_is_refused"),
+        ("io/test_doors", "test_heads_fit_what_is_saved"),
         ("io/test_fetch", "test_the_real_models_are_those_that_are_pinned"),
+        ("io/test_fetch", "test_what_is_there_is_checked_once_in_each_state"),
     ],
     "Files are read where": [
         ("io/test_read", "test_what_is_no_file_of_text"),
@@ -41,7 +43,12 @@ PROMISES = {
         ("data/test_prepare", "test_a_document_longer_than_memory_streams_and_ends_at_the_limit"),
         ("data/test_prepare", "test_a_line_without_end_is_refused_by_its_number"),
     ],
-    "Reports read runs as hostile": [("test_hostile_cases", "test_reports")],
+    "Reports read runs as hostile": [
+        ("test_hostile_cases", "test_reports"),
+        ("io/test_doors", "test_archives_end_in_one_line"),
+        ("io/test_doors", "test_links_between_folders_do_not_loop"),
+    ],
+    "No column of a data set": [("io/test_doors", "test_pictures_are_not_opened")],
     "Not bounded": [],
     "Config files": [("scripts/test_hostile_commands", "test_one_line")],
 }

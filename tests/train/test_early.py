@@ -29,7 +29,9 @@ def test_a_path_of_data_that_is_not_there(tmp_path, key):
 
 def test_what_a_run_lacks_is_said_before_its_model_is_read(tmp_path):
     config = config_of("nucl_finetune", f"{NOWHERE},text")
-    assert "needs --config.data.path: a file or a hub name" in refused(tmp_path, config, DataError)
+    assert "needs a path: --config.data.path=<file or hub name>" in refused(
+        tmp_path, config, DataError
+    )
     (tmp_path / "rows.csv").write_text("x,label\na,b\nc,d\n")
     own = {"fields": "text", "data__path": str(tmp_path / "rows.csv")}
     said = refused(tmp_path, config_of("p32_glue", f"{NOWHERE},labels", **own), DataError)
