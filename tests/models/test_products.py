@@ -154,12 +154,9 @@ def test_whoever_has_said_how_is_heard(monkeypatch):
 def test_the_python_interface_does_as_well(monkeypatch):
     seen = []
     model = Model(WIDE, restack(WIDE, random_params(WIDE)), byte_tokenizer(), "tiny")
-    own = fh.hidden_states.__wrapped__.__globals__["_states"]
-    monkeypatch.setitem(
-        fh.hidden_states.__wrapped__.__globals__,
-        "_states",
-        lambda *given: seen.append(said()) or own(*given),
-    )
+    inside = fh.hidden_states.__wrapped__.__globals__
+    own = inside["_states"]
+    monkeypatch.setitem(inside, "_states", lambda *given: seen.append(said()) or own(*given))
     fh.hidden_states(model, [TEXT[:20]])
     fh.hidden_states(model, [TEXT[:20]], options=RunOptions(compute_dtype=jnp.bfloat16))
     forward = generate.Generator.__call__
