@@ -15,7 +15,7 @@ Hours:     paper: not stated. MiniLM-L6 on MRPC, 345 steps of 32 rows, 2 CPU cor
 Paper:     hardly any setting is printed ("low learning rate, aggressive clipping"). Ours, of
            encoders: AdamW, 2e-5, 3 epochs, batch 32, 6% warm-up, linear decay, clipping at 1,
            dropout 0.1; of QLoRA: rank = alpha = 16, 1e-4, clipping at 0.3. A run whose loss is not
-           finite begins anew with another seed (`retries`), as the paper says. Rows of one's own:
+           finite begins again with another seed (`retries`), as the paper says. Rows of one's own:
            1e-4 and 100 steps at least, by held-out training rows of two files of 300.
 
 The other keys are those of configs/parts/train.py and configs/parts/adapters.py, explained there.
@@ -66,7 +66,7 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,mrpc") ->
     config.together = 4
     config.epochs = 3.0
     config.steps = 0  # 0: what the epochs make
-    config.least_steps = 100 if task in OWN else 0  # and at least so many
+    config.least_steps = 100 if task in OWN else 0  # a minimum, whatever the epochs make
     config.retries = 0  # runs with other seeds in the place of one whose loss is not finite
     config.batch_size = 32
     config.dropout = 0.1

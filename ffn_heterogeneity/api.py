@@ -219,7 +219,7 @@ def analyze(
       analysis: of configs/analyze.py: "connectivity", "massive", "displacement", "lesions", "ntk";
         "": "displacement" where a text is given, else "connectivity".
       workdir: keeps results.json and figures; None: nothing is kept.
-      settings: the config's keys; "__" stands for a dot. `text` may be a file, or the text itself
+      settings: the config's keys; "__" stands for a dot. `text` is a file, or the text itself
         (anything with a space that is no file).
 
     Raises:
@@ -278,7 +278,8 @@ def run(
     workdir = epath.Path(workdir).expanduser()
     check_choice("command", command, tuple(commands.COMMANDS))
     made = cli.load_config(config)
-    configs.check_command({"surgery": "compress"}.get(command, command), made, config)
+    script = commands.COMMANDS[command].script.removesuffix(".py")
+    configs.check_command(script, made, config)
     cli.set_keys(made, settings or {}, command, config)
     experiment.check(made, command)
     with working_in(workdir, made.to_dict()):

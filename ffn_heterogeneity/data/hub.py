@@ -80,7 +80,7 @@ class HubSource(Source):
                 self._data = datasets.load_dataset(
                     repository, config or None, split=split, revision=revision
                 )
-        # Not as datasets has it: an image would be opened, wherever it is; a saved format counts.
+        # Decoded, an image would be opened wherever it is; a saved format may give tensors.
         self._data = self._data.with_format("arrow")
         self.class_names = _class_names(self._data.features.arrow_schema)
         if not len(self):
@@ -114,7 +114,7 @@ class HubStream(Source):
             builder = datasets.load_dataset_builder(repository, config or None, revision=revision)
             self._data = builder.as_streaming_dataset(split=split)
         if self._data.features is not None:
-            self._data = self._data.decode(False)  # an image would be opened, wherever it is
+            self._data = self._data.decode(False)  # as in `HubSource`
         known = (builder.info.splits or {}).get(split)
         self.rows = known.num_examples if known else None
         self.name, self.fingerprint = f"{name}[{split}]", f"{builder.config_id} {builder.hash}"

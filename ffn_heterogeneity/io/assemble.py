@@ -52,15 +52,16 @@ def narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     Raises:
       CheckpointError: a finite value that is infinite there.
     """
+    dtype = np.dtype(dtype)
+    if dtype == array.dtype or ml_dtypes.finfo(dtype).max >= ml_dtypes.finfo(array.dtype).max:
+        return array.astype(dtype, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        made = array.astype(np.dtype(dtype), copy=False)
-    if made.dtype != array.dtype and not all_finite(made):
+        made = array.astype(dtype)
+    if not all_finite(made):
         lost = array[np.isfinite(array) & ~np.isfinite(made)]
         if lost.size:
             largest = lost.flat[np.argmax(np.abs(lost))]
-            raise CheckpointError(
-                f"{name}: {largest:g} is infinite in {made.dtype.name}: choose bfloat16 or float32"
-            )
+            raise CheckpointError(f"{name}: {largest:g} is infinite in {dtype}: choose float32")
     return made
 
 

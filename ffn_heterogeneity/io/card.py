@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import os
 import re
 import tempfile
@@ -23,7 +22,7 @@ from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.wording import first_line
+from ffn_heterogeneity.wording import first_line, some
 
 CARD = "README.md"
 _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma", "minilm": "apache-2.0"}
@@ -59,7 +58,7 @@ def write_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     licence, loader, name = licence_of(base), transformers_class(directory), public_text(base)
-    head, facts = config and config.head, plain(facts)  # as results.json has them
+    head, facts = config and config.head, plain(facts)  # "inf" and "nan" are texts
     lines = torch_lines(config, "<this directory>") if config else []
     measured = _measured(facts)
     data = ModelCardData(
@@ -67,12 +66,12 @@ def write_card(
         license=licence or "other",
         pipeline_tag="text-classification" if head else _TASKS.get(loader),
         base_model=hub_of(base) or None,
-        model_name=measured and (name or "model"),
+        model_name=(name or "model") if measured else None,
         eval_results=measured,
     )
     about = [f"- base: `{name}`", f"- method: {method}", *_widths(facts)]
     if head and (labels := head.settings.get("labels")):
-        about.append(f"- labels: {', '.join(labels)}")
+        about.append(f"- labels: {some(labels, 20)}")
     if "protocol" in facts:
         how = ", ".join(f"{key} {public_text(value)}" for key, value in facts["protocol"].items())
         before, after = (_digits(facts[f"perplexity_{name}"]) for name in ("before", "after"))
@@ -94,27 +93,31 @@ def write_card(
     (epath.Path(directory) / CARD).write_text(str(ModelCard(text)))
 
 
-def _digits(value: float) -> str:
-    whole = isinstance(value, int) or not abs(value) < 1000
-    return f"{value:.0f}" if whole and math.isfinite(value) else f"{value:.3g}"
+def _digits(value: Any) -> str:
+    """A number to three digits, a whole or a large one to the last before the point; a text."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 def _measured(facts: Mapping[str, Any]) -> list | None:
-    """What the hub shows: the perplexity, or what decided which of a task's checkpoints is kept."""
+    """The result that the hub shows: the perplexity, or what decided which of a task's checkpoints
+    is kept; None without a finite one."""
     from huggingface_hub import EvalResult
 
     if "protocol" in facts:
         metric, value, data = "perplexity", facts["perplexity_after"], facts["protocol"]["text"]
         kind = "text-generation"
     elif "task" in facts and facts.get("best"):
-        metric = facts["best"]["metric"]
-        row = [x for x in facts["history"] if x["step"] == facts["exported_step"]]
-        value, data, kind = (row or [{}])[0].get(metric), facts["task"], "text-classification"
+        metric, data, kind = facts["best"]["metric"], facts["task"], "text-classification"
+        exported = (row for row in facts["history"] if row["step"] == facts["exported_step"])
+        value = next(exported, {}).get(metric)
     else:
         return None
-    metric = metric.rpartition("/")[2]
+    if not isinstance(value, (int, float)):
+        return None
     data = str(public_text(data))
-    return value and [EvalResult(kind, data, data, metric, float(_digits(value)))]
+    return [EvalResult(kind, data, data, metric.rpartition("/")[2], float(_digits(value)))]
 
 
 def hub_of(base: str) -> str:

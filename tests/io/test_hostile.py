@@ -70,8 +70,8 @@ FIELDS_OF |= {"eos_token_id": ("eos_id", None)}
 
 @pytest.mark.parametrize("key", KEYS)
 def test_config_values(directory, base, tmp_path, key):
-    """What is read is what the value says, which is nothing where it is empty, of a key that
-    another one overrides, or a true word for true."""
+    """The model is as the value says: unchanged where it is empty, where another key overrides it,
+    and where it is a true word for true."""
     field, default = FIELDS_OF.get(key, ("", None))
     passed = key in ("architectures", "dtype", "rope_theta", "tie_word_embeddings")
     original = json.loads((directory / "config.json").read_text())

@@ -87,7 +87,7 @@ def test_slips_get_the_way_out(tmp_path, capsys):
 
 
 def test_every_config_is_listed_with_its_command(capsys, monkeypatch):
-    """Which is one that the config's own docstring shows."""
+    """The command is one that the config's own docstring shows."""
     monkeypatch.setattr(sys, "argv", ["ffnh", "configs"])
     console.main()
     rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]

@@ -16,13 +16,13 @@ _SMOLLM2 = {"vocab_size": 49_152, "tied": True, "bos_id": 0, "eos_id": 0, "theta
 _DEEPSEEK = {"vocab_size": 102_400, "norm_eps": 1e-6, "bos_id": 100_000, "eos_id": 100_001}
 _DEEPSEEK |= {"max_position": 4096}
 _CODELLAMA = {"vocab_size": 32_016, "max_position": 16_384, "theta": 1_000_000.0}
+_CODELLAMA_34B = _CODELLAMA | {"vocab_size": 32_000}
 _CODER = {"vocab_size": 32_256, "norm_eps": 1e-6, "bos_id": 32_013, "eos_id": 32_014}
 _CODER |= {"max_position": 16_384, "theta": 100_000.0, "linear_factor": 4.0}
 
 # Layers, FFN width, d_model, heads, key-value heads.
 _1B = (16, 8192, 2048, 32, 8)
 _7B = (32, 11008, 4096, 32, 32)
-_CODELLAMA_34B = _CODELLAMA | {"vocab_size": 32_000}
 _7B_OF_30 = (30, 11008, 4096, 32, 32)
 _1_3B = (24, 5504, 2048, 16, 16)
 _1_7B = (24, 8192, 2048, 32, 32)
