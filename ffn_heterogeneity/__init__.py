@@ -48,7 +48,7 @@ _NAMES |= {"fh.fold": "merge merge_and_unload merge_adapter", "fh.generate(..., 
 _NAMES |= {"fh.perplexity": "ppl loss", "fh.generate(..., seed=...)": "GenerationConfig set_seed"}
 _NAMES |= {'fh.surgery.SURGERIES["dora"]': "dora", "fh.models.families.PRESETS": "list_models"}
 _NAMES |= {"fh.hidden_states": "embed encode", 'fh.analyze(model, "massive")': "massive_weights"}
-_NAMES |= {"fh.models.shapes.count_parameters": "num_parameters print_trainable_parameters"}
+_NAMES |= {"fh.models.leaves.count_parameters": "num_parameters print_trainable_parameters"}
 GUESSES = {name: way for way, names in _NAMES.items() for name in names.split()}
 # What a model has as a method elsewhere. (`fh.train` and `fh.evaluate` are packages.)
 METHODS = {name: f"fh.{name}" for name in _FACE} | {"train": "fh.fit", "evaluate": "fh.perplexity"}

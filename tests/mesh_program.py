@@ -27,6 +27,7 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
@@ -62,8 +63,9 @@ def build(config, shape, optimizer_name="sgd", accumulation=1, dtype=np.float32)
     trainable = dict.fromkeys(flatten(params), True)
     settings = OptimizerConfig(name=optimizer_name, min_dim_size_to_factor=8)
     optimizer = make_optimizer(settings, params, trainable)
+    leaves = declared(config, params)
     placed = (
-        state_shardings(mesh, abstract_state(params, optimizer, trainable)),
+        state_shardings(mesh, abstract_state(params, optimizer, trainable), leaves),
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
@@ -162,7 +164,7 @@ def encoders() -> dict:
             outputs = causal_lm.forward(config, params, batch, options=options, dropout=drop)
             return jnp.sum(jnp.sin(outputs["hidden"])) + jnp.sum(outputs["pooled"])
 
-        placed = jax.device_put(params, partition.shardings(mesh, params))
+        placed = jax.device_put(params, partition.shardings(mesh, params, declared(config, params)))
         rows = jax.device_put(batch, partition.batch_sharding(mesh, accumulated=False))
         value, gradient = jax.device_get(jax.jit(jax.value_and_grad(loss))(placed, rows))
         return float(value), flatten(gradient)

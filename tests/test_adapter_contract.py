@@ -10,11 +10,10 @@ from tiny_models import WIDE, batch_of, mask_neurons, random_params, tiny_of
 
 from ffn_heterogeneity.adapters import ADAPTERS, nf4
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import unused_leaves
-from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 
@@ -54,16 +53,16 @@ def leaves_of(adapter, rng, kernel) -> dict:
     if adapter.name in ADAPTER_LEAVES:
         return ADAPTER_LEAVES[adapter.name](rng, kernel)
     sizes = {"in": kernel.shape[-2], "out": kernel.shape[-1], "rank": 2, "one": 1}
-    shapes = {k: [*kernel.shape[:-2], *map(sizes.get, v)] for k, v in adapter.leaves.items()}
+    shapes = {k: [*kernel.shape[:-2], *map(sizes.get, v.axes)] for k, v in adapter.leaves.items()}
     return {k: (rng.random(shape) + 0.5).astype(np.float32) for k, shape in shapes.items()}
 
 
 def test_leaves_belong_to_one_adapter():
-    owned = [leaf for adapter in ADAPTERS for leaf in adapter.leaves]
+    owned = [leaf for adapter in ADAPTERS.values() for leaf in adapter.leaves]
     assert len(set(owned)) == len(owned) and not {"kernel", "bias"} & set(owned)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=lambda adapter: adapter.name)
 def test_adapter(adapter):
     rng = np.random.default_rng(0)
     n = 64 if adapter.base else 7
@@ -95,7 +94,7 @@ def test_adapter(adapter):
                 effective_kernel({k: v for k, v in tree.items() if k != missing})
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=lambda adapter: adapter.name)
 def test_adapter_in_a_model(adapter):
     """Its leaves are read in every kernel; rules cover them; surgery knows them or says so."""
     config = WIDE if adapter.base else LLAMA
@@ -108,13 +107,8 @@ def test_adapter_in_a_model(adapter):
     params = restack(config, tree)
     unread = {path.split("/")[-1] for path in unused_leaves(config, params)}
     assert unread == set(adapter.for_losses)
-    paths = flatten(params)
-    for rules in (
-        partition.DEFAULT_TRAINABLE_RULES,
-        partition.DEFAULT_DECAY_RULES,
-        partition.DEFAULT_SHARDING_RULES,
-    ):
-        partition.match_rules(rules, paths)
+    trains = {p.split("/")[-1] for p, leaf in declared(config, params).items() if leaf.trains}
+    assert trains & set(adapter.leaves) == {k for k, v in adapter.leaves.items() if v.trains}
     try:
         config, smaller, removed, _ = reduce_model(config, params, Plan("random", count=2))
     except ValueError as error:

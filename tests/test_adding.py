@@ -28,7 +28,7 @@ def with_diffs(root, alone: bool):
         ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
     diffs = re.findall(r"```diff\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text(), re.S)
-    assert len(diffs) == 10, "a loss, a probe, a task, a head, an objective, ... a table"
+    assert len(diffs) == 11, "a loss, a probe, a task, a head, an objective, ... a table"
     for diff in diffs:
         if any(name in diff for name in ALONE) == alone:
             done = run_program("git", "apply", "-", cwd=root, given=diff)
@@ -138,6 +138,50 @@ def test_a_criterion(copy):
     run(copy, "compress", "--config.model=tiny", "--config.criterion=largest", "--workdir=pruned")
     results = json.loads((copy / "pruned" / "results.json").read_text())
     assert [len(layer) for layer in results["removed"]] == [6, 6, 6, 6]
+
+
+LEAF = """
+import dataclasses
+import jax, numpy as np
+import ffn_heterogeneity as fh
+from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import ConfigError
+from ffn_heterogeneity.models.leaves import count_parameters, declared
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten
+
+model = fh.load_model("tiny")
+config = dataclasses.replace(model.config, head_scales=True)
+params = causal_lm.init(config, jax.random.key(0))
+path = "stack/segment_0/slot_0/attention/scales"
+assert (flatten(params)[path] == np.ones((4, 4))).all()
+leaves = declared(config, params)
+assert partition.trainable_mask(leaves)[path] and not leaves[path].decays
+assert flatten(partition.shardings(partition.make_mesh(), params, leaves))[path]
+more = count_parameters(config)["total"] - count_parameters(model.config)["total"]
+assert more == 4 * 4
+batch = {"tokens": np.arange(9)[None]}
+states = lambda params: causal_lm.forward(config, params, batch)["hidden"]
+halved = params | {"stack": jax.tree.map_with_path(
+    lambda path, x: x / 2 if "scales" in str(path) else x, params["stack"])}
+assert np.abs(states(halved) - states(params)).max() > 1e-4
+scaled = dataclasses.replace(model, config=config, params=params)
+smaller, _ = fh.prune(scaled, criterion="entropy", ratio=0.5)
+assert flatten(smaller.params)[path].shape == (4, 4)
+for options in ({}, {"export": "native"}):
+    try:
+        fh.save_model(scaled, "scaled", **options)
+        raise SystemExit("it was written")
+    except ConfigError as error:
+        assert "layers/0/attention/scales" in str(error), error
+"""
+
+
+def test_a_leaf(copy):
+    """One declaration: it is drawn, trained, cut, counted and pruned around; export names it."""
+    done = run_program(sys.executable, "-c", LEAF, cwd=copy, PYTHONPATH=str(copy))
+    assert done.code == 0, done.err
 
 
 def test_a_table(copy):

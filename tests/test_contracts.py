@@ -27,6 +27,7 @@ from ffn_heterogeneity.launch.help import comment_of, comments_of
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import unused_leaves
 from ffn_heterogeneity.parallel import partition
@@ -157,12 +158,7 @@ def test_preset(name):
     config, hub_id = families.preset(name)
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id)
     abstract = causal_lm.abstract_params(config)
-    paths = flatten(abstract)
-    # Every leaf has rules for training, decay and sharding.
-    assert all(partition.trainable_mask(paths).values())
-    partition.match_rules(partition.DEFAULT_DECAY_RULES, paths)
-    specs = partition.match_rules(partition.DEFAULT_SHARDING_RULES, paths)
-    assert all(len(specs[path]) <= leaf.ndim for path, leaf in paths.items())
+    assert all(partition.trainable_mask(declared(config, abstract)).values())
     found = flatten(jax.eval_shape(unstack, abstract))
     assert {path: leaf.shape for path, leaf in found.items()} == families.expected_shapes(config)
 

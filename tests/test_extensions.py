@@ -16,6 +16,7 @@ from tiny_models import LLAMA, batch_of, config_of, random_params, save_tiny
 
 from ffn_heterogeneity import adapters
 from ffn_heterogeneity.launch import cli, compress
+from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models import causal_lm
@@ -126,8 +127,8 @@ def test_a_surgery_without_a_report(monkeypatch, tmp_path, returned):
 
 
 def test_an_adapter_that_no_kernel_is_read_from(monkeypatch):
-    mine = adapters.Adapter("mine", {"gain": ("one",)}, product=lambda y, *_: y)
-    monkeypatch.setattr(adapters, "ADAPTERS", (*adapters.ADAPTERS, mine))
+    mine = adapters.Adapter("mine", {"gain": Leaf(("one",))}, product=lambda y, *_: y)
+    monkeypatch.setitem(adapters.ADAPTERS, "mine", mine)
     leaves = {"kernel": np.ones((2, 2), np.float32), "gain": np.ones(1, np.float32)}
     with refused("adapter 'mine' needs kernel= or base=", "adapters/__init__"):
         effective_kernel(leaves)

@@ -19,6 +19,7 @@ from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
@@ -44,7 +45,7 @@ def lower_train_step(config, mesh):
         )
 
     placed = (
-        state_shardings(mesh, state),
+        state_shardings(mesh, state, declared(config, params)),
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
@@ -198,10 +199,11 @@ def test_adafactor_state_is_cut_as_its_parameter_without_the_reduced_axis():
         (2, 2, 2), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     state = abstract_state(params, optimizer, trainable)
+    placed = state_shardings(mesh, state, declared(config, params))
     specs = {
         jax.tree_util.keystr(path): (leaf.spec, shape.shape)
         for (path, leaf), (_, shape) in zip(
-            jax.tree_util.tree_leaves_with_path(state_shardings(mesh, state).opt_state),
+            jax.tree_util.tree_leaves_with_path(placed.opt_state),
             jax.tree_util.tree_leaves_with_path(state.opt_state),
             strict=True,
         )
@@ -222,4 +224,4 @@ def test_what_cannot_be_cut_is_named():
         (1, 1, 8), partition.MESH_AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     with pytest.raises(partition.RuleError, match="'embed/embedding'.*29 cannot be cut into 8"):
-        partition.shardings(mesh, params)
+        partition.shardings(mesh, params, declared(GEMMA2, params))

@@ -1,15 +1,16 @@
 """Adapters: extra leaves beside a kernel, read by the one module that owns the kernel.
 
-An adapter is pure maths on leaves and imports nothing of ours. `ADAPTERS` lists them in the order
+An adapter is pure maths on leaves and imports no other room. `ADAPTERS` lists them in the order
 in which they apply; `models/linear.py` is the one place that applies them. What a leaf's axes run
-over, and whether it trains, is said here once: sharding, removal of neurons, weight decay and what
-trains follow from it.
+over, and whether it trains, is said here once (`leaf.Leaf`): sharding, removal of neurons, weight
+decay and what trains follow from it (models/leaves.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,11 +18,11 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.adapters import dora, gates, lora, low_rank, macdrop, mask, nf4
+from ffn_heterogeneity.leaf import Leaf, data, weights
 
 Leaves = Mapping[str, jax.Array]
-# A leaf's axes, behind the stack's layer axis: "in" and "out" are the kernel's, "rank", "one",
-# "picked" (some of "out"), "half" and "block" (of "in"), "some" and "pair" the adapter's own.
-KERNEL_LEAVES: dict[str, tuple[str, ...]] = {"kernel": ("in", "out"), "bias": ("out",)}
+# What a `Linear` has without any adapter.
+KERNEL_LEAVES = ("kernel", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,7 @@ class Adapter:
 
     Attributes:
       name: the adapter's name in configs.
-      leaves: name of a leaf -> its axes; all of them or none are present.
-      trained: those that train unless a config says otherwise; the others are data, and never do.
+      leaves: name of a leaf -> its declaration, in roles; all of them or none are present.
       base: leaves -> the kernel [..., in, out], where no leaf "kernel" is; None: it needs one.
       kernel: (kernel, leaves) -> the kernel as the forward pass uses it. Leading axes broadcast.
       product: (y, x, leaves, kernel, dot, drop) -> y, for an adapter that acts on the product
@@ -44,12 +44,11 @@ class Adapter:
         and no whole kernel is made in the step (low-rank factors), unless `kernel_readers` are
         beside it.
       reads_kernel: whether `product` reads `kernel`.
-      for_losses: those of `trained` that a loss alone reads (Lagrange multipliers).
+      for_losses: those that a loss alone reads (Lagrange multipliers).
     """
 
     name: str
-    leaves: Mapping[str, tuple[str, ...]]
-    trained: tuple[str, ...] = ()
+    leaves: Mapping[str, Leaf]
     base: Callable[[Leaves], jax.Array] | None = None
     kernel: Callable[[jax.Array, Leaves], jax.Array] | None = None
     product: Callable[..., jax.Array] | None = None
@@ -57,92 +56,79 @@ class Adapter:
     for_losses: tuple[str, ...] = ()
 
 
-ADAPTERS: tuple[Adapter, ...] = (
+_EVERY = ("in", "out")
+_MADE = (
     Adapter(
         "nf4",
         {
-            "nf4_codes": ("half", "out"),
-            "nf4_scales": ("block", "out"),
-            "nf4_absmax": ("some",),
-            "nf4_mean": ("one",),
+            "nf4_codes": data("half", "out", dtype=np.uint8, holds=2, reads=1.0),
+            "nf4_scales": data("block", "out", dtype=np.uint8),
+            "nf4_absmax": data("some", sums=_EVERY),
+            "nf4_mean": data("one", sums=_EVERY),
         },
         base=nf4.kernel,
     ),
     Adapter(
         "low_rank",
-        {"low_rank_a": ("in", "rank"), "low_rank_b": ("rank", "out")},
-        trained=("low_rank_a", "low_rank_b"),
+        {"low_rank_a": weights("in", "rank"), "low_rank_b": weights("rank", "out")},
         base=low_rank.kernel,
         product=low_rank.product,
     ),
     Adapter(
         "gates",
         {
-            gates.A: ("in", "rank"),
-            gates.B: ("rank", "out"),
-            gates.LOG_ALPHA: ("rank",),
-            gates.DRAW: ("rank",),
-            gates.MULTIPLIERS: ("pair",),
+            gates.A: weights("in", "rank"),
+            gates.B: weights("rank", "out"),
+            gates.LOG_ALPHA: Leaf(("rank",)),
+            gates.DRAW: data("rank"),
+            gates.MULTIPLIERS: Leaf(("pair",)),
         },
-        trained=(gates.A, gates.B, gates.LOG_ALPHA, gates.MULTIPLIERS),
         base=gates.kernel,
         product=gates.product,
         for_losses=(gates.MULTIPLIERS,),
     ),
-    Adapter("mask", {"mask": ("in", "out")}, kernel=mask.apply_mask),
-    Adapter("score", {"score": ("in", "out")}, trained=("score",), kernel=mask.apply_score),
+    Adapter("mask", {"mask": data("in", "out", broadcasts=True)}, kernel=mask.apply_mask),
+    Adapter("score", {"score": Leaf(_EVERY, decays=True)}, kernel=mask.apply_score),
     Adapter(
         "macdrop",
-        {"macdrop_rows": ("picked",), "macdrop_keep": ("in", "picked")},
+        {
+            macdrop.ROWS: data("picked", numbers="out", dtype=np.int32),
+            macdrop.KEEP: data("in", "picked"),
+        },
         kernel=macdrop.drop,
     ),
     Adapter(
         "lora",
-        {"lora_a": ("in", "rank"), "lora_b": ("rank", "out"), "lora_scale": ("one",)},
-        trained=("lora_a", "lora_b"),
+        {
+            "lora_a": weights("in", "rank"),
+            "lora_b": weights("rank", "out"),
+            "lora_scale": data("one"),
+        },
         kernel=lora.add_to_kernel,
         product=lora.add_to_product,
     ),
     Adapter(
         "dora",
-        {"dora_m": ("out",)},
-        trained=("dora_m",),
+        {"dora_m": Leaf(("out",), sums=("in",))},
         kernel=dora.scale_kernel,
         product=dora.scale_product,
         reads_kernel=True,
     ),
 )
-
-# Leaves that are no real numbers, by name.
-INTEGERS = {"nf4_codes": np.uint8, "nf4_scales": np.uint8, "macdrop_rows": np.int32}
-
-
-@dataclasses.dataclass(frozen=True)
-class FfnLeaf:
-    """A leaf of a feed-forward block itself, beside its `Linear`s: a factor of the inner neurons.
-
-    y = (h * factor) W: row i of W is factor_i times the kernel's, for whoever reads the weights.
-
-    Attributes:
-      factor: the leaf -> [..., m].
-      axes: "neurons" are the inner ones.
-      trained: whether it trains unless a config says otherwise; else it is data, and never does.
-    """
-
-    factor: Callable[[jax.Array], jax.Array]
-    axes: tuple[str, ...] = ("neurons",)
-    trained: bool = False
+# By name, in the order in which they apply.
+ADAPTERS: dict[str, Adapter] = {adapter.name: adapter for adapter in _MADE}
 
 
-# P of MLP Fusion, sizes of clusters: "not trained, not decayed".
-FFN_LEAVES: dict[str, FfnLeaf] = {"neuron_scale": FfnLeaf(lambda leaf: leaf)}
+# Leaves of a feed-forward block itself, beside its `Linear`s: factors of the inner neurons,
+# y = (h * factor) W, so that row i of W is factor_i times the kernel's for whoever reads weights.
+# Their axes are those of a block without experts. P of MLP Fusion: "not trained, not decayed".
+FFN_LEAVES: dict[str, Leaf] = {"neuron_scale": data("neurons")}
 
 
 def neuron_factor(ffn: Mapping[str, Any]) -> jax.Array | None:
     """[..., m], all factors of a block's leaves together; None: it has none."""
-    own = ((ffn.get(name), leaf.factor) for name, leaf in FFN_LEAVES.items())
-    factors = [factor(leaf) for leaf, factor in own if leaf is not None]
-    return math.prod(factors[1:], start=factors[0]) if factors else None
+    own = [ffn[name] for name in FFN_LEAVES if ffn.get(name) is not None]
+    return functools.reduce(operator.mul, own) if own else None
 
 
 # name -> settings -> function(params, step, key, hyper, train) -> params: applied to the whole tree
@@ -156,28 +142,14 @@ REFRESHES: dict[str, Callable[..., Callable[..., Any]]] = {
 RATES: dict[str, Callable[..., Callable[[int], float]]] = {"macdrop": macdrop.rate}
 
 
-def leaf_axes() -> dict[str, tuple[str, ...]]:
-    """Axes of every leaf that a `Linear` or a feed-forward block may have, by name."""
-    of_blocks = {name: leaf.axes for name, leaf in FFN_LEAVES.items()}
-    of_adapters = {k: v for adapter in ADAPTERS for k, v in adapter.leaves.items()}
-    return KERNEL_LEAVES | of_adapters | of_blocks
-
-
-def data_leaves() -> tuple[str, ...]:
-    """Names of the leaves that are data, not weights: they never train and are never cast."""
-    of_adapters = (k for adapter in ADAPTERS for k in adapter.leaves if k not in adapter.trained)
-    return (*of_adapters, *(name for name, leaf in FFN_LEAVES.items() if not leaf.trained))
+def adapter_leaves() -> dict[str, Leaf]:
+    """Declarations, in roles, of what may stand beside a kernel, by name."""
+    return {k: v for adapter in ADAPTERS.values() for k, v in adapter.leaves.items()}
 
 
 def is_linear(node: Mapping[str, Any]) -> bool:
     """True of a node of a tree that holds a kernel, or what stands for one."""
     return "kernel" in node or any(adapter.base for adapter in adapters_of(node))
-
-
-def parameters_in(path: str, leaf: Any) -> int:
-    """Parameters that a leaf holds: none of data (masks, scales), but two a byte of NF4's codes."""
-    name, size = path.rpartition("/")[2], math.prod(leaf.shape)
-    return 2 * size if name == "nf4_codes" else 0 if name in data_leaves() else size
 
 
 def kernel_readers(leaves: Mapping[str, Any]) -> list[str] | None:
@@ -197,7 +169,7 @@ def adapters_of(leaves: Mapping[str, Any]) -> list[Adapter]:
       ValueError: an adapter is present with only some of its leaves, or has no kernel to read.
     """
     found = []
-    for adapter in ADAPTERS:
+    for adapter in ADAPTERS.values():
         present = [name for name in adapter.leaves if name in leaves]
         if present and len(present) < len(adapter.leaves):
             needed = tuple(adapter.leaves)

@@ -20,9 +20,9 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
@@ -98,7 +98,7 @@ def _forward(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
 
 def _step(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
     """(the compiled training step, a call of it)."""
-    leaves = flatten(model.params)
+    leaves = declared(model.config, model.params)
     adapted = any(path.endswith("/lora_a") for path in leaves)
     only = (r"/lora_[ab]$", "^task_head/") if adapted else ()
     trainable = partition.trainable_mask(leaves, (), only)

@@ -26,9 +26,9 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype, products
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
@@ -138,7 +138,7 @@ class Ours:
         for surgery in ADAPTED.get(name, ()):
             prepared, _ = SURGERIES[surgery](prepared, SETTINGS[surgery])
         params, patterns = prepared.params, (r"/(lora_[ab]|dora_m)$",) if thin else ()
-        trainable = partition.trainable_mask(flatten(params), (), patterns)
+        trainable = partition.trainable_mask(declared(self.model, params), (), patterns)
         optimizer = make_optimizer(OptimizerConfig(name="adamw"), params, trainable)
         terms = [nll_term(TermContext("nll", model=self.model))]
         if name in TERMS:

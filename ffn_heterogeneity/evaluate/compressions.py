@@ -144,10 +144,11 @@ def without_kernel(model: Model, layer: int) -> Model:
     """The model whose FFN in that layer returns its bias, whatever it reads."""
     silent = {
         place: replaced(ffn, "down/kernel", np.zeros_like(ffn["down"]["kernel"]))
-        for place, ffn in ffn_blocks(model.params)
+        for place, ffn in ffn_blocks(model.config, model.params)
         if place.layer == layer
     }
-    return dataclasses.replace(model, params=restack(model.config, write(model.params, silent)))
+    params = restack(model.config, write(model.config, model.params, silent))
+    return dataclasses.replace(model, params=params)
 
 
 def _fusion(config: ConfigDict, method: str) -> Fusion:

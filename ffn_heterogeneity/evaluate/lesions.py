@@ -53,7 +53,8 @@ def lesions(config: ConfigDict, workdir: epath.Path, load: Load = load_model) ->
     require_language_model(model.config, "the NLL of lesions")
     found = massive_weights(model.config, model.params, config.layer, config.token)
     rows, options = input_rows(config, model), options_of(config)
-    blocks = {place.layer: block for place, block in ffn_blocks(model.params)}
+    found_blocks = ffn_blocks(model.config, model.params)
+    blocks = {place.layer: block for place, block in found_blocks}
     chosen = draw_neurons(model.config, found.layer, config.others, config.seed)
     # Neuron -1 stands once for each layer that is drawn.
     ranks = {layer: entropy_ranks(blocks[layer], layer) for layer, i in chosen if i < 0}

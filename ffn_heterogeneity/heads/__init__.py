@@ -17,6 +17,8 @@ import jax
 from ffn_heterogeneity.heads.base import ROOT, Head
 from ffn_heterogeneity.heads.classification import classification_head
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+from ffn_heterogeneity.models.leaves import ROOTS, drawn, shape_of, sizes
+from ffn_heterogeneity.paths import unflatten
 from ffn_heterogeneity.wording import unknown
 
 # name -> (the model's config, the head's settings) -> Head
@@ -58,5 +60,17 @@ def with_head(
             f"the model has a head {own.name!r} with {own.text}, the objective needs "
             f"{head.name!r} with {head.text}: begin with a model that has none"
         )
-    leaves = make_head(config, head).leaves(key)
+    made = make_head(config, head)
+    leaves = unflatten(drawn(made.leaves, {**sizes(config), **made.sizes}, key))
     return dataclasses.replace(config, head=head), {**params, ROOT: leaves}
+
+
+def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{leaf's path in the tree: shape} of the head that the config describes."""
+    assert config.head is not None
+    head = make_head(config, config.head)
+    sized = {**sizes(config), **head.sizes}
+    return {f"{ROOT}/{path}": shape_of(leaf, sized) for path, leaf in head.leaves.items()}
+
+
+ROOTS[ROOT] = lambda config: make_head(config, config.head).leaves if config.head else {}

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ffn_heterogeneity.leaf import Leaf
+
 ROOT = "task_head"
 
 
@@ -16,15 +18,17 @@ class Head:
     """One head.
 
     Attributes:
-      leaves: key -> the leaves under `params["task_head"]` at first; runs under `jax.eval_shape`.
+      leaves: path under `params["task_head"]` -> its declaration.
       apply: (params, outputs, batch, drop) -> what losses and predictions read as
         `outputs["predictions"]`. It is handed the whole tree; `drop(x)` is x under the run's
         dropout in training, x itself elsewhere.
       says: its leaves -> what results.json tells of them.
       probes: what it reads of the layers, in `outputs["probes"]`.
+      sizes: of the dimensions of its own that the declarations name.
     """
 
-    leaves: Callable[[jax.Array], dict]
+    leaves: Mapping[str, Leaf]
     apply: Callable[[dict, dict, Mapping[str, jax.Array], Callable], Any]
     says: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda leaves: {}
     probes: tuple = ()
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from ffn_heterogeneity.heads.base import ROOT, Head
+from ffn_heterogeneity.leaf import Leaf, weights
 from ffn_heterogeneity.models.causal_lm import finish
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import family_by_name
-from ffn_heterogeneity.models.linear import Linear, normal_init
+from ffn_heterogeneity.models.linear import Linear
 from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
@@ -94,21 +95,16 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
     own = settings_of(Classification, settings)
     roberta = model.is_encoder and family_by_name(model.family).dense
     dense = roberta or (model.is_encoder and not model.pooler)
-    size = model.d_model
-
-    def leaves(key: jax.Array) -> dict:
-        keys = jax.random.split(key)
-        made = {"out": {"kernel": normal_init(keys[0], (size, own.outputs), jnp.float32)}}
-        if model.is_encoder:
-            made["out"]["bias"] = jnp.zeros(own.outputs)
-        if dense:
-            kernel = normal_init(keys[1], (size, size), jnp.float32)
-            made["dense"] = {"kernel": kernel, "bias": jnp.zeros(size)}
-        if own.pooling in LEARNING:
-            made["lambda"] = jnp.zeros(model.n_layers)
-        if own.pooling == "scalar_mix":
-            made["gamma"] = jnp.ones(())
-        return made
+    leaves = {"out/kernel": weights("d_model", "outputs", cut=False)}
+    if model.is_encoder:
+        leaves["out/bias"] = Leaf(("outputs",), 0.0, cut=False)
+    if dense:
+        leaves["dense/kernel"] = weights("d_model", "pooled", cut=False)
+        leaves["dense/bias"] = Leaf(("pooled",), 0.0, cut=False)
+    if own.pooling in LEARNING:
+        leaves["lambda"] = Leaf(("layers",), 0.0, cut=False)
+    if own.pooling == "scalar_mix":
+        leaves["gamma"] = Leaf((), 1.0, decays=True, cut=False)
 
     def apply(params: dict, outputs: dict, batch: Mapping[str, jax.Array], drop) -> jax.Array:
         head = params[ROOT]
@@ -132,7 +128,8 @@ def classification_head(model: ModelConfig, settings: Mapping[str, Any]) -> Head
         return {name: jax.device_get(value) for name, value in told.items() if value is not None}
 
     probe = pooled_probe(model.is_encoder, own.final_norm == "hidden_states")
-    return Head(leaves, apply, says, () if own.pooling == "last" else (probe,))
+    probes = () if own.pooling == "last" else (probe,)
+    return Head(leaves, apply, says, probes, {"outputs": own.outputs})
 
 
 def _summed(model: ModelConfig, own: Classification, params: dict, state_lbd: jax.Array):

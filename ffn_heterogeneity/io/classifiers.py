@@ -10,15 +10,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
-
-from ffn_heterogeneity.heads import ROOT, make_head
+from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.heads.classification import PROBLEMS
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, family_by_name
 from ffn_heterogeneity.models.families.rules import one_tensor
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.wording import check_choice
 
 CLASS, NAME = "ForSequenceClassification", "classification"
@@ -91,13 +88,6 @@ def head_rules(config: ModelConfig) -> list[Rule]:
     """The rules of the head's tensors."""
     tensors = family_by_name(config.family).classifier
     return [one_tensor(f"{ROOT}/{path}", name) for path, name in tensors.items()]
-
-
-def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """{leaf: shape} of the head that the config describes."""
-    assert config.head is not None
-    leaves = jax.eval_shape(make_head(config, config.head).leaves, jax.random.key(0))
-    return {path: leaf.shape for path, leaf in flatten({ROOT: leaves}).items()}
 
 
 def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
+from ffn_heterogeneity.leaf import LeafError
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, check_count, config_to_dict
 from ffn_heterogeneity.models.families import (
     Rule,
@@ -44,6 +45,7 @@ from ffn_heterogeneity.models.families import (
     to_deci,
 )
 from ffn_heterogeneity.models.families.common import token_id
+from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import unstack
@@ -112,7 +114,7 @@ def save_pretrained(
         tree, heads = classifiers.leaves_of_class(config, tree, heads)
         config = classifiers.as_class(config)
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
-    leaves = _checked_leaves(config, tree)
+    leaves = checked_leaves(config, tree)
     if kept and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     config, form = choose_form(config, export)
@@ -157,9 +159,10 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
         copy_tree(epath.Path(temporary), directory, last="config.json")
 
 
-def _checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
+def checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
     """Flat leaves of an unstacked tree, adapters folded, held to the config's names and shapes."""
-    leaves = flatten(fold(tree))
+    with naming(f"a {config.family} checkpoint", LeafError, CheckpointError):
+        leaves = flatten(fold(config, tree))
     shapes = expected_shapes(config)
     if missing := [path for path in shapes if path not in leaves]:
         raise CheckpointError(f"the parameter tree lacks {missing[:5]}")
@@ -172,10 +175,23 @@ def _checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
 
 
 @products()
-def fold(node: Any, place: str = "") -> Any:
-    """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is."""
+def fold(config: ModelConfig, tree: dict) -> dict:
+    """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is.
+
+    Args:
+      tree: unstacked.
+
+    Raises:
+      LeafError: a leaf in the layers that nothing declares, or of other axes than are declared.
+    """
+    for layer, own in enumerate(tree["layers"]):
+        declared_at(config, Place(layer, None, ""), own)
+    return _folded(tree)
+
+
+def _folded(node: Any, place: str = "") -> Any:
     if isinstance(node, list):
-        return [fold(item, f"{place}{i}/") for i, item in enumerate(node)]
+        return [_folded(item, f"{place}{i}/") for i, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     adapters = {name for adapter in adapters_of(node) for name in adapter.leaves}
@@ -186,11 +202,12 @@ def fold(node: Any, place: str = "") -> Any:
         return {"kernel": kernel} | {
             k: v for k, v in node.items() if k != "kernel" and k not in adapters
         }
-    node = {key: fold(value, f"{place}{key}/") for key, value in node.items()}
+    node = {key: _folded(value, f"{place}{key}/") for key, value in node.items()}
     factor = neuron_factor(node)
     if factor is not None and "down" in node:
         down = node["down"]["kernel"]
-        scaled = down.astype(np.float32) * np.asarray(factor, np.float32)[:, None]
+        # "neurons" is the factor's last axis and the kernel's last but one, experts before both.
+        scaled = down.astype(np.float32) * np.asarray(factor, np.float32)[..., None]
         scaled = narrowed(f"{place}down/kernel", scaled, down.dtype)
         node["down"] = node["down"] | {"kernel": scaled}
         node = {name: leaf for name, leaf in node.items() if name not in FFN_LEAVES}

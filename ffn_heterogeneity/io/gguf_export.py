@@ -12,15 +12,14 @@ import numpy as np
 
 from ffn_heterogeneity.io.card import hub_of, licence_of, public_text
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import fold
+from ffn_heterogeneity.io.export import checked_leaves
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.gguf import TOKEN_IDS
 from ffn_heterogeneity.io.gguf_tokenizer_export import tokenizer_fields
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.families import Family, expected_shapes, family_by_name
+from ffn_heterogeneity.models.families import Family, family_by_name
 from ffn_heterogeneity.models.families.llama import rope_factors
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.wording import check_choice, naming
 
 # general.file_type of each.
@@ -66,11 +65,7 @@ def save_gguf(
             f"GGUF cannot express this {config.family} model: its layers have no rotary embedding"
         )
     family = family_by_name(config.family)
-    leaves = flatten(fold(unstack(jax.tree.map(np.asarray, params))))
-    given = {path: np.shape(leaf) for path, leaf in leaves.items()}
-    shapes = expected_shapes(config)
-    if wrong := [p for p in {*given, *shapes} if given.get(p) != shapes.get(p)]:
-        raise CheckpointError(f"a {config.family} file has no place for, or lacks, {wrong[:5]}")
+    leaves = checked_leaves(config, unstack(jax.tree.map(np.asarray, params)))
     architecture = family.gguf_architecture or family.name
     if not config.uniform_width:
         architecture = family.gguf_uneven

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ffn_heterogeneity.heads import HEADS, ROOT, make_head
+from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import classifiers, safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
@@ -103,7 +103,7 @@ def read_pretrained(
     tensors, rules, beside = stored_tensors(directory, config), family.rules(config), {}
     if classifiers.is_class(read_object(Path(directory) / "config.json"), family, tensors):
         rules = [*rules, *classifiers.head_rules(config)]
-        beside = classifiers.head_shapes(config)
+        beside = head_shapes(config)
     params = assemble(config, rules, tensors, beside=beside, **options)
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)

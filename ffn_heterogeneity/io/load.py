@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.adapters import leaf_axes
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, peft, tokenizer_files
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
@@ -84,7 +84,7 @@ class Model:
             part = next((name for name in counts if name in path.split("/")), "norms and others")
             counts[part] += int(np.prod(leaf.shape))
         widths = sorted(set(config.ffn_widths))
-        kept = {path.split("/")[-1] for path in leaves} & {*leaf_axes()}
+        kept = {path.split("/")[-1] for path in leaves} & {*adapter_leaves(), *FFN_LEAVES}
         rows = {
             "source": self.source,
             "family": config.family,
@@ -96,7 +96,7 @@ class Model:
             "parameters": f"{sum(counts.values()):,}",
             **{f"  {name}": f"{count:,}" for name, count in counts.items()},
             "dtypes": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
-            "structure": ", ".join(sorted(kept - {"kernel", "bias"})) or "plain weights",
+            "structure": ", ".join(sorted(kept)) or "plain weights",
             "tokenizer": "none" if self.tokenizer is None else type(self.tokenizer).__name__,
         }
         return "\n".join(f"{name:<19}{value}" for name, value in rows.items())

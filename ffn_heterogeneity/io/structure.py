@@ -13,23 +13,24 @@ folded weights are no longer those that were written (another tool trained them)
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import ADAPTERS, FFN_LEAVES, INTEGERS, adapters_of, data_leaves
-from ffn_heterogeneity.adapters.macdrop import ROWS
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, adapters_of
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
-from ffn_heterogeneity.heads import HEADS, ROOT
+from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite, narrowed
-from ffn_heterogeneity.io.classifiers import head_shapes
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.safetensors import open_directory
+from ffn_heterogeneity.leaf import Leaf, LeafError
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.shapes import expected_shapes
+from ffn_heterogeneity.models.leaves import Place, declared_at, sizes
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.wording import naming
@@ -39,8 +40,7 @@ FOLDER, KEY = "structure", "structure"
 
 def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The leaves of an unstacked tree that folding would lose, and the kernels they touch."""
-    own = {name for adapter in ADAPTERS for name in adapter.leaves}
-    touched = set()
+    own, touched = adapter_leaves(), set()
     for path in leaves:
         module, _, name = path.rpartition("/")
         if name in own:
@@ -50,7 +50,7 @@ def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
     def structural(path: str) -> bool:
         module, _, name = path.rpartition("/")
-        return name in FFN_LEAVES or module in touched and name in own | {"kernel"}
+        return name in FFN_LEAVES or module in touched and name in {*own, "kernel"}
 
     return {path: leaf for path, leaf in leaves.items() if structural(path)}
 
@@ -96,7 +96,7 @@ def read_structure(
     if _digest_of_files(folder) != section.get("files"):
         raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
     kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
-    _check(folder, kept, expected_shapes(config) | _head_shapes(folder, config, kept))
+    _check(folder, config, kept)
     if _digest(leaves, _kernels(kept)) != section.get("folded"):
         raise CheckpointError(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
@@ -115,7 +115,8 @@ def put_back(config: ModelConfig, leaves: Mapping[str, Any], kept: Mapping[str, 
 
 def cast(leaves: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     """The leaves in `dtype` (None: as they are), but for those that are data."""
-    data, new = data_leaves(), dict(leaves)
+    beside, new = adapter_leaves() | FFN_LEAVES, dict(leaves)
+    data = {name for name, leaf in beside.items() if not leaf.trains}
     for path, leaf in leaves.items():
         if dtype is not None and path.split("/")[-1] not in data:
             new[path] = narrowed(path, leaf, dtype)
@@ -135,65 +136,63 @@ def _head_shapes(folder: Path, config: ModelConfig, kept: Mapping[str, Any]) -> 
     return shapes
 
 
-def _check(folder: Path, kept: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
-    """Refuses leaves that no adapter has, of shapes, kinds or ranges that its axes do not allow."""
+def _check(folder: Path, config: ModelConfig, kept: Mapping[str, np.ndarray]) -> None:
+    """Refuses leaves that nothing declares, of shapes, kinds or ranges that are not declared."""
+    modules: dict[str, dict[str, np.ndarray]] = {}
+    heads = _head_shapes(folder, config, kept)
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
-        kernel = shapes.get(f"{module}/kernel")
-        if path.startswith(f"{ROOT}/"):
-            fits = leaf.shape == shapes.get(path)
-        elif name in FFN_LEAVES:
-            fits = leaf.shape == shapes.get(f"{module}/down/kernel", (None,))[:1]
-        elif name == "kernel":
-            fits = leaf.shape == kernel
-        else:
-            fits = kernel is not None and _allowed(name, leaf.shape, kernel)
-        if not fits:
+        said, sized = _declared(config, path, leaf)
+        fits = said and all(
+            sized.get(a, n) == n for a, n in zip(said.axes, leaf.shape, strict=True)
+        )
+        if not (heads.get(path) == leaf.shape if path in heads else fits):
             raise CheckpointError(f"{folder}: the model has no place for {path!r} {leaf.shape}")
-        expected = INTEGERS.get(name)
+        expected = said and said.dtype
         wanted = np.dtype(expected).name if expected else "floating"
         allowed = (np.dtype(expected),) if expected else FLOATS
         if leaf.dtype not in allowed:
             raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
         if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
-        if name == ROWS and kernel and not _rises(leaf, kernel[1]):
-            raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {kernel[1]}")
-    modules: dict[str, dict[str, np.ndarray]] = {}
-    for path, leaf in kept.items():
-        module, _, name = path.rpartition("/")
+        end = sized[said.numbers] if said and said.numbers else None
+        if end is not None and not _rises(leaf, end):
+            raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
         modules.setdefault(module, {})[name] = leaf
     for module, own in modules.items():
         with naming(f"{folder}: {module}", raised=CheckpointError):
             axes = [pair for adapter in adapters_of(own) for pair in adapter.leaves.items()]
         if "dora_m" in own and "lora_a" not in own:
             raise CheckpointError(f"{folder}: {module}: DoRA's lengths without LoRA's factors")
-        ranks = {own[name].shape[along.index("rank")] for name, along in axes if "rank" in along}
+        found = ((own[name].shape, leaf.axis("rank")) for name, leaf in axes)
+        ranks = {shape[axis] for shape, axis in found if axis is not None}
         if len(ranks) > 1:
             raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
+
+
+def _declared(
+    config: ModelConfig, path: str, leaf: np.ndarray
+) -> tuple[Leaf | None, dict[str, int]]:
+    """(what is declared of a layer's leaf, the sizes that its axes must have); or (None, {})."""
+    match = re.fullmatch(r"layers/(\d+)/(.*)", path)
+    if not match or int(match[1]) >= config.n_layers:
+        return None, {}
+    layer = int(match[1])
+    sized = sizes(config, config.layers[layer])
+    try:
+        said = declared_at(config, Place(layer, None, ""), unflatten({match[2]: leaf}))[match[2]]
+    except LeafError:
+        return None, {}
+    sized |= {"one": 1} | {f"{name}/half": n // 2 for name, n in sized.items()}
+    sized |= {f"{name}/block": n // BLOCK for name, n in sized.items()}
+    if "some" in said.axes:
+        sized["some"] = -(-math.prod(sized[axis] for axis in said.sums) // (BLOCK * SCALES))
+    return said, sized
 
 
 def _rises(rows: np.ndarray, below: int) -> bool:
     """Places of neurons, each once and in their order."""
     return rows.size > 0 and rows[0] >= 0 and rows[-1] < below and bool(np.all(np.diff(rows) > 0))
-
-
-def _allowed(name: str, shape: tuple[int, ...], kernel: tuple[int, ...]) -> bool:
-    """Whether an adapter's leaf may have that shape beside that kernel [in, out]."""
-    axes = next((a.leaves[name] for a in ADAPTERS if name in a.leaves), ())
-    if not shape or len(shape) > len(axes) or len(shape) < len(axes) and name != "mask":
-        return False
-    sizes = {
-        "in": kernel[0],
-        "out": kernel[1],
-        "one": 1,
-        "half": kernel[0] // 2,
-        "block": kernel[0] // BLOCK,
-        "some": -(-kernel[0] * kernel[1] // (BLOCK * SCALES)),
-    }
-    # A mask of fewer axes stands for its kernel's last ones.
-    pairs = zip(axes[-len(shape) :], shape, strict=True)
-    return all(size == sizes.get(axis, size) for axis, size in pairs)
 
 
 def _kernels(kept: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.adapters import KERNEL_LEAVES, leaf_axes
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
@@ -19,7 +19,9 @@ from ffn_heterogeneity.io.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.launch import compress
+from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
@@ -128,7 +130,7 @@ def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
 def folded(model: Model) -> Model:
     """Adapters in the kernels, as surgeries need them; a plain model is itself."""
     names = {path.rpartition("/")[2] for path in flatten(model.params)}
-    return fold_all(model)[0] if names & (set(leaf_axes()) - set(KERNEL_LEAVES)) else model
+    return fold_all(model)[0] if names & {*adapter_leaves(), *FFN_LEAVES} else model
 
 
 def answers(
@@ -152,15 +154,18 @@ def filled_up(model: Model) -> Model:
     width = max(model.config.ffn_widths)
     config = model.config.with_widths([width] * model.config.n_layers)
     tree = unstack(model.params)
-    layers = [{**layer, "ffn": _fill(layer["ffn"], width)} for layer in tree["layers"]]
+    layers = [
+        {**layer, "ffn": _fill(model.config, Place(i, None, "ffn"), layer["ffn"], width)}
+        for i, layer in enumerate(tree["layers"])
+    ]
     params = restack(config, {**tree, "layers": layers})
     return dataclasses.replace(model, config=config, params=params)
 
 
-def _fill(ffn: dict, width: int) -> dict:
-    filled = {}
+def _fill(config: ModelConfig, place: Place, ffn: dict, width: int) -> dict:
+    filled, leaves = {}, declared_at(config, place, ffn)
     for path, leaf in flatten(ffn).items():
-        axis = neuron_axis(path, leaf)
+        axis = neuron_axis(f"{place.path}/{path}", leaves[path])
         if axis is not None:
             shape = list(leaf.shape)
             shape[axis] = width

@@ -35,6 +35,7 @@ from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import UNSTARTED, finished, working_in
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows, to_host
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
@@ -191,7 +192,7 @@ def open_data(config: TrainConfig, objective: Objective, tokenizer: Any, mesh: M
 
 def facts_of(config: TrainConfig, built: Built, model: Model) -> dict[str, Any]:
     """The facts of the run that `results.json` names."""
-    sizes = parameters_of(model.params)
+    sizes = parameters_of(model.config, model.params)
     losses = config.losses_with(built.objective.terms)
     trained = (int(size * np.mean(built.trainable[path])) for path, size in sizes.items())
     return {
@@ -319,7 +320,8 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
     with contextlib.closing(data.batches):
         if not data.held_out:
             raise ValueError("no validation data: nothing can be evaluated")
-        params = jax.device_put(model.params, partition.shardings(mesh, model.params))
+        leaves = declared(model.config, model.params)
+        params = jax.device_put(model.params, partition.shardings(mesh, model.params, leaves))
         metrics = validation(built, data.held_out, settings.accumulation)(params)
     results = {"model": model.source, "objective": built.objective.name, **metrics}
     on_main(lambda: write_results(workdir, plain(results)))

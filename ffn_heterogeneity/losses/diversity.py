@@ -131,7 +131,9 @@ def diversity_term(context: TermContext) -> LossTerm:
 
     def function(params: dict) -> TermValue:
         stacks = kernels(params, PLACE)
-        values = jnp.concatenate([by_layer(stack, similarity) for stack in stacks])
+        values = [by_layer(stack, similarity) for stack in stacks]
+        # Of a layer with experts the sum over them, each a matrix of its own.
+        values = jnp.concatenate([x.reshape(len(x), -1).sum(1) for x in values])
         order = np.argsort([layer for stack in stacks for layer in stack.layers])
         layers = jax.lax.stop_gradient(values)[order]
         metrics = {"layer_mean": layers, "mean": jnp.mean(layers)}

@@ -6,6 +6,7 @@ The formulas, their closed-form gradients and what happens on degenerate rows: `
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -129,10 +130,12 @@ def _target_value(params, target, rows_of, along, chosen):
             total = total + jnp.sum(rows)
         elif any(keep):
             # A mask and not a selection: selecting would copy stacked weights.
-            total = total + jnp.sum(rows * np.asarray(keep, np.float32)[:, None])
-        means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=-1))
+            factors = np.asarray(keep, np.float32).reshape(-1, *[1] * (rows.ndim - 1))
+            total = total + jnp.sum(rows * factors)
+        # Of a layer with experts the rows of all of them: [layers, E, rows].
+        means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=range(1, rows.ndim)))
         order += stack.layers
-        count_rows += sum(keep) * rows.shape[-1]
+        count_rows += sum(keep) * math.prod(rows.shape[1:])
     if not count_rows:
         raise ValueError(f"NUCL target {target!r}: none of the layers {sorted(chosen)} holds it")
     # Whole arrays: picked apart layer by layer the program would grow with depth.

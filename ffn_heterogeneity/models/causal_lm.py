@@ -1,4 +1,4 @@
-"""Language models and encoders: init, forward, logits."""
+"""Language models and encoders: forward, logits."""
 
 from __future__ import annotations
 
@@ -15,67 +15,17 @@ from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.block_cosine import end_link, lend, linked_cosine
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.kept import BLOCK_INPUT, keep
-from ffn_heterogeneity.models.linear import DROP, Linear, normal_init
+from ffn_heterogeneity.models.leaves import abstract_params as abstract_params
+from ffn_heterogeneity.models.leaves import init as init
+from ffn_heterogeneity.models.linear import DROP, Linear
 from ffn_heterogeneity.models.linear import dropout as drop_out
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import rotary_tables
-from ffn_heterogeneity.models.stack import run_stack, segmentation
+from ffn_heterogeneity.models.stack import run_stack
 
 # The part of a step's dropout key that the embeddings draw from; the layers split the whole of it.
 _EMBEDDING_KEY = 0xE3BED
-
-
-# Compiled whole: operation by operation it takes ten times as long.
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
-    """Random parameters, stacked: kernels and embeddings N(0, 0.02^2), norms 1, biases 0."""
-    embed_key, head_key, layers_key = jax.random.split(key, 3)
-    x = jnp.zeros((1, 2, config.d_model), jnp.float32)
-    positions = jnp.zeros((1, 2), jnp.int32)
-    layer_keys = jax.random.split(layers_key, config.n_layers)
-    stack = {}
-    for i, segment in enumerate(segmentation(config.layers)):
-        stack[f"segment_{i}"] = {}
-        for slot in range(segment.slots):
-            layer = config.layers[segment.layer(slot)]
-            rotary = rotary_tables(layer.rope, config.head_dim, positions)
-            mask = attention_mask(positions, positions, None)
-            block = Block(config, layer)
-            indices = [segment.layer(slot, repeat) for repeat in range(segment.repeats)]
-
-            def init_one(k, block=block, rotary=rotary, mask=mask):
-                return block.init(k, x, rotary, mask)["params"]
-
-            stack[f"segment_{i}"][f"slot_{slot}"] = jax.vmap(init_one)(
-                layer_keys[jnp.asarray(indices)]
-            )
-    table = (config.vocab_size, config.d_model)
-    params = {"embed": {"embedding": normal_init(embed_key, table, jnp.float32)}, "stack": stack}
-    for i, (name, rows) in enumerate(_further_tables(config).items()):
-        key = jax.random.fold_in(embed_key, i)
-        params["embed"][name] = normal_init(key, (rows, config.d_model), jnp.float32)
-    norm = Norm(config).init(layers_key, x).get("params")
-    if norm and config.embedding_norm:  # a norm without parameters has no place in the tree
-        params["embed"]["norm"] = norm
-    if norm and config.final_norm:
-        params["final_norm"] = norm
-    if config.lm_head and not config.tied:
-        params["head"] = {"kernel": normal_init(head_key, table[::-1], jnp.float32)}
-    if config.pooler:
-        params["pooler"] = Linear(config.d_model, use_bias=True).init(head_key, x)["params"]
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def _further_tables(config: ModelConfig) -> dict[str, int]:
-    """{leaf of "embed": its rows} of what is added to the tokens' embeddings."""
-    tables = {"position": config.position_rows, "token_type": config.token_types}
-    return {name: rows for name, rows in tables.items() if rows}
-
-
-def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict:
-    """Shapes and dtypes of `init` without computing anything (27B parameters in a second)."""
-    return jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(0))
 
 
 def forward(

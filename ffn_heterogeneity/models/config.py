@@ -68,6 +68,7 @@ class LayerConfig:
       causal: False: position t sees what stands after it too, with a window |t - s| < window.
       norm_placement: "pre", x + f(norm(x)), or "post", norm(x + f(x)), for attention and FFN. (Of
         the layer, because Mix-LN has both in one model.)
+      experts: how many feed-forward blocks it holds, equally wide; None: one, without a router.
     """
 
     ffn_width: int
@@ -76,6 +77,7 @@ class LayerConfig:
     rope: RopeConfig | None = RopeConfig()
     causal: bool = True
     norm_placement: str = "pre"
+    experts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +219,9 @@ class ModelConfig:
     def _check_layer(self, i: int, layer: LayerConfig) -> None:
         check_choice(f"layer {i}: ffn_kind", layer.ffn_kind, FFN_KINDS, ConfigError)
         check_count(f"layer {i}: ffn_width", layer.ffn_width, 1)
-        if layer.window is not None:
-            check_count(f"layer {i}: window", layer.window, 1)
+        for name in ("window", "experts"):
+            if (value := getattr(layer, name)) is not None:
+                check_count(f"layer {i}: {name}", value, 1)
         if self.lm_head and not layer.causal:
             raise ConfigError(f"layer {i}: causal=False sees the next word: set lm_head=False")
         placement = layer.norm_placement

@@ -53,6 +53,8 @@ class FeedForward(nn.Module):
     def __call__(self, x_btd: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D] -> (y [B, T, D], intermediate state h [B, T, M])."""
         config, width = self.config, self.layer.ffn_width
+        if self.layer.experts is not None:
+            raise ValueError(f"experts={self.layer.experts}: no forward pass reads experts yet")
         act = ACTIVATIONS[config.activation]
         linear = functools.partial(Linear, options=self.options)
         up_btm = linear(width, config.ffn_bias, name="up")(x_btd)

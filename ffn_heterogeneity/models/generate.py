@@ -23,6 +23,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make_cache
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import path_str
@@ -69,7 +70,7 @@ class Generator:
         placed = None
         if mesh is not None and mesh.size > 1:
             self.options = _sharded(config, options, mesh)
-            placed = partition.shardings(mesh, params)
+            placed = partition.shardings(mesh, params, declared(config, params))
             share = mesh.shape["data"] * mesh.shape["fsdp"]
             self.batch_size = -(-batch_size // share) * share
         # Kernels are cast once instead of at every token.

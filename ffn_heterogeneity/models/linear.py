@@ -18,22 +18,15 @@ WIDE_PRODUCT = "wide_product"
 # The random stream of adapters' dropout.
 DROP = "adapter"
 
-Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
-# The standard deviation every family at hand was pre-trained from.
-normal_init: Initializer = jax.nn.initializers.normal(stddev=0.02)
-
-
-def leaf(module: nn.Module, name: str, shape: tuple[int, ...], init: Initializer = normal_init):
-    """The parameter `name` of `module`; created under `init`, checked against `shape` otherwise.
+def leaf(module: nn.Module, name: str, shape: tuple[int, ...]) -> Any:
+    """The parameter `name` of `module`; `models.leaves.init` makes it.
 
     Raises:
-      ValueError: the tree holds the leaf in another shape; the message names its path.
+      ValueError: the tree lacks the leaf, or holds it in another shape; the message names its path.
     """
     if not module.has_variable("params", name):
-        if not module.is_initializing():
-            raise ValueError(f"missing parameter {_path(module, name)} of shape {shape}")
-        return module.param(name, init, shape)
+        raise ValueError(f"missing parameter {_path(module, name)} of shape {shape}")
     value = module.get_variable("params", name)
     if value.shape != shape:
         raise ValueError(f"{_path(module, name)} has shape {value.shape}, expected {shape}")
@@ -167,7 +160,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] in the compute dtype -> [..., features] in the same dtype."""
-        names = [name for adapter in ADAPTERS for name in adapter.leaves]
+        names = [name for adapter in ADAPTERS.values() for name in adapter.leaves]
         leaves = {name: optional_leaf(self, name) for name in names}
         leaves = {name: value for name, value in leaves.items() if value is not None}
         if not any(adapter.base for adapter in adapters_of(leaves)):
@@ -187,7 +180,7 @@ class Linear(nn.Module):
             if adapter.product is not None:
                 y = adapter.product(y, rows, leaves, kernel, dot, self._drop)
         if self.use_bias:
-            bias = leaf(self, "bias", (self.features,), nn.initializers.zeros)
+            bias = leaf(self, "bias", (self.features,))
             wide = self.options.wide_products
             y = add_bias(y, bias) if wide else y + bias.astype(x.dtype)
         return y.reshape(*x.shape[:-1], self.features)

@@ -34,8 +34,7 @@ class Norm(nn.Module):
         mean_square = jnp.mean(x_wide * x_wide, axis=-1, keepdims=True)
         y = x_wide * jax.lax.rsqrt(mean_square + config.norm_eps)
         if config.norm_kind != "layer_without_parameters":
-            init = nn.initializers.constant(1.0 - config.norm_offset)
-            y = y * (config.norm_offset + leaf(self, "scale", shape, init).astype(wide))
+            y = y * (config.norm_offset + leaf(self, "scale", shape).astype(wide))
         if config.norm_kind == "layer":
-            y = y + leaf(self, "bias", shape, nn.initializers.zeros).astype(wide)
+            y = y + leaf(self, "bias", shape).astype(wide)
         return y.astype(x.dtype)

@@ -51,7 +51,7 @@ def check_leaves(config: ModelConfig, params: dict, beside: str = "") -> None:
       ValueError: names the leaves.
     """
     unused = [path for path in unused_leaves(config, params) if path.split("/")[0] != beside]
-    others = {name for adapter in ADAPTERS for name in adapter.for_losses}
+    others = {name for adapter in ADAPTERS.values() for name in adapter.for_losses}
     refuse_unused(config, [path for path in unused if path.split("/")[-1] not in others])
 
 

@@ -1,6 +1,6 @@
-"""Ordered path rules: which leaves train, which decay, how each is sharded.
+"""Rules of which leaves train, and their shardings, by the names of their axes.
 
-A rule is `(regex, value)`; the regex is searched (not matched whole) in the leaf's path
+A user's rule is `(regex, value)`; the regex is searched (not matched whole) in the leaf's path
 ("stack/segment_0/slot_0/ffn/down/kernel") and the first rule that matches decides. Rules are
 strict in both directions, so that neither a renamed leaf nor a mistyped rule passes silently.
 """
@@ -15,11 +15,17 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.adapters import data_leaves, leaf_axes
-from ffn_heterogeneity.paths import flatten, is_auxiliary, path_str
+from ffn_heterogeneity.leaf import Leaf
+from ffn_heterogeneity.paths import flatten, is_auxiliary
 from ffn_heterogeneity.wording import naming
 
 MESH_AXES = ("data", "fsdp", "tensor")
+# Dimension of a leaf -> the axis of the mesh that cuts it; others are whole on every device. "fsdp"
+# lies on the model width, "tensor" on heads, inner neurons, vocabulary. Layers are never cut: the
+# scan slices them; nor are experts. NF4's codes hold two inputs a byte ("neurons/half"): a mesh
+# that cuts a kernel's inputs has to divide half of them.
+CUT = dict.fromkeys(("neurons", "queries", "keys", "vocab", "pooled"), "tensor")
+CUT["d_model"] = "fsdp"
 
 
 class RuleError(ValueError):
@@ -106,64 +112,19 @@ def _shown(path: str) -> str:
     return path.split("\n")[-1]
 
 
-def _named(names: Iterable[str]) -> str:
-    return rf"(^|/)({'|'.join(names)})$"
-
-
-# Leaves that are data, not weights, never train, whatever the user's patterns say: removal masks,
-# quantisation codes, scales.
-NEVER_TRAIN = (_named(data_leaves()), False)
-DEFAULT_TRAINABLE_RULES = (DEFAULTS, NEVER_TRAIN, (r"", True))
-
-# No decay on vectors: biases, norms, magnitudes, factors of neurons, lambda (P-32). The embedding
-# decays, as it does in the usual Hugging Face recipes (they spare biases and norms).
-DEFAULT_DECAY_RULES = (
-    DEFAULTS,
-    (_named(name for name, axes in leaf_axes().items() if len(axes) < 2), False),
-    (r"norm/(scale|bias)$", False),
-    (r"(^|/)lambda$", False),
-    (r"", True),
-)
-
-# Modules of a layer -> where the axes of their leaves lie: "fsdp" always on the model width,
-# "tensor" on heads, inner neurons, vocabulary. The leading None is the stack's layer axis, which is
-# never sharded: the scan slices it. NF4's codes hold two inputs a byte ("half"): a mesh that cuts a
-# kernel's inputs has to divide half of them.
-SIDES = {
-    "q|k|v|gate|up": {"in": "fsdp", "half": "fsdp", "out": "tensor"},
-    "out|down": {"in": "tensor", "half": "tensor", "out": "fsdp"},
-    "ffn": {"neurons": "tensor"},
-}
-DEFAULT_SHARDING_RULES = (
-    DEFAULTS,
-    (r"^embed/embedding$", PartitionSpec("tensor", "fsdp")),
-    (r"^(head|pooler)/kernel$", PartitionSpec("fsdp", "tensor")),
-    # Learned positions, token types and their norm: hundreds of rows, not tens of thousands.
-    (r"^embed/(position|token_type|norm/\w+)$", PartitionSpec()),
-    (r"^(head|task_head|pooler)/", PartitionSpec()),
-    (r"^final_norm/", PartitionSpec()),
-    (r"^stack/.*norm/(scale|bias)$", PartitionSpec()),
-    *(
-        (rf"^stack/.*/({modules})/{name}$", PartitionSpec(None, *map(sides.get, axes)))
-        for name, axes in leaf_axes().items()
-        for modules, sides in SIDES.items()
-    ),
-)
-
-
 def trainable_mask(
-    paths: Iterable[str],
+    leaves: Mapping[str, Leaf],
     freeze: Sequence[str] = (),
     train_only: Sequence[str] = (),
     names: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """`{path: trains}` from user patterns laid before the defaults.
+    """`{path: trains}`: what is declared to train, where the user's patterns do not freeze it.
 
     Where a pattern splits the layers of a stacked leaf, a tuple of one bool a layer (which is true
     as a whole: some of it trains).
 
     Args:
-      paths: the leaves' paths.
+      leaves: `models.leaves.declared`; data and what belongs to a teacher never train.
       freeze: regexes of leaves that do not train.
       train_only: regexes of the only leaves that train (after `freeze`); empty: all of them.
       names: of the leaves' layers, as in `match_layers`.
@@ -171,19 +132,16 @@ def trainable_mask(
     Raises:
       RuleError: a pattern matches nothing, or nothing is left to train.
     """
-    names = {path: (names or {}).get(path, (path,)) for path in paths}
-    fixed = re.compile(NEVER_TRAIN[0])
-    data = {path: False for path in names if is_auxiliary(path) or fixed.search(path)}
-    names = {path: own for path, own in names.items() if path not in data}
+    trained = [path for path, leaf in leaves.items() if leaf.trains and not is_auxiliary(path)]
     rules: list[Any] = [(pattern, False) for pattern in freeze]
     rules += [(pattern, True) for pattern in train_only]
-    rules += [DEFAULTS, (r"", False)] if train_only else list(DEFAULT_TRAINABLE_RULES)
-    mask = match_layers(rules, names)
+    rules += [DEFAULTS, (r"", not train_only)]
+    mask = match_layers(rules, {path: (names or {}).get(path, (path,)) for path in trained})
     if not any(mask.values()):
         raise RuleError(
             f"no leaf is left to train: freeze={list(freeze)}, train_only={list(train_only)}"
         )
-    return {**mask, **data}
+    return dict.fromkeys(leaves, False) | mask
 
 
 def make_mesh(
@@ -220,50 +178,34 @@ def mesh_sizes(data: int, fsdp: int, tensor: int, count: int) -> tuple[int, ...]
     return tuple(sizes)
 
 
-def shardings(mesh: Mesh, tree: Any, rules: Rules = DEFAULT_SHARDING_RULES) -> Any:
-    """The tree of `NamedSharding`s that `rules` give to `tree` (arrays or ShapeDtypeStructs).
+def spec_of(leaf: Leaf) -> PartitionSpec:
+    """The axes of a mesh over which the axes of a leaf are cut."""
+    if not leaf.cut:
+        return PartitionSpec()
+    return PartitionSpec(*(CUT.get(axis.removesuffix("/half")) for axis in leaf.axes))
+
+
+def shardings(mesh: Mesh | AbstractMesh, tree: Any, leaves: Mapping[str, Leaf]) -> Any:
+    """The tree of `NamedSharding`s of `tree` (arrays or ShapeDtypeStructs).
+
+    Args:
+      leaves: `models.leaves.declared` of the tree.
 
     Raises:
-      RuleError: as in `match_rules`; a spec names more axes than its leaf has, or an axis that the
-        mesh has not.
+      RuleError: an axis that the mesh cannot cut into equal parts.
     """
-    leaves = flatten(tree)
-    inner = {path: _in_its_model(path) for path in leaves}
-    by_inner = match_rules(rules, inner.values())
-    specs = {path: by_inner[inner[path]] for path in leaves}
-    for path, spec in specs.items():
-        if len(spec) > len(leaves[path].shape):
-            raise RuleError(
-                f"leaf {path!r} of shape {leaves[path].shape} cannot take the spec {spec}: "
-                "it names more axes than the leaf has"
-            )
-        axes = [_mesh_axes(entry) for entry in spec]
-        names = {name for axis in axes for name in axis}
-        if names - set(mesh.axis_names):
-            raise RuleError(f"spec {spec} of {path!r} names axes that are not in {mesh.axis_names}")
-        for size, axis in zip(leaves[path].shape, axes, strict=False):
-            parts = math.prod(mesh.shape[name] for name in axis)
-            if size % parts:
+    placed = {}
+    for path, array in flatten(tree).items():
+        spec = spec_of(leaves[path])
+        for size, axis, cut in zip(array.shape, leaves[path].axes, spec, strict=False):
+            if cut and size % mesh.shape[cut]:
                 raise RuleError(
-                    f"leaf {path!r} of shape {leaves[path].shape}: its axis of {size} cannot be "
-                    f"cut into {parts} equal parts over {'x'.join(axis)}; choose mesh sizes that "
-                    f"divide it, or give the leaf a sharding rule of its own"
+                    f"leaf {path!r} of shape {array.shape}: its axis {axis!r} of {size} cannot be "
+                    f"cut into {mesh.shape[cut]} equal parts over {cut}; choose mesh sizes that "
+                    "divide it, or declare the leaf with cut=False (models/leaves.py)"
                 )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: NamedSharding(mesh, specs[path_str(path)]), tree
-    )
-
-
-def _in_its_model(path: str) -> str:
-    """A model beside the model is cut as it would be alone."""
-    return path.partition("/")[2] if is_auxiliary(path) else path
-
-
-def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of the mesh over which a spec cuts one axis of a leaf."""
-    if isinstance(entry, tuple):
-        return entry
-    return () if entry is None else (entry,)
+        placed[path] = NamedSharding(mesh, spec)
+    return jax.tree.unflatten(jax.tree.structure(tree), placed.values())
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -289,28 +231,24 @@ def run_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
     }
 
 
-def describe_shardings(
-    mesh: Mesh | AbstractMesh, tree: Any, placed: Any = None
-) -> dict[str, dict[str, Any]]:
+def describe_shardings(tree: Any, placed: Any) -> dict[str, dict[str, Any]]:
     """`{path: {"shape", "dtype", "spec", "bytes_per_device"}}` of every leaf, JSON-ready.
 
     Args:
-      mesh: its shape is all that is read: no device need exist.
       tree: arrays or ShapeDtypeStructs.
-      placed: the tree's shardings, e.g. `state_shardings(mesh, state)`; None: the default rules'.
+      placed: the tree's shardings, e.g. `state_shardings(mesh, state, leaves)`, on a mesh whose
+        shape is all that is read: no device need exist.
 
     Raises:
-      RuleError: as in `shardings`.
       ValueError: `placed` is of another structure, or cuts an axis into unequal parts.
     """
-    placed = shardings(mesh, tree) if placed is None else placed
     if jax.tree.structure(placed) != jax.tree.structure(tree):
         raise ValueError("the shardings are those of another tree")
     described = {}
     for (path, leaf), sharding in zip(flatten(tree).items(), jax.tree.leaves(placed), strict=True):
         spec, shape = sharding.spec, tuple(leaf.shape)
         with naming(f"leaf {path!r} of shape {shape}"):
-            part = NamedSharding(mesh, spec).shard_shape(shape)
+            part = NamedSharding(sharding.mesh, spec).shard_shape(shape)
         described[path] = {
             "shape": list(shape),
             "dtype": str(leaf.dtype),

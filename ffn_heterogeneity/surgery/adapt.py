@@ -187,7 +187,7 @@ def inserted(
     """
     key = jax.random.key(0) if key is None else key
     tree, new, adapted = unstack(model.params), {}, []
-    for place, leaves in linears(tree):
+    for place, leaves in linears(model.config, tree):
         if re.search(targets, place.path):
             if mark in leaves:
                 raise ValueError(f"{place.path} has {mark} already: fold the model first")
@@ -198,12 +198,12 @@ def inserted(
         raise ValueError(
             f"targets={targets!r} is found in no kernel's path, such as layers/0/ffn/down"
         )
-    params = restack(model.config, write(tree, new))
+    params = restack(model.config, write(model.config, tree, new))
     return dataclasses.replace(model, params=params), {"adapted": adapted}
 
 
 def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:
     """Masks, adapters and P into the kernels: a plain model of the same function."""
     settings_of(Nothing, settings)
-    tree = fold(unstack(jax.tree.map(np.asarray, model.params)))
+    tree = fold(model.config, unstack(jax.tree.map(np.asarray, model.params)))
     return dataclasses.replace(model, params=restack(model.config, tree)), {}

@@ -14,9 +14,10 @@ import numpy as np
 from ffn_heterogeneity.adapters import adapters_of
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
+from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
@@ -64,9 +65,9 @@ def attack(
     if k > width:
         raise ValueError(f"k={k}: layer {found.layer} (from 0) has {width} neurons")
     place, chosen = Place(found.layer, None, "ffn"), found.indices[:k]
-    block = dict(ffn_blocks(model.params))[place]
-    attacked = write(model.params, {place: silenced(block, chosen, settings.attack)})
-    params = restack(model.config, attacked)
+    block = dict(ffn_blocks(model.config, model.params))[place]
+    new = {place: silenced(block, chosen, settings.attack)}
+    params = restack(model.config, write(model.config, model.params, new))
     report = {
         "attack": settings.attack,
         "k": k,

@@ -242,20 +242,27 @@ def named(kind: str, size: float, ffn: dict) -> np.ndarray:
 
 
 def layer_scores(
-    name: str, ffn: dict, *, layer: int, seed: int = 0, reverse: bool = False, protect: str = ""
+    name: str,
+    ffn: dict,
+    *,
+    layer: int,
+    expert: int | None = None,
+    seed: int = 0,
+    reverse: bool = False,
+    protect: str = "",
 ) -> np.ndarray:
-    """Scores [m] of one layer, float64; `reverse` turns the order round (the sanity row), and
+    """Scores [m] of one block, float64; `reverse` turns the order round (the sanity row), and
     whoever `protect` spares has -inf.
 
-    The generator depends on (seed, layer) alone, so a layer's choice does not depend on which other
-    layers are chosen.
+    The generator depends on (seed, layer, expert) alone, so a layer's choice does not depend on
+    which other layers are chosen, and each expert draws for itself.
 
     Raises:
       ValueError: unknown criterion or one without scores, or non-finite weights (the message names
         the layer).
     """
     check_criterion(name, "global")
-    rng = np.random.default_rng([seed, layer])
+    rng = np.random.default_rng([seed, layer] + ([] if expert is None else [2, expert]))
     with naming(f"layer {layer}"):
         scores = CRITERIA[name](ffn, rng)
     width = ffn["down"]["kernel"].shape[0]

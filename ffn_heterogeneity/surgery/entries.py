@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.adapters import low_rank
-from ffn_heterogeneity.models.walk import Place
+from ffn_heterogeneity.models.leaves import Place
 
 Blocks = Mapping[Place, dict]
 

@@ -30,8 +30,9 @@ import numpy as np
 
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.families import count_parameters
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
+from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.parallel.partition import make_mesh
 from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.progress import bar
@@ -51,6 +52,7 @@ from ffn_heterogeneity.surgery.neurons import (
     split,
     times,
 )
+from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
 from ffn_heterogeneity.wording import check_choice, check_numbers, naming, settings_of
 
@@ -143,7 +145,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     if is_abstract(model.params):
         return _of_shapes(model, asked, chosen)
     widths, new, facts = list(config.ffn_widths), {}, {}
-    every = ffn_blocks(jax.tree.map(np.asarray, model.params))
+    every = ffn_blocks(config, jax.tree.map(np.asarray, model.params))
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
         for place, ffn in blocks.items():
@@ -160,7 +162,7 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     if asked.rewind:
         model, new = _rewound(model, new, asked.rewind)
     after = model.config.with_widths(widths)
-    params = restack(after, write(model.params, new))
+    params = restack(after, write(model.config, model.params, new))
     smaller = dataclasses.replace(model, config=after, params=params)
     # Without what masks took out before.
     total = count_parameters(config)["total"] - sum(map(masked_out, blocks.values()))
@@ -196,7 +198,7 @@ def _rewound(model: Model, new: Mapping[Place, dict], name: str) -> tuple[Model,
     before = load_model(name)
     if before.config.layers != model.config.layers or before.config.d_model != model.config.d_model:
         raise ValueError(f"rewind={name} is a model of another shape")
-    old, masked = dict(ffn_blocks(before.params)), {}
+    old, masked = dict(ffn_blocks(before.config, before.params)), {}
     for place, ffn in new.items():
         masked[place] = {
             linear: old[place][linear] | {"mask": leaves["mask"]} for linear, leaves in ffn.items()
@@ -228,21 +230,16 @@ def _of_shapes(model: Model, asked: Fusion, chosen: set[int]) -> tuple[Model, di
             f"training choose {', '.join(METHODS)}"
         )
     widths, new = list(model.config.ffn_widths), {}
-    for place, ffn in ffn_blocks(model.params):
+    for place, ffn in ffn_blocks(model.config, model.params):
         if place.layer not in chosen:
             continue
         m = ffn["down"]["kernel"].shape[0]
         c = widths[place.layer] = m - removal_count(m, ratio=asked.ratio)
-        new[place] = {
-            name: {leaf: x[..., :c] for leaf, x in leaves.items()}
-            for name, leaves in ffn.items()
-            if name != "down"
-        }
-        new[place]["down"] = {**ffn["down"], "kernel": ffn["down"]["kernel"][:c]}
+        new[place] = take_neurons(model.config, place, ffn, np.arange(c))
         if asked.method in WITH_FACTOR:
             new[place]["neuron_scale"] = jnp.ones(c, np.float32)
     after = model.config.with_widths(widths)
-    params = restack(after, write(model.params, new))
+    params = restack(after, write(model.config, model.params, new))
     report = {"ffn_widths_before": list(model.config.ffn_widths), "ffn_widths_after": widths}
     return dataclasses.replace(model, config=after, params=params), report
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
 from ffn_heterogeneity.surgery.criteria import (
@@ -108,7 +109,7 @@ class Plan:
         scores = {i: layer_scores(self.criterion, leaves(i), layer=i, **options) for i in chosen}
         return select_global(scores, **how_much)
 
-    def _with_lost(self, scores: np.ndarray, ffn: dict, layer: int, cut: int) -> np.ndarray:
+    def _with_lost(self, scores: np.ndarray, ffn: dict, place: Place, cut: int) -> np.ndarray:
         """The neurons that go by their scores, those of `lose` first.
 
         Raises:
@@ -119,22 +120,25 @@ class Plan:
             return gone
         kind, size = check_named("lose", self.lose)
         if kind == "random":
+            own = () if place.expert is None else (place.expert,)
             stay = np.setdiff1d(np.arange(len(scores)), gone)
             count = int(size) if size >= 1 else math.ceil(size * len(scores))
-            lost = np.random.default_rng([self.seed, layer, 1]).permutation(stay)[:count]
+            lost = np.random.default_rng([self.seed, place.layer, 1, *own]).permutation(stay)[
+                :count
+            ]
         else:
             lost = named(kind, size, ffn)
             count = len(lost)
         if not len(lost) == count <= cut:
             raise ValueError(
-                f"lose={self.lose!r}: {count} of layer {layer}'s {len(scores)} neurons, of which "
-                f"{cut} go and {len(scores) - cut} stay: name fewer"
+                f"lose={self.lose!r}: {count} of layer {place.layer}'s {len(scores)} neurons, of "
+                f"which {cut} go and {len(scores) - cut} stay: name fewer"
             )
         others = np.setdiff1d(np.arange(len(scores)), lost)
         return np.union1d(lost, others[highest(scores[others], cut - count)])
 
-    def choose(self, ffn: dict, layer: int, cut: Cut) -> tuple[np.ndarray, np.ndarray | None]:
-        """(the neurons of one layer that go, ascending; the merges that led there, or None).
+    def choose(self, ffn: dict, place: Place, cut: Cut) -> tuple[np.ndarray, np.ndarray | None]:
+        """(the neurons of one block that go, ascending; the merges that led there, or None).
 
         The merges are those of `similarity.merges`. Its reverse removes the neurons that would go
         last, the very last included [ours]; nothing is merged then.
@@ -146,10 +150,11 @@ class Plan:
             return np.sort(cut), None
         if self.criterion != SIMILARITY:
             options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
-            scores = layer_scores(self.criterion, ffn, layer=layer, **options)
-            return self._with_lost(scores, ffn, layer, cut), None
+            options |= {"layer": place.layer, "expert": place.expert}
+            scores = layer_scores(self.criterion, ffn, **options)
+            return self._with_lost(scores, ffn, place, cut), None
         width = ffn["down"]["kernel"].shape[0]
-        with naming(f"layer {layer}"):
+        with naming(f"layer {place.layer}"):
             steps = merges(ffn, width - 1 if self.reverse else cut)
         if not self.reverse:
             return np.sort(steps[:, 1]), steps

@@ -12,8 +12,9 @@ from ffn_heterogeneity.adapters import FFN_LEAVES
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import count_parameters
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.models.walk import Place, ffn_blocks, write
+from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.surgery import states
 from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
@@ -80,7 +81,13 @@ def prune(model: Model, settings: Mapping[str, Any], data=None, key=None) -> tup
 
 
 def reduce_layer(
-    ffn: dict, plan: Plan, *, layer: int, cut: Cut, seen: dict | None = None
+    config: ModelConfig,
+    place: Place,
+    ffn: dict,
+    plan: Plan,
+    *,
+    cut: Cut,
+    seen: dict | None = None,
 ) -> tuple[dict, np.ndarray, dict | None]:
     """Chooses, compensates, removes.
 
@@ -89,7 +96,9 @@ def reduce_layer(
     part of this (`blockwise.compensated`).
 
     Args:
-      ffn: the layer's FFN leaves; untouched.
+      config: of the whole model.
+      place: of the block.
+      ffn: its leaves; untouched.
       cut: from `plan.cuts`.
       seen: of `seen_states`, where `plan.looks`.
 
@@ -99,18 +108,18 @@ def reduce_layer(
     Raises:
       ValueError: weights that cannot be read, kept or written; the message names the layer.
     """
-    gone, merges = plan.choose(ffn if seen is None else ffn | {"seen": seen}, layer, cut)
+    gone, merges = plan.choose(ffn if seen is None else ffn | {"seen": seen}, place, cut)
     if not gone.size:
         return ffn, gone, None
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
     if plan.compensation not in OF_WEIGHTS:
-        return take_neurons(ffn, kept), gone, None
-    with naming(f"layer {layer}"):
+        return take_neurons(config, place, ffn, kept), gone, None
+    with naming(f"layer {place.layer}"):
         kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges)
-    smaller = take_neurons(ffn, kept)
+    smaller = take_neurons(config, place, ffn, kept)
     smaller = {name: leaf for name, leaf in smaller.items() if name not in FFN_LEAVES}
     bias = {name: leaf for name, leaf in ffn["down"].items() if name == "bias"}
-    return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": layer} | report
+    return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": place.layer} | report
 
 
 def reduce_model(
@@ -129,7 +138,7 @@ def reduce_model(
     Raises:
       ValueError: an argument is out of its range, or a layer cannot be reduced.
     """
-    blocks, widths = dict(ffn_blocks(params)), list(config.ffn_widths)
+    blocks, widths = dict(ffn_blocks(config, params)), list(config.ffn_widths)
     states: Sequence[Any] = [None] * config.n_layers if seen is None else seen
     new, removed, reports = {}, {}, []
 
@@ -146,14 +155,14 @@ def reduce_model(
     for layer, cut in cuts.items():
         for place in [place for place in blocks if place.layer == layer]:
             new[place], gone, report = reduce_layer(
-                blocks[place], plan, layer=layer, cut=cut, seen=states[layer]
+                config, place, blocks[place], plan, cut=cut, seen=states[layer]
             )
             removed.setdefault(layer, []).append(gone)
             reports += [report] if report else []
         widths[layer] -= len(gone)
         # Of a layer with experts a list for each.
         removed[layer] = gone if Place(layer, None, "ffn") in new else np.stack(removed[layer])
-    return config.with_widths(widths), write(params, new), removed, reports
+    return config.with_widths(widths), write(config, params, new), removed, reports
 
 
 def results_of(

@@ -6,50 +6,44 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import leaf_axes
+from ffn_heterogeneity.leaf import Leaf, LeafError
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.paths import flatten, unflatten
 
-# Which side of an FFN's kernel its inner neurons are.
-NEURONS = {"gate": "out", "up": "out", "down": "in"}
 
-
-def neuron_axis(path: str, leaf: Any) -> int | None:
-    """Axis that runs over the inner neurons, of a leaf of "ffn"; None: it has no such axis.
+def neuron_axis(path: str, leaf: Leaf) -> int | None:
+    """The axis that runs over the inner neurons, from the right; None: the leaf has no such axis.
 
     Raises:
-      ValueError: an unknown leaf, or one that removal would give another meaning.
+      LeafError: removal would give its values another meaning.
     """
-    module, _, name = path.rpartition("/")
-    axes = leaf_axes().get(name)
-    if axes == ("neurons",) and not module:
-        return -1
-    if module not in NEURONS or axes is None:
-        raise ValueError(
-            f"ffn/{path}: surgery does not know which axis runs over the neurons; give the leaf "
-            "its axes in adapters/__init__.py"
+    if leaf.depends_on("neurons"):
+        # Numbers of neurons, lengths of columns over them, codes that hold two of them.
+        raise LeafError(
+            f"{path} {leaf.axes} stands for neurons that would go: fold the model first (surgery "
+            "fold)"
         )
-    if "picked" in axes or (name != "bias" and axes == ("out",) and NEURONS[module] == "in"):
-        # Numbers of neurons, and lengths of columns over them, would mean others afterwards.
-        raise ValueError(
-            f"ffn/{path} stands for neurons that would go: fold the model first (surgery fold)"
-        )
-    # A mask of fewer axes stands for its kernel's last ones.
-    axes = axes[len(axes) - leaf.ndim :]
-    return axes.index(NEURONS[module]) - leaf.ndim if NEURONS[module] in axes else None
+    return leaf.axis("neurons")
 
 
-def take_neurons(ffn: dict, kept: np.ndarray) -> dict:
-    """The FFN leaves of one layer with only the neurons `kept`, in that order.
+def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray) -> dict:
+    """The FFN leaves of one layer, or of one of its experts, with only the neurons `kept`, in that
+    order.
 
     Removing neuron i deletes row i of W, column i of G and U, and its biases (NUCL, section 4.2).
     The result computes exactly what the whole layer computes with those neurons' outputs zeroed.
 
+    Args:
+      config: of the model.
+      place: of the block; without an expert in it each expert of a layer loses the same neurons.
+
     Raises:
-      ValueError: a leaf whose neuron axis is not known.
+      LeafError: a leaf that nothing declares, or that removal does not handle.
     """
-    taken = {}
+    taken, leaves = {}, declared_at(config, place, ffn)
     for path, leaf in flatten(ffn).items():
-        axis = neuron_axis(path, leaf)
+        axis = neuron_axis(f"{place.path}/{path}", leaves[path])
         taken[path] = leaf if axis is None else _take(leaf, kept, axis)
     return unflatten(taken)
 

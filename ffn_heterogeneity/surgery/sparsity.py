@@ -103,7 +103,8 @@ def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, 
       ValueError: no kernel has scores.
     """
     asked, tree = settings_of(ScoreMask, settings), unstack(model.params)
-    scored = {place: leaves for place, leaves in linears(tree) if "score" in leaves}
+    every = linears(model.config, tree)
+    scored = {place: leaves for place, leaves in every if "score" in leaves}
     if not scored:
         raise ValueError("no kernel has scores: put them in and train them (surgery scores)")
     masks, new = _masks(list(scored.values()), 1 - asked.ratio), {}
@@ -111,7 +112,7 @@ def fix_masks(model: Model, settings: Mapping[str, Any] | ScoreMask, data=None, 
     for (place, leaves), mask in zip(scored.items(), masks, strict=True):
         new[place] = {name: leaf for name, leaf in leaves.items() if name not in gone}
         new[place]["mask"] = mask
-    params = restack(model.config, write(tree, new))
+    params = restack(model.config, write(model.config, tree, new))
     kept = sum(mask.sum() for mask in masks) / sum(mask.size for mask in masks)
     return dataclasses.replace(model, params=params), {"kept_share": float(kept)}
 

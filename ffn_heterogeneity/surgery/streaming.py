@@ -34,6 +34,7 @@ from ffn_heterogeneity.io.pieces import Pieces, Spec, open_pieces
 from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Family, Rule, expected_shapes, family_by_name
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.plan import Cut, Plan
@@ -195,8 +196,9 @@ def _write(
             leaves = checkpoint.leaves(layer)
             ffn = _ffn_of(leaves, layer)
             if layer in changed:
+                place = Place(layer, None, "ffn")
                 ffn, removed[layer], reports[layer] = reduce_layer(
-                    ffn, plan, layer=layer, cut=cuts[layer]
+                    checkpoint.config, place, ffn, plan, cut=cuts[layer]
                 )
             for path, leaf in flatten(ffn).items():
                 path = f"layers/{layer}/ffn/{path}"

@@ -14,13 +14,14 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from ffn_heterogeneity.adapters import ADAPTERS, REFRESHES, is_linear, kernel_readers
+from ffn_heterogeneity.adapters import REFRESHES, adapter_leaves, is_linear, kernel_readers
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term, strict
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.models.stack import layer_names, slots
 from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
@@ -144,13 +145,15 @@ def build(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Built
     params, seen = model.params, build_evaluation(config, model.config, model.params, mesh)
     _check_quantised(params, config.train_only)
     only = [_taught(params) if pattern == TAUGHT else pattern for pattern in config.train_only]
-    mask = partition.trainable_mask(flatten(params), config.freeze, only, layer_names(params))
+    leaves = declared(model.config, params)
+    mask = partition.trainable_mask(leaves, config.freeze, only, layer_names(params))
     check_terms(seen.terms, mask)
     mask, unread = _frozen_where_unread(config, seen, params, mask)
-    optimizer = make_optimizer(config.optimizer_with(seen.objective.rates), params, mask)
+    settings = config.optimizer_with(seen.objective.rates)
+    optimizer = make_optimizer(settings, params, mask, leaves)
     state = abstract_state(params, optimizer, mask)
     placed = (
-        state_shardings(mesh, state),
+        state_shardings(mesh, state, leaves),
         partition.batch_sharding(mesh),
         partition.replicated(mesh),
     )
@@ -272,7 +275,7 @@ def _taught(params: dict) -> str:
 def _check_quantised(params: Any, train_only: Sequence[str]) -> None:
     """Refuses to train what is left of a quantised model without adapters, unless that is said."""
     names = {path.rpartition("/")[2]: path for path in flatten(params)}
-    learned = {leaf for adapter in ADAPTERS for leaf in adapter.trained}
+    learned = {name for name, leaf in adapter_leaves().items() if leaf.trains}
     if "nf4_codes" in names and not train_only and not learned & set(names):
         raise partition.RuleError(
             f"{names['nf4_codes']}: the base is quantised, its kernels cannot train: add lora or "

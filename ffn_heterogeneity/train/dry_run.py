@@ -8,6 +8,7 @@ and its collectives are then the compiler's own figures.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import AbstractMesh, AxisType
 
-from ffn_heterogeneity.adapters import parameters_in
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
@@ -60,7 +61,7 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
             "bytes_per_device": held,
             "collectives": [list(row) for row in hlo.summary(found)],
         }
-    sizes = parameters_of(built.state.params)
+    sizes = parameters_of(built.model, built.state.params)
     plan: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
@@ -84,10 +85,14 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
     return plan
 
 
-def parameters_of(params: Any) -> dict[str, int]:
-    """path -> parameters, of the model's own leaves."""
-    leaves = {path: leaf for path, leaf in flatten(params).items() if not is_auxiliary(path)}
-    return {path: parameters_in(path, leaf) for path, leaf in leaves.items()}
+def parameters_of(config: ModelConfig, params: Any) -> dict[str, int]:
+    """path -> parameters, of the model's own leaves: none of data, two a byte of NF4's codes."""
+    leaves = declared(config, params)
+    return {
+        path: leaves[path].holds * math.prod(leaf.shape)
+        for path, leaf in flatten(params).items()
+        if not is_auxiliary(path)
+    }
 
 
 def _assumed(config: TrainConfig) -> str:
@@ -113,9 +118,10 @@ def step_flops(config: TrainConfig, built: Built) -> dict[str, float]:
     """
     model, tokens = built.model, config.batch_size * built.objective.positions
     forward = backward = 0.0
-    for path, leaf in flatten(built.state.params).items():
-        if path.startswith("stack/") and path.endswith(("/kernel", "/nf4_codes")):
-            product = 2.0 * parameters_in(path, leaf) * tokens
+    leaves = declared(model, built.state.params)
+    for path, size in parameters_of(model, built.state.params).items():
+        if path.startswith("stack/"):  # (heads: below; a pooler reads one token of a row)
+            product = 2.0 * leaves[path].reads * size * tokens
             forward += product
             backward += product * (2 if built.trainable[path] else 1)
     attention = config.batch_size * sum(
@@ -170,9 +176,10 @@ def _passes(built: Built) -> int:
 def _weight_bytes(built: Built) -> float:
     """What a pass reads of the weights: in the compute dtype, NF4's codes as they are."""
     width = jnp.dtype(built.options.compute_dtype).itemsize
+    sizes, arrays = parameters_of(built.model, built.state.params), flatten(built.state.params)
     return sum(
-        leaf.size if path.endswith("/nf4_codes") else width * parameters_in(path, leaf)
-        for path, leaf in flatten(built.state.params).items()
+        arrays[path].size if path.endswith("/nf4_codes") else width * size
+        for path, size in sizes.items()
     )
 
 
@@ -192,7 +199,7 @@ def _bytes_sent(config: TrainConfig, built: Built) -> float:
     reduced over `data`, and the two activations that a layer reduces over `tensor` each pass."""
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
     data, fsdp, tensor = (shape[axis] for axis in partition.MESH_AXES)
-    sizes = {path: parameters_in(path, leaf) for path, leaf in flatten(built.state.params).items()}
+    sizes = parameters_of(built.model, built.state.params)
     gradients = 4 * sum(n for path, n in sizes.items() if built.trainable[path]) / tensor
     sent = (fsdp - 1) / fsdp * (_passes(built) * _weight_bytes(built) / tensor + gradients)
     sent += 2 * (data - 1) / data * gradients / fsdp

@@ -57,13 +57,11 @@ def build_shapes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Built:
 
 def state_bytes(built: Built) -> dict[str, int]:
     """Bytes on one device, by kind: exact, from the shardings. The gradients are as the masters."""
-    described = partition.describe_shardings(built.mesh, built.state.params)
+    described = partition.describe_shardings(built.state.params, built.shardings[0].params)
     trains = [path for path in described if built.trainable[path]]
     size = {path: leaf["bytes_per_device"] for path, leaf in described.items()}
     masters = sum(size[path] for path in trains)
-    moments = partition.describe_shardings(
-        built.mesh, built.state.opt_state, built.shardings[0].opt_state
-    )
+    moments = partition.describe_shardings(built.state.opt_state, built.shardings[0].opt_state)
     return {
         "trainable parameters (float32)": masters,
         "frozen parameters": sum(size.values()) - masters,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
@@ -32,8 +33,7 @@ class OptimizerConfig:
       name: "adamw", "adafactor" or "sgd".
       b1, b2, eps: AdamW's decays of the two moments, and the constant added to the root.
       weight_decay: decoupled, multiplied by the learning rate (as in torch.optim.AdamW); the
-        leaves that `decay_rules` name True decay. All three optimisers take it.
-      decay_rules: ordered path rules to booleans, see `partition`.
+        leaves that are declared to decay do. All three optimisers take it.
       rates: (regex, factor) pairs: leaves, or layers of them, whose learning rate (and with it
         their decay) is another; the first that matches decides.
       clip_norm: gradients are scaled down to this global norm; None: no clipping.
@@ -52,7 +52,6 @@ class OptimizerConfig:
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-    decay_rules: tuple = partition.DEFAULT_DECAY_RULES
     rates: tuple = ()
     clip_norm: float | None = None
     momentum: float = 0.0
@@ -76,7 +75,10 @@ class OptimizerConfig:
 
 
 def make_optimizer(
-    config: OptimizerConfig, params: Any, trainable_mask: Mapping[str, bool]
+    config: OptimizerConfig,
+    params: Any,
+    trainable_mask: Mapping[str, bool],
+    leaves: Mapping[str, Leaf] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimiser of the trainable leaves of `params`.
 
@@ -84,14 +86,18 @@ def make_optimizer(
       config: which one.
       params: the whole parameter tree (or its ShapeDtypeStructs); only paths and shapes are read.
       trainable_mask: `{path: trains}` over every leaf; the others get no state at all.
+      leaves: `models.leaves.declared` of the tree, which says what decays; needed where
+        `weight_decay` is not 0.
 
     Returns:
       A transformation on the flat dict `{path: leaf}` of the trainable leaves. Its `update` needs
       the keyword `learning_rate` (a scalar, may be traced) and returns the step to add; it takes
       `grad_norm`, the gradients' global norm, where that is known.
+
+    Raises:
+      ValueError: decay without declarations.
     """
     paths = [path for path in flatten(params) if trainable_mask[path]]
-    decays = partition.match_rules(config.decay_rules, paths)
     parts = []
     if config.clip_norm is not None:
         parts.append(_clip(config.clip_norm))
@@ -102,6 +108,12 @@ def make_optimizer(
     elif config.momentum:
         parts.append(optax.trace(decay=config.momentum, nesterov=config.nesterov))
     if config.weight_decay:
+        if leaves is None:
+            raise ValueError(
+                f"weight_decay={config.weight_decay} needs leaves=declared(config, params), which "
+                "says what decays (models/leaves.py)"
+            )
+        decays = {path: leaves[path].decays for path in paths}
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decays))
     factors = dict.fromkeys(paths, 1.0)
     if config.rates:

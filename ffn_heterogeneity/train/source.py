@@ -15,7 +15,7 @@ from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.io.load import Model, load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
-from ffn_heterogeneity.models.shapes import count_parameters
+from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import objective_of

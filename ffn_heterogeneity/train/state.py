@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, unflatten
 
@@ -121,15 +122,18 @@ def abstract_state(
     return jax.eval_shape(build, shapes)
 
 
-def state_shardings(mesh: Mesh, state: TrainState) -> TrainState:
-    """The state's `NamedSharding`s: parameters by the default rules, moments as their parameter.
+def state_shardings(mesh: Mesh, state: TrainState, leaves: Mapping[str, Leaf]) -> TrainState:
+    """The state's `NamedSharding`s: parameters by their axes, moments as their parameter.
 
     A leaf of the optimiser's state belongs to the parameter whose path is one of its own keys. It
     takes that parameter's spec when the shapes agree; the spec without the reduced axis when it is
     the parameter's shape without one axis (Adafactor's factored rows and columns); and is
     replicated otherwise (counters).
+
+    Args:
+      leaves: `models.leaves.declared` of the parameters.
     """
-    params = partition.shardings(mesh, state.params)
+    params = partition.shardings(mesh, state.params, leaves)
     by_path, shapes = flatten(params), {p: x.shape for p, x in flatten(state.params).items()}
     whole = partition.replicated(mesh)
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import LLAMA, our_logits, random_params, structured
 
-from ffn_heterogeneity.adapters import data_leaves
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.export import fold, save_pretrained
 from ffn_heterogeneity.io.huggingface import read_pretrained
@@ -20,6 +20,7 @@ from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.streaming import compress_directory
 
+DATA = {k for k, leaf in adapter_leaves().items() if not leaf.trains} | {*FFN_LEAVES}
 TOKENS = np.random.default_rng(1).integers(0, 258, (2, 9)).astype(np.int32)
 
 
@@ -53,7 +54,7 @@ def test_other_tools_read_the_same_function(kept, torch):
     ).double()
     with torch.no_grad():
         found = theirs.eval()(torch.tensor(TOKENS)).logits.numpy()
-    folded = restack(LLAMA, fold(unstack(params)))
+    folded = restack(LLAMA, fold(LLAMA, unstack(params)))
     np.testing.assert_allclose(found, logits(LLAMA, folded), rtol=0, atol=1e-5)
 
 
@@ -63,7 +64,7 @@ def test_folded_is_the_same_function(kept, tmp_path):
     save_pretrained(LLAMA, params, tmp_path / "folded")
     config, folded = read_pretrained(tmp_path / "folded")
     assert config == LLAMA and not (tmp_path / "folded" / "structure").exists()
-    assert not {path.split("/")[-1] for path in flatten(folded)} & {*data_leaves(), "lora_a"}
+    assert not {path.split("/")[-1] for path in flatten(folded)} & {*adapter_leaves(), *FFN_LEAVES}
     with jax.enable_x64(True):
         found, wanted = (our_logits(LLAMA, tree, TOKENS, np.float64) for tree in (folded, params))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
@@ -75,7 +76,7 @@ def test_a_cast_spares_data(kept, tmp_path):
     halves = read_pretrained(tmp_path / "half"), read_pretrained(directory, dtype="bfloat16")
     for _, found in halves:
         for path, leaf in flatten(found).items():
-            data = path.split("/")[-1] in data_leaves()
+            data = path.split("/")[-1] in DATA
             assert leaf.dtype == (np.float32 if data else jax.numpy.bfloat16), path
             if data:
                 np.testing.assert_array_equal(leaf, flatten(params)[path])

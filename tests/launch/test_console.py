@@ -11,6 +11,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny_models import REPOSITORY, save_tiny
 from tiny_runs import flags_of, run_program
 
@@ -77,7 +78,7 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     """The files of docs/howto/your-own.md, as a user of the wheel writes them."""
     page = (REPOSITORY / "docs" / "howto" / "your-own.md").read_text()
     files = re.findall(r"```python\n(.*?)```", page, re.S)
-    for name, code in zip(("mine", "thin"), files, strict=True):
+    for name, code in zip(("mine", "gain", "thin"), files, strict=True):
         (tmp_path / f"{name}.py").write_text(code)
     save_tiny(tmp_path / "tiny")
     rows = [json.dumps({"riddle": f"{i} and one", "solution": str(i + 1)}) for i in range(40)]
@@ -96,6 +97,17 @@ def test_pieces_of_ones_own_without_a_fork(wheel, tmp_path):
     ]
     for gone, kernel in zip(removed, kernels, strict=True):
         assert set(gone) == set(np.argsort(np.abs(kernel).max(1))[: len(gone)].tolist())
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over it\n" * 40)
+    own |= {"data.path": "text.txt", "data.passage_chars": 100}
+    own |= {"optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0}
+    train = ("train", *flags_of("gain.py:tiny,text", "gain", **own))
+    code, _, error = ffnh(wheel, tmp_path, *train)
+    assert code == 0, error
+    gains = load_file(tmp_path / "gain/model/structure/model.safetensors")["layers/1/ffn/gain"]
+    assert np.ptp(gains) > 0.05 and np.abs(gains - 1).max() < 0.11
+    weights = load_file(tmp_path / "gain/model/model.safetensors")
+    folded = weights["model.layers.1.mlp.down_proj.weight"].T
+    np.testing.assert_allclose(folded, kernels[1] * gains[:, None], rtol=1e-6)
 
 
 @pytest.mark.slow

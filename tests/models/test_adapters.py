@@ -11,6 +11,7 @@ from tiny_models import LLAMA, random_params
 from ffn_heterogeneity.adapters import dora, lora, macdrop, nf4
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.linear import DROP, Linear, effective_kernel
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
@@ -170,7 +171,7 @@ def test_removal_refuses_what_it_would_make_wrong(leaves, module):
     ffn = {name: {"kernel": square} for name in ("gate", "up", "down")}
     ffn[module] = ffn[module] | more
     with pytest.raises(ValueError, match=f"ffn/{module}/.* fold the model first"):
-        take_neurons(ffn, np.arange(4))
+        take_neurons(LLAMA, Place(0, None, "ffn"), ffn, np.arange(4))
 
 
 # As bitsandbytes writes them (functional.get_4bit_type; QLoRA, appendix E).

@@ -24,6 +24,7 @@ from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig, RopeConfig
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
+from ffn_heterogeneity.models.stack import layer_leaves
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -262,7 +263,7 @@ def test_blocked_attention_refuses_what_it_would_get_wrong(compiled):
     x, positions = jnp.ones((2, 300, 16)), jnp.arange(300)[None]
     tables = rotary_tables(RopeConfig(), 8, positions)
     mask = attention_mask(positions, positions, None)
-    params = Block(CONFIG, LayerConfig(24)).init(jax.random.key(0), x, tables, mask)
+    params = {"params": next(layer_leaves(causal_lm.init(CONFIG, jax.random.key(0))))[1]}
 
     def refused(function, *arguments, match):
         with pytest.raises(ValueError, match=match):

@@ -17,11 +17,11 @@ from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.attention import Mask
 from ffn_heterogeneity.models.block import Block
 from ffn_heterogeneity.models.config import ConfigError, RopeConfig
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import check_leaves
-from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
@@ -69,7 +69,7 @@ def test_norms_equal_their_formulas(kind, offset):
     if kind != "rms":
         bias = np.zeros(16) if kind == "layer_without_parameters" else leaves["bias"]
         np.testing.assert_array_equal(np.asarray(half[0, 1]), bias.astype(jnp.bfloat16))
-    initial = Norm(config).init(jax.random.key(0), jnp.asarray(x)).get("params", {})
+    initial = causal_lm.init(config, jax.random.key(0)).get("final_norm", {})
     assert set(initial) == set(kept)
     for name, leaf in initial.items():
         np.testing.assert_array_equal(leaf, 1 - offset if name == "scale" else 0)
@@ -161,11 +161,10 @@ def test_initial_trees_hold_what_is_read_and_nothing_else():
 
 
 def test_no_bias_and_no_norm_decays():
-    paths = flatten(causal_lm.abstract_params(NEOX))
-    decays = partition.match_rules(partition.DEFAULT_DECAY_RULES, paths)
-    assert {path for path in paths if path.endswith("bias")} > {"final_norm/bias"}
-    for path, decay in decays.items():
-        assert decay == path.endswith(("kernel", "embedding")), path
+    leaves = declared(NEOX, causal_lm.abstract_params(NEOX))
+    assert {path for path in leaves if path.endswith("bias")} > {"final_norm/bias"}
+    for path, leaf in leaves.items():
+        assert leaf.decays == path.endswith(("kernel", "embedding")), path
 
 
 def test_removing_neurons_of_a_plain_ffn_with_biases_equals_masking():

@@ -21,8 +21,10 @@ from tiny_models import tiny_of
 from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.heads import with_head
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.leaf import Leaf, LeafError
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import layer_names, restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
@@ -53,8 +55,9 @@ def config_of(family: str) -> ModelConfig:
 def beside(model: Model, put) -> Model:
     """The model with `put(kernel's leaves)` in the place of the leaves of every `Linear`."""
     tree = unstack(model.params)
-    new = {place: put(place.path, leaves) for place, leaves in linears(tree)}
-    return dataclasses.replace(model, params=restack(model.config, write(tree, new)))
+    every = linears(model.config, tree)
+    new = {place: put(place.path, leaves) for place, leaves in every}
+    return dataclasses.replace(model, params=restack(model.config, write(model.config, tree, new)))
 
 
 def masked(path: str, leaves: dict) -> dict:
@@ -103,34 +106,28 @@ VARIANTS = {
 } | {f"head {name}": lambda model, s=s: headed(model, s) for name, s in HEADS.items()}
 
 
-def removal_axis(config: ModelConfig, layer: int, path: str, leaf) -> str:
+def removal_axis(path: str, leaf: Leaf) -> str:
     """Which axis of a layer's leaf runs over its neurons, from the right; what surgery says."""
-    if not path.startswith("ffn/"):
+    if "/ffn/" not in path:
         return "-"
     try:
-        axis = neuron_axis(path.removeprefix("ffn/"), leaf)
-    except ValueError:
+        return str(neuron_axis(path, leaf))
+    except LeafError:
         return "refused"
-    return str(axis)
 
 
 def described(config: ModelConfig, params: dict) -> dict[str, str]:
     """{path, "*" for its segment and slot: what there is to say of the leaf}."""
-    leaves, names = flatten(params), layer_names(params)
+    leaves, names = declared(config, params), layer_names(params)
     trains = partition.trainable_mask(leaves)
-    decays = partition.match_rules(partition.DEFAULT_DECAY_RULES, leaves)
-    specs = flatten(partition.shardings(MESH, params))
-    one_layer = flatten(jax.eval_shape(unstack, params))
+    specs = flatten(partition.shardings(MESH, params, leaves))
     told: dict[str, str] = {}
-    for path, leaf in leaves.items():
-        first, axis = names[path][0], "-"
-        if first.startswith("layers/"):
-            _, layer, inner = first.split("/", 2)
-            axis = removal_axis(config, int(layer), inner, one_layer[first])
+    for path, leaf in flatten(params).items():
+        first, axis = names[path][0], removal_axis(path, leaves[path])
         shape = leaf.shape[1:] if path.startswith("stack/") else leaf.shape
         entry = f"{leaf.dtype} {tuple(shape)} {tuple(specs[path].spec)}"
         learns = bool(trains[path])
-        entry += f" decays={learns and decays[path]} trains={learns} neurons={axis}"
+        entry += f" decays={learns and leaves[path].decays} trains={learns} neurons={axis}"
         pattern = first if not first.startswith("layers/") else f"*/{first.split('/', 2)[2]}"
         assert told.setdefault(pattern, entry) == entry, f"{path}: layers differ"
     return told

@@ -14,6 +14,7 @@ import ffn_heterogeneity.adapters as adapters
 import ffn_heterogeneity.models.linear as linear
 from ffn_heterogeneity.adapters import Adapter, dora, kernel_readers, lora
 from ffn_heterogeneity.io.export import fold
+from ffn_heterogeneity.leaf import weights
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
@@ -24,8 +25,7 @@ from ffn_heterogeneity.train.build import made_whole
 SIZE, RANK, ROWS = 1024, 64, 256
 THIN = Adapter(
     "thin",
-    {"thin_a": ("in", "rank"), "thin_b": ("rank", "out")},
-    trained=("thin_a", "thin_b"),
+    {"thin_a": weights("in", "rank"), "thin_b": weights("rank", "out")},
     base=lambda leaves: leaves["thin_a"] @ leaves["thin_b"],
     product=lambda y, x, leaves, kernel, dot, drop: dot(dot(x, leaves["thin_a"]), leaves["thin_b"]),
 )
@@ -33,7 +33,7 @@ THIN = Adapter(
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    table = (THIN, *adapters.ADAPTERS)
+    table = {"thin": THIN, **adapters.ADAPTERS}
     monkeypatch.setattr(adapters, "ADAPTERS", table)
     monkeypatch.setattr(linear, "ADAPTERS", table)
 
@@ -84,7 +84,8 @@ def test_it_is_the_function_of_its_effective_kernel(name):
     x = np.random.default_rng(3).normal(size=(5, 12)).astype(np.float32)
     y = Linear(8).apply({"params": leaves}, x)
     np.testing.assert_allclose(y, x @ effective_kernel(leaves), atol=2e-6)
-    folded = fold(jax.tree.map(np.asarray, leaves))
+    tree = {"layers": [{"ffn": {"up": jax.tree.map(np.asarray, leaves)}}]}
+    folded = fold(LLAMA, tree)["layers"][0]["ffn"]["up"]
     assert set(folded) == {"kernel"}
     np.testing.assert_allclose(x @ folded["kernel"], y, atol=2e-6)
 
@@ -122,7 +123,7 @@ def test_nucl_over_it_by_finite_differences():
 def test_a_model_of_factors_is_the_folded_one():
     params = thin_model()
     tokens = {"tokens": np.arange(10, dtype=np.int32)[None]}
-    whole = restack(LLAMA, fold(jax.tree.map(np.asarray, unstack(params))))
+    whole = restack(LLAMA, fold(LLAMA, jax.tree.map(np.asarray, unstack(params))))
     for remat in ("none", "full"):
         options = dataclasses.replace(causal_lm.RunOptions(), remat=remat)
         thin = causal_lm.forward(LLAMA, params, tokens, options=options)["hidden"]

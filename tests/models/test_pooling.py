@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from tiny_models import random_params, tiny_of
 
-from ffn_heterogeneity.heads import ROOT, make_head
+from ffn_heterogeneity.heads import ROOT, head_shapes, make_head
 from ffn_heterogeneity.heads.classification import POOLINGS, Classification
 from ffn_heterogeneity.models.causal_lm import abstract_params, finish, forward
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import PRESETS, count_parameters
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.pooled import pooled_places
 
 FAMILIES = ("bert", "roberta", "llama")
@@ -33,8 +33,8 @@ def model_with(family: str, pooling: str, **settings):
     made = make_head(config, head)
     params = random_params(config)
     rng = np.random.default_rng(5)
-    leaves = jax.eval_shape(made.leaves, jax.random.key(0))
-    params[ROOT] = jax.tree.map(lambda x: rng.normal(size=x.shape).astype("f"), leaves)
+    leaves = head_shapes(config).items()
+    params |= unflatten({path: rng.normal(size=x).astype("f") for path, x in sorted(leaves)})
     return config, params, made
 
 
@@ -158,7 +158,8 @@ def test_the_compiled_step_costs_what_the_last_layers_head_costs():
         head = HeadConfig.of("classification", vars(Classification(pooling=pooling)))
         made = make_head(config, head)
         params = abstract_params(config)
-        params[ROOT] = jax.eval_shape(made.leaves, jax.random.key(0))
+        shapes = head_shapes(dataclasses.replace(config, head=head)).items()
+        params |= unflatten({path: jax.ShapeDtypeStruct(x, jnp.float32) for path, x in shapes})
         batch, options = batch_of(config, 16, 64), RunOptions(remat="dots")
 
         def loss(params, made=made, config=config, batch=batch, options=options):

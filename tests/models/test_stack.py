@@ -116,7 +116,8 @@ def test_a_tree_stacked_for_another_config_is_refused(params):
 def value_and_gradient(params, options):
     def loss(params):
         out = causal_lm.forward(CONFIG, params, {"tokens": TOKENS}, options=options)
-        return jnp.sum(jnp.sin(causal_lm.logits(CONFIG, params, out["hidden"])))
+        # Squares: a sum of both signs would lose digits.
+        return jnp.sum(jnp.sin(causal_lm.logits(CONFIG, params, out["hidden"])) ** 2)
 
     return jax.jit(jax.value_and_grad(loss))(params)
 

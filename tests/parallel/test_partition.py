@@ -1,13 +1,15 @@
-"""Path rules: order, strictness in both directions, the shipped defaults."""
+"""Path rules: order, strictness in both directions; what is declared of a full model."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from ffn_heterogeneity.leaf import Leaf, LeafError, data
 from ffn_heterogeneity.losses.cross_entropy import KERNEL_SPECS
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.leaves import declared, outer_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.partition import DEFAULTS, RuleError, match_rules, trainable_mask
 from ffn_heterogeneity.paths import flatten
@@ -54,61 +56,48 @@ def test_bad_regex_is_named():
 
 
 def test_trainable_mask():
-    paths = [*PATHS, "stack/a/ffn/down/mask"]
-    assert trainable_mask(paths) == dict(zip(paths, [True, True, True, False], strict=True))
-    frozen = trainable_mask(paths, freeze=("^embed/",))
-    assert [frozen[p] for p in paths] == [False, True, True, False]
-    only = trainable_mask(paths, train_only=("bias$",))
-    assert [only[p] for p in paths] == [False, False, True, False]
+    leaves = {path: Leaf(("own",)) for path in PATHS} | {"stack/a/ffn/down/mask": data("own")}
+    leaves["teacher/embed/embedding"] = Leaf(("own",))
+    assert list(trainable_mask(leaves).values()) == [True, True, True, False, False]
+    frozen = trainable_mask(leaves, freeze=("^embed/",))
+    assert list(frozen.values()) == [False, True, True, False, False]
+    only = trainable_mask(leaves, train_only=("bias$",))
+    assert list(only.values()) == [False, False, True, False, False]
     with pytest.raises(RuleError, match="no leaf is left"):
-        trainable_mask(PATHS, freeze=("",))
+        trainable_mask(leaves, freeze=("",))
     with pytest.raises(RuleError, match="decides nothing"):
-        trainable_mask(PATHS, freeze=("embedd$",))
+        trainable_mask(leaves, freeze=("embedd$",))
 
 
-def test_default_decay_rules_cover_a_full_model():
-    paths = flatten(causal_lm.abstract_params(full_config()))
-    decays = match_rules(partition.DEFAULT_DECAY_RULES, paths)
-    for path, decay in decays.items():
-        assert decay == path.endswith(("kernel", "embedding")), path
-    for path in ("stack/a/ffn/neuron_scale", "head/lambda", "stack/a/attention/q/lora_scale"):
-        assert match_rules(partition.DEFAULT_DECAY_RULES, [path]) == {path: False}
-    assert match_rules(partition.DEFAULT_DECAY_RULES, ["s/ffn/gate/kernel"])["s/ffn/gate/kernel"]
-
-
-def test_default_sharding_rules_cover_a_full_model():
+def test_what_a_full_model_decays_and_where_it_is_cut():
     params = causal_lm.abstract_params(full_config())
-    mesh = partition.make_mesh()
-    specs = {p: s.spec for p, s in flatten(partition.shardings(mesh, params)).items()}
+    leaves = declared(full_config(), params)
+    specs = {path: partition.spec_of(leaf) for path, leaf in leaves.items()}
     assert set(specs) == set(flatten(params))
     slot = "stack/segment_0/slot_0"
     assert specs[f"{slot}/ffn/down/kernel"] == PartitionSpec(None, "tensor", "fsdp")
     assert specs[f"{slot}/ffn/gate/kernel"] == PartitionSpec(None, "fsdp", "tensor")
     assert specs[f"{slot}/attention/q_norm/scale"] == PartitionSpec()
     assert specs["embed/embedding"] == PartitionSpec("tensor", "fsdp")
-    for path, leaf in flatten(params).items():
+    for path, leaf in leaves.items():
+        assert leaf.decays == path.endswith(("kernel", "embedding")), path
         if path.endswith("kernel"):
             assert [a for a in specs[path] if a], f"{path} is not sharded at all"
-        assert len(specs[path]) <= leaf.ndim
 
 
-def test_the_cross_entropy_cuts_its_kernel_as_the_rules_do():
-    rules = match_rules(partition.DEFAULT_SHARDING_RULES, ["embed/embedding", "head/kernel"])
-    assert rules == {"embed/embedding": KERNEL_SPECS["vd"], "head/kernel": KERNEL_SPECS["dv"]}
+def test_the_cross_entropy_cuts_its_kernel_as_it_is_declared():
+    leaves = outer_leaves(full_config())
+    specs = {path: partition.spec_of(leaves[path]) for path in ("embed/embedding", "head/kernel")}
+    assert specs == {"embed/embedding": KERNEL_SPECS["vd"], "head/kernel": KERNEL_SPECS["dv"]}
 
 
-def test_an_unknown_leaf_has_no_sharding():
+def test_an_unknown_leaf_is_refused():
     tree = {"stack": {"segment_0": {"slot_0": {"ffn": {"down": {"kernal": np.zeros((2, 3, 4))}}}}}}
-    with pytest.raises(RuleError, match="no rule covers the leaf 'stack/.*kernal'"):
-        partition.shardings(partition.make_mesh(), tree)
-
-
-def test_spec_longer_than_its_leaf():
-    tree = {"x": np.zeros(3)}
-    with pytest.raises(RuleError, match="names more axes"):
-        partition.shardings(partition.make_mesh(), tree, [("x", PartitionSpec(None, "fsdp"))])
-    with pytest.raises(RuleError, match="not in"):
-        partition.shardings(partition.make_mesh(), tree, [("x", PartitionSpec("model"))])
+    with pytest.raises(LeafError, match="nothing declares the leaf 'stack/.*kernal'"):
+        declared(full_config(), tree)
+    tree["stack"]["segment_0"]["slot_0"]["ffn"]["down"] = {"kernel": np.zeros((2, 3, 4, 5))}
+    with pytest.raises(LeafError, match=r"\(2, 3, 4, 5\), its axes are \('layer', 'neurons'"):
+        declared(full_config(), tree)
 
 
 def test_mesh_larger_than_the_machine():

@@ -24,6 +24,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
@@ -44,10 +45,11 @@ def abstract_mesh(data: int, fsdp: int, tensor: int) -> AbstractMesh:
 
 def describe_state(model, settings, mesh, freeze=(), train_only=()) -> dict:
     params = causal_lm.abstract_params(model)
-    mask = partition.trainable_mask(flatten(params), freeze, train_only)
+    leaves = declared(model, params)
+    mask = partition.trainable_mask(leaves, freeze, train_only)
     optimizer = make_optimizer(settings, params, mask)
     state = abstract_state(params, optimizer, mask)
-    return partition.describe_shardings(mesh, state, state_shardings(mesh, state))
+    return partition.describe_shardings(state, state_shardings(mesh, state, leaves))
 
 
 # ---- the dump
@@ -172,12 +174,15 @@ def leaf(*shape, dtype=jnp.float32):
 
 
 def test_describe_by_hand():
+    model = small_gemma2()
     tree = {
         "embed": {"embedding": leaf(32, 8)},
         "final_norm": {"scale": leaf(8, dtype=jnp.bfloat16)},
         "stack": {"segment_0": {"slot_0": {"ffn": {"down": {"kernel": leaf(3, 12, 8)}}}}},
     }
-    found = partition.describe_shardings(abstract_mesh(2, 4, 2), tree)
+    leaves = declared(model, tree)
+    placed = partition.shardings(abstract_mesh(2, 4, 2), tree, leaves)
+    found = partition.describe_shardings(tree, placed)
     keys = ("shape", "dtype", "spec", "bytes_per_device")
     down = ([3, 12, 8], "float32", "(None, 'tensor', 'fsdp')", 3 * 6 * 2 * 4)
     wanted = {"embed/embedding": ([32, 8], "float32", "('tensor', 'fsdp')", 16 * 2 * 4)}
@@ -185,21 +190,23 @@ def test_describe_by_hand():
     wanted["stack/segment_0/slot_0/ffn/down/kernel"] = down
     assert found == {path: dict(zip(keys, x, strict=True)) for path, x in wanted.items()}
     assert json.loads(json.dumps(found)) == found
-    alone = partition.describe_shardings(partition.make_mesh(), tree)
+    placed = partition.shardings(partition.make_mesh(), tree, leaves)
+    alone = partition.describe_shardings(tree, placed)
     sizes = {path: x.size * x.dtype.itemsize for path, x in flatten(tree).items()}
     assert {path: entry["bytes_per_device"] for path, entry in alone.items()} == sizes
 
 
 def test_describe_refuses():
     mesh = abstract_mesh(1, 3, 1)
-    tree = {"embed": {"embedding": leaf(6, 8)}}
-    with pytest.raises(partition.RuleError, match="8 cannot be cut into 3"):
-        partition.describe_shardings(mesh, tree)
+    tree = {"embed": {"embedding": leaf(6, 8)}, "layers": []}
+    with pytest.raises(partition.RuleError, match="axis 'd_model' of 8 cannot be cut into 3"):
+        partition.shardings(mesh, tree, declared(small_gemma2(), tree))
+    del tree["layers"]
     placed = {"embed": {"embedding": jax.sharding.NamedSharding(mesh, PartitionSpec(None, "fsdp"))}}
     with pytest.raises(ValueError, match=r"leaf 'embed/embedding' of shape \(6, 8\): "):
-        partition.describe_shardings(mesh, tree, placed)
+        partition.describe_shardings(tree, placed)
     with pytest.raises(ValueError, match="those of another tree"):
-        partition.describe_shardings(mesh, tree, placed["embed"])
+        partition.describe_shardings(tree, placed["embed"])
 
 
 @pytest.mark.slow
@@ -230,9 +237,10 @@ def described_and_held(name: str) -> tuple[dict, dict]:
     mesh, model = partition.make_mesh(**MESH), small_gemma2()
     settings = OptimizerConfig(name, min_dim_size_to_factor=8)
     params = causal_lm.init(model, jax.random.key(0))
-    mask = partition.trainable_mask(flatten(params))
+    leaves = declared(model, params)
+    mask = partition.trainable_mask(leaves)
     optimizer = make_optimizer(settings, params, mask)
-    placed = state_shardings(mesh, abstract_state(params, optimizer, mask))
+    placed = state_shardings(mesh, abstract_state(params, optimizer, mask), leaves)
     state = create_state(params, optimizer, mask, shardings=placed)
     held: dict[str, dict[str, int]] = {}
     for path, array in flatten(state).items():

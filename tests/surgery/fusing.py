@@ -8,7 +8,7 @@ import pytest
 from tiny_models import LLAMA, our_logits, random_params
 
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.walk import Place
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse_block
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from tiny_models import LLAMA, config_of, our_logits, random_params, run_script,
 
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import least_squares
 from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
@@ -20,6 +22,7 @@ from ffn_heterogeneity.surgery.reduce import reduce_layer
 from ffn_heterogeneity.surgery.removal import take_neurons
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
+BIASED, PLACE = dataclasses.replace(LLAMA, ffn_bias=True), Place(0, None, "ffn")
 
 
 def forward(ffn: dict, x: np.ndarray, act) -> np.ndarray:
@@ -44,7 +47,7 @@ def relu(x):
 def without(ffn: dict, gone, kernel) -> dict:
     """The FFN without those neurons, its outgoing weights replaced."""
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
-    smaller = take_neurons(ffn, kept)
+    smaller = take_neurons(BIASED, PLACE, ffn, kept)
     smaller.pop("neuron_scale", None)
     return smaller | {"down": smaller["down"] | {"kernel": kernel}}
 
@@ -56,9 +59,8 @@ def split(m: int, count: int, rng) -> tuple[np.ndarray, np.ndarray]:
 
 def test_sum_adds_up_the_merges_in_their_order():
     ffn = layer_of(np.random.default_rng(0), 30, 4, bias=True)
-    smaller, gone, report = reduce_layer(
-        ffn, Plan("similarity", count=20, compensation="sum"), layer=3, cut=20
-    )
+    plan = Plan("similarity", count=20, compensation="sum")
+    smaller, gone, report = reduce_layer(BIASED, Place(3, None, "ffn"), ffn, plan, cut=20)
     w, steps = ffn["down"]["kernel"].copy(), brute_force(ffn, 20)
     for i, j in steps:
         w[i] += w[j]
@@ -100,10 +102,10 @@ def test_duplicates_merge_without_loss(plain):
             for leaf in ffn[name].values():
                 leaf[..., 16:] = leaf[..., 3:11]
     x, plan = rng.normal(size=(50, 6)), Plan("similarity", count=8, compensation="sum")
-    smaller, gone, report = reduce_layer(ffn, plan, layer=0, cut=8)
+    smaller, gone, report = reduce_layer(BIASED, PLACE, ffn, plan, cut=8)
     assert gone.tolist() == list(range(16, 24)) and report["residual"] == 0
     np.testing.assert_allclose(forward(smaller, x, silu), forward(ffn, x, silu), atol=1e-12)
-    bare, _, report = reduce_layer(ffn, Plan("similarity", count=8), layer=0, cut=8)
+    bare, _, report = reduce_layer(BIASED, PLACE, ffn, Plan("similarity", count=8), cut=8)
     assert report is None and np.abs(forward(bare, x, silu) - forward(ffn, x, silu)).max() > 0.1
 
 
@@ -279,7 +281,7 @@ def test_every_compensation(name, dtype):
     ffn["up"]["mask"] = np.ones((4, 20), np.float32)
     before = {k: {n: x.copy() for n, x in v.items()} for k, v in ffn.items() if k != "neuron_scale"}
     plan = Plan("magnitude", count=5, compensation=name)
-    smaller, gone, report = reduce_layer(ffn, plan, layer=0, cut=5)
+    smaller, gone, report = reduce_layer(BIASED, PLACE, ffn, plan, cut=5)
     plain = {"kernel", "bias"}
     wanted = {"gate": plain, "up": plain | {"mask"}, "down": plain}
     assert {n: set(x) for n, x in smaller.items()} == wanted
@@ -300,7 +302,7 @@ def test_every_compensation(name, dtype):
     turned = ffn | {
         name: {k: np.asfortranarray(v) for k, v in ffn[name].items()} for name in ("up", "down")
     }
-    again, _, _ = reduce_layer(turned, plan, layer=0, cut=5)
+    again, _, _ = reduce_layer(BIASED, PLACE, turned, plan, cut=5)
     np.testing.assert_array_equal(again["down"]["kernel"], smaller["down"]["kernel"])
 
 
@@ -308,8 +310,9 @@ def test_weights_that_no_longer_fit_are_refused():
     rng = np.random.default_rng(13)
     ffn = layer_of(rng, 16, 6, dtype=np.float16)
     ffn["down"]["kernel"][:] = 6e4
+    plan = Plan("magnitude", count=4, compensation="sum")
     with pytest.raises(ValueError, match="layer 2: compensation='sum'.*float16.*float32"):
-        reduce_layer(ffn, Plan("magnitude", count=4, compensation="sum"), layer=2, cut=4)
+        reduce_layer(BIASED, Place(2, None, "ffn"), ffn, plan, cut=4)
 
 
 def test_similarity_reversed_removes_what_would_go_last():
@@ -318,7 +321,7 @@ def test_similarity_reversed_removes_what_would_go_last():
     order += [i for i in range(15) if i not in order]
     for count in (0, 1, 6):
         plan = Plan("similarity", count=count, reverse=True, compensation="sum")
-        _, gone, _ = reduce_layer(ffn, plan, layer=0, cut=count)
+        _, gone, _ = reduce_layer(BIASED, PLACE, ffn, plan, cut=count)
         assert gone.tolist() == sorted(order[15 - count :])
 
 
@@ -381,8 +384,7 @@ def test_compress_compensates(model, tmp_path, name):
     ],
 )
 def test_bad_settings_are_refused_before_loading(tmp_path, flags, words):
-    workdir = tmp_path / "run"
-    arguments = ["--config.model=nowhere.gguf", *flags, f"--workdir={workdir}"]
+    arguments = ["--config.model=nowhere.gguf", *flags, f"--workdir={tmp_path / 'run'}"]
     error = run_script("compress", *arguments).error
     assert all(word in error for word in words), error
-    assert not workdir.exists()
+    assert not (tmp_path / "run").exists()

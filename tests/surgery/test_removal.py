@@ -12,6 +12,7 @@ from tiny_models import mask_neurons
 
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
 from ffn_heterogeneity.surgery.plan import Plan
@@ -218,4 +219,5 @@ def test_a_global_budget_never_empties_a_layer():
 
 def test_unknown_adapter_leaves_are_refused():
     with pytest.raises(ValueError, match="ffn/up/unheard_of"):
-        take_neurons({"up": {"unheard_of": np.zeros((24, 2))}}, np.arange(8))
+        leaves = {"up": {"unheard_of": np.zeros((24, 2))}}
+        take_neurons(CONFIG, Place(0, None, "ffn"), leaves, np.arange(8))

@@ -123,7 +123,7 @@ def test_the_losses_are_their_formulas():
         lambda path, x: x + pair if gates.MULTIPLIERS in str(path) else x, model.params
     )
     term = size_term(TermContext("size"), target=0.6)
-    own = [leaves for _, leaves in linears(params) if gates.A in leaves]
+    own = [leaves for _, leaves in linears(model.config, params) if gates.A in leaves]
     sizes = [leaves[gates.A].shape[0] + leaves[gates.B].shape[1] for leaves in own]
     ranks = [leaves[gates.LOG_ALPHA].size for leaves in own]
     kept = [sigmoid(leaves[gates.LOG_ALPHA] - np.log(0.1 / 1.1)).sum() for leaves in own]
@@ -154,7 +154,7 @@ def test_open_gates_are_the_kernel_of_that_rank():
     for model in (model_of(), few):
         opened, _ = SURGERIES["gates"](model, {"start": 30.0})
         for (place, before), (_, leaves) in zip(
-            linears(model.params), linears(opened.params), strict=True
+            linears(model.config, model.params), linears(opened.config, opened.params), strict=True
         ):
             if gates.A in leaves:
                 kernel = np.asarray(effective_kernel(before), np.float64)
@@ -172,7 +172,13 @@ def test_masks_of_scores_nest_and_keep_the_highest():
     before, out = scored, None
     for ratio, last in ((0.25, False), (0.5, False), (0.75, True)):
         after, report = SURGERIES["score_mask"](before, {"ratio": ratio, "keep_scores": not last})
-        pairs = list(zip(linears(scored.params), linears(after.params), strict=True))
+        pairs = list(
+            zip(
+                linears(scored.config, scored.params),
+                linears(after.config, after.params),
+                strict=True,
+            )
+        )
         both = [(one["score"], two["mask"]) for (_, one), (_, two) in pairs if "score" in one]
         score, mask = np.concatenate([[np.ravel(x) for x in pair] for pair in both], axis=1)
         assert mask.mean() == 1 - ratio == report["kept_share"]
@@ -237,10 +243,16 @@ def test_gates_close_to_their_target(tmp_path):
     first = [row["train/size/multipliers"][0] for row in rows]
     assert shares[0] > 0.9 and abs(np.mean(shares[-50:]) - 0.25) < 0.03
     assert first[0] == 0 and first[20] > 2 and max(first) > first[-1]
-    pairs = [leaves[gates.MULTIPLIERS] for _, leaves in linears(model.params) if gates.A in leaves]
+    pairs = [
+        leaves[gates.MULTIPLIERS]
+        for _, leaves in linears(model.config, model.params)
+        if gates.A in leaves
+    ]
     np.testing.assert_allclose(pairs, np.broadcast_to(pairs[0], (len(pairs), 2)), rtol=1e-4)
-    assert not any(np.any(leaves.get(gates.DRAW, 0)) for _, leaves in linears(model.params))
-    gated = [leaves for _, leaves in linears(model.params) if gates.A in leaves]
+    assert not any(
+        np.any(leaves.get(gates.DRAW, 0)) for _, leaves in linears(model.config, model.params)
+    )
+    gated = [leaves for _, leaves in linears(model.config, model.params) if gates.A in leaves]
     assert 0.6 < np.mean([np.mean(gates.gate(leaves) == 0) for leaves in gated]) < 0.9
     same_when_folded(model, tmp_path / "folded")
 

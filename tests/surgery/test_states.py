@@ -13,6 +13,7 @@ from tiny_models import byte_tokenizer, random_params, tiny_of
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch.in_memory import filled_up
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery import SURGERIES, states
@@ -69,8 +70,9 @@ def test_sums_are_of_real_tokens_alone():
 def taken(model, kept):
     """The model with only those neurons of every layer."""
     tree = unstack(jax.tree.map(np.asarray, model.params))
-    for layer in tree["layers"]:
-        layer["ffn"] = take_neurons(layer["ffn"], kept)
+    for i, layer in enumerate(tree["layers"]):
+        place = Place(i, None, "ffn")
+        layer["ffn"] = take_neurons(model.config, place, layer["ffn"], kept)
     config = model.config.with_widths([len(kept)] * model.config.n_layers)
     return dataclasses.replace(model, config=config, params=restack(config, tree))
 

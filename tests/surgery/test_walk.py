@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from tiny_models import LLAMA, WIDE, config_of, random_params, save_tiny, struct
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.launch.commands import COMMANDS
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.models.walk import Place, ffn_blocks, linears, write
+from ffn_heterogeneity.models.walk import ffn_blocks, linears, write
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.plan import Plan
@@ -28,62 +32,69 @@ def with_experts(layer: int = 1, experts: int = 3) -> dict:
     return tree
 
 
+def sparse(config: ModelConfig = LLAMA, layer: int = 1, experts: int = 3) -> ModelConfig:
+    """The config with that many experts in one layer."""
+    layers = list(config.layers)
+    layers[layer] = dataclasses.replace(layers[layer], experts=experts)
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_the_blocks_of_a_plain_model(stacked):
     params = structured(LLAMA, random_params(LLAMA))
-    blocks = dict(ffn_blocks(params if stacked else unstack(params)))
+    blocks = dict(ffn_blocks(LLAMA, params if stacked else unstack(params)))
     assert list(blocks) == [(i, None, "ffn") for i in range(4)]
     for (layer, _, _), block in blocks.items():
         for path, leaf in flatten(unstack(params)["layers"][layer]["ffn"]).items():
             np.testing.assert_array_equal(leaf, flatten(block)[path])
-    same = restack(LLAMA, write(params, blocks))
+    same = restack(LLAMA, write(LLAMA, params, blocks))
     assert all(np.array_equal(x, flatten(same)[p]) for p, x in flatten(params).items())
 
 
 def test_the_linears_of_experts():
     """Kernels are matrices, whoever owns them; what is written back is what was there."""
     tree = with_experts()
-    places = dict(linears(tree))
+    places = dict(linears(sparse(), tree))
     assert all(leaves["kernel"].ndim == 2 for leaves in places.values())
     own = [place for place in places if place.layer == 1 and place.name.startswith("ffn")]
     assert len(own) == 3 * 3 + 1 and Place(1, None, "ffn/router") in own
     assert places[1, 2, "ffn/up"]["mask"].shape == (16, 24)
     assert Place(2, None, "attention/out").path == "layers/2/attention/out"
-    same = flatten(write(tree, places))
+    same = flatten(write(sparse(), tree, places))
     assert all(np.array_equal(leaf, same[path]) for path, leaf in flatten(tree).items())
 
 
 def test_the_blocks_of_experts():
     tree = with_experts()
-    blocks = dict(ffn_blocks(tree))
+    blocks = dict(ffn_blocks(sparse(), tree))
     places = [Place(1, e, "ffn") for e in range(3)]
     assert [place for place in blocks if place.layer == 1] == places
     assert blocks[places[2]]["up"]["kernel"].shape == (16, 24)
     assert "router" not in blocks[places[2]]
     kept = np.arange(0, 24, 2)
-    new = {place: take_neurons(blocks[place], kept) for place in places}
+    new = {place: take_neurons(sparse(), place, blocks[place], kept) for place in places}
     before = tree["layers"][1]["ffn"]
-    after = write(tree, new)["layers"][1]["ffn"]
+    after = write(sparse(), tree, new)["layers"][1]["ffn"]
     assert after["router"] is before["router"]
     np.testing.assert_array_equal(after["down"]["kernel"], before["down"]["kernel"][:, kept])
     np.testing.assert_array_equal(after["up"]["mask"], before["up"]["mask"][..., kept])
     np.testing.assert_array_equal(after["down"]["lora_a"], before["down"]["lora_a"][:, kept])
     np.testing.assert_array_equal(after["down"]["lora_b"], before["down"]["lora_b"])
     with pytest.raises(ValueError, match="layer 1: only some of its 3 experts"):
-        write(tree, {places[0]: new[places[0]]})
+        write(sparse(), tree, {places[0]: new[places[0]]})
     with pytest.raises(ValueError, match="layer 1: experts of unlike shapes"):
-        write(tree, new | {places[2]: blocks[places[2]]})
+        write(sparse(), tree, new | {places[2]: blocks[places[2]]})
 
 
 def test_a_removal_works_expert_by_expert():
     """Each expert loses its own neurons, as many: as if it were a layer's only block."""
     tree = with_experts()
-    config, smaller, removed, _ = reduce_model(LLAMA, tree, Plan("magnitude", count=5))
+    config, smaller, removed, _ = reduce_model(sparse(), tree, Plan("magnitude", count=5))
     assert config.ffn_widths == (19,) * 4 and removed[1].shape == (3, 5)
     assert len({tuple(row) for row in removed[1]}) > 1, "not the same neurons of every expert"
     for expert in range(3):
         alone = unstack(random_params(LLAMA))
-        alone["layers"][1]["ffn"] = dict(ffn_blocks(tree))[1, expert, "ffn"]
+        alone["layers"][1]["ffn"] = dict(ffn_blocks(sparse(), tree))[1, expert, "ffn"]
         _, one, gone, _ = reduce_model(LLAMA, alone, Plan("magnitude", count=5))
         np.testing.assert_array_equal(gone[1], removed[1][expert])
         for path, leaf in flatten(one["layers"][1]["ffn"]).items():
@@ -124,7 +135,6 @@ def test_a_surgery_changes_nothing_it_is_given(name, tmp_path, monkeypatch):
     assert all(np.array_equal(x, flatten(before)[p]) for p, x in flatten(model.params).items())
     compress.check_leaves(changed.config, changed.params, beside="teacher")
     if SURGERIES[name].abstract:
-        import dataclasses
 
         def on_shapes(params):
             given = dataclasses.replace(model, params=params)

@@ -22,6 +22,7 @@ from tiny_models import config_of
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.heads import HEADS, ROOT, Head
 from ffn_heterogeneity.launch import train as training
+from ffn_heterogeneity.leaf import weights
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.config import HeadConfig
@@ -123,12 +124,8 @@ def metrics(rows):
 
 def pooled(model, settings):
     """tanh of a projection of the mean state, then a projection to the outputs."""
-
-    def leaves(key):
-        pooler, out = jax.random.split(key)
-        sizes = {"pooler": (pooler, model.d_model), "out": (out, settings["outputs"])}
-        draws = {k: jax.random.normal(key, (model.d_model, n)) for k, (key, n) in sizes.items()}
-        return {name: {"kernel": 0.1 * kernel} for name, kernel in draws.items()}
+    leaves = {"pooler/kernel": weights("d_model", "pooled", cut=False)}
+    leaves["out/kernel"] = weights("d_model", "outputs", cut=False)
 
     def apply(params, outputs, batch, drop):
         real = batch["segment_ids"][..., None].astype(jnp.float32)
@@ -136,7 +133,7 @@ def pooled(model, settings):
         own = params[ROOT]
         return drop(jnp.tanh(mean @ own["pooler"]["kernel"])) @ own["out"]["kernel"]
 
-    return Head(leaves, apply)
+    return Head(leaves, apply, sizes={"outputs": settings["outputs"]})
 
 
 def squares(context):

@@ -24,6 +24,7 @@ from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import layer_names, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten, unflatten
@@ -188,7 +189,7 @@ def test_macdrop_copies_no_stacked_weight(drops):
 
 
 def stepper(params, terms, patterns=(), config=LLAMA, donate=False, **given):
-    mask = partition.trainable_mask(flatten(params), (), patterns, layer_names(params))
+    mask = partition.trainable_mask(declared(config, params), (), patterns, layer_names(params))
     optimizer = make_optimizer(OptimizerConfig(), params, mask)
     forward = functools.partial(causal_lm.forward, config)
     step = make_train_step(forward, terms, optimizer, mask, donate=donate, **given)

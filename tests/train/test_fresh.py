@@ -12,7 +12,7 @@ from tiny_models import LLAMA, byte_tokenizer, config_of, random_params, save_ti
 from ffn_heterogeneity.io.load import load_model, load_tokenizer
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.launch import train as training
-from ffn_heterogeneity.models.shapes import count_parameters
+from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import model_shape, starting_model

@@ -19,6 +19,7 @@ from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel.partition import trainable_mask
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
@@ -35,8 +36,8 @@ ONLY_DOWN = ("ffn/down/kernel$",)
 
 def params_of(storage, train_only=()) -> tuple[dict, dict[str, bool]]:
     """Random parameters, frozen ones in the storage dtype, and which train."""
-    leaves = flatten(causal_lm.init(CONFIG, jax.random.key(0)))
-    mask = trainable_mask(leaves, (), train_only)
+    params = causal_lm.init(CONFIG, jax.random.key(0))
+    mask, leaves = trainable_mask(declared(CONFIG, params), (), train_only), flatten(params)
     leaves = {p: leaf if mask[p] else leaf.astype(storage) for p, leaf in leaves.items()}
     return unflatten(leaves), mask
 

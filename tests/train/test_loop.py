@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import no_file_beyond
-from train_toy import HYPER, L1, NLL, NORM, ToyBatches, toy_batch, toy_forward, toy_params
+from train_toy import HYPER, L1, NLL, NORM, TOY, ToyBatches, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.language import counts
@@ -35,15 +35,17 @@ SCHEDULE = make_schedule("cosine", 0.05, warmup_steps=3, total_steps=20)
 
 def placed_on(mesh, state):
     """Shardings of the state, a batch and scalars."""
-    return state_shardings(mesh, state), partition.batch_sharding(mesh), partition.replicated(mesh)
+    placed = state_shardings(mesh, state, declared(TOY, state.params))
+    return placed, partition.batch_sharding(mesh), partition.replicated(mesh)
 
 
 @functools.cache
 def compiled(terms, accumulation):
     """The functions of a run; kept, because compiling them takes most of a test's time."""
     mesh, params = partition.make_mesh(), toy_params()
-    mask = partition.trainable_mask(flatten(params), freeze=("^embed/",))
-    optimizer = make_optimizer(OptimizerConfig("adamw", weight_decay=0.1), params, mask)
+    leaves = declared(TOY, params)
+    mask = partition.trainable_mask(leaves, freeze=("^embed/",))
+    optimizer = make_optimizer(OptimizerConfig("adamw", weight_decay=0.1), params, mask, leaves)
     state = create_state(params, optimizer, mask)
     placed = placed_on(mesh, state)
     given = {"dropout": True, "counts": counts, "shardings": placed, "accumulation": accumulation}

@@ -9,6 +9,7 @@ import optax
 import pytest
 from tiny_runs import refused
 
+from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.paths import unflatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 
@@ -28,7 +29,9 @@ def leaves(seed):
 
 def run(config, rates, params, optimizer=None, first_grad=100):
     params = {p: jnp.asarray(x) for p, x in params.items()}
-    optimizer = optimizer or make_optimizer(config, unflatten(params), dict.fromkeys(SHAPES, True))
+    told = {p: Leaf(("own",) * x.ndim, decays=p in DECAYED) for p, x in params.items()}
+    trains = dict.fromkeys(SHAPES, True)
+    optimizer = optimizer or make_optimizer(config, unflatten(params), trains, told)
     state = optimizer.init(params)
     for i, rate in enumerate(rates):
         grads = {p: jnp.asarray(x) for p, x in leaves(first_grad + i).items()}
@@ -145,6 +148,8 @@ def test_clipping_by_a_known_norm_has_the_bits_of_optax(largest):
 
 
 def test_bad_options_are_named():
+    decays = OptimizerConfig(weight_decay=0.1)
+    refused("weight_decay=0.1 needs leaves=", make_optimizer, decays, {}, {})
     refused("optimizer='adam': choose one of", OptimizerConfig, "adam")
     refused("optimizer.b2=1.0", OptimizerConfig, b2=1.0)
     refused("clip_norm=0", OptimizerConfig, clip_norm=0)

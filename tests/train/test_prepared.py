@@ -17,6 +17,7 @@ from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
+from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
@@ -52,7 +53,10 @@ def test_another_shape_from_a_surgery(files, tmp_path, monkeypatch, widths):
         config = dataclasses.replace(model.config, layers=model.config.layers[: len(widths)])
         config, tree = config.with_widths(widths), unstack(model.params)
         layers = zip(tree["layers"], widths, strict=False)
-        layers = [one | {"ffn": take_neurons(one["ffn"], np.arange(m))} for one, m in layers]
+        layers = [
+            one | {"ffn": take_neurons(LLAMA, Place(i, None, "ffn"), one["ffn"], np.arange(m))}
+            for i, (one, m) in enumerate(layers)
+        ]
         params = restack(config, tree | {"layers": layers})
         return dataclasses.replace(model, config=config, params=params), {}
 

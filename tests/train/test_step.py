@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from test_loop import placed_on
 from tiny_runs import refused
-from train_toy import L1, NLL, NORM, V, accumulated, hyper, toy_batch, toy_forward, toy_params
+from train_toy import L1, NLL, NORM, TOY, V, accumulated, hyper, toy_batch, toy_forward, toy_params
 
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
+from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel.partition import make_mesh, trainable_mask
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import make_refresh
@@ -27,7 +28,7 @@ TERMS = (NLL, NORM, L1)
 
 def build(optimizer="sgd", freeze=(), terms=TERMS, params=None, forward=toy_forward, **options):
     params = toy_params() if params is None else params
-    mask = trainable_mask(flatten(params), freeze)
+    mask = trainable_mask(declared(TOY, params), freeze)
     made = make_optimizer(OptimizerConfig(optimizer), params, mask)
     state = create_state(params, made, mask, seed=3)
     return make_train_step(forward, terms, made, mask, counts=counts, **options), state
@@ -127,7 +128,7 @@ def test_one_compilation_for_any_hyper():
 
 def test_one_compilation_with_shardings():
     mesh, params = make_mesh(), toy_params()
-    mask = trainable_mask(flatten(params))
+    mask = trainable_mask(declared(TOY, params))
     optimizer = make_optimizer(OptimizerConfig("adamw"), params, mask)
     state = create_state(params, optimizer, mask)
     placed = placed_on(mesh, state)
@@ -270,7 +271,7 @@ def test_clear_errors():
 
 def test_split_and_merge_are_inverse():
     params = toy_params()
-    mask = trainable_mask(flatten(params), freeze=("bias$",))
+    mask = trainable_mask(declared(TOY, params), freeze=("bias$",))
     train, frozen = split_params(params, mask)
     assert list(frozen) == ["stack/segment_0/slot_0/ffn/down/bias"]
     merged = merge_params(train, frozen)
@@ -282,7 +283,7 @@ def test_split_and_merge_are_inverse():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor"])
 def test_abstract_state_describes_the_state(optimizer):
     params = toy_params()
-    mask = trainable_mask(flatten(params), freeze=("^embed/",))
+    mask = trainable_mask(declared(TOY, params), freeze=("^embed/",))
     made = make_optimizer(OptimizerConfig(optimizer), params, mask)
     abstract, state = abstract_state(params, made, mask), create_state(params, made, mask)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_models import LLAMA
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 
 V, D, L = 11, 6, 2
+TOY = dataclasses.replace(LLAMA, ffn_bias=True)  # which declares its leaves
 
 
 def toy_params(seed: int = 0) -> dict:

@@ -28,8 +28,8 @@ from ffn_heterogeneity.models.families.common import Family, no_gguf
 from ffn_heterogeneity.models.families.deci import MODEL_TYPE, from_deci
 from ffn_heterogeneity.models.families.deci import to_deci as to_deci
 from ffn_heterogeneity.models.families.rules import Rule as Rule
-from ffn_heterogeneity.models.shapes import count_parameters as count_parameters
-from ffn_heterogeneity.models.shapes import expected_shapes as expected_shapes
+from ffn_heterogeneity.models.leaves import count_parameters as count_parameters
+from ffn_heterogeneity.models.leaves import expected_shapes as expected_shapes
 from ffn_heterogeneity.wording import check_choice
 
 _DECODERS = (llama, gemma, gemma2, gemma3, gpt2, gpt_neox, mistral, olmo, phi3, qwen2, qwen3)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import common, rules
-from ffn_heterogeneity.models.shapes import expected_shapes
+from ffn_heterogeneity.models.leaves import expected_shapes
 
 # Keys of config.json -> what the other families call them.
 _KEYS = {

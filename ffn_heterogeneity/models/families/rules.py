@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
-from ffn_heterogeneity.models.shapes import expected_shapes
+from ffn_heterogeneity.models.leaves import expected_shapes
 
 Arrays = list[np.ndarray]
 
@@ -38,17 +38,13 @@ class Rule:
         return [a.shape for a in self.save([np.broadcast_to(empty, shape) for shape in found])]
 
 
-def _same(arrays: Arrays) -> Arrays:
-    return arrays
-
-
-def _transpose(arrays: Arrays) -> Arrays:
-    return [a.T for a in arrays]
-
-
 def one_tensor(path: str, name: str) -> Rule:
     """A leaf that is one tensor; kernels, [in, out] here, are [out, in] in torch and GGUF."""
-    turn = _transpose if path.endswith("/kernel") else _same
+    is_kernel = path.endswith("/kernel")
+
+    def turn(arrays: Arrays) -> Arrays:
+        return [a.T for a in arrays] if is_kernel else arrays
+
     return Rule((path,), (name,), turn, turn)
 
 
@@ -58,9 +54,12 @@ def one_to_one(config: ModelConfig, names: Mapping[str, str], but: str = "(?!)")
     Leaves whose path matches the regex `but` are left to rules of their own.
 
     Raises:
-      ConfigError: the config has a leaf that the table does not name.
+      ConfigError: the config has a leaf that the table does not name, or experts.
     """
     rules = []
+    if sparse := [i for i, layer in enumerate(config.layers) if layer.experts is not None]:
+        leaf = f"layers/{sparse[0]}/ffn/up/kernel"
+        raise ConfigError(f"family {config.family!r} has no rule for the axis 'expert' of {leaf}")
     for path in (path for path in expected_shapes(config) if not re.search(but, path)):
         match = re.match(r"layers/(\d+)/(.*)", path)
         key = f"layers/{{i}}/{match[2]}" if match else path

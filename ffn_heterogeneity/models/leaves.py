@@ -1,0 +1,296 @@
+"""The leaves of a model, each declared once: what it is, its axes by name, how it begins.
+
+Shapes, fresh weights, sharding, decay, what trains, what a removal cuts, parameter counts and the
+checks of readers follow from here (and from `adapters`, for what stands beside kernels). A family
+or a feature adds its leaf in `inner_leaves` or `outer_leaves`, and in the module that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
+from ffn_heterogeneity.leaf import Leaf, LeafError, weights
+from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.stack import segmentation, slots
+from ffn_heterogeneity.paths import AUXILIARY, flatten, unflatten
+
+Declared = Iterator[tuple[str, Leaf]]
+# Further roots of a tree -> what declares the leaves below them (heads add theirs).
+ROOTS: dict[str, Callable[[ModelConfig], Mapping[str, Leaf]]] = {}
+# The standard deviation every family at hand was pre-trained from.
+normal_init = jax.nn.initializers.normal(stddev=0.02)
+
+
+def _linear(
+    path: str, fan_in: str, fan_out: str, bias: bool, *lead: str, reads: float = 1.0, **more: Any
+) -> Declared:
+    yield f"{path}/kernel", weights(*lead, fan_in, fan_out, reads=reads)
+    if bias:
+        yield f"{path}/bias", Leaf((*lead, fan_out), 0.0, **more)
+
+
+def _norm(path: str, dimension: str, config: ModelConfig) -> Declared:
+    names = {"rms": ("scale",), "layer": ("scale", "bias"), "layer_without_parameters": ()}
+    for name in names[config.norm_kind]:
+        start = 1.0 - config.norm_offset if name == "scale" else 0.0
+        yield f"{path}/{name}", Leaf((dimension,), start, cut=False)
+
+
+def inner_leaves(config: ModelConfig, layer: LayerConfig) -> Declared:
+    """(path inside the layer, declaration) of one layer's leaves; kernels are [in, out].
+
+    Of a layer with experts, what every expert has of its own has the axis "expert" first.
+    """
+    lead = () if layer.experts is None else ("expert",)
+    yield from _norm("attention_norm", "d_model", config)
+    for name, out in (("q", "queries"), ("k", "keys"), ("v", "keys")):
+        yield from _linear(f"attention/{name}", "d_model", out, config.attention_bias)
+    yield from _linear("attention/out", "queries", "d_model", config.attention_out_bias)
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        yield from _norm(f"attention/{name}", "head", config)
+    if config.post_norms:
+        yield from _norm("post_attention_norm", "d_model", config)
+    yield from _norm("ffn_norm", "d_model", config)
+    if lead:
+        yield from _linear("ffn/router", "d_model", "route", bias=False)
+    for name in ("gate", "up") if layer.ffn_kind == "gated" else ("up",):
+        yield from _linear(f"ffn/{name}", "d_model", "neurons", config.ffn_bias, *lead)
+    yield from _linear("ffn/down", "neurons", "d_model", config.ffn_bias, *lead)
+    if config.post_norms:
+        yield from _norm("post_ffn_norm", "d_model", config)
+    for name, own in FFN_LEAVES.items():
+        yield f"ffn/{name}", own.of(axes=(*lead, *own.axes), optional=True)
+
+
+def _before(config: ModelConfig) -> Declared:
+    yield "embed/embedding", weights("vocab", "d_model", reads=0.0)
+    if config.position_rows:
+        yield "embed/position", weights("positions", "d_model", reads=0.0, cut=False)
+    if config.token_types:
+        yield "embed/token_type", weights("types", "d_model", reads=0.0, cut=False)
+    if config.embedding_norm:
+        yield from _norm("embed/norm", "d_model", config)
+
+
+def _behind(config: ModelConfig) -> Declared:
+    if config.final_norm:
+        yield from _norm("final_norm", "d_model", config)
+    if config.lm_head and not config.tied:
+        yield "head/kernel", weights("d_model", "vocab")
+    if config.pooler:
+        yield from _linear("pooler", "d_model", "pooled", True, cut=False)
+
+
+def outer_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    """{path: declaration} of the leaves outside the layers, embeddings first."""
+    return dict([*_before(config), *_behind(config)])
+
+
+def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, int]:
+    """{dimension: its size}; those of layers where one is given."""
+    found = {
+        "d_model": config.d_model,
+        "queries": config.n_heads * config.head_dim,
+        "keys": config.n_kv_heads * config.head_dim,
+        "head": config.head_dim,
+        "vocab": config.vocab_size,
+        "positions": config.position_rows,
+        "types": config.token_types,
+        "pooled": config.d_model,
+        "layers": config.n_layers,
+    }
+    if layer is not None:
+        found |= {"neurons": layer.ffn_width}
+        if layer.experts is not None:
+            found |= dict.fromkeys(("expert", "route"), layer.experts)
+    return found
+
+
+def shape_of(leaf: Leaf, sized: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a leaf, of dimensions alone."""
+    return tuple(sized[axis] for axis in leaf.axes)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """`{path: shape}` of the whole unstacked tree ("layers/3/ffn/down/kernel": (m_3, d)).
+
+    Pure arithmetic: a 405B model is counted in milliseconds. Readers of checkpoints hold every
+    tensor to the one shape it may have.
+    """
+    found = {path: shape_of(leaf, sizes(config)) for path, leaf in _before(config)}
+    for i, layer in enumerate(config.layers):
+        sized = sizes(config, layer)
+        for path, leaf in inner_leaves(config, layer):
+            if not leaf.optional:
+                found[f"layers/{i}/{path}"] = shape_of(leaf, sized)
+    return found | {path: shape_of(leaf, sizes(config)) for path, leaf in _behind(config)}
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Numbers of parameters: `total` and its parts.
+
+    Parts: `embedding` (the tables, counted once when tied), `head` (0 when tied; or a pooler),
+    `attention` (projections, biases, QK-norms), `ffn` (projections, biases), `norms` (all others).
+    """
+    names = ("total", "embedding", "head", "attention", "ffn", "norms")
+    counts: dict[str, int] = dict.fromkeys(names, 0)
+    for path, shape in expected_shapes(config).items():
+        parts, size = path.split("/"), math.prod(shape)
+        kind = next((name for name in ("attention", "ffn") if name in parts), "norms")
+        if parts[0] == "embed" and parts[1] != "norm":
+            kind = "embedding"
+        elif parts[0] in ("head", "pooler"):
+            kind = "head"
+        counts[kind] += size
+        counts["total"] += size
+    return counts
+
+
+# ---- the leaves of a tree
+
+
+def _any() -> dict[str, Leaf]:
+    """Every leaf that a model without experts may have, by its path inside or outside a layer."""
+    sizes = dict.fromkeys(("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim"), 2)
+    parts = ("post_norms", "qk_norm", "attention_bias", "attention_out_bias", "ffn_bias")
+    parts += ("embedding_norm", "pooler")
+    own = {"norm_kind": "layer", "tied": False, "positions": "learned", "token_types": 2}
+    layer = LayerConfig(2, rope=None)
+    config = ModelConfig("any", layers=(layer,), **sizes, **own, **dict.fromkeys(parts, True))
+    return outer_leaves(config) | dict(inner_leaves(config, layer))
+
+
+class Place(NamedTuple):
+    """The place of a subtree in a model, "ffn/down" of layer 3, say; "" is all of the layer.
+
+    The expert is None of what a layer has once, or of all its experts together.
+    """
+
+    layer: int
+    expert: int | None
+    name: str
+
+    @property
+    def path(self) -> str:
+        """Its name as patterns see it: "layers/3/ffn/down", "layers/3/experts/5/ffn/down"."""
+        expert = "" if self.expert is None else f"/experts/{self.expert}"
+        return f"layers/{self.layer}{expert}/{self.name}".rstrip("/")
+
+
+def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
+    """{path: declaration} of every leaf of a tree, stacked or not, adapters and heads included.
+
+    What a kernel is beside decides what an adapter's roles mean; of a stacked leaf the first axis
+    is "layer". A model beside the model (a teacher) may be of another shape, without experts.
+
+    Raises:
+      LeafError: a leaf that nothing declares, or of another number of axes.
+    """
+    outer, found, whatever = outer_leaves(config), {}, _any()
+    for root in ROOTS:
+        if root in tree:
+            outer |= {f"{root}/{path}": leaf for path, leaf in ROOTS[root](config).items()}
+    for slot in slots(tree):
+        own = declared_at(config, Place(slot.layers[0], None, ""), slot.tree, slot.stacked)
+        found |= {f"{slot.path}/{path}": leaf for path, leaf in own.items()}
+    for root in AUXILIARY:
+        for path, leaf in flatten(tree.get(root, {})).items():
+            place = re.match(r"(layers/\d+|(stack)/segment_\d+/slot_\d+)/", path)
+            own = find(whatever, path[place.end() :] if place else path)
+            lead = ("layer",) if place and place[2] else ()
+            own = own and own.of(axes=(*lead, *own.axes))
+            found[f"{root}/{path}"] = _fitting(f"{root}/{path}", leaf, own)
+    rest = {path: leaf for path, leaf in flatten(tree).items() if path not in found}
+    return found | {path: _fitting(path, leaf, outer.get(path)) for path, leaf in rest.items()}
+
+
+def declared_at(
+    config: ModelConfig, place: Place, tree: dict, stacked: bool = False
+) -> dict[str, Leaf]:
+    """{path in the tree: declaration} of the leaves at a place; errors as of `declared`.
+
+    Args:
+      stacked: the leaves have the axis "layer" first.
+    """
+    layer, found = config.layers[place.layer], {}
+    if place.expert is not None:  # of one expert the leaves are as of a layer without any
+        layer = dataclasses.replace(layer, experts=None)
+    table = dict(inner_leaves(config, layer))
+    for path, leaf in flatten(tree).items():
+        own = find(table, f"{place.name}/{path}".lstrip("/"))
+        if own is not None:
+            missing = max(0, len(own.axes) + stacked - len(leaf.shape)) if own.broadcasts else 0
+            own = own.of(axes=(*("layer",) * stacked, *own.axes[missing:]))
+        found[path] = _fitting(f"{place.path}/{path}", leaf, own)
+    return found
+
+
+def _fitting(path: str, leaf: Any, own: Leaf | None) -> Leaf:
+    if own is None:
+        way = "declare it (models/leaves.py; of an adapter adapters/__init__.py)"
+        raise LeafError(f"nothing declares the leaf {path!r}: {way}")
+    if len(own.axes) != len(leaf.shape):
+        raise LeafError(f"leaf {path!r} has the shape {tuple(leaf.shape)}, its axes are {own.axes}")
+    return own
+
+
+def find(table: Mapping[str, Leaf], path: str) -> Leaf | None:
+    """The declaration at `path`: the table's own, or of an adapter beside one of its kernels."""
+    if path in table:
+        return table[path]
+    module, _, name = path.rpartition("/")
+    kernel, beside = table.get(f"{module}/kernel"), adapter_leaves().get(name)
+    return None if kernel is None or beside is None else beside.beside(kernel)
+
+
+# ---- fresh models
+
+
+# Compiled whole: operation by operation it takes ten times as long.
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
+    """Random parameters, stacked: kernels and tables N(0, 0.02^2), norms 1, biases 0.
+
+    A leaf's draw depends on the key, its layer and its path alone, however layers are stacked.
+    """
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(config.n_layers))
+    made = drawn(outer_leaves(config), sizes(config), key)
+    for i, segment in enumerate(segmentation(config.layers)):
+        for slot in range(segment.slots):
+            layer = config.layers[segment.layer(slot)]
+            own = {p: leaf for p, leaf in inner_leaves(config, layer) if not leaf.optional}
+            draw = functools.partial(drawn, own, sizes(config, layer))
+            places = jnp.asarray([segment.layer(slot, j) for j in range(segment.repeats)])
+            for path, leaf in jax.vmap(draw)(keys[places]).items():
+                made[f"stack/segment_{i}/slot_{slot}/{path}"] = leaf
+    return unflatten({path: leaf.astype(dtype) for path, leaf in made.items()})
+
+
+def drawn(
+    leaves: Mapping[str, Leaf], sized: Mapping[str, int], key: jax.Array
+) -> dict[str, jax.Array]:
+    """{path: values as a fresh model has them, float32}; each depends on `key` and its path."""
+
+    def values(path: str, leaf: Leaf) -> jax.Array:
+        shape = shape_of(leaf, sized)
+        if leaf.init is not None:
+            return jnp.full(shape, leaf.init, jnp.float32)
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return normal_init(own, shape, jnp.float32)
+
+    return {path: values(path, leaf) for path, leaf in leaves.items()}
+
+
+def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict:
+    """Shapes and dtypes of `init` without computing anything (27B parameters in a second)."""
+    return jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(0))

@@ -1,0 +1,177 @@
+"""Leaves of experts, [E, in, out], by the names of their axes: where positions would be wrong.
+
+No forward pass reads experts yet; their leaves are declared, so what is not handled is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from tiny_models import LLAMA, WIDE, random_params, tiny_of
+
+from ffn_heterogeneity.adapters import nf4
+from ffn_heterogeneity.io.export import fold, save_pretrained
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.leaf import LeafError
+from ffn_heterogeneity.losses.nucl import nucl_term
+from ffn_heterogeneity.losses.nucl_exact import distributions, row_statistics
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.models import causal_lm, families
+from ffn_heterogeneity.models.config import ConfigError, ModelConfig
+from ffn_heterogeneity.models.leaves import Place, count_parameters, declared
+from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.walk import ffn_blocks, linears
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery.adapt import insert_lora
+from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal import take_neurons
+
+E, L, M, D = 4, 4, 24, 16  # as many experts as layers, so that a mistaken axis has the right size
+
+
+def sparse(config: ModelConfig = LLAMA, experts: int = E) -> ModelConfig:
+    layers = tuple(dataclasses.replace(layer, experts=experts) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers)
+
+
+def all_differ(leaf) -> bool:
+    """True if no two matrices of [L, E, n, m] are alike."""
+    return len({np.asarray(x).tobytes() for row in leaf for x in row}) == L * E
+
+
+SPARSE = sparse()
+WHOLE = Place(1, None, "ffn")
+
+
+def tree_of(config: ModelConfig = SPARSE) -> dict:
+    return jax.tree.map(np.asarray, unstack(random_params(config)))
+
+
+def test_what_is_declared_is_what_a_fresh_model_has():
+    params = causal_lm.init(SPARSE, jax.random.key(0))
+    up = params["stack"]["segment_0"]["slot_0"]["ffn"]["up"]["kernel"]
+    assert up.shape == (L, E, D, M) and all_differ(up)
+    sizes = {path: leaf.size for path, leaf in flatten(params).items()}
+    assert count_parameters(SPARSE)["total"] == sum(sizes.values())
+    with pytest.raises(ValueError, match="experts=4: no forward pass"):
+        causal_lm.forward(SPARSE, params, {"tokens": np.zeros((1, 3), np.int32)})
+    mixed = dataclasses.replace(LLAMA, layers=(*LLAMA.layers[:2], *SPARSE.layers[2:]))
+    with pytest.raises(ConfigError, match="layer 0: experts=0"):
+        sparse(experts=0)
+    assert set(causal_lm.init(mixed, jax.random.key(0))["stack"]) == {"segment_0", "segment_1"}
+
+
+def test_a_layer_loses_neurons_and_no_experts():
+    ffn, kept = tree_of()["layers"][1]["ffn"], np.arange(E)
+    ffn["neuron_scale"] = np.ones((E, M), np.float32)
+    taken = take_neurons(SPARSE, WHOLE, ffn, kept)
+    np.testing.assert_array_equal(taken["up"]["kernel"], ffn["up"]["kernel"][:, :, kept])
+    np.testing.assert_array_equal(taken["down"]["kernel"], ffn["down"]["kernel"][:, kept])
+    assert taken["neuron_scale"].shape == (E, E)
+    assert taken["router"]["kernel"] is ffn["router"]["kernel"]
+
+
+def test_the_factors_of_experts_are_folded_into_their_own_rows():
+    """m = d_model = E: every wrong way to broadcast P has a legal shape, too."""
+    config = dataclasses.replace(
+        sparse(experts=D), layers=sparse(experts=D).with_widths([D] * L).layers
+    )
+    tree, rng = tree_of(config), np.random.default_rng(0)
+    factor = rng.uniform(0.5, 2, (D, D)).astype(np.float32)
+    tree["layers"][2]["ffn"]["neuron_scale"] = factor
+    before = tree["layers"][2]["ffn"]["down"]["kernel"].astype(np.float64)
+    after = fold(config, tree)["layers"][2]["ffn"]
+    wanted = np.einsum("em,emd->emd", factor.astype(np.float64), before)
+    np.testing.assert_allclose(after["down"]["kernel"], wanted, rtol=1e-6)
+    assert "neuron_scale" not in after
+    tree["layers"][2]["ffn"]["neuron_scale"] = factor[0]
+    with pytest.raises(LeafError, match="neuron_scale.*axes are .'expert', 'neurons'"):
+        fold(config, tree)
+
+
+@pytest.mark.parametrize("target", ["ffn_out", "ffn_in_linear"])
+def test_nucl_of_chosen_layers_is_of_all_their_experts(target):
+    params, name = random_params(SPARSE), {"ffn_out": "down", "ffn_in_linear": "up"}[target]
+    term = nucl_term(TermContext("nucl"), variant="gini", targets=target, layers=(1, 3))
+    found = term.function(params)
+    totals = []
+    for layer in unstack(params)["layers"]:
+        kernels = np.asarray(layer["ffn"][name]["kernel"], np.float64)
+        kernels = kernels if name == "down" else np.swapaxes(kernels, 1, 2)
+        totals.append([row_statistics(*distributions(w))["gini"].sum() for w in kernels])
+    totals = np.sum(totals, axis=1)
+    np.testing.assert_allclose(found.total, totals[1] + totals[3], rtol=1e-5)
+    means = {key.rpartition("/")[2]: value for key, value in found.metrics.items()}
+    np.testing.assert_allclose(means["layer_mean"], totals / (E * M), rtol=1e-5)
+    np.testing.assert_allclose(means["mean"], (totals[1] + totals[3]) / (2 * E * M), rtol=1e-5)
+
+
+def test_a_mesh_cuts_no_experts():
+    params = causal_lm.abstract_params(dataclasses.replace(SPARSE, vocab_size=32))
+    mesh = AbstractMesh((2, 2, 2), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    placed = flatten(partition.shardings(mesh, params, declared(SPARSE, params)))
+    slot = "stack/segment_0/slot_0/ffn"
+    assert tuple(placed[f"{slot}/up/kernel"].spec) == (None, None, "fsdp", "tensor")
+    assert tuple(placed[f"{slot}/down/kernel"].spec) == (None, None, "tensor", "fsdp")
+    assert tuple(placed[f"{slot}/router/kernel"].spec) == (None, "fsdp", None)
+
+
+def test_no_family_writes_experts_as_transposed_kernels(tmp_path):
+    for name, family in families.FAMILIES.items():
+        with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
+            family.rules(sparse(tiny_of(name)))
+    with pytest.raises(ConfigError, match="axis 'expert' of layers/0/ffn/up/kernel"):
+        save_pretrained(SPARSE, random_params(SPARSE), tmp_path / "model", export="native")
+    assert not (tmp_path / "model").exists()
+
+
+def test_every_expert_draws_its_own_lora():
+    model = Model(SPARSE, random_params(SPARSE), None, "")
+    adapted, report = insert_lora(model, {"rank": 2, "targets": r"ffn/up"})
+    assert report["adapted"][:2] == ["layers/0/experts/0/ffn/up", "layers/0/experts/1/ffn/up"]
+    drawn = adapted.params["stack"]["segment_0"]["slot_0"]["ffn"]["up"]["lora_a"]
+    assert drawn.shape == (L, E, D, 2) and all_differ(drawn)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"criterion": "random"}, {"criterion": "entropy", "lose": "random:3"}]
+)
+def test_every_expert_loses_neurons_of_its_own_at_random(plan):
+    tree = tree_of()
+    for layer in tree["layers"]:  # the same weights, so that the draw alone tells experts apart
+        for name in ("gate", "up", "down"):
+            kernel = layer["ffn"][name]["kernel"]
+            layer["ffn"][name]["kernel"] = np.broadcast_to(kernel[:1], kernel.shape)
+    config, smaller, removed, _ = reduce_model(SPARSE, tree, Plan(**plan, count=5))
+    assert config.ffn_widths == (M - 5,) * L and removed[0].shape == (E, 5)
+    assert len({tuple(row) for row in removed[0]}) == E
+    assert smaller["layers"][0]["ffn"]["down"]["kernel"].shape == (E, M - 5, D)
+
+
+def test_codes_and_factors_do_not_hide_the_experts():
+    """NF4's codes and low-rank factors have ranks of their own: E is the config's."""
+    config, tree = sparse(WIDE, experts=3), tree_of(sparse(WIDE, experts=3))
+    for layer in tree["layers"]:
+        kernel = layer["ffn"]["up"].pop("kernel")
+        layer["ffn"]["up"] = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.asarray(kernel)))
+        kernel = layer["ffn"]["gate"].pop("kernel")
+        layer["ffn"]["gate"] = {
+            "low_rank_a": np.zeros((3, kernel.shape[1], 2), np.float32),
+            "low_rank_b": np.zeros((3, 2, kernel.shape[2]), np.float32),
+        }
+    places = dict(linears(config, restack(config, tree)))
+    for name, leaf in (("up", "nf4_codes"), ("gate", "low_rank_a"), ("down", "kernel")):
+        own = [leaves[leaf] for place, leaves in places.items() if place.name == f"ffn/{name}"]
+        assert len(own) == 3 * L and all(x.ndim == 2 for x in own)
+    with pytest.raises(ValueError, match="fold the model first"):
+        list(ffn_blocks(config, tree))
+    with pytest.raises(LeafError, match="nf4_.*stands for neurons that would go"):
+        codes = jax.tree.map(np.asarray, jax.vmap(nf4.quantise)(jnp.ones((3, 128, 64))))
+        take_neurons(config, WHOLE, {"down": codes}, np.arange(4))
