@@ -8,7 +8,7 @@ Hardware:  CPU cores; disk for 2 bytes a token (4 where the vocabulary is over 6
 Hours:     a process tokenises 0.1 to 0.2 million tokens a second (SmolLM2's tokenizer, a 2.8 GHz
            core): a billion tokens with 8 processes in about 15 minutes.
 
-The shards do not depend on the number of processes nor on the engine.
+The shards do not depend on the number of processes.
 """
 
 from ml_collections import ConfigDict
@@ -51,8 +51,6 @@ def get_config() -> ConfigDict:
             # Megabytes of input a shard, about: what is done again after a stop.
             "shard_mb": 64.0,
             "processes": 1,  # that tokenise
-            # local | datatrove (its local executor; extra `datatrove`).
-            "engine": "local",
             # Say what would be made, from a sample; write nothing.
             "dry_run": False,
         }

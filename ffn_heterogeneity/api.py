@@ -20,9 +20,9 @@ from ffn_heterogeneity.evaluate import perplexity as measured
 from ffn_heterogeneity.evaluate.classify import classify as classify
 from ffn_heterogeneity.evaluate.hidden import hidden_states as hidden_states
 from ffn_heterogeneity.evaluate.inputs import one_text, prompt_rows, tokenizer_of
-from ffn_heterogeneity.io.card import push as push
-from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.gguf_export import save_gguf
+from ffn_heterogeneity.io.gguf.export import save_gguf
+from ffn_heterogeneity.io.hf.card import push as push
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
@@ -46,8 +46,8 @@ def save_model(
       directory: a name that ends in .gguf is a file's, with structure folded away.
       structure: "keep": masks, adapters, P and task heads come back with `load_model` (any other
         tool reads the folded weights); "fold": plain weights alone.
-      options: of `io.export.save_pretrained`: export, dtype, overwrite ...; of
-        `io.gguf_export.save_gguf`: type, overwrite.
+      options: of `io.hf.export.save_pretrained`: export, dtype, overwrite ...; of
+        `io.gguf.export.save_gguf`: type, overwrite.
 
     Raises:
       CheckpointError: as `save_pretrained`.

@@ -13,11 +13,11 @@ import sys
 
 from absl import flags
 
-from ffn_heterogeneity.io.card import check_repository, push
-from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
-from ffn_heterogeneity.io.gguf_export import TYPES, save_gguf
+from ffn_heterogeneity.io.gguf.export import TYPES, save_gguf
+from ffn_heterogeneity.io.hf.card import check_repository, push
+from ffn_heterogeneity.io.hf.export import EXPORTS, loads_in, save_pretrained
+from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.io.peft import save_adapters
 from ffn_heterogeneity.launch import cli, compress
 from ffn_heterogeneity.models.families import count_parameters
 

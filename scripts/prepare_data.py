@@ -6,7 +6,6 @@ Example:
   python scripts/prepare_data.py --config.input=HuggingFaceFW/fineweb-edu:sample-10BT \\
       --config.train_tokenizer.vocab_size=32000 --config.processes=8 --workdir=runs/corpus
   python scripts/prepare_data.py ... --config.dry_run=true       what it would make
-  python scripts/prepare_data.py ... --config.engine=datatrove   the same shards by datatrove
 
 Train on the shards with configs/jreg_pretrain.py, or with another config whose key data.task is set
 to "tokens" and data.path to <workdir>.

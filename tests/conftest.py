@@ -64,7 +64,6 @@ REQUIREMENTS = {
     "peft": (lambda: _has("peft"), "peft is not installed (extra `parity`)"),
     "bitsandbytes": (lambda: _has("bitsandbytes"), "bitsandbytes is not installed (NF4 elsewhere)"),
     "lm_eval": (lambda: _has("lm_eval"), "lm-evaluation-harness is not installed (extra `eval`)"),
-    "datatrove": (lambda: _has("datatrove"), "datatrove is not installed (extra `datatrove`)"),
     "wandb": (lambda: _has("wandb"), "wandb is not installed (extra `wandb`)"),
     "sphinx": (lambda: _has("furo") and _has("myst_parser"), "sphinx is missing (extra `docs`)"),
     "libtpu": (lambda: _has("libtpu"), "libtpu is not installed (extra `tpu`; it needs no TPU)"),
@@ -180,11 +179,6 @@ def lm_eval():
     import lm_eval
 
     return lm_eval
-
-
-@pytest.fixture(scope="session")
-def datatrove() -> None:
-    """The extra `datatrove`."""
 
 
 @pytest.fixture(scope="session")

@@ -28,13 +28,13 @@ from test_hostile_cases import HOSTILE
 from tiny_models import LLAMA, byte_tokenizer, places, random_params, replaced, save_tiny
 from tokenizers import pre_tokenizers
 
-from ffn_heterogeneity.io import gguf_tokenizer
-from ffn_heterogeneity.io.gguf import read_gguf
-from ffn_heterogeneity.io.gguf_export import save_gguf
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.gguf import tokenizer as gguf_tokenizer
+from ffn_heterogeneity.io.gguf.export import save_gguf
+from ffn_heterogeneity.io.gguf.read import read_gguf
+from ffn_heterogeneity.io.hf.peft import save_adapters
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
-from ffn_heterogeneity.io.peft import save_adapters
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.surgery import SURGERIES
 

@@ -21,8 +21,8 @@ from tiny_models import LLAMA, byte_tokenizer, config_of, places, random_params,
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.corpus.shards import open_corpus
+from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import Model, load_model
-from ffn_heterogeneity.io.peft import save_adapters
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import finished, prepare_workdir
 from ffn_heterogeneity.paths import flatten

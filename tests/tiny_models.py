@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from tiny_runs import REPOSITORY, Finished, flags_of
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack

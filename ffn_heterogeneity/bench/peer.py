@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.models.config import ModelConfig
 
 COMPILED = "torch.compile"

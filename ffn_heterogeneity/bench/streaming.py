@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from ffn_heterogeneity.bench.timing import Questions, ratio_interval, table, table_of_ratios
-from ffn_heterogeneity.io.export import MAX_SHARD_BYTES, write_configs
+from ffn_heterogeneity.io.hf.export import MAX_SHARD_BYTES, write_configs
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import expected_shapes, family_by_name

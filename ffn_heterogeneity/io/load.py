@@ -18,12 +18,17 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
-from ffn_heterogeneity.io import gguf, gguf_file, gguf_tokenizer, huggingface, peft, tokenizer_files
+from ffn_heterogeneity.io import tokenizer_files
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES, fetch_model
 from ffn_heterogeneity.io.files import check_opens, copy_tree, is_bucket
+from ffn_heterogeneity.io.gguf import file as gguf_file
+from ffn_heterogeneity.io.gguf import read as gguf
+from ffn_heterogeneity.io.gguf import tokenizer as gguf_tokenizer
+from ffn_heterogeneity.io.hf import peft
+from ffn_heterogeneity.io.hf import read as huggingface
+from ffn_heterogeneity.io.hf.structure import FOLDER
 from ffn_heterogeneity.io.safetensors import open_directory
-from ffn_heterogeneity.io.structure import FOLDER
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
@@ -191,8 +196,8 @@ def _of_base(load: Callable, path: Path, **options: Any) -> Any:
 
 
 def load_kept(spec: str | os.PathLike, *, revision: str | None = None) -> dict[str, np.ndarray]:
-    """The leaves that a model's directory keeps beside its weights (io/structure.py), by path and
-    not read: their shapes are known. Empty: it keeps none.
+    """The leaves that a model's directory keeps beside its weights (io/hf/structure.py), by path
+    and not read: their shapes are known. Empty: it keeps none.
 
     Args:
       spec, revision: as in `load_model`.

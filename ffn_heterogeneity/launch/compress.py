@@ -10,10 +10,10 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io.card import check_repository, compared, published, push, write_card
-from ffn_heterogeneity.io.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.files import atomic_path, write_json
 from ffn_heterogeneity.io.fingerprint import of_model
+from ffn_heterogeneity.io.hf.card import check_repository, compared, published, push, write_card
+from ffn_heterogeneity.io.hf.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.options import choose_dtype

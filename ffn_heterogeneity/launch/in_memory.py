@@ -15,7 +15,7 @@ from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
 from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
-from ffn_heterogeneity.io.export import pad, save_pretrained
+from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.launch import compress

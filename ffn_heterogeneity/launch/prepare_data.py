@@ -31,9 +31,8 @@ from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
-from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
+from ffn_heterogeneity.wording import check_number, check_numbers
 
-ENGINES = ("local", "datatrove")
 # Of a dry run: what is tokenised to estimate the rest.
 SAMPLE_BYTES = 1 << 20
 
@@ -48,9 +47,6 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
       ValueError (DataError, CheckpointError are some): what is wrong, in one line.
     """
     check_config(config)
-    engine = prepare
-    if config.engine == "datatrove":  # an extra
-        from ffn_heterogeneity.data.corpus.prepare_datatrove import prepare as engine
     settings = settings_of(config)
     chunks = corpora.plan_chunks(corpora.find_inputs(config.input), settings.layout)
     if is_bucket(workdir):
@@ -69,7 +65,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         return estimate(chunks, tokenizer, settings)
     start = time.monotonic()
     made_by = {"name": name, "settings": settings, "processes": config.processes}
-    manifest = engine(config.input, tokenizer, Path(workdir) / "tokens", **made_by)
+    manifest = prepare(config.input, tokenizer, Path(workdir) / "tokens", **made_by)
     results = {
         **{key: manifest[key] for key in ("tokens", "documents", "empty_documents", "dtype")},
         "shards": len(manifest["shards"]),
@@ -93,15 +89,11 @@ def check_config(config: ConfigDict) -> None:
     Raises:
       ValueError: names the key, its value and what it may be.
     """
-    check_choice("engine", config.engine, ENGINES)
     training = config.train_tokenizer
     check_numbers(config, processes="[1, inf)", passage_chars="[1, inf)", shard_mb="[1e-6, 1e6]")
     check_numbers(config, max_documents="[0, inf)", max_tokens="[0, inf)")
     check_number("train_tokenizer.max_mb", training.max_mb, "[1e-6, 1e6]")
     check_number("train_tokenizer.min_frequency", training.min_frequency, f"[1, {2**31}]")
-    for key in ("max_documents", "max_tokens"):
-        if config[key] and config.engine != "local":
-            raise ValueError(f"{key}={config[key]}: use engine=local")
     if bool(config.tokenizer) == bool(config.train_tokenizer.vocab_size):
         raise ValueError(
             f"tokenizer={config.tokenizer!r} and "

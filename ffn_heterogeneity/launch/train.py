@@ -25,11 +25,11 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.heads import ROOT, make_head
-from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.checkpoints import Checkpoints
-from ffn_heterogeneity.io.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.fingerprint import of_model
+from ffn_heterogeneity.io.hf.card import write_card
+from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.read import read_json

@@ -105,11 +105,6 @@ def chunked_nll(
     return NLLSums(total, count, correct)
 
 
-def _chunk_bytes(mesh: Mesh | AbstractMesh | None = None) -> int:
-    devices = 1 if mesh is None else mesh.size
-    return devices * (CHUNK_BYTES_CPU if platform_of(mesh) == "cpu" else CHUNK_BYTES)
-
-
 def _prepare(
     hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh=None
 ):
@@ -127,7 +122,9 @@ def _prepare(
         check_number("softcap", softcap, "(0, inf), or None")
     batch, time, _ = hidden_btd.shape
     if chunk is None:
-        chunk = max(1, _chunk_bytes(mesh) // (4 * batch * kernel.shape[layout.index("v")]))
+        size = CHUNK_BYTES_CPU if platform_of(mesh) == "cpu" else CHUNK_BYTES
+        size *= 1 if mesh is None else mesh.size
+        chunk = max(1, size // (4 * batch * kernel.shape[layout.index("v")]))
         # Equal chunks: the fewest that fit, none of them mostly empty.
         chunk = -(-time // -(-time // chunk))
     check_number("chunk", chunk, "[1, inf)")
@@ -204,16 +201,13 @@ def _log_z(logits_nv):
     return jnp.log(z_n) + top_n, top_n
 
 
-def _target_logit(logits_nv, y_n):
-    # A target outside the vocabulary reads as NaN, which stops a training run.
-    return jnp.take_along_axis(logits_nv, y_n[:, None], axis=-1, mode="fill")[:, 0]
-
-
 def _chunk_loss(h_nd, kernel, y_n, mask_n, static):
     """(NLL sum, number correct, logits, logsumexp) of a chunk."""
     logits_nv = _logits(h_nd, kernel, static)
     log_z_n, top_n = _log_z(logits_nv)
-    target_n = _target_logit(logits_nv, jnp.where(mask_n, y_n, 0))
+    # A target outside the vocabulary reads as NaN, which stops a training run.
+    places_n1 = jnp.where(mask_n, y_n, 0)[:, None]
+    target_n = jnp.take_along_axis(logits_nv, places_n1, axis=-1, mode="fill")[:, 0]
     total = jnp.sum(jnp.where(mask_n, log_z_n - target_n, 0))
     correct = jnp.sum(mask_n & (target_n >= top_n), dtype=jnp.float32)
     return total, correct, logits_nv, log_z_n

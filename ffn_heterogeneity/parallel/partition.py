@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,87 +29,48 @@ CUT["d_model"] = "fsdp"
 
 
 class RuleError(ValueError):
-    """A leaf without a rule, or a rule without a leaf; the message names it."""
+    """A rule without a leaf, or a leaf that a mesh cannot cut; the message names it."""
 
 
-class _Defaults:
-    """Marker: the rules after it are the library's own and may match nothing."""
-
-    def __repr__(self):
-        return "DEFAULTS"
-
-
-DEFAULTS = _Defaults()
-Rules = Sequence["tuple[str, Any] | _Defaults"]
-
-
-def match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Any]:
-    """`{path: value of the first rule whose regex is found in the path}`.
+def match_rules(
+    rules: Sequence[tuple[str, Any]], names: Mapping[str, Sequence[str]], default: Any
+) -> dict[str, Any]:
+    """`{path: value of the first rule whose regex is found}`; a tuple of one value a layer, where
+    the layers of a stacked leaf differ.
 
     Args:
-      rules: `(regex, value)` pairs, in order. Those after the marker `DEFAULTS` are allowed to
-        match nothing: they also speak of adapters and heads that a given model may not have.
-      paths: the leaves' paths.
+      rules: `(regex, value)` pairs, in order.
+      names: path -> the leaf's names, one a layer (`models.stack.layer_names`): a regex is searched
+        in the path and in the layer's name.
+      default: of what no rule speaks of.
 
     Raises:
-      RuleError: a path matches no rule; a rule before `DEFAULTS` decides no path; a regex is not
-        one.
+      RuleError: a rule decides nothing; a regex is not one.
     """
-    paths = list(paths)
-    compiled, strict = [], True
-    for rule in rules:
-        if isinstance(rule, _Defaults):
-            strict = False
-            continue
-        pattern, value = rule
+    compiled = []
+    for pattern, value in rules:
         with naming(f"rule {pattern!r} is not a regular expression", re.error, RuleError):
-            compiled.append((re.compile(pattern, re.MULTILINE), value, strict))
-    matched, used = {}, set()
-    for path in paths:
-        for i, (regex, value, _) in enumerate(compiled):
-            if regex.search(path):
-                matched[path] = value
-                used.add(i)
-                break
-        else:
-            raise RuleError(
-                f"no rule covers the leaf {_shown(path)!r}; rules, in order: "
-                f"{[regex.pattern for regex, _, _ in compiled]}. Add a rule for it"
-            )
-    for i, (regex, _, must_match) in enumerate(compiled):
-        if must_match and i not in used:
-            shadow = next((p for p in paths if regex.search(p)), None)
+            compiled.append((re.compile(pattern, re.MULTILINE), value))
+    keys = {path: [f"{path}\n{name}" for name in own] for path, own in names.items()}
+    shown = {key: key.split("\n")[-1] for own in keys.values() for key in own}
+    first = {
+        key: next((i for i, (regex, _) in enumerate(compiled) if regex.search(key)), len(rules))
+        for key in shown
+    }
+    for i, (regex, _) in enumerate(compiled):
+        if i not in first.values():
+            shadow = next((name for key, name in shown.items() if regex.search(key)), None)
             why = (
-                f"every leaf it matches (first: {_shown(shadow)!r}) is taken by an earlier rule"
+                f"every leaf it matches (first: {shadow!r}) is taken by an earlier rule"
                 if shadow
-                else f"it matches none of the {len(paths)} leaves, e.g. {[*map(_shown, paths[:3])]}"
+                else f"it matches none of the {len(shown)} leaves, e.g. {[*shown.values()][:3]}"
             )
             raise RuleError(f"rule {regex.pattern!r} decides nothing: {why}. Remove or correct it")
-    return matched
-
-
-def match_layers(rules: Rules, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """`match_rules` where a stacked leaf's layers have names of their own.
-
-    Args:
-      names: path -> the leaf's names, one a layer (`models.stack.layer_names`); a rule matches a
-        layer if it is found in the path or in its name.
-
-    Returns:
-      {path: value; or, where layers differ, a tuple of one value a layer}.
-    """
-    keys = {path: [f"{path}\n{name}" for name in own] for path, own in names.items()}
-    matched = match_rules(rules, [key for own in keys.values() for key in own])
-    values = {}
+    outcomes, values = (*(value for _, value in compiled), default), {}
     for path, own in keys.items():
-        layers = tuple(matched[key] for key in own)
+        layers = tuple(outcomes[first[key]] for key in own)
         values[path] = layers[0] if len(set(layers)) == 1 else layers
     return values
-
-
-def _shown(path: str) -> str:
-    """A leaf's name: of a layer's, the layer's."""
-    return path.split("\n")[-1]
 
 
 def trainable_mask(
@@ -127,16 +88,15 @@ def trainable_mask(
       leaves: `models.leaves.declared`; data and what belongs to a teacher never train.
       freeze: regexes of leaves that do not train.
       train_only: regexes of the only leaves that train (after `freeze`); empty: all of them.
-      names: of the leaves' layers, as in `match_layers`.
+      names: of the leaves' layers, as in `match_rules`.
 
     Raises:
       RuleError: a pattern matches nothing, or nothing is left to train.
     """
     trained = [path for path, leaf in leaves.items() if leaf.trains and not is_auxiliary(path)]
-    rules: list[Any] = [(pattern, False) for pattern in freeze]
-    rules += [(pattern, True) for pattern in train_only]
-    rules += [DEFAULTS, (r"", not train_only)]
-    mask = match_layers(rules, {path: (names or {}).get(path, (path,)) for path in trained})
+    rules = [(pattern, False) for pattern in freeze] + [(pattern, True) for pattern in train_only]
+    named = {path: (names or {}).get(path, (path,)) for path in trained}
+    mask = match_rules(rules, named, not train_only)
     if not any(mask.values()):
         raise RuleError(
             f"no leaf is left to train: freeze={list(freeze)}, train_only={list(train_only)}"

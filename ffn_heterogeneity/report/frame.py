@@ -101,7 +101,9 @@ def everything(
         for path, config in _configs(found).items():
             if path not in runs:
                 texts = found[path]
-                runs[path] = _facts(path, texts, config)
+                inputs, said = (_object(path, texts, name) for name in (INPUTS, RESULTS))
+                fingerprint = said.get("model_fingerprint", "")
+                runs[path] = Facts(flatten_config(config), inputs, fingerprint)
                 seed = config.get("seed")
                 own = {"run": path, "seed": seed if is_count(seed) else None}
                 measured += [own | row for row in _measured(path, texts)]
@@ -126,11 +128,6 @@ def _frame(rows: Sequence[Mapping[str, Any]], settings: pandas.DataFrame) -> pan
     frame = pandas.DataFrame(rows, columns=[*FIELDS, "run"])
     frame = frame.astype({field: kinds[kind] for field, kind in FIELDS.items()})
     return frame.join(settings, on="run")
-
-
-def _facts(path: str, texts: Texts, config: Mapping[str, Any]) -> Facts:
-    inputs, found = (_object(path, texts, name) for name in (INPUTS, RESULTS))
-    return Facts(flatten_config(config), inputs, found.get("model_fingerprint", ""))
 
 
 def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:

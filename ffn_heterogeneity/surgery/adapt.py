@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.adapters import dora, lora, macdrop, nf4
-from ffn_heterogeneity.io.export import fold
+from ffn_heterogeneity.io.hf.export import fold
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack

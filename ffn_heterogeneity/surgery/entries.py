@@ -42,7 +42,8 @@ def unstructured(blocks: Blocks, share: float) -> dict[Place, dict]:
     Of weights of one size at the border all stay; what a mask took out before stays out.
     """
     named = [(place, name) for place, ffn in blocks.items() for name in ffn]
-    sizes = [np.abs(_left(blocks[place][name])) for place, name in named]
+    every = (blocks[place][name] for place, name in named)
+    sizes = [np.abs(np.asarray(x["kernel"]) * x.get("mask", 1)) for x in every]
     new: dict[Place, dict] = {place: {} for place in blocks}
     for (place, name), stays in zip(named, highest_share(sizes, share), strict=True):
         leaves = blocks[place][name]
@@ -57,10 +58,6 @@ def highest_share(values: Sequence[np.ndarray], share: float) -> list[np.ndarray
     gone = math.floor((1 - share) * every.size + 1e-9)
     border = np.partition(every, gone)[gone] if gone else -np.inf
     return [own >= border for own in values]
-
-
-def _left(leaves: dict) -> np.ndarray:
-    return np.asarray(leaves["kernel"]) * leaves.get("mask", 1)
 
 
 MASKED = "unstructured"

@@ -18,18 +18,19 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.io import huggingface, safetensors, tokenizer_files
+from ffn_heterogeneity.io import safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, check_names, checked
-from ffn_heterogeneity.io.card import published
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import (
+from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.hf import read as huggingface
+from ffn_heterogeneity.io.hf.card import published
+from ffn_heterogeneity.io.hf.export import (
     MAX_SHARD_BYTES,
     choose_form,
     local_directory,
     pad,
     write_configs,
 )
-from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.pieces import Pieces, Spec, open_pieces
 from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from ffn_heterogeneity.io.hf.structure import put_back
 from ffn_heterogeneity.io.load import Model, load_kept
-from ffn_heterogeneity.io.structure import put_back
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.parallel import partition

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.data.pipeline import Pipeline, make_pipeline
-from ffn_heterogeneity.io.card import compared, public_text
+from ffn_heterogeneity.io.hf.card import compared, public_text
 from ffn_heterogeneity.models.causal_lm import require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel.processes import say

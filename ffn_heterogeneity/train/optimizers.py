@@ -118,8 +118,7 @@ def make_optimizer(
     factors = dict.fromkeys(paths, 1.0)
     if config.rates:
         names = {path: own for path, own in layer_names(params).items() if trainable_mask[path]}
-        rules = (*config.rates, partition.DEFAULTS, ("", 1.0))
-        factors = partition.match_layers(rules, names)
+        factors = partition.match_rules(config.rates, names, 1.0)
     parts.append(_scale_by_rate(factors))
     return optax.with_extra_args_support(optax.chain(*parts))
 

@@ -15,7 +15,7 @@ from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks import Fields, get_task, messages
 from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation, end_of_turn
-from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
+from ffn_heterogeneity.io.gguf.tokenizer import read_tokenizer
 from ffn_heterogeneity.models import causal_lm
 
 # Gemma's turns: no role of the system (its text opens the first turn), "model" for the assistant.

@@ -1,16 +1,14 @@
-"""prepare_data.py as a script, and the same shards by datatrove."""
+"""prepare_data.py as a script."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from prepare_tools import Slow, contents, documents_of, expected, settings
+from prepare_tools import documents_of, expected
 
-from ffn_heterogeneity.data.corpus.prepare import prepare
 from ffn_heterogeneity.data.sources import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -68,11 +66,9 @@ def test_script_refuses(corpus, smollm2_gguf, tmp_path):
     for changes, message in (
         ({}, "tokenizer='' and train_tokenizer.vocab_size=0: give one of them"),
         ({"tokenizer": "x", "train_tokenizer.vocab_size": 300}, "give one of them"),
-        ({"tokenizer": "x", "engine": "spark"}, r"engine='spark': choose one of \('local', 'da"),
         ({"tokenizer": "x", "processes": 0}, "processes=0 must be a number in"),
         ({"tokenizer": "x", "shard_mb": 0.0}, "shard_mb=0.0"),
         ({"tokenizer": "x", "max_tokens": -1}, "max_tokens=-1 must be a number in"),
-        ({"tokenizer": "x", "max_tokens": 1, "engine": "datatrove"}, "max_tokens=1: .*engine=lo"),
         ({"tokenizer": "x"}, "model 'x' is not a directory"),
         ({"tokenizer": "x", "input": ""}, "no input"),
         ({"train_tokenizer.vocab_size": 258}, "vocab_size is 258; 3 special tokens and 256 bytes"),
@@ -95,66 +91,3 @@ def test_script_compares_vocabularies(corpus, smollm2_gguf, tmp_path, monkeypatc
         configured(tmp_path / "run", **changes)
     Small.vocab_size = 49_152
     assert configured(tmp_path / "run", **changes)["vocab_size"] == 49_152
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_datatrove_writes_the_same_bytes(corpus, datatrove, tmp_path, processes):
-    from ffn_heterogeneity.data.corpus import prepare_datatrove
-
-    paths, out = corpus, tmp_path / "datatrove"
-    prepare(paths, Slow(), tmp_path / "ours", settings=settings())
-    # Half-way: one shard is there, another is not whole.
-    reader, _ = prepare_datatrove.chunk_steps(paths, Slow(), out, settings=settings())
-    assert reader.tasks == len(reader.chunks) > 4
-    kept = contents(tmp_path / "ours")
-    entries = json.loads(kept["manifest.json"])["shards"]
-    for entry, cut in ((entries[1], None), (entries[2], -2)):
-        for suffix in ("tokens", "documents"):
-            (out / f"{entry['name']}.{suffix}").write_bytes(kept[f"{entry['name']}.{suffix}"][:cut])
-        (out / "progress" / f"{entry['name']}.json").write_text(json.dumps(entry))
-    with pytest.raises(DataError, match=f"2 of {reader.tasks} shards are there"):
-        prepare_datatrove.finish_directory(out, reader.tasks)
-    before = (out / f"{entries[1]['name']}.tokens").stat().st_mtime_ns
-    options = {"settings": settings(), "processes": processes}
-    manifest = prepare_datatrove.prepare(paths, Slow(), out, **options)
-    assert contents(out) == kept and manifest == json.loads(kept["manifest.json"])
-    assert (out / f"{entries[1]['name']}.tokens").stat().st_mtime_ns == before
-    assert prepare_datatrove.prepare(paths, Slow(), out, **options) == manifest
-
-
-def test_datatrove_with_a_filter_and_with_documents_of_its_own(corpus, datatrove, tmp_path):
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.filters import LambdaFilter
-
-    from ffn_heterogeneity.data.corpus import prepare_datatrove
-
-    def run(steps, tasks):
-        logs = str(tmp_path / "logs" / str(len(list(tmp_path.iterdir()))))
-        LocalPipelineExecutor(list(steps), tasks=tasks, workers=1, logging_dir=logs).run()
-
-    out = tmp_path / "filtered"
-    options = {"settings": settings(), "between": "whales only"}
-    reader, writer = prepare_datatrove.chunk_steps(corpus, Slow(), out, **options)
-    run((reader, LambdaFilter(lambda document: "whale" in document.text), writer), reader.tasks)
-    prepare_datatrove.finish_directory(out, reader.tasks)
-    found = ["".join(chr(i - 3) for i in ids[:-1]) for ids in documents_of(out)]
-    assert 10 < len(found) < 80 and all("whale" in text for text in found)
-    run((reader, LambdaFilter(lambda document: False), writer), 1)
-    for between in ("", "nothing"):
-        with pytest.raises(DataError, match="between was 'whales only', is"):
-            options["between"] = between
-            prepare_datatrove.chunk_steps(corpus, Slow(), out, **options)
-
-
-def test_without_datatrove_the_way_out_is_named(corpus, tmp_path, monkeypatch):
-    import ffn_heterogeneity.data.corpus as package
-
-    monkeypatch.delitem(sys.modules, f"{package.__name__}.prepare_datatrove", raising=False)
-    monkeypatch.delattr(package, "prepare_datatrove", raising=False)
-    for name in [name for name in sys.modules if name.split(".")[0] == "datatrove"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "datatrove", None)
-    changes = {"input": corpus[0], "train_tokenizer.vocab_size": 300, "engine": "datatrove"}
-    with pytest.raises(ImportError, match="datatrove is not installed .*pip install .*datatrove"):
-        configured(tmp_path / "run", **changes)
-    assert not (tmp_path / "run").exists()

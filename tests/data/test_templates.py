@@ -15,7 +15,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.data.tasks.messages import Message, encode_conversation
 from ffn_heterogeneity.data.templates import render_template
 from ffn_heterogeneity.io import child, tokenizer_files
-from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
+from ffn_heterogeneity.io.gguf.tokenizer import read_tokenizer
 
 TALK = [{"role": "user", "content": "Äh\n"}, {"role": "assistant", "content": "<b> \ud83d \u2028"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

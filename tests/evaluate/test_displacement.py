@@ -13,7 +13,7 @@ from tiny_runs import read_rows
 
 from ffn_heterogeneity.evaluate.displacement import displacements
 from ffn_heterogeneity.evaluate.run import run
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import restack, unstack
 

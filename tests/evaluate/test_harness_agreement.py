@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from task_tools import hf_model, instance
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import unstack
 

@@ -10,7 +10,7 @@ from tiny_models import byte_tokenizer, random_params, tiny_of
 from tiny_runs import refused
 
 import ffn_heterogeneity as fh
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model
 
 

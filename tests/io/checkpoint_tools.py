@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.paths import unflatten

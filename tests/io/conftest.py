@@ -3,7 +3,7 @@
 import pytest
 from checkpoint_tools import random_params, tiny_config
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ffn_heterogeneity.data.tasks.base import Fields
 from ffn_heterogeneity.data.tasks.messages import encode_conversation, end_of_turn
 from ffn_heterogeneity.io import child
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_config, load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.generate import Generator, Sampling

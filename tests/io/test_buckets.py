@@ -12,8 +12,9 @@ import pytest
 from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, random_params
 
-from ffn_heterogeneity.io import export, files, load
+from ffn_heterogeneity.io import files, load
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.hf import export
 from ffn_heterogeneity.io.workdir import working_in
 
 

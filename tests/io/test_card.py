@@ -19,8 +19,8 @@ from tiny_runs import flags_of, run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
-from ffn_heterogeneity.io.card import hub_of, licence_of, published, push, write_card
 from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.hf.card import hub_of, licence_of, published, push, write_card
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory
 from ffn_heterogeneity.models.config import HeadConfig

@@ -13,7 +13,7 @@ from tiny_models import random_params, tiny_of
 from ffn_heterogeneity.evaluate.classify import logits_of
 from ffn_heterogeneity.heads import ROOT, make_head, with_head
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import loads_in, save_pretrained
+from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import FAMILIES

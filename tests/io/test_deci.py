@@ -11,8 +11,8 @@ from checkpoint_tools import random_params, refused, same, tiny_config
 from tiny_models import our_logits, run_script
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import loads_in, save_pretrained
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.models.config import ConfigError, RopeConfig
 
 WIDTHS = (512, 256, 1024)

@@ -33,7 +33,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.heads import with_head
 from ffn_heterogeneity.io import runs
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 from ffn_heterogeneity.models.config import HeadConfig

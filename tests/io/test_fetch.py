@@ -14,7 +14,7 @@ from tiny_models import run_script
 
 from ffn_heterogeneity.io import fetch
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MEMBERS = {
@@ -219,7 +219,7 @@ def test_fetch_script_finds_what_is_there(tmp_path):
 def test_convert_script(tmp_path):
     from checkpoint_tools import random_params, tiny_config
 
-    from ffn_heterogeneity.io.export import save_pretrained
+    from ffn_heterogeneity.io.hf.export import save_pretrained
 
     config = tiny_config(widths=(5, 3, 7))
     save_pretrained(config, random_params(config), tmp_path / "in")

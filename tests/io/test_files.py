@@ -12,7 +12,7 @@ import pytest
 from tiny_models import LLAMA, no_file_beyond, random_params
 
 from ffn_heterogeneity.io.files import atomic_path, write_json
-from ffn_heterogeneity.io.gguf_export import save_gguf
+from ffn_heterogeneity.io.gguf.export import save_gguf
 
 WRITER = """
 import sys, time

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import config_of, our_logits, torch_model
 
-from ffn_heterogeneity.io.export import NATIVE_KEY, save_pretrained
-from ffn_heterogeneity.io.gguf_export import save_gguf
+from ffn_heterogeneity.io.gguf.export import save_gguf
+from ffn_heterogeneity.io.hf.export import NATIVE_KEY, save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.generate import Generator, Sampling

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf import read_gguf
-from ffn_heterogeneity.io.gguf_file import open_gguf
+from ffn_heterogeneity.io.gguf.file import open_gguf
+from ffn_heterogeneity.io.gguf.read import read_gguf
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.stack import restack, unstack

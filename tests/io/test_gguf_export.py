@@ -12,9 +12,9 @@ from test_gguf_tokenizer import TEXTS, byte_level_file, random_texts
 from tiny_models import byte_tokenizer, run_script
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf import read_gguf
-from ffn_heterogeneity.io.gguf_export import save_gguf
-from ffn_heterogeneity.io.gguf_file import open_gguf
+from ffn_heterogeneity.io.gguf.export import save_gguf
+from ffn_heterogeneity.io.gguf.file import open_gguf
+from ffn_heterogeneity.io.gguf.read import read_gguf
 from ffn_heterogeneity.io.load import load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models.config import RopeConfig
 from ffn_heterogeneity.paths import flatten, unflatten

@@ -14,8 +14,8 @@ import unicodedata
 import pytest
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf_file import GGUFFile, open_gguf
-from ffn_heterogeneity.io.gguf_tokenizer import read_tokenizer
+from ffn_heterogeneity.io.gguf.file import GGUFFile, open_gguf
+from ffn_heterogeneity.io.gguf.tokenizer import read_tokenizer
 
 TEXTS = [
     "",
@@ -294,7 +294,7 @@ def test_special_tokens_chat_template_and_eos():
 def test_save_and_load_again(tmp_path):
     from checkpoint_tools import random_params, tiny_config
 
-    from ffn_heterogeneity.io.export import save_pretrained
+    from ffn_heterogeneity.io.hf.export import save_pretrained
     from ffn_heterogeneity.io.load import load_model
 
     ours, config = read_tokenizer(byte_level_file()), tiny_config()

@@ -21,8 +21,8 @@ from test_gguf import random_leaves, tiny_config, write
 from tiny_models import places, replaced, save_tiny
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf import read_gguf
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.gguf.read import read_gguf
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.io.tokenizer_files import read_tokenizer
 from ffn_heterogeneity.models.config import ConfigError
 

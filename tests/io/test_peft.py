@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 from tiny_models import LLAMA, byte_tokenizer, our_logits, random_params, save_tiny, tiny_of
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import (
     Model,
     load_config,
@@ -19,7 +20,6 @@ from ffn_heterogeneity.io.load import (
     load_tokenizer,
     model_directory,
 )
-from ffn_heterogeneity.io.peft import save_adapters
 from ffn_heterogeneity.io.safetensors import open_file
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from ffn_heterogeneity.io.assemble import all_finite
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.huggingface import read_config, read_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.read import read_config, read_pretrained
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.stack import unstack
 

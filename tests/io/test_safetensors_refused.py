@@ -8,8 +8,8 @@ import pytest
 from checkpoint_tools import DOWN, edit, random_params, refused, same, tiny_config
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.huggingface import download, read_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.read import download, read_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.stack import unstack
 

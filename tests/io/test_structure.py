@@ -12,8 +12,8 @@ from tiny_models import LLAMA, our_logits, random_params, structured
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import fold, save_pretrained
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.hf.export import fold, save_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
@@ -102,7 +102,7 @@ def damage(directory, how):
         path = directory / "model.safetensors"
         save_file(load_file(path), path, {"format": "pt"})
     else:
-        from ffn_heterogeneity.io import structure
+        from ffn_heterogeneity.io.hf import structure
 
         how(leaves)
         save_file(leaves, file, {"format": "pt"})

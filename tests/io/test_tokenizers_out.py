@@ -12,7 +12,7 @@ from tiny_models import byte_tokenizer, random_params, tiny_of
 from tiny_runs import REPOSITORY, run_program
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model, load_tokenizer
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 

@@ -22,7 +22,7 @@ from tiny_runs import flags_of, run_program
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.perplexity import window_nll
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory, slurm
 from ffn_heterogeneity.models.stack import restack, unstack

@@ -13,10 +13,10 @@ from encoder_tools import kind_of, torch_encoder
 from safetensors.numpy import load_file, save_file
 from tiny_models import random_params, tiny_of
 
-from ffn_heterogeneity.io import gguf_export
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.huggingface import read_config, read_pretrained
+from ffn_heterogeneity.io.gguf import export as gguf_export
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.read import read_config, read_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError

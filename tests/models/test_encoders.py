@@ -16,7 +16,7 @@ from encoder_tools import TYPES, torch_encoder
 from tiny_models import LLAMA, batch_of, mask_neurons, random_params, tiny_of
 
 from ffn_heterogeneity.io.assemble import Stored, assemble
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, decoding

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from tiny_models import LLAMA, WIDE, random_params, tiny_of
 
 from ffn_heterogeneity.adapters import nf4
-from ffn_heterogeneity.io.export import fold, save_pretrained
+from ffn_heterogeneity.io.hf.export import fold, save_pretrained
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.leaf import LeafError
 from ffn_heterogeneity.losses.nucl import nucl_term

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import our_logits, random_params, tiny_of, torch_logits, torch_model
 
-from ffn_heterogeneity.io.export import loads_in, save_pretrained
-from ffn_heterogeneity.io.huggingface import read_pretrained
+from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained
+from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError

@@ -13,7 +13,7 @@ from tiny_models import LLAMA, random_params
 import ffn_heterogeneity.adapters as adapters
 import ffn_heterogeneity.models.linear as linear
 from ffn_heterogeneity.adapters import Adapter, dora, kernel_readers, lora
-from ffn_heterogeneity.io.export import fold
+from ffn_heterogeneity.io.hf.export import fold
 from ffn_heterogeneity.leaf import weights
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ffn_heterogeneity.io.assemble import Stored, assemble
-from ffn_heterogeneity.io.export import save_pretrained
-from ffn_heterogeneity.io.huggingface import read_config, read_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.read import read_config, read_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.safetensors import open_directory
 from ffn_heterogeneity.models import causal_lm

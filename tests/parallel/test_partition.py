@@ -11,7 +11,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.leaves import declared, outer_leaves
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.partition import DEFAULTS, RuleError, match_rules, trainable_mask
+from ffn_heterogeneity.parallel.partition import RuleError, match_rules, trainable_mask
 from ffn_heterogeneity.paths import flatten
 
 PATHS = ["embed/embedding", "stack/a/ffn/down/kernel", "stack/a/ffn/down/bias"]
@@ -25,34 +25,33 @@ def full_config():
     return ModelConfig("gemma3", layers=layers, attention_out_bias=True, tied=False, **own)
 
 
+def matched(rules, default=2):
+    return match_rules(rules, {path: (path,) for path in PATHS}, default)
+
+
 def test_first_match_wins_and_order_is_kept():
-    rules = [(r"bias$", 0), (r"^stack/", 1), (r"", 2)]
-    assert match_rules(rules, PATHS) == {PATHS[0]: 2, PATHS[1]: 1, PATHS[2]: 0}
+    assert matched([(r"bias$", 0), (r"^stack/", 1)]) == {PATHS[0]: 2, PATHS[1]: 1, PATHS[2]: 0}
 
 
-def test_leaf_without_rule_is_named():
-    with pytest.raises(RuleError, match="no rule covers the leaf 'embed/embedding'"):
-        match_rules([(r"^stack/", 1)], PATHS)
+def test_layers_of_a_stacked_leaf_may_differ():
+    names = {"stack/a/down": ("layers/0/down", "layers/1/down"), "embed": ("embed",)}
+    assert match_rules([("^layers/1/", 3)], names, 1) == {"stack/a/down": (1, 3), "embed": 1}
+    assert match_rules([("^stack/", 3)], names, 1) == {"stack/a/down": 3, "embed": 1}
 
 
 def test_rule_without_leaf_is_named():
     with pytest.raises(RuleError, match=r"'\^stacc/' decides nothing: it matches none"):
-        match_rules([(r"^stacc/", 0), (r"", 1)], PATHS)
+        matched([(r"^stacc/", 0), (r"", 1)])
 
 
 def test_shadowed_rule_is_named():
     with pytest.raises(RuleError, match="'bias' decides nothing: every leaf it matches"):
-        match_rules([(r"", 0), (r"bias", 1)], PATHS)
-
-
-def test_rules_after_the_marker_may_match_nothing():
-    matched = match_rules([(r"^embed", 0), DEFAULTS, (r"lora", 1), (r"", 2)], PATHS)
-    assert matched == {PATHS[0]: 0, PATHS[1]: 2, PATHS[2]: 2}
+        matched([(r"", 0), (r"bias", 1)])
 
 
 def test_bad_regex_is_named():
     with pytest.raises(RuleError, match=r"'\(' is not a regular expression"):
-        match_rules([("(", 0)], PATHS)
+        matched([("(", 0)])
 
 
 def test_trainable_mask():
@@ -93,11 +92,19 @@ def test_the_cross_entropy_cuts_its_kernel_as_it_is_declared():
 
 def test_an_unknown_leaf_is_refused():
     tree = {"stack": {"segment_0": {"slot_0": {"ffn": {"down": {"kernal": np.zeros((2, 3, 4))}}}}}}
-    with pytest.raises(LeafError, match="nothing declares the leaf 'stack/.*kernal'"):
+    with pytest.raises(LeafError, match="nothing declares the leaf 'layers/0/ffn/down/kernal'"):
         declared(full_config(), tree)
     tree["stack"]["segment_0"]["slot_0"]["ffn"]["down"] = {"kernel": np.zeros((2, 3, 4, 5))}
     with pytest.raises(LeafError, match=r"\(2, 3, 4, 5\), its axes are \('layer', 'neurons'"):
         declared(full_config(), tree)
+
+
+def test_what_changes_its_meaning_with_some_of_the_neurons():
+    kept = (Leaf(("neurons", "d_model")), Leaf(("neurons",), sums=("d_model",)), Leaf(("rank",)))
+    assert not any(leaf.depends_on("neurons") for leaf in kept)
+    lost = (Leaf(("own",), numbers="neurons"), Leaf(("d_model",), sums=("neurons",)))
+    lost += (Leaf(("half", "out")).beside(Leaf(("neurons", "d_model"))),)
+    assert all(leaf.depends_on("neurons") for leaf in lost)
 
 
 def test_mesh_larger_than_the_machine():

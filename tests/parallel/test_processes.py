@@ -16,7 +16,7 @@ import pytest
 from tiny_models import LLAMA, REPOSITORY, TEXT, byte_tokenizer, free_address, random_params
 from tiny_runs import flags_of
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.parallel import partition

@@ -16,7 +16,7 @@ import sys
 import pytest
 from tiny_models import REPOSITORY, TEXT, WIDE, byte_tokenizer, random_params, run_script
 
-from ffn_heterogeneity.io.gguf_export import save_gguf
+from ffn_heterogeneity.io.gguf.export import save_gguf
 
 PAGES = ("README.md", "docs/commands.md", "docs/run-anywhere.md", "docs/scale.md", "docs/five.md")
 PAGES += tuple(f"docs/howto/{name}.md" for name in ("prune", "add-a-loss", "slurm", "report"))

@@ -17,7 +17,7 @@ from tiny_models import REPOSITORY, WIDE, byte_tokenizer, random_params
 from tokenizers import pre_tokenizers
 
 from ffn_heterogeneity.io import fetch
-from ffn_heterogeneity.io.gguf_export import save_gguf
+from ffn_heterogeneity.io.gguf.export import save_gguf
 
 NOTEBOOK = REPOSITORY / "notebooks" / "quickstart.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -9,7 +9,7 @@ from tiny_models import torch_model, torch_nll
 from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.evaluate.lesions import _nll, resumed
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward
 from ffn_heterogeneity.models.stack import unstack

@@ -16,7 +16,7 @@ import pytest
 from tiny_models import REPOSITORY
 from tiny_runs import flags_of
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.models import causal_lm

@@ -13,8 +13,8 @@ from tiny_models import config_of, our_logits, torch_logits, torch_model, torch_
 
 from ffn_heterogeneity.evaluate import run as evaluate
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.fetch import SOURCES, models_directory
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.families import preset

@@ -19,7 +19,8 @@ from tiny_models import (
     torch_model,
 )
 
-from ffn_heterogeneity.io import export, load
+from ffn_heterogeneity.io import load
+from ffn_heterogeneity.io.hf import export
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS

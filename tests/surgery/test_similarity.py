@@ -108,7 +108,7 @@ def test_near_duplicates_are_told_apart_exactly():
 
 def test_a_real_layer_equals_the_definition(smollm2_gguf):
     """Weights with hubs: the first 600 neurons of a layer, down to 200."""
-    from ffn_heterogeneity.io.gguf_file import open_gguf
+    from ffn_heterogeneity.io.gguf.file import open_gguf
 
     tensors = open_gguf(smollm2_gguf).tensors
     kernels = {k: tensors[f"blk.5.ffn_{k}.weight"].dequantize().T for k in ("gate", "up", "down")}

@@ -14,9 +14,9 @@ from tiny_runs import small_run
 
 from ffn_heterogeneity.adapters import gates, kernel_readers
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.io.peft import save_adapters
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.sparsity import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import TermContext

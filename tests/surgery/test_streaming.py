@@ -27,8 +27,8 @@ from tiny_models import (
 
 from ffn_heterogeneity.bench import streaming as benchmark
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
 from ffn_heterogeneity.io.fingerprint import fingerprint
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.config import LayerConfig

@@ -16,7 +16,7 @@ from tiny_runs import refused, small_run
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.adapters import REFRESHES
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.launch import train as training

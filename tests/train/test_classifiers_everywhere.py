@@ -22,9 +22,9 @@ from ffn_heterogeneity.data.sources import ListSource
 from ffn_heterogeneity.evaluate.classify import form_of, logits_of, task_of
 from ffn_heterogeneity.heads import make_head, with_head
 from ffn_heterogeneity.heads.classification import POOLINGS, Classification
-from ffn_heterogeneity.io.card import write_card
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.card import write_card
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models import causal_lm

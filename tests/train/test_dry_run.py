@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -18,6 +19,7 @@ from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train import dry_run, fit, hardware, hlo
 from ffn_heterogeneity.train.build import AUTO_REMAT, build
 from ffn_heterogeneity.train.settings import hyper_function, read
@@ -87,9 +89,14 @@ def test_windows_frozen_leaves_and_remat_count():
     model = ModelConfig("llama", 50, 32, 4, 2, 8, layers, tied=False)
     mesh = AbstractMesh((1, 1, 1), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
-    def flops(**changes):
+    def flops(rank=0, **changes):
         config = read(make_config("x", batch_size=2, seq_len=20, **changes))
-        shapes = Model(model, causal_lm.abstract_params(model), None, "")
+        params = causal_lm.abstract_params(model)
+        if rank:
+            add = {"rank": rank, "targets": "ffn/down"}
+            given = functools.partial(Model, model, tokenizer=None, source="")
+            params = jax.eval_shape(lambda x: insert_lora(given(x), add)[0].params, params)
+        shapes = Model(model, params, None, "")
         return dry_run.step_flops(config, build(config, shapes, mesh))
 
     tokens, ffn, attention = 40, 3 * 32 * 64, 32 * (2 * 32 + 2 * 16)
@@ -101,6 +108,9 @@ def test_windows_frozen_leaves_and_remat_count():
     frozen = flops(train_only=("ffn/down/kernel",), remat="none")
     less = 2 * tokens * 2 * (attention + ffn - 32 * 64) + head
     assert frozen["model"] == whole["model"] - less and frozen["recomputed"] == 0
+    adapted = flops(rank=4, train_only=("lora_[ab]$",), remat="none")
+    less += 2 * tokens * 2 * 32 * 64  # the kernel itself is frozen, too
+    assert adapted["model"] == whole["model"] - less + 3 * 2 * tokens * 2 * 4 * (32 + 64)
 
 
 def test_products_are_those_the_compiler_counts():

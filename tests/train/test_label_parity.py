@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import config_of
 
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.launch.train import open_data
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars

@@ -18,7 +18,7 @@ from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.checkpoints import Checkpoints
-from ffn_heterogeneity.io.export import save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import train as training

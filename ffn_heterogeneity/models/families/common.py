@@ -70,7 +70,7 @@ class Family:
       width_key: an FFN's width in config.json's `per_layer_config`.
       conv1d: kernels are stored [in, out], as transformers' Conv1D has them.
       prefix, classifier: what a model's tensors are called behind in a classifier's file, and the
-        tensors of its head by their leaves (io/classifiers.py).
+        tensors of its head by their leaves (io/hf/classifiers.py).
       classifier_stem: of the classifier's class, where it is not the architecture's.
       torch_final_norm: where transformers' model has its final norm.
       gguf_rules, gguf_transform: the `Rule`s of a GGUF file, and `(config, path, float32 leaf) ->

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf_file import GGUFFile, open_gguf
+from ffn_heterogeneity.io.gguf.file import GGUFFile, open_gguf
 from ffn_heterogeneity.wording import first_line
 
 # tokenizer.ggml.token_type

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf_tokenizer import _PRE_TOKENIZERS, _pre_tokenizer
+from ffn_heterogeneity.io.gguf.tokenizer import _PRE_TOKENIZERS, _pre_tokenizer
 from ffn_heterogeneity.models.config import ModelConfig
 
 # tokenizer.ggml.token_type

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
-from ffn_heterogeneity.io import classifiers, safetensors, tokenizer_files
+from ffn_heterogeneity.io import safetensors, tokenizer_files
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import GENERATION, NATIVE_KEY, with_generation
+from ffn_heterogeneity.io.hf import classifiers
+from ffn_heterogeneity.io.hf.export import GENERATION, NATIVE_KEY, with_generation
+from ffn_heterogeneity.io.hf.structure import KEY, read_structure
 from ffn_heterogeneity.io.read import read_object
-from ffn_heterogeneity.io.structure import KEY, read_structure
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import Family, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
@@ -111,7 +112,7 @@ def read_pretrained(
 
 
 def structure_section(directory: str | os.PathLike) -> dict:
-    """The section of config.json on kept structure (io/structure.py); empty: there is none."""
+    """The section of config.json on kept structure (io/hf/structure.py); empty: there is none."""
     own = read_object(Path(directory) / "config.json").get(NATIVE_KEY, {})
     section = own.get(KEY, {}) if isinstance(own, dict) else None
     if not isinstance(section, dict):

@@ -12,7 +12,7 @@ import numpy as np
 
 from ffn_heterogeneity.io.assemble import Stored, assemble
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.gguf_file import GGUFFile, GGUFTensor, open_gguf
+from ffn_heterogeneity.io.gguf.file import GGUFFile, GGUFTensor, open_gguf
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import Family, family_from_gguf
 from ffn_heterogeneity.models.families.common import token_id

@@ -4,7 +4,7 @@ Five forms. Plain: what the family's own config.json expresses, FFNs of unequal 
 `per_layer_config`. Padded: those are padded with zero neurons to the widest; the outputs are the
 same. Deci: a Llama's widths under `block_configs` (models/families/deci.py). Native: the whole
 config under "ffn_heterogeneity" too, for what config.json cannot express. Classifier: with a task's
-head on the last layer, `...ForSequenceClassification` (io/classifiers.py), in any of them.
+head on the last layer, `...ForSequenceClassification` (io/hf/classifiers.py), in any of them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from etils import epath
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapters_of, neuron_factor
 from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io import classifiers
 from ffn_heterogeneity.io.assemble import narrowed
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
+from ffn_heterogeneity.io.hf import classifiers
+from ffn_heterogeneity.io.hf.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
-from ffn_heterogeneity.io.structure import KEY, cast, structural_leaves, write_structure
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 from ffn_heterogeneity.leaf import LeafError
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, check_count, config_to_dict
@@ -76,7 +76,7 @@ def save_pretrained(
     """Writes config.json, generation_config.json, safetensors and the tokenizer to `directory`.
 
     Masks and adapters are folded into their kernels, factors of neurons into the rows of `down`, in
-    every form; with `structure="keep"` they are written beside them too (io/structure.py), and
+    every form; with `structure="keep"` they are written beside them too (io/hf/structure.py), and
     `load_model` gives them back, as it does a task's head in either case. The directory is built
     under a temporary name and moved (to a bucket: copied).
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from etils import epath
 
-from ffn_heterogeneity.io.classifiers import torch_lines
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.export import loads_in, save_pretrained, transformers_class
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.io.hf.classifiers import torch_lines
+from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained, transformers_class
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.models.config import ModelConfig

@@ -1,0 +1,1 @@
+"""Directories in the form of the Hugging Face hub, in and out, and what only ours keep."""
