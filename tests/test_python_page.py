@@ -13,6 +13,7 @@ from tiny_models import LLAMA, REPOSITORY, TEXT, random_params, save_tiny, struc
 from tiny_runs import run_program
 
 import ffn_heterogeneity as fh
+from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.paths import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -110,6 +111,13 @@ def test_verbs_are_the_surgeries(tmp_path):
         assert all(np.array_equal(x, other[path]) for path, x in one.items()) and len(one)
         with pytest.raises(ValueError, match="unknown setting 'rato'"):
             getattr(fh, name)(model, rato=0.5)
+    own = fh.ffn(made["lora"], 2)
+    assert set(own["down"]) == {"kernel", "lora_a", "lora_b", "lora_scale"}
+    whole = unstack(made["lora"].params)["layers"][2]["ffn"]
+    jax.tree.map(np.testing.assert_array_equal, own, whole)
+    for layer in (-1, 4, "down"):
+        with pytest.raises(ValueError, match=f"layer={layer!r}: the model has layers 0 to 3"):
+            fh.ffn(model, layer)
     plain, _ = fh.fold(made["lora"])
     assert not [path for path in flatten(plain.params) if "lora" in path]
 
@@ -119,7 +127,7 @@ def test_a_model_with_its_report_is_told_from_a_model(tmp_path):
     pair = fh.fold(model)
     uses = {fh.prune: (), fh.fold: (), fh.analyze: ("massive",), fh.generate: ("a",)}
     uses |= {fh.perplexity: (TEXT,), fh.save_model: (tmp_path / "x",)}
-    uses |= {fh.hidden_states: (["a"],), fh.classify: (["a"],)}
+    uses |= {fh.hidden_states: (["a"],), fh.classify: (["a"],), fh.ffn: (0,)}
     for use, arguments in uses.items():
         with pytest.raises(ValueError, match="take the first of the two"):
             use(pair, *arguments)

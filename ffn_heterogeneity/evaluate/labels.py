@@ -44,7 +44,8 @@ def label_metrics(
     n = int(table.sum())
     draws = np.random.default_rng(SEED).multinomial(n, table.reshape(-1) / n, DRAWS)
     drawn = draws.reshape(DRAWS, count, count).astype(float)
-    of_table = {"accuracy": _accuracy, "f1": _f1, "macro_f1": _macro_f1, "matthews": _matthews}
+    of_table = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews}
+    of_table["macro_f1"] = lambda tables: _f1_of_each(tables).mean(-1)
     values = {name: (of_table[name](table), of_table[name](drawn)) for name in names}
     return _with_intervals(values) | {"n": n}
 
@@ -93,10 +94,6 @@ def _f1_of_each(tables: np.ndarray) -> np.ndarray:
 
 def _f1(tables: np.ndarray) -> np.ndarray:
     return _f1_of_each(tables)[..., 1]
-
-
-def _macro_f1(tables: np.ndarray) -> np.ndarray:
-    return _f1_of_each(tables).mean(-1)
 
 
 def _matthews(tables: np.ndarray) -> np.ndarray:

@@ -133,7 +133,7 @@ def diversity_term(context: TermContext) -> LossTerm:
         stacks = kernels(params, PLACE)
         values = [by_layer(stack, similarity) for stack in stacks]
         # Of a layer with experts the sum over them, each a matrix of its own.
-        values = jnp.concatenate([x.reshape(len(x), -1).sum(1) for x in values])
+        values = jnp.concatenate([x if x.ndim == 1 else jnp.sum(x, 1) for x in values])
         order = np.argsort([layer for stack in stacks for layer in stack.layers])
         layers = jax.lax.stop_gradient(values)[order]
         metrics = {"layer_mean": layers, "mean": jnp.mean(layers)}

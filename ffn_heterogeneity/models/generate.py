@@ -69,7 +69,10 @@ class Generator:
         self.options, self.mesh = options, mesh
         placed = None
         if mesh is not None and mesh.size > 1:
-            self.options = _sharded(config, options, mesh)
+            heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
+            cache = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), heads))
+            on_mesh = partition.run_shardings(mesh)
+            self.options = dataclasses.replace(options, cache=cache, **on_mesh)
             placed = partition.shardings(mesh, params, declared(config, params))
             share = mesh.shape["data"] * mesh.shape["fsdp"]
             self.batch_size = -(-batch_size // share) * share
@@ -253,12 +256,6 @@ def _decode(config, options, params, state, pads_b, hyper, done_b, eos, todo):
     start = (state, new_bc, done_b, jnp.int32(0))
     state, new_bc, _, taken = jax.lax.while_loop(go_on, one, start)
     return state, new_bc, taken
-
-
-def _sharded(config: ModelConfig, options: RunOptions, mesh: Mesh) -> RunOptions:
-    heads = "tensor" if config.n_kv_heads % mesh.shape["tensor"] == 0 else None
-    cache = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), heads))
-    return dataclasses.replace(options, cache=cache, **partition.run_shardings(mesh))
 
 
 def _computable(params: dict, dtype: Any) -> dict:

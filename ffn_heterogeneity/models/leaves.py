@@ -31,10 +31,8 @@ ROOTS: dict[str, Callable[[ModelConfig], Mapping[str, Leaf]]] = {}
 normal_init = jax.nn.initializers.normal(stddev=0.02)
 
 
-def _linear(
-    path: str, fan_in: str, fan_out: str, bias: bool, *lead: str, reads: float = 1.0, **more: Any
-) -> Declared:
-    yield f"{path}/kernel", weights(*lead, fan_in, fan_out, reads=reads)
+def _linear(path: str, fan_in: str, fan_out: str, bias: bool, *lead: str, **more: Any) -> Declared:
+    yield f"{path}/kernel", weights(*lead, fan_in, fan_out)
     if bias:
         yield f"{path}/bias", Leaf((*lead, fan_out), 0.0, **more)
 
@@ -110,9 +108,8 @@ def sizes(config: ModelConfig, layer: LayerConfig | None = None) -> dict[str, in
         "layers": config.n_layers,
     }
     if layer is not None:
-        found |= {"neurons": layer.ffn_width}
-        if layer.experts is not None:
-            found |= dict.fromkeys(("expert", "route"), layer.experts)
+        experts = layer.experts or 0
+        found |= {"neurons": layer.ffn_width, "expert": experts, "route": experts}
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -112,14 +111,10 @@ def found_model(config: TrainConfig, load: Callable[..., Model] = load_model) ->
         )
     tokenizer = load_tokenizer(config.tokenizer)
     check_vocabulary(tokenizer, shape.vocab_size, f"of shape.vocab_size={shape.vocab_size}")
-    shape = _with_special_tokens(shape, tokenizer)
+    ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    shape = dataclasses.replace(shape, **ids)
     params = causal_lm.init(shape, jax.random.key(config.seed))
     size = f"{shape.n_layers}x{shape.d_model}/{shape.ffn_widths[0]}"
     total = count_parameters(shape)["total"]
     source = f"new {size}, {total:,} parameters, seed {config.seed}"
     return Model(shape, params, tokenizer, source)
-
-
-def _with_special_tokens(shape: ModelConfig, tokenizer: Any) -> ModelConfig:
-    ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return dataclasses.replace(shape, **ids)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ffn_heterogeneity.data.corpus.documents import Layout
+from ffn_heterogeneity.data.corpus.documents import Layout, read_parts
 from ffn_heterogeneity.data.corpus.shards import open_corpus
 from ffn_heterogeneity.data.corpus.tokenise import Settings
 
@@ -58,3 +58,13 @@ def expected(paths, tokenizer, eos=2):
         for line in lines
         if line["text"].strip()
     ]
+
+
+def read_chunk(chunk, layout):
+    """The documents of a chunk, whole."""
+    whole = ""
+    for text, ends in read_parts(chunk, layout):
+        whole += text
+        if ends:
+            yield whole
+            whole = ""

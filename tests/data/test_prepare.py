@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prepare_tools import Slow, contents, documents_of, expected, settings, texts
+from prepare_tools import Slow, contents, documents_of, expected, read_chunk, settings, texts
 
 from ffn_heterogeneity.data.corpus import corpora
 from ffn_heterogeneity.data.corpus import documents as documents_reader
 from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
-from ffn_heterogeneity.data.corpus.documents import Layout, hub, read_chunk
+from ffn_heterogeneity.data.corpus.documents import Layout, hub
 from ffn_heterogeneity.data.corpus.prepare import claim, prepare
 from ffn_heterogeneity.data.corpus.shards import open_corpus
 from ffn_heterogeneity.data.corpus.tokenise import Settings

@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from prepare_tools import read_chunk
 from tiny_runs import read_rows, refused
 
 from ffn_heterogeneity.data import hub
 from ffn_heterogeneity.data.corpus.corpora import find_inputs, plan_chunks
-from ffn_heterogeneity.data.corpus.documents import Layout, read_chunk
+from ffn_heterogeneity.data.corpus.documents import Layout
 from ffn_heterogeneity.data.sources import DataError, open_source
 from ffn_heterogeneity.data.tasks import Fields, get_task, tasks
 

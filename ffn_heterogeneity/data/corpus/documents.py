@@ -85,16 +85,6 @@ class DocumentPart(NamedTuple):
     ends: bool = True
 
 
-def read_chunk(chunk: Chunk, layout: Layout) -> Iterator[str]:
-    """The documents of a chunk, in order; empty ones too. Raises as `read_parts`."""
-    whole = ""
-    for text, ends in read_parts(chunk, layout):
-        whole += text
-        if ends:
-            yield whole
-            whole = ""
-
-
 def read_parts(chunk: Chunk, layout: Layout) -> Iterator[DocumentPart]:
     """The documents of a chunk, in order; empty ones too, and of text long ones in parts.
 

@@ -155,9 +155,10 @@ def _check(folder: Path, config: ModelConfig, kept: Mapping[str, np.ndarray]) ->
             raise CheckpointError(f"{folder}: {path!r} is {leaf.dtype}, not {wanted}")
         if not expected and not all_finite(leaf):
             raise CheckpointError(f"{folder}: {path!r} contains NaN or infinity")
-        end = sized[said.numbers] if said and said.numbers else None
-        if end is not None and not _rises(leaf, end):
-            raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
+        if said and said.numbers:  # places of neurons, each once and in their order
+            end = sized[said.numbers]
+            if not leaf.size or not np.all(np.diff([-1, *leaf.tolist(), end]) > 0):
+                raise CheckpointError(f"{folder}: {path!r} must rise, from 0 to below {end}")
         modules.setdefault(module, {})[name] = leaf
     for module, own in modules.items():
         with naming(f"{folder}: {module}", raised=CheckpointError):
@@ -188,11 +189,6 @@ def _declared(
     if "some" in said.axes:
         sized["some"] = -(-math.prod(sized[axis] for axis in said.sums) // (BLOCK * SCALES))
     return said, sized
-
-
-def _rises(rows: np.ndarray, below: int) -> bool:
-    """Places of neurons, each once and in their order."""
-    return rows.size > 0 and rows[0] >= 0 and rows[-1] < below and bool(np.all(np.diff(rows) > 0))
 
 
 def _kernels(kept: Iterable[str]) -> list[str]:

@@ -117,11 +117,6 @@ def _rules(config: ModelConfig) -> list[rules.Rule]:
     return rules.fused_qkv(config, _NAMES, name, config.n_heads)
 
 
-def _gguf_rules(config: ModelConfig) -> list[rules.Rule]:
-    """llama.cpp's converter puts all queries first, then all keys, then all values."""
-    return rules.fused_qkv(config, common.GGUF_NAMES, "blk.{i}.attn_qkv", 1)
-
-
 def from_gguf(meta: Mapping[str, Any]) -> ModelConfig:
     """Metadata of a GGUF file with general.architecture = gptneox."""
     rotated = meta.get("rope.dimension_count")
@@ -143,6 +138,7 @@ FAMILY = common.Family(
     gguf_architecture="gptneox",
     torch_final_norm="model.final_layer_norm",
     rules=_rules,
-    gguf_rules=_gguf_rules,
+    # llama.cpp's converter puts all queries first, then all keys, then all values.
+    gguf_rules=lambda config: rules.fused_qkv(config, common.GGUF_NAMES, "blk.{i}.attn_qkv", 1),
     redundant=(r".*rotary_emb\.inv_freq", r".*\.attention\.(masked_)?bias"),
 )
