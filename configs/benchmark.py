@@ -6,6 +6,10 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
            python scripts/benchmark.py model --config.calls="('train step','train step + JREG')"
            python scripts/benchmark.py steps --config.batch=8 --config.seq_len=128 \
              --config.configs="('configs/five.py:<model>,mrpc', ...:<model>,mrpc,fuse,dora')"
+           python scripts/benchmark.py steps --config.compute_dtype=bfloat16 \
+             --config.seq_len=1024 --config.configs="(
+             'configs/jreg_pretrain.py:134m accumulation=1 batch_size=64 remat=none unroll=0',
+             'configs/jreg_pretrain.py:134m accumulation=1 batch_size=64 remat=dots unroll=1')"
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
 Hours:     nucl, nll, streaming a few minutes; model, all calls with the peer, two hours: what
@@ -27,8 +31,11 @@ def get_config() -> ConfigDict:
             # Of model: what is timed, and in what it is computed.
             "calls": CALLS,
             "dtypes": ("float32", "bfloat16"),
-            # Of steps: training configs, the last of which the others are compared with.
+            # Of steps: training configs, the last of which the others are compared with; settings
+            # may follow each: "<file>:<argument> remat=none batch_size=64".
             "configs": (),
+            "compute_dtype": "float32",  # of steps
+            "compile_limit": 0.0,  # of steps: seconds, then no further step is compiled; 0: none
             "batch": 2,  # rows of the forward pass and the training step
             "seq_len": 512,  # tokens a row
             "windows": 40,  # of perplexity

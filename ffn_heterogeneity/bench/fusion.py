@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.timing import Interval, Questions, compare, paired_interval, stepping
+from ffn_heterogeneity.bench.timing import Questions, compare, ratios_of, stepping
 from ffn_heterogeneity.heads import make_head, with_head
 from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.load import Model
@@ -55,8 +55,7 @@ def benchmark_fusion(config: ConfigDict) -> dict:
     shape = preset(name)[0]
     head = HeadConfig.of("classification", vars(Classification()))
     key = jax.random.key(0)
-    bare = causal_lm.init(shape, key)
-    shape, params = with_head(shape, bare, head, key)
+    shape, params = with_head(shape, causal_lm.init(shape, key), head, key)
     whole = Model(shape, jax.tree.map(np.asarray, params), None, name)
     layers = f"{shape.n_layers // 3}-{shape.n_layers - 1}"
     models = {WHOLE: whole, "LoRA": SURGERIES["lora"](whole, LORA)[0]}
@@ -76,7 +75,9 @@ def benchmark_fusion(config: ConfigDict) -> dict:
             label = f"{method}, {kind}"
             programs[label], calls[label] = make(model, batch)
     title = f"{name}, {rows[0]} x {rows[1]} tokens; float32"
-    found = compare(title, programs, calls, int(config["repetitions"]), _ratios)
+    beside = [one for one in programs if not one.startswith(WHOLE)]
+    ratios = ratios_of([(one, f"{WHOLE}, {one.split(', ')[1]}") for one in beside])
+    found = compare(title, programs, calls, int(config["repetitions"]), ratios)
     for label, program in programs.items():
         found["programs"][label]["gflop"] = program.cost_analysis()["flops"] / 1e9
     return found
@@ -109,14 +110,4 @@ def _step(model: Model, batch: dict) -> tuple[Any, Callable[[], Any]]:
     micro = {name: leaf[None] for name, leaf in batch.items()}
     hyper = {"learning_rate": jnp.float32(1e-6)}
     compiled = step.lower(state, micro, hyper).compile()
-    return compiled, stepping(compiled, state, micro, hyper)
-
-
-def _ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
-    found = {}
-    for label, own in seconds.items():
-        name, kind = label.split(", ")
-        if name != WHOLE:
-            base = f"{WHOLE}, {kind}"
-            found[f"{label} / {base}"] = paired_interval(own, seconds[base])
-    return found
+    return compiled, stepping(compiled, [state], micro, hyper)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.timing import Interval, Questions, compare, ratio_interval
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
 from ffn_heterogeneity.losses.nucl import nucl
@@ -42,19 +43,14 @@ def benchmark_nucl(
     """
     updates = {"update alone": donated_update()}
     for variant in variants:
-        updates[f"{variant} listing"] = donated_update(functools.partial(_listing, variant))
+        i = VARIANTS.index(variant)
+        updates[f"{variant} listing"] = donated_update(lambda w, i=i: compute_nucl_listing(w)[i])
         updates[f"{variant} closed form"] = donated_update(functools.partial(nucl, variant=variant))
     w = 0.02 * jax.random.normal(jax.random.key(0), tuple(shape), jnp.float32)
     gradient, alpha = 0.1 * w, jnp.float32(ALPHA)
     compiled = {name: one.lower(w, gradient, alpha).compile() for name, one in updates.items()}
-    row_sum = jax.jit(lambda w: jnp.sum(w, axis=-1)).lower(w).compile()
-    holder = {"w": w}
-
-    def turn(name: str) -> jax.Array:
-        holder["w"] = compiled[name](holder["w"], gradient, alpha)
-        return holder["w"]
-
-    calls: dict[str, Callable] = {name: functools.partial(turn, name) for name in compiled}
+    row_sum, held = jax.jit(lambda w: jnp.sum(w, axis=-1)).lower(w).compile(), [w]
+    calls = {name: timing.stepping(x, held, gradient, alpha) for name, x in compiled.items()}
 
     def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
         base, floor, found = seconds["update alone"], seconds["row sum"], {}
@@ -64,29 +60,21 @@ def benchmark_nucl(
             found[f"{variant}: closed form / row sum"] = ratio_interval(closed - base, floor)
         return found
 
-    compiled["row sum"], calls["row sum"] = row_sum, lambda: row_sum(holder["w"])
+    compiled["row sum"], calls["row sum"] = row_sum, lambda: row_sum(held[0])
     title = f"donated SGD update of W {list(shape)} float32; ratios of what is added to it"
     return compare(title, compiled, calls, rounds, ratios)
 
 
 def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
-    """Jitted (W, gradient, alpha) -> W after a step of SGD on the gradient plus alpha * loss's."""
+    """Jitted (W, gradient, alpha) -> (W after a step of SGD on gradient + alpha * loss's, {})."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(w, gradient, alpha):
         if loss is not None:
-            gradient = gradient + jax.grad(functools.partial(_weighted, loss, alpha))(w)
-        return w - 1e-3 * gradient
+            gradient = gradient + jax.grad(lambda w, loss=loss: alpha * loss(w))(w)
+        return w - 1e-3 * gradient, {}
 
     return update
-
-
-def _weighted(loss: Callable[[jax.Array], jax.Array], weight: jax.Array, w: jax.Array) -> jax.Array:
-    return weight * loss(w)
-
-
-def _listing(variant: str, w: jax.Array) -> jax.Array:
-    return compute_nucl_listing(w)[VARIANTS.index(variant)]
 
 
 def benchmark_nll(shape: Sequence[int] = (4, 512, 576, 49_152), rounds: int = 5) -> dict[str, Any]:
@@ -121,11 +109,7 @@ def benchmark_nll(shape: Sequence[int] = (4, 512, 576, 49_152), rounds: int = 5)
     pairs = [("plain", "chunked"), ("chunked", "three products")]
     pairs += [(f"1 target in {share}", "chunked") for share in (10, 100)]
     title = f"value and gradient of the NLL, [B, T, D, V] = {list(shape)} float32"
-
-    def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
-        return {f"{a} / {b}": ratio_interval(seconds[a], seconds[b]) for a, b in pairs}
-
-    return compare(title, compiled, calls, rounds, ratios)
+    return compare(title, compiled, calls, rounds, timing.ratios_of(pairs, ratio_interval))
 
 
 def plain_nll(hidden_btd: jax.Array, kernel_vd: jax.Array, targets_bt: jax.Array) -> jax.Array:

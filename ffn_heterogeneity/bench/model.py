@@ -111,7 +111,7 @@ class Ours:
         draw = functools.partial(rng.integers, 0, model.vocab_size, dtype=np.int32)
         self.tokens = draw((config.batch, config.seq_len + 1))
         self.windows = draw((config.windows, config.window))
-        self.states: dict[str, Any] = {}
+        self.states: dict[str, list] = {}
 
     def rows(self, call: str) -> np.ndarray:
         """The tokens that a call reads."""
@@ -147,18 +147,14 @@ class Ours:
         drops = REFRESHES["macdrop"]({}) if "macdrop" in ADAPTED.get(name, ()) else None
         step = make_train_step(forward, terms, optimizer, trainable, refresh=drops)
         # Steps of everything share one state, which they donate.
-        kept = name if thin else STEP
-        if kept not in self.states:
-            self.states[kept] = create_state(params, optimizer, trainable)
+        held = self.states.setdefault(name if thin else STEP, [])
+        if not held:
+            held.append(create_state(params, optimizer, trainable))
         mask = np.ones((1, *rows[:, 1:].shape), bool)
         batch = {"tokens": rows[None, :, :-1], "targets": rows[None, :, 1:], "loss_mask": mask}
-
-        def call():
-            hyper = {"learning_rate": LEARNING_RATE, "macdrop": 0.8}
-            self.states[kept], metrics = step(self.states[kept], batch, hyper)
-            return metrics["loss"]
-
-        return call
+        hyper = {"learning_rate": LEARNING_RATE, "macdrop": 0.8}
+        call = timing.stepping(step, held, batch, hyper)
+        return lambda: call()[1]["loss"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -169,21 +165,19 @@ def _logits(model, options, params, tokens):
 
 def tables(seconds: dict[str, np.ndarray], config: Any) -> list[dict]:
     """Medians beside the peer's, and ratios inside ours: terms added, bfloat16 for float32."""
-    rows, ratios = [], {}
+    rows, ratios, lora = [], {}, next(iter(ADAPTED))
+    beside = dict.fromkeys(TERMS, STEP) | {one: lora for one in ADAPTED if one != lora}
     # On a machine without such units bfloat16 is emulated, by torch as by XLA.
     emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
     for call in config.calls:
         for dtype in config.dtypes:
-            name, plain = f"{call}, {dtype}", f"{STEP}, {dtype}"
-            ours, peer = seconds[name], seconds.get(PEER + name)
-            cells = f"{np.median(ours):.3f}", "-", "-"
+            name, plain = f"{call}, {dtype}", f"{beside.get(call)}, {dtype}"
+            ours, peer, cells = seconds[name], seconds.get(PEER + name), ("-", "-")
             if peer is not None:
-                cells = cells[0], f"{np.median(peer):.3f}", said(paired_interval(peer, ours))
+                cells = f"{np.median(peer):.3f}", said(paired_interval(peer, ours))
             label = name + emulated if dtype == "bfloat16" else name
-            rows.append((label, *cells))
-            if call in ADAPTED:
-                plain = f"{next(iter(ADAPTED))}, {dtype}"
-            if call in (*TERMS, *ADAPTED) and plain in seconds and plain != name:
+            rows.append((label, f"{np.median(ours):.3f}", *cells))
+            if plain in seconds:
                 ratios[f"{name} / {plain}"] = paired_interval(ours, seconds[plain])
         if set(DTYPES) <= set(config.dtypes):
             full, half = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)

@@ -62,9 +62,12 @@ def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> floa
     return seconds
 
 
-def stepping(program: Callable, state: Any, *arguments: Any) -> Callable[[], Any]:
-    """A call of a program that answers (state, metrics), given its own state the next time."""
-    held = [state]
+def stepping(program: Callable, held: list, *arguments: Any) -> Callable[[], Any]:
+    """A call of a program that returns (state, metrics), and is given that state the next time.
+
+    Args:
+      held: the state alone; programs with one list update one state, in the order of their calls.
+    """
 
     def call():
         held[0], metrics = program(held[0], *arguments)
@@ -114,6 +117,13 @@ def paired_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
     return _bootstrapped(
         functools.partial(np.median, axis=-1), np.asarray(numerator) / np.asarray(denominator)
     )
+
+
+def ratios_of(
+    pairs: Sequence[tuple[str, str]], interval: Callable[..., Interval] = paired_interval
+) -> Callable[[Mapping[str, np.ndarray]], dict[str, Interval]]:
+    """The argument `ratios` of `compare` for pairs of programs (numerator, denominator)."""
+    return lambda seconds: {f"{a} / {b}": interval(seconds[a], seconds[b]) for a, b in pairs}
 
 
 def _bootstrapped(statistic: Callable[[np.ndarray], np.ndarray], rounds: np.ndarray) -> Interval:
