@@ -2,7 +2,7 @@
 
 Command:   python scripts/compress.py --config=configs/adapt.py:lora --config.model=<any>
            python scripts/compress.py --config=configs/adapt.py:fold --config.model=<run>/model
-           What comes out keeps its structure (io/hf/structure.py): a training goes on with it, and
+           What comes out keeps its structure (io/hf/structure.py): a training resumes with it, and
            any other tool reads the folded weights. Training inserts them by itself, too:
            configs/nucl_finetune.py:<model>,<data>,dora; with macdrop it trains past the massive
            weights.

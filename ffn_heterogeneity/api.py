@@ -28,7 +28,7 @@ from ffn_heterogeneity.io.load import load_model as load_model
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.sampling import own_settings
-from ffn_heterogeneity.models.stack import layer_leaves
+from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
 from ffn_heterogeneity.wording import check_choice
@@ -193,7 +193,7 @@ def lora(model: Model, rank: int = 16, *, seed: int = 0, **settings: Any) -> Mad
 
 def ffn(model: Model, layer: int) -> dict[str, Any]:
     """One layer's feed-forward leaves by name: {"up": {"kernel": [d, m]}, "down": {"kernel": [m,
-    d]}}, a gated one's "gate", biases, and what stands beside them.
+    d]}}, a gated one's "gate", biases, adapters' leaves and factors of neurons.
 
     Args:
       layer: from 0.
@@ -204,7 +204,9 @@ def ffn(model: Model, layer: int) -> dict[str, Any]:
     params, count = one_model(model).params, model.config.n_layers
     if layer not in range(count):
         raise ValueError(f"layer={layer!r}: the model has layers 0 to {count - 1}")
-    return next(leaves for index, leaves in layer_leaves(params, "ffn") if index == layer)
+    slot = next(slot for slot in slots(params) if layer in slot.layers)  # no other layer is cut out
+    place, leaves = slot.layers.index(layer), slot.tree["ffn"]
+    return jax.tree.map(lambda leaf: leaf[place], leaves) if slot.stacked else leaves
 
 
 def fold(model: Model) -> Made:

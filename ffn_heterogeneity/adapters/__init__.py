@@ -119,8 +119,8 @@ _MADE = (
 ADAPTERS: dict[str, Adapter] = {adapter.name: adapter for adapter in _MADE}
 
 
-# Leaves of a feed-forward block itself, beside its `Linear`s: factors of the inner neurons,
-# y = (h * factor) W, so that row i of W is factor_i times the kernel's for whoever reads weights.
+# Leaves of a feed-forward block itself, not of its `Linear`s: factors of the inner neurons,
+# y = (h * factor) W: row i of W is factor_i times the kernel's in losses, surgery and export.
 # Their axes are those of a block without experts. P of MLP Fusion: "not trained, not decayed".
 FFN_LEAVES: dict[str, Leaf] = {"neuron_scale": data("neurons")}
 
@@ -143,7 +143,7 @@ RATES: dict[str, Callable[..., Callable[[int], float]]] = {"macdrop": macdrop.ra
 
 
 def adapter_leaves() -> dict[str, Leaf]:
-    """Declarations, in roles, of what may stand beside a kernel, by name."""
+    """Declarations, in roles, of all adapters' leaves, by name."""
     return {k: v for adapter in ADAPTERS.values() for k, v in adapter.leaves.items()}
 
 

@@ -133,7 +133,7 @@ def _target_value(params, target, rows_of, along, chosen):
             factors = np.asarray(keep, np.float32).reshape(-1, *[1] * (rows.ndim - 1))
             total = total + jnp.sum(rows * factors)
         # Of a layer with experts the rows of all of them: [layers, E, rows].
-        means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=range(1, rows.ndim)))
+        means.append(jnp.mean(jax.lax.stop_gradient(rows), axis=tuple(range(1, rows.ndim))))
         order += stack.layers
         count_rows += sum(keep) * math.prod(rows.shape[1:])
     if not count_rows:

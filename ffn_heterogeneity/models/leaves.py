@@ -193,7 +193,7 @@ def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
     Raises:
       LeafError: a leaf that nothing declares, or of another number of axes.
     """
-    outer, found, whatever = outer_leaves(config), {}, _any()
+    outer, found = outer_leaves(config), {}
     for root in ROOTS:
         if root in tree:
             outer |= {f"{root}/{path}": leaf for path, leaf in ROOTS[root](config).items()}
@@ -201,9 +201,10 @@ def declared(config: ModelConfig, tree: Any) -> dict[str, Leaf]:
         own = declared_at(config, Place(slot.layers[0], None, ""), slot.tree, slot.stacked)
         found |= {f"{slot.path}/{path}": leaf for path, leaf in own.items()}
     for root in AUXILIARY:
+        other = _any() if root in tree else {}
         for path, leaf in flatten(tree.get(root, {})).items():
             place = re.match(r"(layers/\d+|(stack)/segment_\d+/slot_\d+)/", path)
-            own = find(whatever, path[place.end() :] if place else path)
+            own = find(other, path[place.end() :] if place else path)
             lead = ("layer",) if place and place[2] else ()
             own = own and own.of(axes=(*lead, *own.axes))
             found[f"{root}/{path}"] = _fitting(f"{root}/{path}", leaf, own)

@@ -176,10 +176,10 @@ def _passes(built: Built) -> int:
 def _weight_bytes(built: Built) -> float:
     """What a pass reads of the weights: in the compute dtype, NF4's codes as they are."""
     width = jnp.dtype(built.options.compute_dtype).itemsize
-    sizes, arrays = parameters_of(built.model, built.state.params), flatten(built.state.params)
-    return sum(
-        arrays[path].size if path.endswith("/nf4_codes") else width * size
-        for path, size in sizes.items()
+    leaves = declared(built.model, built.state.params)
+    return sum(  # a teacher's too
+        leaf.size * (1 if path.endswith("/nf4_codes") else width * leaves[path].holds)
+        for path, leaf in flatten(built.state.params).items()
     )
 
 

@@ -107,7 +107,7 @@ VARIANTS = {
 
 
 def removal_axis(path: str, leaf: Leaf) -> str:
-    """Which axis of a layer's leaf runs over its neurons, from the right; what surgery says."""
+    """The axis of a layer's leaf that runs over its neurons, from the right, or "refused"."""
     if "/ffn/" not in path:
         return "-"
     try:

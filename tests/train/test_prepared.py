@@ -24,7 +24,7 @@ from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.surgery.removal import take_neurons
-from ffn_heterogeneity.train import fit
+from ffn_heterogeneity.train import dry_run, fit
 from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -120,6 +120,7 @@ def test_a_teacher_is_read_frozen_sealed_and_never_exported(taught, files, tmp_p
     held, without = fit.state_bytes(built), fit.state_bytes(alone)
     assert held.pop("frozen parameters") == 4 * size and without.pop("frozen parameters") == 0
     assert held == without, "no moment, no gradient"
+    assert dry_run._weight_bytes(built) == dry_run._weight_bytes(alone) + 4 * size, "it is read"
     plan = training.run(taught(dry_run="here"), tmp_path / "plan")
     results = training.run(taught(), tmp_path / "run")
     student = sum(leaf.size for leaf in jax.tree.leaves(random_params(LLAMA)))

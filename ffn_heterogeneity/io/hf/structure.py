@@ -143,10 +143,10 @@ def _check(folder: Path, config: ModelConfig, kept: Mapping[str, np.ndarray]) ->
     for path, leaf in kept.items():
         module, _, name = path.rpartition("/")
         said, sized = _declared(config, path, leaf)
-        fits = said and all(
-            sized.get(a, n) == n for a, n in zip(said.axes, leaf.shape, strict=True)
-        )
-        if not (heads.get(path) == leaf.shape if path in heads else fits):
+        # Axes without a declared size (a rank) may have any.
+        axes = zip(said.axes, leaf.shape, strict=True) if said else ()
+        wanted = tuple(sized.get(axis, size) for axis, size in axes) if said else None
+        if heads.get(path, wanted) != leaf.shape:
             raise CheckpointError(f"{folder}: the model has no place for {path!r} {leaf.shape}")
         expected = said and said.dtype
         wanted = np.dtype(expected).name if expected else "floating"
