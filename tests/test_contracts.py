@@ -336,17 +336,18 @@ def test_criterion(name, dtype):
         "down": {"kernel": rng.normal(size=(12, 9)).astype(dtype)},
     }
     ffn["down"]["kernel"][4] = 0
-    ffn["seen"] = {key: rng.random(12) for key in ("bos", "mean", "signed")}
-    ffn["seen"] |= {"norm": 10 + rng.random(12), "tokens": 50}
+    seen = {key: rng.random(12) for key in ("bos", "mean", "signed")}
+    seen |= {"norm": 10 + rng.random(12), "tokens": 50}
+    own = {"layer": 0, "activations": seen}
     before = jax.tree.map(np.copy, ffn)
-    scores = layer_scores(name, ffn, layer=0)
+    scores = layer_scores(name, ffn, **own)
     assert scores.shape == (12,) and scores.dtype == np.float64
     assert np.isfinite(np.delete(scores, 4)).all() and not np.isnan(scores[4])
-    np.testing.assert_array_equal(scores, layer_scores(name, ffn, layer=0))
+    np.testing.assert_array_equal(scores, layer_scores(name, ffn, **own))
     jax.tree.map(np.testing.assert_array_equal, ffn, before)
     assert len(set(scores)) == 12, "this is no constant"
     alive = np.delete(np.arange(12), 4)
-    reverse = layer_scores(name, ffn, layer=0, reverse=True)
+    reverse = layer_scores(name, ffn, **own, reverse=True)
     assert np.argsort(reverse[alive]).tolist() == np.argsort(scores[alive])[::-1].tolist()
     listed = (REPOSITORY / "configs" / "prune.py").read_text()
     assert re.search(rf"#.*\b{name}\b", listed), "configs/prune.py names every criterion"

@@ -1,4 +1,4 @@
-"""Removal criteria: functions of ONE layer's FFN leaves -> scores [m]; the highest go first.
+"""Removal criteria: functions of ONE block's leaves -> scores [m]; the highest go first.
 
 NUCL, section 4.2. r_i = |W_i| / sum_j |W_ij| is the distribution of neuron i's outgoing weights,
 W = down/kernel [m, n], one row per inner neuron. Scores decide which neurons go, so they are
@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
 from ffn_heterogeneity.wording import check_choice, check_known, naming
+
+# What `seen.seen_states` says of a layer; None: nothing was looked at.
+Seen = Mapping[str, Any] | None
 
 
 def _row_by_row(ffn: dict, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -108,17 +113,17 @@ def pon(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     return _incoming(ffn, lambda rows: np.abs(rows).sum(1), np.multiply)
 
 
-def bos(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+def bos(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
     """-|h| when bos stands alone [ours]: what bos hardly moves goes first."""
-    return _of_states(ffn, lambda seen: seen["bos"])
+    return _of_states(ffn, activations, lambda seen: seen["bos"])
 
 
-def mean_state(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+def mean_state(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
     """-mean |h| over calibration text, bos left out (as Minitron, 2407.14679, ranks neurons)."""
-    return _of_states(ffn, lambda seen: seen["mean"])
+    return _of_states(ffn, activations, lambda seen: seen["mean"])
 
 
-def optipfair(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+def optipfair(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
     """OptiPFair's hybrid: (p2p(gate) / max + p2p(up) / max + p2p(down) / max) ||h||_2, lowest goes.
 
     p2p is a neuron's largest weight less its smallest, the maximum is over the layer's neurons, h
@@ -131,15 +136,15 @@ def optipfair(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     parts = [_columns(ffn, name, spread) for name in ("gate", "up") if name in ffn]
     parts.append(_row_by_row(ffn, spread))
     shares = sum(part / max(part.max(), np.finfo(float).tiny) for part in parts)
-    return _of_states(ffn, lambda seen: shares * seen["norm"])
+    return _of_states(ffn, activations, lambda seen: shares * seen["norm"])
 
 
-def wanda_sp(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+def wanda_sp(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
     """Wanda-sp: ||h||_2 over calibration text times |W_i|_2; the lowest goes first."""
-    return _of_states(ffn, lambda seen: seen["norm"] * np.sqrt(_squares(ffn)))
+    return _of_states(ffn, activations, lambda seen: seen["norm"] * np.sqrt(_squares(ffn)))
 
 
-def flap(ffn: dict, rng: np.random.Generator) -> np.ndarray:
+def flap(ffn: dict, rng: np.random.Generator, activations: Seen = None) -> np.ndarray:
     """FLAP (AAAI 2024): the variance of h over calibration text times |W_i|^2, the lowest goes.
 
     Its bias is the compensation "bias".
@@ -148,7 +153,7 @@ def flap(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     def variance(seen: dict) -> np.ndarray:
         return np.maximum(seen["norm"] ** 2 / seen["tokens"] - seen["signed"] ** 2, 0)
 
-    return _of_states(ffn, lambda seen: variance(seen) * _squares(ffn))
+    return _of_states(ffn, activations, lambda seen: variance(seen) * _squares(ffn))
 
 
 def _squares(ffn: dict) -> np.ndarray:
@@ -156,10 +161,10 @@ def _squares(ffn: dict) -> np.ndarray:
     return _row_by_row(ffn, lambda rows: np.einsum("mn,mn->m", rows, rows))
 
 
-def _of_states(ffn: dict, function: Callable[[dict], np.ndarray]) -> np.ndarray:
+def _of_states(ffn: dict, activations: Seen, function: Callable[[Any], np.ndarray]) -> np.ndarray:
     """-function(what `seen.seen_states` says of the layer); the dead first."""
     try:
-        values = function(ffn["seen"])
+        values = function(activations or {})
     except KeyError as error:
         raise ValueError(
             f"this criterion looks at activations ({error}), and none were taken: see "
@@ -174,10 +179,11 @@ def random(ffn: dict, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(ffn["down"]["kernel"].shape[0]).astype(np.float64)
 
 
-Criterion = Callable[[dict, np.random.Generator], np.ndarray]
+Criterion = Callable[..., np.ndarray]
 
-# Name -> (FFN leaves of one layer, generator) -> float64 [m], the highest removed first. Scores of
-# different layers are compared where one global budget is asked for.
+# Name -> (FFN leaves of one block, generator, activations=None) -> float64 [m], the highest removed
+# first; one that looks at no activations may leave the last argument out. Scores of different
+# layers are compared where one global budget is asked for.
 CRITERIA: dict[str, Criterion] = {
     "entropy": entropy,
     "gini": gini,
@@ -194,8 +200,9 @@ CRITERIA: dict[str, Criterion] = {
     "wanda_sp": wanda_sp,
     "flap": flap,
 }
-# Those that look at what neurons do on bos, and on calibration text.
-ON_BOS, ON_TEXT = ("bos",), ("mean_state", "optipfair", "wanda_sp", "flap")
+# Those that look at what neurons do on bos, and on calibration text; one of your own that does is
+# appended.
+ON_BOS, ON_TEXT = ["bos"], ["mean_state", "optipfair", "wanda_sp", "flap"]
 
 
 # The criterion that merges as it goes (Srinivas & Babu 2015).
@@ -230,15 +237,16 @@ def check_named(setting: str, spec: str) -> tuple[str, float]:
     raise ValueError(f"{setting}={spec!r}: bos:5, massive:5 or entropy:0.01{more}")
 
 
-def named(kind: str, size: float, ffn: dict) -> np.ndarray:
+def named(kind: str, size: float, ffn: dict, activations: Seen = None) -> np.ndarray:
     """The neurons of a layer that `Plan.protect` spares, or that `Plan.lose` names, the first the
     loudest on bos or the one of lowest entropy."""
     if kind == "entropy":
         scores = entropy(ffn, np.random.default_rng(0))
         return np.argsort(scores, kind="stable")[: math.ceil(size * len(scores))]
-    if kind == "massive" and not ffn["seen"]["massive"]:
+    seen = activations or {}
+    if kind == "massive" and not seen["massive"]:
         return np.zeros(0, int)
-    return np.argsort(-ffn["seen"]["bos"], kind="stable")[: int(size)]
+    return np.argsort(-seen["bos"], kind="stable")[: int(size)]
 
 
 def layer_scores(
@@ -247,6 +255,7 @@ def layer_scores(
     *,
     layer: int,
     expert: int | None = None,
+    activations: Seen = None,
     seed: int = 0,
     reverse: bool = False,
     protect: str = "",
@@ -257,14 +266,19 @@ def layer_scores(
     The generator depends on (seed, layer, expert) alone, so a layer's choice does not depend on
     which other layers are chosen, and each expert draws for itself.
 
+    Args:
+      activations: of `seen.seen_states`, of that layer; None: none were taken.
+
     Raises:
       ValueError: unknown criterion or one without scores, or non-finite weights (the message names
         the layer).
     """
     check_criterion(name, "global")
     rng = np.random.default_rng([seed, layer] + ([] if expert is None else [2, expert]))
+    criterion = CRITERIA[name]
+    takes = "activations" in inspect.signature(criterion).parameters
     with naming(f"layer {layer}"):
-        scores = CRITERIA[name](ffn, rng)
+        scores = criterion(ffn, rng, **{"activations": activations} if takes else {})
     width = ffn["down"]["kernel"].shape[0]
     if np.shape(scores) != (width,):
         raise ValueError(
@@ -274,5 +288,5 @@ def layer_scores(
     scores = -scores if reverse else scores
     if protect:
         scores = scores.copy()
-        scores[named(*check_named("protect", protect), ffn)] = -np.inf
+        scores[named(*check_named("protect", protect), ffn, activations)] = -np.inf
     return scores

@@ -5,21 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ffn_heterogeneity.models.leaves import Place
-from ffn_heterogeneity.surgery import states
+from ffn_heterogeneity.surgery import criteria, states
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
-from ffn_heterogeneity.surgery.criteria import (
-    ON_BOS,
-    ON_TEXT,
-    SIMILARITY,
-    check_criterion,
-    check_named,
-    layer_scores,
-    named,
-)
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
 from ffn_heterogeneity.wording import check_choice, naming
@@ -65,10 +57,10 @@ class Plan:
     @property
     def chooses_by(self) -> str:
         """The activations at which the choice of neurons alone looks, as `looks`."""
-        if self.criterion in ON_TEXT:
+        if self.criterion in criteria.ON_TEXT:
             return "text"
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))
-        return "bos" if named_on_bos or self.criterion in ON_BOS else ""
+        return "bos" if named_on_bos or self.criterion in criteria.ON_BOS else ""
 
     def check(self) -> None:
         """Refuses what is wrong whatever the model.
@@ -76,24 +68,27 @@ class Plan:
         Raises:
           ValueError: names the value and the way out.
         """
-        check_criterion(self.criterion, self.budget)
+        criteria.check_criterion(self.criterion, self.budget)
         check_choice("compensation", self.compensation, COMPENSATIONS)
         for setting, spec in (("protect", self.protect), ("lose", self.lose)):
             if spec:
-                check_named(setting, spec)
-            if spec and self.criterion == SIMILARITY:
-                raise ValueError(f"{setting}={spec!r}: criterion {SIMILARITY!r} has no scores")
+                criteria.check_named(setting, spec)
+            if spec and self.criterion == criteria.SIMILARITY:
+                raise ValueError(f"{setting}={spec!r}: criterion {self.criterion!r} has no scores")
         if self.lose and self.budget == "global":
             raise ValueError(f"lose={self.lose!r} is of each layer: use budget='layer'")
         if self.count is None:
             removal_count(1, ratio=self.ratio)
 
-    def cuts(self, widths: Sequence[int], leaves: Callable[[int], dict]) -> Mapping[int, Cut]:
+    def cuts(
+        self, widths: Sequence[int], leaves: Callable[[int], dict], seen: Sequence[Any] = ()
+    ) -> Mapping[int, Cut]:
         """{layer: how many of its neurons go, or which}, chosen layers only, ascending.
 
         Args:
           widths: of all layers.
           leaves: layer -> its FFN leaves; called only where layers compete.
+          seen: of `seen_states`, where `looks`.
 
         Raises:
           ValueError: an argument is out of its range; the message names it and the value.
@@ -106,10 +101,15 @@ class Plan:
         # Sizes are checked before any score is computed.
         select_global({i: np.zeros(widths[i]) for i in chosen}, **how_much)
         options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
-        scores = {i: layer_scores(self.criterion, leaves(i), layer=i, **options) for i in chosen}
+        scores = {}
+        for i in chosen:
+            own = {"layer": i, "activations": seen[i] if seen else None}
+            scores[i] = criteria.layer_scores(self.criterion, leaves(i), **own, **options)
         return select_global(scores, **how_much)
 
-    def _with_lost(self, scores: np.ndarray, ffn: dict, place: Place, cut: int) -> np.ndarray:
+    def _with_lost(
+        self, scores: np.ndarray, ffn: dict, place: Place, cut: int, seen: criteria.Seen
+    ) -> np.ndarray:
         """The neurons that go by their scores, those of `lose` first.
 
         Raises:
@@ -118,16 +118,15 @@ class Plan:
         gone = highest(scores, cut)
         if not self.lose:
             return gone
-        kind, size = check_named("lose", self.lose)
+        kind, size = criteria.check_named("lose", self.lose)
         if kind == "random":
-            own = () if place.expert is None else (place.expert,)
+            own = [1] if place.expert is None else [1, place.expert]
+            rng = np.random.default_rng([self.seed, place.layer, *own])
             stay = np.setdiff1d(np.arange(len(scores)), gone)
             count = int(size) if size >= 1 else math.ceil(size * len(scores))
-            lost = np.random.default_rng([self.seed, place.layer, 1, *own]).permutation(stay)[
-                :count
-            ]
+            lost = rng.permutation(stay)[:count]
         else:
-            lost = named(kind, size, ffn)
+            lost = criteria.named(kind, size, ffn, seen)
             count = len(lost)
         if not len(lost) == count <= cut:
             raise ValueError(
@@ -137,7 +136,9 @@ class Plan:
         others = np.setdiff1d(np.arange(len(scores)), lost)
         return np.union1d(lost, others[highest(scores[others], cut - count)])
 
-    def choose(self, ffn: dict, place: Place, cut: Cut) -> tuple[np.ndarray, np.ndarray | None]:
+    def choose(
+        self, ffn: dict, place: Place, cut: Cut, seen: criteria.Seen = None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """(the neurons of one block that go, ascending; the merges that led there, or None).
 
         The merges are those of `similarity.merges`. Its reverse removes the neurons that would go
@@ -148,11 +149,11 @@ class Plan:
         """
         if not isinstance(cut, int):
             return np.sort(cut), None
-        if self.criterion != SIMILARITY:
+        if self.criterion != criteria.SIMILARITY:
             options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
-            options |= {"layer": place.layer, "expert": place.expert}
-            scores = layer_scores(self.criterion, ffn, **options)
-            return self._with_lost(scores, ffn, place, cut), None
+            options |= {"layer": place.layer, "expert": place.expert, "activations": seen}
+            scores = criteria.layer_scores(self.criterion, ffn, **options)
+            return self._with_lost(scores, ffn, place, cut, seen), None
         width = ffn["down"]["kernel"].shape[0]
         with naming(f"layer {place.layer}"):
             steps = merges(ffn, width - 1 if self.reverse else cut)

@@ -108,7 +108,7 @@ def reduce_layer(
     Raises:
       ValueError: weights that cannot be read, kept or written; the message names the layer.
     """
-    gone, merges = plan.choose(ffn if seen is None else ffn | {"seen": seen}, place, cut)
+    gone, merges = plan.choose(ffn, place, cut, seen)
     if not gone.size:
         return ffn, gone, None
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
@@ -142,10 +142,7 @@ def reduce_model(
     states: Sequence[Any] = [None] * config.n_layers if seen is None else seen
     new, removed, reports = {}, {}, []
 
-    def leaves(i: int) -> dict:
-        return blocks[Place(i, None, "ffn")] | ({"seen": states[i]} if states[i] else {})
-
-    cuts = plan.cuts(widths, leaves)
+    cuts = plan.cuts(widths, lambda i: blocks[Place(i, None, "ffn")], states)
     massive = [spec for spec in (plan.protect, plan.lose) if spec.startswith("massive:")]
     if massive and not any((states[layer] or {})["massive"] for layer in cuts):
         raise ValueError(

@@ -154,8 +154,8 @@ def test_dead_and_tiny_rows(name):
     w[5] *= 1e-200
     up = np.random.default_rng(1).normal(size=(6, 8))
     seen = dict.fromkeys(("bos", "mean", "norm", "signed"), np.arange(1.0, 9)) | {"tokens": 0.5}
-    ffn = {"down": {"kernel": w}, "up": {"kernel": up}, "seen": seen}
-    scores = layer_scores(name, ffn, layer=0)
+    ffn = {"down": {"kernel": w}, "up": {"kernel": up}}
+    scores = layer_scores(name, ffn, layer=0, activations=seen)
     assert scores.argmax() == 3, "a neuron that does nothing goes first"
     assert np.isfinite(np.delete(scores, 3)).all()
 

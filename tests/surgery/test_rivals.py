@@ -11,7 +11,7 @@ from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.calibration import calibration_rows
-from ffn_heterogeneity.surgery.criteria import layer_scores
+from ffn_heterogeneity.surgery.criteria import CRITERIA, ON_TEXT, layer_scores
 from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.seen import seen_states
@@ -163,6 +163,20 @@ def test_massive_neurons_of_layers_that_are_left_out(params, seen, setting):
     named["layers"] = [i for i in range(4) if not seen[i]["massive"]]
     with pytest.raises(ValueError, match="leaves out the massive layer, .* 'massive:2' names"):
         removed(params, seen, "entropy", **named)
+
+
+def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
+    """One of two arguments works as before."""
+    monkeypatch.setitem(CRITERIA, "quiet", lambda ffn, rng, activations=None: -activations["mean"])
+    monkeypatch.setitem(CRITERIA, "short", lambda ffn, rng: -np.abs(ffn["down"]["kernel"]).sum(1))
+    ON_TEXT.append("quiet")
+    looks = [Plan(name, count=6).looks for name in ("quiet", "short")]
+    ON_TEXT.remove("quiet")
+    assert looks == ["text", ""]
+    ffn, own = unstack(params)["layers"][0]["ffn"], {"mean": np.arange(WIDTH, 0, -1.0)}
+    scores = layer_scores("quiet", ffn, layer=0, activations=own)
+    assert np.argmax(scores) == WIDTH - 1
+    assert layer_scores("short", ffn, layer=0, activations=own).shape == (WIDTH,)
 
 
 def test_an_activation_that_was_not_taken(params):
