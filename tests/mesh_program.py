@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import test_five
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import LLAMA, batch_of, random_params, tiny_of
+from tiny_models import LLAMA, batch_of, random_params, starting_from, tiny_of
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
@@ -32,10 +32,9 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES, kmeans
-from ffn_heterogeneity.train import build as train_build
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
-from ffn_heterogeneity.train.source import starting_model
+from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
 
@@ -181,9 +180,9 @@ def five() -> dict:
     found = []
     with tempfile.TemporaryDirectory() as root:
         config = test_five.sgd(test_five.write(Path(root)))
-        model = starting_model(config)
+        model = starting_from(config)
         for shape in ((1, 1, 1), (2, 2, 2)):
-            built = train_build.build(config, model, test_five.mesh(*shape))
+            built = plan(config, test_five.mesh(*shape), model)
             found.append(test_five.gradients(built, config, model.params, test_five.batch_of()))
     (one, alone), (other, here) = found
     trained = [path for path in one if np.any(one[path])]

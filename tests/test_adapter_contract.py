@@ -14,8 +14,8 @@ from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import unused_leaves
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LLAMA = tiny_of("llama", layers=3)
@@ -110,7 +110,7 @@ def test_adapter_in_a_model(adapter):
     trains = {p.split("/")[-1] for p, leaf in declared(config, params).items() if leaf.trains}
     assert trains & set(adapter.leaves) == {k for k, v in adapter.leaves.items() if v.trains}
     try:
-        config, smaller, removed, _ = reduce_model(config, params, Plan("random", count=2))
+        config, smaller, removed, _ = reduce_model(config, params, RemovalPlan("random", count=2))
     except ValueError as error:
         assert "fold the model first" in str(error) or any(x in str(error) for x in adapter.leaves)
         return

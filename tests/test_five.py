@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import config_of, random_params, save_tiny_reader, stopped_and_resumed, tiny_of
+from tiny_models import (
+    config_of,
+    random_params,
+    save_tiny_reader,
+    starting_from,
+    stopped_and_resumed,
+    tiny_of,
+)
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.bench.steps import benchmark_steps
@@ -23,10 +30,9 @@ from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.fuse import METHODS
-from ffn_heterogeneity.train import fit
-from ffn_heterogeneity.train.build import build
 from ffn_heterogeneity.train.objectives import make_forward
-from ffn_heterogeneity.train.settings import hyper_function, read
+from ffn_heterogeneity.train.plan import plan
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import values_of
@@ -104,7 +110,7 @@ def subsets(count: int) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("pieces", subsets(40), ids="+".join)
 def test_any_subset(files, pieces):
     """Losses, leaves, what trains and the layers' widths follow from the pieces alone."""
-    built = fit.build_shapes(read(config_for(files, pieces)), mesh())
+    built = plan(read(config_for(files, pieces)), mesh())
     assert {term.name for term in built.terms} == {"classification", *LOSSES & {*pieces}}
     trains = {path for path, yes in built.trainable.items() if np.any(yes)}
     shapes = flatten(built.state.params)
@@ -137,7 +143,7 @@ def test_all_pieces_run_in_the_scans_of_the_plain_model(files):
     """One over each run of equal layers, forward and backward: none is added by a piece."""
     counts = {}
     for pieces in (("fuse", "dora"), ("fuse", "dora", "macdrop"), ALL[:-1], ALL):
-        built = fit.build_shapes(read(config_for(files, pieces)), mesh())
+        built = plan(read(config_for(files, pieces)), mesh())
 
         def loss(params, batch, built=built):
             outputs = built.forward(params, batch)
@@ -166,9 +172,7 @@ def test_what_pieces_cost_is_timed_in_turns(files):
 def gradients(built, config, params, batch, weights=None):
     """{path: gradient}, by a step of SGD, with these weights of the losses alone."""
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
-    hyper = {
-        name: jnp.float32(x) for name, x in hyper_function(config, built.objective.terms)(0).items()
-    }
+    hyper = {name: jnp.float32(x) for name, x in config.hyper(built.objective.terms)(0).items()}
     if weights is not None:
         hyper |= {name: jnp.float32(0) for name in hyper if name.startswith("losses.")}
         hyper |= {f"losses.{name}.weight": jnp.float32(x) for name, x in weights.items()}
@@ -190,8 +194,8 @@ def sgd(files, pieces=ALL, **changes):
 def test_the_gradient_is_the_sum_of_its_parts(files):
     """By one program; the weights are its inputs. A weight of 0 is the part left out."""
     config = sgd(files, macdrop__p0=0.0)
-    model = starting_model(config)
-    built = build(config, model, mesh())
+    model = starting_from(config)
+    built = plan(config, mesh(), model)
     names = [term.name for term in built.terms]
     assert set(names) == {"classification", *LOSSES}
     weights = dict(zip(names, (1.0, 0.7, 1.3, 0.5), strict=True))
@@ -207,7 +211,7 @@ def test_the_gradient_is_the_sum_of_its_parts(files):
     assert built.train_step._cache_size() == 1
     # Without nucl and jreg in the config, and with weights of 0.
     few = sgd(files, ("fuse", "dora", "macdrop", "p32", "layerwise"), macdrop__p0=0.0)
-    fewer = build(few, model, mesh())
+    fewer = plan(few, mesh(), model)
     own = {"classification": 1.0, "layerwise": 0.5}
     one, _ = gradients(built, config, model.params, batch_of(), own)
     other, _ = gradients(fewer, few, model.params, batch_of(), own)
@@ -217,8 +221,8 @@ def test_the_gradient_is_the_sum_of_its_parts(files):
 
 def test_the_gradient_is_the_sum_of_its_parts_in_float64(files):
     config = sgd(files)
-    model = starting_model(config)
-    built = build(config, model, mesh())
+    model = starting_from(config)
+    built = plan(config, mesh(), model)
     options = dataclasses.replace(built.options, compute_dtype=jnp.float64)
     forward = make_forward(built.objective, model.config, options)
     batch = batch_of()
@@ -250,7 +254,7 @@ def test_the_gradient_is_the_sum_of_its_parts_in_float64(files):
 def test_at_the_first_step_every_number_is_that_of_its_own_command(files):
     """Entropy, jumps, massive neurons, P, and average pooling at lambda = 0."""
     config = sgd(files, ALL[:-1], macdrop__p0=0.0)
-    model = starting_model(config)
+    model = starting_from(config)
     whole = fh.load_model(files / "llama")
     alone, report = SURGERIES["fuse"](whole, {"ratio": 0.5, "skip": "massive"})
     ours, own = (flatten(unstack(one.params)) for one in (model, alone))
@@ -263,7 +267,7 @@ def test_at_the_first_step_every_number_is_that_of_its_own_command(files):
     rows = next(leaf for path, leaf in ours.items() if path.endswith("gate/macdrop_rows"))
     assert sorted(massive.indices[:2]) == rows.tolist()
     batch = batch_of()
-    built = build(config, model, mesh())
+    built = plan(config, mesh(), model)
     _, seen = gradients(built, config, model.params, batch, {"classification": 1.0})
     statistics = layer_statistics(alone.params)
     assert seen["nucl"] == pytest.approx(sum(one["mstd"] for one in statistics), rel=1e-5)
@@ -276,8 +280,8 @@ def test_at_the_first_step_every_number_is_that_of_its_own_command(files):
     # lambda = 0 is the average of the layers.
     other = sgd(files, [piece for piece in ALL[:-1] if piece != "p32"], pooling="average")
     head = {name: leaf for name, leaf in model.params["task_head"].items() if name != "lambda"}
-    shapes = starting_model(other)
-    mean = build(other, shapes, mesh()).forward({**model.params, "task_head": head}, batch)
+    shapes = starting_from(other)
+    mean = plan(other, mesh(), shapes).forward({**model.params, "task_head": head}, batch)
     ours = built.forward(model.params, batch)
     np.testing.assert_allclose(ours["predictions"], mean["predictions"], rtol=1e-5, atol=1e-6)
 
@@ -312,9 +316,9 @@ def test_fusion_of_shapes_is_that_of_weights(family, method):
 
 
 def test_a_massive_layer_that_moved_is_said(files, capsys):
-    starting_model(read(config_for(files, macdrop__layer=1)))
+    starting_model(read(config_for(files, macdrop__layer=1)).source, None)
     assert "moved on the way" not in capsys.readouterr().err
-    starting_model(read(config_for(files, macdrop__layer=2)))
+    starting_model(read(config_for(files, macdrop__layer=2)).source, None)
     assert "moved on the way (from 0): 1 for fuse, 2 for macdrop" in capsys.readouterr().err
 
 

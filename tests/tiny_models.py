@@ -26,6 +26,8 @@ from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten_config, unflatten
+from ffn_heterogeneity.train.plan import plan
+from ffn_heterogeneity.train.source import starting_model
 
 TEXT = topics["lambda"] + topics["yield"]
 _SIZES = {"vocab_size": 258, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
@@ -164,6 +166,11 @@ def config_of(name: str, argument: str | None = None, **changes):
         for key, value in changes.items():
             config.update_from_flattened_dict({key.replace("__", "."): value})
     return config
+
+
+def starting_from(config):
+    """The model of a `TrainConfig` as it trains."""
+    return starting_model(config.source, plan(config).objective.head)
 
 
 def our_logits(config: ModelConfig, params: dict, tokens, dtype=np.float32) -> np.ndarray:

@@ -20,11 +20,11 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.report.tables import UNKNOWN
-from ffn_heterogeneity.train.build import Built, build
 from ffn_heterogeneity.train.dry_run import step_flops
-from ffn_heterogeneity.train.fit import build_shapes, compile_step
+from ffn_heterogeneity.train.fit import compile_step
 from ffn_heterogeneity.train.hardware import CHIPS, measure, memory_of
-from ffn_heterogeneity.train.settings import TrainConfig, hyper_function, read
+from ffn_heterogeneity.train.plan import Plan, plan
+from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import TrainState, create_state, split_params
 from ffn_heterogeneity.wording import naming
@@ -58,7 +58,7 @@ def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> di
 
     Raises:
       ValueError: fewer than two configs, fewer than two that fit, a wrong setting; or as
-        `starting_model` and `build`.
+        `starting_model` and `plan`.
     """
     specs = tuple(map(str, config["configs"]))
     if len(set(specs)) < 2:
@@ -115,21 +115,22 @@ def _step(config: TrainConfig, states: dict[str, list[TrainState]]) -> tuple:
       states: by their shapes; a state that is not there is made.
     """
     mesh = partition.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    model = None if config.is_fresh else starting_model(config)
-    built = build_shapes(config, mesh) if model is None else build(config, model, mesh)
+    built, model = plan(config, mesh), None
+    if not config.source.is_fresh:
+        model = starting_model(config.source, built.objective.head)
+        built = plan(config, mesh, model) if built.differs(model) else built
     start, room = time.perf_counter(), memory_of(jax.devices()[:1])
-    compiled, sizes = compile_step(config, built)
+    compiled, sizes = compile_step(built)
     facts = {"bytes": sizes["together"], "compile_seconds": time.perf_counter() - start}
     if compiled is None or facts["bytes"] > room:
         return None, f"needs {facts['bytes'] / 1e9:.1f} of {room / 1e9:.1f} GB"
-    facts |= {"tokens": config.batch_size * built.objective.positions}
-    facts |= {"gflop": step_flops(config, built)["model"] / 1e9}
+    facts |= {"tokens": built.tokens, "gflop": step_flops(built)["model"] / 1e9}
     rng, batch = np.random.default_rng(0), {}
     for name, leaf in built.objective.shapes(config.batch_size, built.objective.longest).items():
         most = built.model.vocab_size if name == "tokens" else 2  # all ones, except the tokens
         batch[name] = rng.integers(1, most, leaf.shape).astype(leaf.dtype)
     batch = place_batch(cut(batch, config.accumulation), built.shardings[1])
-    hyper = {k: np.float32(x) for k, x in hyper_function(config, built.objective.terms)(0).items()}
+    hyper = {k: np.float32(x) for k, x in config.hyper(built.objective.terms)(0).items()}
     hyper = place_scalars(hyper, built.shardings[2])
     shapes, given = repr(built.state), (built.optimizer, built.trainable)
     if shapes not in states:
@@ -138,7 +139,7 @@ def _step(config: TrainConfig, states: dict[str, list[TrainState]]) -> tuple:
     return (compiled, states[shapes], batch, hyper), facts
 
 
-def _random(built: Built) -> TrainState:
+def _random(built: Plan) -> TrainState:
     """A state of random weights, made on the device: no copy of them on the host."""
 
     def make() -> TrainState:

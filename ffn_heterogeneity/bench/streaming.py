@@ -27,11 +27,11 @@ from ffn_heterogeneity.progress import bar
 # A process of its own, so that its memory is that of the surgery alone.
 _PROGRAM = """
 import json, sys, time
-from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory
 source, target, plan = sys.argv[1:]
 start = time.perf_counter()
-compress_directory(source, target, Plan(**json.loads(plan)))
+compress_directory(source, target, RemovalPlan(**json.loads(plan)))
 print(json.dumps(time.perf_counter() - start))
 """
 PLAN = {"criterion": "entropy", "ratio": 0.25}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,18 +18,21 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.paths import unflatten
 from ffn_heterogeneity.wording import some
 
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")  # of any family, any file
 FLOATS = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)))
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, where it is, how to get it, and its name there ("": ours)."""
+    """A tensor in a file: its shape, where it is, how to get it, its name there ("": ours), and the
+    type in which it comes."""
 
     shape: tuple[int, ...]
     file: str
     load: Callable[[], np.ndarray]
     name: str = ""
+    dtype: Any = np.dtype(np.float32)
 
 
 def all_finite(array: np.ndarray, chunk: int = 1 << 18) -> bool:
@@ -69,12 +72,12 @@ def assemble(
     config: ModelConfig,
     rules: Iterable[Rule],
     tensors: Mapping[str, Stored],
-    *,
     redundant: Iterable[str] = (),
+    beside: Mapping[str, tuple[int, ...]] | None = None,
+    *,
     transform: Callable[[ModelConfig, str, np.ndarray], np.ndarray] | None = None,
     dtype: Any = None,
     check_finite: bool = True,
-    beside: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict:
     """The stacked tree of numpy arrays.
 
@@ -82,20 +85,18 @@ def assemble(
       rules: the family's rules for this kind of file.
       redundant: regexes of tensors that may be ignored. A head tensor beside tied embeddings is
         ignored too if it equals them.
+      beside: {path: shape} of leaves that are none of the model's own.
       transform: `(config, path, leaf) -> leaf` applied to each leaf.
       dtype: cast to it; None keeps each tensor's own.
-      beside: {path: shape} of leaves that are none of the model's own.
 
     Raises:
       CheckpointError: a tensor missing, extra, of the wrong shape or type, or with NaN or infinity.
     """
-    rules, shapes = list(rules), expected_shapes(config) | dict(beside or {})
-    check_names(config, rules, tensors, list(redundant))
-    leaves: dict[str, np.ndarray] = {}
+    rules, leaves = list(rules), {}
+    leaf_shapes(config, rules, tensors, redundant, beside)
+    check_tied(config, rules, tensors)
     for rule in rules:
-        arrays = []
-        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
-            arrays.append(checked(name, tensors[name], shape, check_finite))
+        arrays = [checked(name, tensors[name], check_finite) for name in rule.names]
         for path, leaf in zip(rule.paths, rule.load(arrays), strict=True):
             leaf = transform(config, path, leaf) if transform else leaf
             leaves[path] = leaf if dtype is None else narrowed(path, leaf, dtype)
@@ -104,20 +105,37 @@ def assemble(
     return jax.tree.map(lambda leaf: np.require(leaf, requirements=["C", "E", "O", "W"]), tree)
 
 
-def checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: bool) -> np.ndarray:
-    """The tensor, after a look at it.
+def leaf_shapes(
+    config: ModelConfig,
+    rules: Sequence[Rule],
+    tensors: Mapping[str, Stored],
+    redundant: Iterable[str],
+    beside: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """`{path: shape and dtype}` of the leaves that `assemble` makes; no tensor is read.
 
     Raises:
-      CheckpointError: the wrong shape, no float type, or (`check_finite`) NaN or infinity.
+      CheckpointError: a tensor missing, extra, of the wrong shape, or of no float type.
     """
-    if tuple(stored.shape) != tuple(shape):
-        raise CheckpointError(
-            f"{stored.file}: tensor {name!r} has shape {tuple(stored.shape)}, the config asks for "
-            f"{tuple(shape)}"
-        )
+    shapes, leaves = expected_shapes(config) | dict(beside or {}), {}
+    _check_names(config, rules, tensors, list(redundant))
+    for rule in rules:
+        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
+            stored = tensors[name]
+            what = f"{stored.file}: tensor {name!r}"
+            if tuple(stored.shape) != tuple(shape):
+                asked = f"the config asks for {tuple(shape)}"
+                raise CheckpointError(f"{what} has shape {tuple(stored.shape)}, {asked}")
+            if stored.dtype not in FLOATS:
+                raise CheckpointError(f"{what} is {stored.dtype}, not a float type")
+        dtype = np.result_type(*(tensors[name].dtype for name in rule.names))
+        leaves |= {path: jax.ShapeDtypeStruct(shapes[path], dtype) for path in rule.paths}
+    return leaves
+
+
+def checked(name: str, stored: Stored, check_finite: bool) -> np.ndarray:
+    """The tensor; with `check_finite` a CheckpointError where it has NaN or infinity."""
     array = stored.load()
-    if array.dtype not in FLOATS:
-        raise CheckpointError(f"{stored.file}: tensor {name!r} is {array.dtype}, not a float type")
     if check_finite and not all_finite(array):
         raise CheckpointError(
             f"{stored.file}: tensor {name!r} contains NaN or infinity "
@@ -126,8 +144,8 @@ def checked(name: str, stored: Stored, shape: tuple[int, ...], check_finite: boo
     return array
 
 
-def check_names(
-    config: ModelConfig, rules: list[Rule], tensors: Mapping[str, Stored], redundant: list[str]
+def _check_names(
+    config: ModelConfig, rules: Sequence[Rule], tensors: Mapping[str, Stored], redundant: list[str]
 ) -> None:
     """Refuses tensors that are missing or that no rule reads, as `assemble`."""
     wanted = {name: rule for rule in rules for name in rule.names}
@@ -136,8 +154,7 @@ def check_names(
         raise CheckpointError(f"{source}: missing tensors: {some(missing)}")
     extra = [name for name in tensors if name not in wanted]
     extra = [name for name in extra if not any(re.fullmatch(r, name) for r in redundant)]
-    if config.tied:
-        extra = [name for name in extra if not _tied_copy(name, rules, tensors)]
+    extra = [name for name in extra if not (config.tied and name in HEADS)]
     if extra:
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensors that this {config.family} model has no place for: "
@@ -145,17 +162,17 @@ def check_names(
         )
 
 
-def _tied_copy(name: str, rules: list[Rule], tensors: Mapping[str, Stored]) -> bool:
-    """Whether `name` is a head equal to the embedding; an unequal one is an error of its own."""
-    if name not in ("lm_head.weight", "output.weight", "embed_out.weight"):
-        return False
-    embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
-    if not _equal(tensors[name].load(), tensors[embedding].load()):
-        raise CheckpointError(
-            f"{tensors[name].file}: {name!r} differs from {embedding!r} but the config ties them "
-            "(tie_word_embeddings): set it to false, or drop the tensor"
-        )
-    return True
+def check_tied(config: ModelConfig, rules: Sequence[Rule], tensors: Mapping[str, Stored]) -> None:
+    """Refuses a head that differs from the embedding to which the config ties it, as `assemble`."""
+    for name in HEADS if config.tied else ():
+        if name not in tensors:
+            continue
+        embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
+        if not _equal(tensors[name].load(), tensors[embedding].load()):
+            raise CheckpointError(
+                f"{tensors[name].file}: {name!r} differs from {embedding!r} but the config ties "
+                "them (tie_word_embeddings): set it to false, or drop the tensor"
+            )
 
 
 def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -28,7 +29,7 @@ from ffn_heterogeneity.io.gguf import tokenizer as gguf_tokenizer
 from ffn_heterogeneity.io.hf import peft
 from ffn_heterogeneity.io.hf import read as huggingface
 from ffn_heterogeneity.io.hf.structure import FOLDER
-from ffn_heterogeneity.io.safetensors import open_directory
+from ffn_heterogeneity.io.safetensors import is_there
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
@@ -36,6 +37,8 @@ from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.wording import naming, nearest
+
+ASSUMED = jnp.bfloat16  # how models are published
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -195,19 +198,31 @@ def _of_base(load: Callable, path: Path, **options: Any) -> Any:
         return load(base, **options)
 
 
-def load_kept(spec: str | os.PathLike, *, revision: str | None = None) -> dict[str, np.ndarray]:
-    """The leaves that a model's directory keeps beside its weights (io/hf/structure.py), by path
-    and not read: their shapes are known. Empty: it keeps none.
+def load_shapes(spec: str | os.PathLike, *, revision: str | None = None) -> tuple[Model, str]:
+    """(what `load_model` reads, without a tokenizer and with shapes and dtypes in the place of its
+    leaves; what of it had to be assumed, "" of files that are here: their headers tell).
 
-    Args:
-      spec, revision: as in `load_model`.
+    Raises:
+      CheckpointError: as `load_model`, where no values are needed to know it.
     """
-    if _preset(spec, revision) is not None:
-        return {}
-    _, path = _find(spec, revision, weights=False, only=("config.json", f"{FOLDER}/*"))
-    if not (path / FOLDER).is_dir():
-        return {}
-    return {name: leaf for name, (leaf, _) in open_directory(path / FOLDER).items()}
+    shapes, path = _preset(spec, revision), None
+    if shapes is None:
+        _, path = _find(spec, revision, weights=False, only=("config.json", f"{FOLDER}/*"))
+    if path is not None and _is_file(path):
+        return Model(*gguf.read_gguf_shapes(path), None, str(path)), ""
+    if path is not None and peft.is_adapter(path):
+        base, assumed = _of_base(load_shapes, path)
+        add = functools.partial(peft.read_adapters, path, base.config)
+        return dataclasses.replace(base, params=jax.eval_shape(add, base.params)), assumed
+    if path is not None and is_there(path):
+        try:
+            return Model(*huggingface.read_shapes(path), None, str(path)), ""
+        except CheckpointError:
+            if Path(spec).expanduser().exists():
+                raise  # (of a hub id some files may be here)
+    config = shapes or huggingface.read_config(path)
+    assumed = f"{spec}'s weights are not here: taken for {ASSUMED.__name__}"
+    return Model(config, causal_lm.abstract_params(config, ASSUMED), None, str(spec)), assumed
 
 
 def _preset(spec: str | os.PathLike, revision: str | None) -> ModelConfig | None:

@@ -29,8 +29,8 @@ from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.report.figures import bar_figure, curves_figure
 from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.report.tables import markdown_table
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 WINDOW = 256
 WINDOWS = 16
@@ -146,7 +146,7 @@ class Pretrained:
     def removal(self, criterion: str, reverse: bool) -> dict:
         """Perplexity after removing a quarter of every layer's neurons."""
         model = self.model
-        plan = Plan(criterion, RATIO, reverse=reverse)
+        plan = RemovalPlan(criterion, RATIO, reverse=reverse)
         config, params, *_ = reduce_model(model.config, model.params, plan)
         label = f"without {RATIO:.0%} by {'reversed ' if reverse else ''}{criterion}"
         return perplexity(config, restack(config, params), self.rows(), progress=label)

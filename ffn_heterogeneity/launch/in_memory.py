@@ -26,9 +26,9 @@ from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery.adapt import fold_all
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import results_of
 from ffn_heterogeneity.surgery.removal import neuron_axis
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 # The criterion of the row that all others are compared with: the model as it is.
 UNPRUNED = "none"
@@ -115,7 +115,7 @@ def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
       ValueError: as `compress.run`.
     """
     if config.get("criterion") == UNPRUNED:
-        nothing = Plan(UNPRUNED, ratio=0.0)
+        nothing = RemovalPlan(UNPRUNED, ratio=0.0)
         return model, results_of(nothing, (model.config, model.config), {}, [])
     key = jax.random.key(config.get("seed", 0))
     surgery = compress.surgery_of(config)

@@ -13,14 +13,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 from etils import epath
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
@@ -35,21 +34,20 @@ from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.read import read_json
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import UNSTARTED, finished, working_in
-from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.parallel.placement import local_rows, to_host
+from ffn_heterogeneity.parallel.placement import to_host
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
-from ffn_heterogeneity.train.build import Built, build_evaluation, objective_of
-from ffn_heterogeneity.train.dry_run import dry_run, parameters_of
+from ffn_heterogeneity.train.dry_run import dry_run
 from ffn_heterogeneity.train.early import check_early
 from ffn_heterogeneity.train.evaluation import PREFIX, validation
-from ffn_heterogeneity.train.fit import check_state, compile_checked
+from ffn_heterogeneity.train.fit import compile_checked, described
 from ffn_heterogeneity.train.hooks import Hook
-from ffn_heterogeneity.train.loop import LoopResult, TrainingDiverged, TrainLoop
+from ffn_heterogeneity.train.loop import LoopResult, Program, TrainingDiverged, TrainLoop
 from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.train.plan import Plan, plan, plan_evaluation
 from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.shared import Shared
-from ffn_heterogeneity.train.source import found_model, model_shape, starting_model
+from ffn_heterogeneity.train.source import found_model, starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.wording import some, spans
 
@@ -126,20 +124,23 @@ def set_aside(workdir: epath.Path, attempt: int) -> None:
 
 def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float) -> None:
     """The run; `start` is when it began."""
-    mesh = partition.make_mesh(**config.mesh)
-    say(check_state(config, mesh))
+    built = plan(config, cache=shared.plans)
+    say(described(built, config.loop.steps))
     say(f"loading {config.model} ..." if config.model else "making a new model ...")
-    model = starting_model(config, shared.load)
+    model = starting_model(config.source, built.objective.head, shared.load)
     say(model.source)
-    built = shared.build(config, model, mesh)
+    if other := built.differs(model):
+        # Only weights tell where some surgeries go, and what is not here yet has no headers.
+        say(f"planned again, with {other} as it was read ({'; '.join(built.assumed) or 'a slip'})")
+        built = plan(config, built.mesh, model, shared.plans)
     if built.unread:
         say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
     for kernels in built.whole:
         say(f"a step makes the kernels of {kernels}")
     if config.dropout:
         say(f"dropout={config.dropout:g}: losses in training are higher than in validation for it")
-    data = open_data(config, built.objective, model.tokenizer, mesh)
-    facts = facts_of(config, built, model)
+    data = built.open_data(model.tokenizer)
+    facts = facts_of(built, model.source, config.losses_with(built.objective.terms))
     with contextlib.closing(data.batches):
         loop, built, seconds = make_loop(config, built, model, data, workdir, shared)
         # The device holds the weights now; the host's copy is not needed any more.
@@ -147,16 +148,16 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
         result = loop.run()
     if result.stopped:
         raise SystemExit(128 + signal.Signals[result.stopped])
-    params, step = final_params(config, workdir, result)
+    params, step = final_params(config, built, workdir, result)
     params = built.settled(params, step, loop.program.hyper(result.step))
     facts |= {"remat": built.options.remat, "exported_step": step}
     if data.at_end:
-        facts |= validation(built, data.at_end, config.accumulation, at_end=True)(params)
+        facts |= validation(built, data.at_end, at_end=True)(params)
     params = to_host(params)
     facts |= {"compile_seconds": seconds or result.compile_seconds}
 
     def finish() -> None:
-        export(config, model, params, workdir / "model")
+        export(config.export, model, params, workdir / "model")
         results = facts | summary(workdir, result)
         results |= data.says(results) | head_facts(built.objective, model, params)
         if config.retries:
@@ -176,28 +177,22 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
 def examine(config: ConfigDict) -> None:
     """Refuses what `run` would before it compiles, without reading any weights; errors as there."""
     settings = read(config)
-    mesh, fresh = partition.make_mesh(**settings.mesh), settings.is_fresh
-    name, revision = (settings.tokenizer, None) if fresh else (settings.model, settings.revision)
-    tokenizer, shape = load_tokenizer(name, revision=revision), model_shape(settings)
-    check_vocabulary(tokenizer, shape.vocab_size, settings.model or "the new model")
-    open_data(settings, objective_of(settings, shape), tokenizer, mesh)
-    check_state(settings, mesh)
+    built, source = plan(settings), settings.source
+    name, revision = (source.model, source.revision)
+    if source.is_fresh:
+        name, revision = source.tokenizer, None
+    tokenizer = load_tokenizer(name, revision=revision)
+    check_vocabulary(tokenizer, built.model.vocab_size, source.model or "the new model")
+    built.open_data(tokenizer)
+    described(built, settings.loop.steps)
 
 
-def open_data(config: TrainConfig, objective: Objective, tokenizer: Any, mesh: Mesh) -> Data:
-    """The run's data, of which this process reads the rows of its devices."""
-    rows = local_rows(partition.batch_sharding(mesh), config.batch_size, config.accumulation)
-    return objective.data(tokenizer, rows)
-
-
-def facts_of(config: TrainConfig, built: Built, model: Model) -> dict[str, Any]:
+def facts_of(built: Plan, source: str, losses: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of the run that `results.json` names."""
-    sizes = parameters_of(model.config, model.params)
-    losses = config.losses_with(built.objective.terms)
-    trained = (int(size * np.mean(built.trainable[path])) for path, size in sizes.items())
+    trained = (int(size * np.mean(built.trainable[path])) for path, size in built.sizes.items())
     return {
-        "model": model.source,
-        "parameters": sum(sizes.values()),
+        "model": source,
+        "parameters": sum(built.sizes.values()),
         "trainable_parameters": sum(trained),
         "device": jax.devices()[0].device_kind,
         "compute_dtype": str(built.options.compute_dtype),
@@ -214,36 +209,48 @@ def head_facts(objective: Objective, model: Model, params: dict) -> dict[str, An
 
 
 def make_loop(
-    config: TrainConfig, built: Built, model: Model, data: Data, workdir: epath.Path, shared: Shared
-) -> tuple[TrainLoop, Built, float | None]:
+    config: TrainConfig, built: Plan, model: Model, data: Data, workdir: epath.Path, shared: Shared
+) -> tuple[TrainLoop, Plan, float | None]:
     """(everything but the running, the step that fits in memory, the seconds to compile it)."""
     options = {"seed": config.seed, "shardings": built.shardings[0]}
     state = create_state(model.params, built.optimizer, built.trainable, **options)
     seconds = None
     if not (workdir / "checkpoints" / str(config.loop.steps)).exists():
-        built, seconds = compile_checked(config, built, state, shared.build)
+        built, seconds = compile_checked(built, state)
+        shared.plans[built.key] = built  # the next one begins with what fits
     mode, _, metric = (config.best_metric or built.objective.best).rpartition(":")
     loop = dataclasses.replace(config.loop, best_metric=metric, best_mode=mode or "min")
-    program, hooks = built.program(config), validation_hooks(config, built, data)
+    program = Program(
+        built.train_step,
+        config.hyper(built.objective.terms),
+        shardings=built.shardings,
+        gradient_paths=tuple(sorted(path for path, own in built.trainable.items() if own)),
+        lengths=len(built.objective.lengths),
+        terms=tuple(term.name for term in built.terms),
+    )
+    hooks = validation_hooks(built, data, config.eval_every, program.hyper)
     return TrainLoop(loop, program, state, data.batches, workdir, hooks), built, seconds
 
 
-def validation_hooks(config: TrainConfig, built: Built, data: Data) -> tuple[Hook, ...]:
+def validation_hooks(
+    built: Plan, data: Data, every: int, hyper: Callable[[int], dict[str, float]]
+) -> tuple[Hook, ...]:
     """The measurements between steps: every held-out set, on the weights as an export has them."""
     if not data.held_out:
         say("no validation data: nothing is evaluated and no checkpoint is the best")
         return ()
-    evaluate = validation(built, data.held_out, config.accumulation)
-    hyper = built.program(config).hyper
+    evaluate = validation(built, data.held_out)
 
     def measure(state, check_stop):
         params = built.settled(state.params, state.step, hyper(int(state.step)))
         return evaluate(params, check_stop)
 
-    return (Hook(measure, config.eval_every),)
+    return (Hook(measure, every),)
 
 
-def final_params(config: TrainConfig, workdir: epath.Path, result: LoopResult) -> tuple[dict, int]:
+def final_params(
+    config: TrainConfig, built: Plan, workdir: epath.Path, result: LoopResult
+) -> tuple[dict, int]:
     """(parameters, their step): the last; or the best, which are a checkpoint's, or the input's if
     nothing beat it."""
     best = result.best
@@ -251,18 +258,18 @@ def final_params(config: TrainConfig, workdir: epath.Path, result: LoopResult) -
         return result.state.params, result.step
     if best["step"] == 0:
         say("no evaluation was better than the model as it was loaded: that one is exported")
-        return starting_model(config).params, 0
+        return starting_model(config.source, built.objective.head).params, 0
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
     state, _ = checkpoints.restore(result.state, best["step"])
     checkpoints.close()
     return state.params, best["step"]
 
 
-def export(config: TrainConfig, model: Model, params: dict, directory: epath.Path) -> None:
+def export(settings: Mapping[str, str], model: Model, params: dict, directory: epath.Path) -> None:
     """Writes the trained model; its structure is kept where that form can keep it."""
-    form, dtype = config.export["form"], config.export["dtype"]
-    options = {"export": form, "dtype": dtype, "tokenizer": model.tokenizer, "overwrite": True}
-    options["structure"] = "fold" if form == "padded" else "keep"
+    options = {"export": settings["form"], "dtype": settings["dtype"], "overwrite": True}
+    options["structure"] = "fold" if settings["form"] == "padded" else "keep"
+    options["tokenizer"] = model.tokenizer
     save_pretrained(model.config, params, directory, **options)
 
 
@@ -314,15 +321,14 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
       ValueError: as `run`; the model lacks the objective's head; there is no held-out data.
     """
     settings = read(config)
-    mesh, model = partition.make_mesh(**settings.mesh), found_model(settings)
-    built = build_evaluation(settings, model.config, model.params, mesh)
-    data = open_data(settings, built.objective, model.tokenizer, mesh)
+    mesh, model = partition.make_mesh(**settings.mesh), found_model(settings.source)
+    built = plan_evaluation(settings, mesh, model.config, model.params)
+    data = built.open_data(model.tokenizer)
     with contextlib.closing(data.batches):
         if not data.held_out:
             raise ValueError("no validation data: nothing can be evaluated")
-        leaves = declared(model.config, model.params)
-        params = jax.device_put(model.params, partition.shardings(mesh, model.params, leaves))
-        metrics = validation(built, data.held_out, settings.accumulation)(params)
+        where = partition.shardings(mesh, model.params, built.leaves)
+        metrics = validation(built, data.held_out)(jax.device_put(model.params, where))
     results = {"model": model.source, "objective": built.objective.name, **metrics}
     on_main(lambda: write_results(workdir, plain(results)))
     for name, value in metrics.items():

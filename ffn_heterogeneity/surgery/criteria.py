@@ -221,7 +221,7 @@ def check_criterion(name: str, budget: str = "layer") -> None:
 
 
 def check_named(setting: str, spec: str) -> tuple[str, float]:
-    """("bos", 5.0) of "bos:5", a value of `Plan.protect` or `Plan.lose`.
+    """("bos", 5.0) of "bos:5", a value of `RemovalPlan.protect` or `RemovalPlan.lose`.
 
     Raises:
       ValueError: it names no neurons; "random" names those to lose alone.
@@ -238,8 +238,8 @@ def check_named(setting: str, spec: str) -> tuple[str, float]:
 
 
 def named(kind: str, size: float, ffn: dict, activations: Seen = None) -> np.ndarray:
-    """The neurons of a layer that `Plan.protect` spares, or that `Plan.lose` names, the first the
-    loudest on bos or the one of lowest entropy."""
+    """The neurons of a layer that `RemovalPlan.protect` spares, or that `RemovalPlan.lose` names,
+    the first the loudest on bos or the one of lowest entropy."""
     if kind == "entropy":
         scores = entropy(ffn, np.random.default_rng(0))
         return np.argsort(scores, kind="stable")[: math.ceil(size * len(scores))]

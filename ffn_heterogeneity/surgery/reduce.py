@@ -20,14 +20,14 @@ from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
 from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
 from ffn_heterogeneity.surgery.criteria import ON_TEXT
-from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.surgery.seen import seen_states
 from ffn_heterogeneity.wording import naming, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Removal(Plan):
+class Removal(RemovalPlan):
     """The settings of a removal as a surgery, refused where wrong whatever the model.
 
     Attributes:
@@ -84,7 +84,7 @@ def reduce_layer(
     config: ModelConfig,
     place: Place,
     ffn: dict,
-    plan: Plan,
+    plan: RemovalPlan,
     *,
     cut: Cut,
     seen: dict | None = None,
@@ -123,7 +123,7 @@ def reduce_layer(
 
 
 def reduce_model(
-    config: ModelConfig, params: dict, plan: Plan, seen: Sequence[Any] | None = None
+    config: ModelConfig, params: dict, plan: RemovalPlan, seen: Sequence[Any] | None = None
 ) -> tuple[ModelConfig, dict, dict[int, np.ndarray], list[dict]]:
     """The smaller model; the tree that comes in is untouched.
 
@@ -163,7 +163,7 @@ def reduce_model(
 
 
 def results_of(
-    plan: Plan,
+    plan: RemovalPlan,
     configs: tuple[ModelConfig, ModelConfig],
     removed: Mapping[int, np.ndarray],
     reports: list[dict],

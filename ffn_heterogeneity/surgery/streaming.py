@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, check_names, checked
+from ffn_heterogeneity.io.assemble import Stored, check_tied, checked, leaf_shapes
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf import read as huggingface
@@ -38,8 +38,8 @@ from ffn_heterogeneity.models.families import Family, Rule, expected_shapes, fam
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery.plan import Cut, Plan
 from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
+from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
 from ffn_heterogeneity.surgery.weights import by_rows
 
 
@@ -64,8 +64,7 @@ class Checkpoint:
         Raises:
           CheckpointError: NaN or infinity.
         """
-        stored = self.tensors[name]
-        return checked(name, stored, stored.shape, True)
+        return checked(name, self.tensors[name], True)
 
     def place(self, name: str) -> tuple[str, int, int]:
         """(file, first byte, end) of the tensor."""
@@ -95,11 +94,10 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     family = family_by_name(config.family)
     rules = family.rules(config)
     tensors = huggingface.stored_tensors(directory, config)
-    check_names(config, rules, tensors, list(family.redundant))
-    shapes, by_layer = expected_shapes(config), {}
+    leaf_shapes(config, rules, tensors, family.redundant)
+    check_tied(config, rules, tensors)
+    by_layer: dict[int, list[Rule]] = {}
     for rule in rules:
-        for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
-            checked(name, tensors[name], shape, check_finite=False)
         for layer in {int(m[1]) for p in rule.paths if (m := re.match(r"layers/(\d+)/ffn/", p))}:
             by_layer.setdefault(layer, []).append(rule)
     places: dict[str, tuple[int, int]] = {}
@@ -108,7 +106,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     return Checkpoint(directory, config, family, by_layer, tensors, places)
 
 
-def check_streamed(plan: Plan) -> None:
+def check_streamed(plan: RemovalPlan) -> None:
     """Raises ValueError where the plan looks at the whole model, which never lies in memory."""
     if plan.looks:
         raise ValueError(
@@ -120,7 +118,7 @@ def check_streamed(plan: Plan) -> None:
 def compress_directory(
     source: str | os.PathLike,
     target: str | os.PathLike,
-    plan: Plan,
+    plan: RemovalPlan,
     *,
     export: str = "auto",
     dtype: Any = None,
@@ -175,7 +173,11 @@ def _specs(checkpoint: Checkpoint, written: ModelConfig, dtype: Any) -> dict[str
 
 
 def _write(
-    checkpoint: Checkpoint, written: ModelConfig, plan: Plan, cuts: dict[int, Cut], pieces: Pieces
+    checkpoint: Checkpoint,
+    written: ModelConfig,
+    plan: RemovalPlan,
+    cuts: dict[int, Cut],
+    pieces: Pieces,
 ) -> tuple[dict[int, np.ndarray], list[dict]]:
     """All tensors, file by file; (removed neurons by layer, reports of the compensation)."""
     shapes = expected_shapes(written)

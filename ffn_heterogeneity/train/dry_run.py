@@ -8,29 +8,27 @@ and its collectives are then the compiler's own figures.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from etils import epath
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
-from ffn_heterogeneity.paths import flatten, is_auxiliary
+from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.tables import markdown_table
-from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import hlo
-from ffn_heterogeneity.train.build import Built
-from ffn_heterogeneity.train.fit import LESS, build_shapes, fit, state_bytes, what_would_fit
+from ffn_heterogeneity.train.fit import LESS, compile_plan, state_bytes, what_would_fit
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
+from ffn_heterogeneity.train.plan import Plan, plan
 from ffn_heterogeneity.train.settings import TrainConfig
 
 
@@ -48,21 +46,20 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
     """
     platform = None if config.dry_run == "here" else "accelerator"
     target = find_target(config.dry_run, choose_dtype(config.compute_dtype, platform))
-    mesh = _mesh(config, target)
+    mesh = _mesh(config.mesh, target)
     rows_of_micro_batch(mesh, config.batch_size, config.accumulation)
-    built, compilation = build_shapes(config, mesh), None
+    built, compilation = plan(config, mesh), None
     if target.devices is not None:
         print("compiling the train step ...", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        built, compiled, held = fit(config, built, target.chip.memory)
-        found = hlo.collectives(compiled.as_text()) if compiled else ()
+        built, compiled, held = compile_plan(built, target.chip.memory)
+        moved = hlo.collectives(compiled.as_text()) if compiled else ()
         compilation = {
             "seconds": time.perf_counter() - start,
             "bytes_per_device": held,
-            "collectives": [list(row) for row in hlo.summary(found)],
+            "collectives": [list(row) for row in hlo.summary(moved)],
         }
-    sizes = parameters_of(built.model, built.state.params)
-    plan: dict[str, Any] = {
+    found: dict[str, Any] = {
         "model": config.model or "new",
         "devices": target.name,
         "device_count": target.count,
@@ -70,45 +67,34 @@ def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:
         "compute_dtype": str(built.options.compute_dtype),
         "remat": built.options.remat,
         "compiled": compilation,
-        "assumed": _assumed(config),
-        "parameters": sum(sizes.values()),
-        "trainable_parameters": sum(n for path, n in sizes.items() if built.trainable[path]),
+        "assumed": "; ".join(built.assumed),
+        "parameters": sum(built.sizes.values()),
+        "trainable_parameters": _trained(built),
         "bytes_per_device": state_bytes(built),
-        "tokens_per_step": config.batch_size * built.objective.positions,
-        "flops_per_step": step_flops(config, built),
+        "tokens_per_step": built.tokens,
+        "flops_per_step": step_flops(built),
     }
-    plan |= roofline(config, built, target, plan)
-    plan["verdict"] = _verdict(config, built, target, plan)
-    write_json(epath.Path(workdir) / "plan.json", plan)
-    print(describe(plan, target))
+    found |= roofline(built, target, found, config.loop.steps)
+    found["verdict"] = _verdict(built, target, found)
+    write_json(epath.Path(workdir) / "plan.json", found)
+    print(describe(found, target))
     print(f"plan: {workdir}/plan.json", file=sys.stderr)
-    return plan
+    return found
 
 
-def parameters_of(config: ModelConfig, params: Any) -> dict[str, int]:
-    """path -> parameters, of the model's own leaves: none of data, two a byte of NF4's codes."""
-    leaves = declared(config, params)
-    return {
-        path: leaves[path].holds * math.prod(leaf.shape)
-        for path, leaf in flatten(params).items()
-        if not is_auxiliary(path)
-    }
+def _trained(built: Plan) -> int:
+    """Parameters of the leaves that train."""
+    return sum(size for path, size in built.sizes.items() if built.trainable[path])
 
 
-def _assumed(config: TrainConfig) -> str:
-    """What stands in for what only weights would tell."""
-    told = (SURGERIES[name].assumed(settings) for name, settings in config.prepare.items())
-    return "; ".join(one for one in told if one)
-
-
-def _mesh(config: TrainConfig, target: Target):
+def _mesh(sizes: Mapping[str, int], target: Target) -> Mesh | AbstractMesh:
     if target.devices is not None:
-        return partition.make_mesh(**config.mesh, devices=target.devices)
-    sizes = partition.mesh_sizes(**config.mesh, count=target.count)
-    return AbstractMesh(sizes, partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+        return partition.make_mesh(**sizes, devices=target.devices)
+    shape = partition.mesh_sizes(**sizes, count=target.count)
+    return AbstractMesh(shape, partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def step_flops(config: TrainConfig, built: Built) -> dict[str, float]:
+def step_flops(built: Plan) -> dict[str, float]:
     """Floating point operations of one step over all devices.
 
     "model": 2 a multiply-add; every kernel's product forward, for its input's gradient, and (where
@@ -116,15 +102,14 @@ def step_flops(config: TrainConfig, built: Built) -> dict[str, float]:
     forward and twice backward. "recomputed": what rematerialisation does again. Softmax, norms and
     element-wise work are left out (they are bytes, not products).
     """
-    model, tokens = built.model, config.batch_size * built.objective.positions
+    model, tokens = built.model, built.tokens
     forward = backward = 0.0
-    leaves = declared(model, built.state.params)
-    for path, size in parameters_of(model, built.state.params).items():
+    for path, size in built.sizes.items():
         if path.startswith("stack/"):  # (heads: below; a pooler reads one token of a row)
-            product = 2.0 * leaves[path].reads * size * tokens
+            product = 2.0 * built.leaves[path].reads * size * tokens
             forward += product
             backward += product * (2 if built.trainable[path] else 1)
-    attention = config.batch_size * sum(
+    attention = built.batch_size * sum(
         _attention_flops(model, size, layer)
         for size in built.objective.longest.values()
         for layer in range(model.n_layers)
@@ -147,7 +132,7 @@ def _attention_flops(model: ModelConfig, length: int, layer: int) -> float:
     return 2 * 2.0 * seen * model.n_heads * model.head_dim
 
 
-def roofline(config: TrainConfig, built: Built, target: Target, plan: dict) -> dict[str, Any]:
+def roofline(built: Plan, target: Target, plan: dict, steps: int) -> dict[str, Any]:
     """Seconds a step by what bounds it, the expected ones, and the hours of the whole run."""
     chip, flops = target.chip, plan["flops_per_step"]
     seconds = {
@@ -155,35 +140,34 @@ def roofline(config: TrainConfig, built: Built, target: Target, plan: dict) -> d
         "memory": _bytes_moved(built, plan) / chip.bandwidth,
     }
     if chip.links:
-        seconds["links"] = _bytes_sent(config, built) / chip.links
+        seconds["links"] = _bytes_sent(built) / chip.links
     bound = max(seconds.values())
     expected = max(bound, seconds["products"] / EXPECTED[chip.source])
     return {
         "seconds_per_step": seconds | {"roofline": bound, "expected": expected},
         "hours": {
-            "roofline": config.loop.steps * bound / 3600,
-            "expected": config.loop.steps * expected / 3600,
+            "roofline": steps * bound / 3600,
+            "expected": steps * expected / 3600,
         },
         "rates": chip.source,
     }
 
 
-def _passes(built: Built) -> int:
+def _passes(built: Plan) -> int:
     """How often a step reads the layers' weights: forward, backward, and once more recomputed."""
     return 3 if built.options.remat == "full" else 2
 
 
-def _weight_bytes(built: Built) -> float:
+def _weight_bytes(built: Plan) -> float:
     """What a pass reads of the weights: in the compute dtype, NF4's codes as they are."""
     width = jnp.dtype(built.options.compute_dtype).itemsize
-    leaves = declared(built.model, built.state.params)
     return sum(  # a teacher's too
-        leaf.size * (1 if path.endswith("/nf4_codes") else width * leaves[path].holds)
-        for path, leaf in flatten(built.state.params).items()
+        leaf.size * (1 if path.endswith("/nf4_codes") else width * built.leaves[path].holds)
+        for path, leaf in flatten(built.params).items()
     )
 
 
-def _bytes_moved(built: Built, plan: dict) -> float:
+def _bytes_moved(built: Plan, plan: dict) -> float:
     """Least bytes to and from one device's memory: weights read each pass, the state once each way.
 
     Weights are read gathered over `fsdp`.
@@ -194,16 +178,15 @@ def _bytes_moved(built: Built, plan: dict) -> float:
     return _passes(built) * weights + 2 * update + 2 * state["gradients"]
 
 
-def _bytes_sent(config: TrainConfig, built: Built) -> float:
+def _bytes_sent(built: Plan) -> float:
     """Least bytes one device sends: weights gathered each pass, gradients scattered over `fsdp` and
     reduced over `data`, and the two activations that a layer reduces over `tensor` each pass."""
     shape, width = built.mesh.shape, jnp.dtype(built.options.compute_dtype).itemsize
     data, fsdp, tensor = (shape[axis] for axis in partition.MESH_AXES)
-    sizes = parameters_of(built.model, built.state.params)
-    gradients = 4 * sum(n for path, n in sizes.items() if built.trainable[path]) / tensor
+    gradients = 4 * _trained(built) / tensor
     sent = (fsdp - 1) / fsdp * (_passes(built) * _weight_bytes(built) / tensor + gradients)
     sent += 2 * (data - 1) / data * gradients / fsdp
-    tokens = config.batch_size * built.objective.positions / (data * fsdp)
+    tokens = built.tokens / (data * fsdp)
     reduced = 2 * (_passes(built)) * built.model.n_layers * tokens * built.model.d_model * width
     return sent + 2 * (tensor - 1) / tensor * reduced
 
@@ -250,7 +233,7 @@ def describe(plan: dict, target: Target) -> str:
     return "\n".join(lines)
 
 
-def _verdict(config: TrainConfig, built: Built, target: Target, plan: dict) -> str:
+def _verdict(built: Plan, target: Target, plan: dict) -> str:
     """Whether it fits, and what to turn where it does not."""
     needed, what = sum(plan["bytes_per_device"].values()), "the state alone"
     if plan["compiled"] is None:
@@ -261,5 +244,5 @@ def _verdict(config: TrainConfig, built: Built, target: Target, plan: dict) -> s
     verdict = f"{what} needs {needed / GIB:.2f} of {room / GIB:.1f} GiB a device"
     if needed <= room:
         return verdict
-    way = what_would_fit(config, built, room) if plan["compiled"] else LESS
+    way = what_would_fit(built, room) if plan["compiled"] else LESS
     return f"{verdict}: it does NOT fit; {way}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -32,7 +33,7 @@ def check_early(config: TrainConfig) -> None:
     """
     if config.objective == LANGUAGE:
         importlib.import_module("grain")
-    for key, path in _paths(config):
+    for key, path in _paths(config.data):
         kind = kind_of(path) if path else "hub"  # of the task's own
         if kind != "hub" and not epath.Path(path).expanduser().exists():
             raise DataError(f"data.{key}={path!r}: no such file")
@@ -47,9 +48,8 @@ def check_early(config: TrainConfig) -> None:
         _check_login(config.loop.wandb)
 
 
-def _paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _paths(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key of `config.data`, path) of all that is to be read; "" is the task's own."""
-    data = config.data
     for _, path, _ in parse_mixture(data["mixture"]) if "mixture" in data else ():
         yield "mixture", path
     for key in ("path", "validation_path", "test_path"):

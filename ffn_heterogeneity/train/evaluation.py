@@ -11,8 +11,8 @@ import numpy as np
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import place_batch
-from ffn_heterogeneity.train.build import Evaluation
 from ffn_heterogeneity.train.objectives import Batch
+from ffn_heterogeneity.train.plan import Evaluation
 
 PREFIX = "validation/"
 CheckStop = Callable[[], None]
@@ -22,7 +22,6 @@ Evaluate = Callable[..., dict[str, Any]]
 def validation(
     built: Evaluation,
     held_out: Mapping[str, Callable[[], Iterator[Batch]]],
-    accumulation: int = 1,
     at_end: bool = False,
 ) -> Evaluate:
     """`evaluate(params, check_stop=...)` over every held-out set of a run.
@@ -31,7 +30,7 @@ def validation(
     "validation/<set>/<metric>"; terms on parameters are "validation/<term>" in either case.
 
     Args:
-      accumulation: batches are cut into so many: no more memory than training needs.
+      built: its `accumulation` cuts the batches, too: no more memory than training needs.
       at_end: the sets are those of `Data.at_end`: their metrics are "<set>/<metric>".
     """
     sharding, objective = partition.batch_sharding(built.mesh, accumulated=False), built.objective
@@ -39,7 +38,7 @@ def validation(
         make_evaluator(
             built.eval_step,
             None,
-            lambda batches=batches: _cut(batches(), accumulation),
+            lambda batches=batches: _cut(batches(), built.accumulation),
             terms=built.evaluated_terms,
             sharding=sharding,
             prefix=_prefix(name, len(held_out) == 1, at_end),

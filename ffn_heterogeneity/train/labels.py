@@ -16,7 +16,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.labels import task_metrics
 from ffn_heterogeneity.heads import classification as heads
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
-from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.train.objectives import Data, Objective, TaskSettings
 from ffn_heterogeneity.wording import settings_of
 
 # Tokens of a batch's rows; one program each.
@@ -24,15 +24,12 @@ ENCODER_LENGTHS, DECODER_LENGTHS = (32, 64, 128), (64, 128, 256)
 MOST_LENGTHS = 3
 
 
-def labels(config: Any, model: ModelConfig) -> Objective:
+def labels(config: TaskSettings, model: ModelConfig) -> Objective:
     """Rows of `config.data` with their answers; the task's metrics over each held-out set.
 
     `config.own` may hold "pooling" and "final_norm" (of the head), "lambda_rate" (the learning rate
     of what weighs the layers; None: the model's), "lengths", "together" (of the objective), and
     "fields" and "labels" of a task of the user's own.
-
-    Args:
-      config: a `settings.TrainConfig`.
 
     Raises:
       ValueError: settings that cannot be (DataError is one).
@@ -109,7 +106,7 @@ def metrics(task: LabelTask, rows: Mapping[str, np.ndarray]) -> dict[str, float]
 
 
 def _data(
-    config: Any,
+    config: TaskSettings,
     model: ModelConfig,
     task: LabelTask,
     lengths: Sequence[int],
@@ -187,7 +184,9 @@ def check_targets(task: LabelTask, targets: np.ndarray) -> None:
         )
 
 
-def check_together(together: int, config: Any, lengths: Sequence[int], model: ModelConfig) -> int:
+def check_together(
+    together: int, config: TaskSettings, lengths: Sequence[int], model: ModelConfig
+) -> int:
     """`together`; of micro-batches that it divides and rows for which there are positions."""
     micro, places = config.batch_size // config.accumulation, together * max(lengths)
     if together < 1 or micro % together:

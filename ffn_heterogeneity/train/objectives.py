@@ -19,6 +19,7 @@ from ffn_heterogeneity.models.block import dropout as drop_out
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.wording import check_number
 
+LANGUAGE = "language_model"  # the objective that a config need not name
 Batch = dict[str, np.ndarray]
 # The part of a step's dropout key that the head draws from; the layers split the whole of it.
 _HEAD_KEY = 0x4EAD
@@ -34,6 +35,21 @@ class Batches(Protocol):
     def set_state(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSettings:
+    """The part of a run's config that an objective is told, named as in `settings.TrainConfig`."""
+
+    model: str
+    objective: str
+    data: Mapping[str, Any]
+    own: Mapping[str, Any]
+    batch_size: int
+    accumulation: int
+    seq_len: int
+    seed: int
+    max_batches: int | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -16,11 +16,13 @@ from ffn_heterogeneity.data.labelled import steps_of
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
+from ffn_heterogeneity.train.objectives import LANGUAGE, TaskSettings
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
+from ffn_heterogeneity.train.source import Start
 from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
 
-LANGUAGE = "language_model"
+Part = TypeVar("Part")
 MOST = 2**31 - 1  # rows, tokens of a row, steps: what counts them is int32
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULE_KEYS = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
@@ -110,7 +112,7 @@ class TrainConfig:
             abstract = tuple(key for key, surgery in SURGERIES.items() if surgery.abstract)
             check_choice("prepare", name, abstract)
             SURGERIES[name].check(settings)
-        hyper_function(self, {})
+        self.hyper({})
         if self.batch_size % self.accumulation:
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of "
@@ -143,9 +145,37 @@ class TrainConfig:
         return dataclasses.replace(self.optimizer, rates=(*own, *self.optimizer.rates))
 
     @property
-    def is_fresh(self) -> bool:
-        """True if the run starts from random weights: it has a shape, and no model is named."""
-        return not self.model and self.shape is not None
+    def source(self) -> Start:
+        """The model that the run starts from."""
+        return _part(Start, self)
+
+    @property
+    def task(self) -> TaskSettings:
+        """The part that the objective is told."""
+        return _part(TaskSettings, self)
+
+    def hyper(self, brought: Mapping[str, Mapping[str, Any]]) -> Callable[[int], dict[str, float]]:
+        """step (0-based) -> {"learning_rate", "dropout", the losses' weights, refreshes' rates}.
+
+        Args:
+          brought: `Objective.terms`.
+        """
+        steps, schedule = self.loop.steps, dict(self.schedule)
+        rate = make_schedule(
+            schedule.pop("schedule"), schedule.pop("learning_rate"), total_steps=steps, **schedule
+        )
+        constant = {"dropout": self.dropout} | loss_weights(self.losses_with(brought))
+        rates = {
+            name: RATES[name](settings, steps)
+            for name, settings in self.refresh.items()
+            if name in RATES
+        }
+
+        def hyper(step: int) -> dict[str, float]:
+            changing = {name: own(step) for name, own in rates.items()}
+            return {"learning_rate": rate(step), **constant, **changing}
+
+        return hyper
 
     @property
     def static(self) -> Hashable:
@@ -217,6 +247,11 @@ def _steps(values: Mapping[str, Any]) -> int:
     return max(steps, values.get("least_steps", 0))
 
 
+def _part(kind: type[Part], config: TrainConfig) -> Part:
+    """The settings of the config that `kind` has."""
+    return kind(**{field.name: getattr(config, field.name) for field in dataclasses.fields(kind)})
+
+
 def key_of_weight(name: str) -> str:
     """The key of `hyper`, and of the config, that holds a loss's weight."""
     return f"losses.{name}.weight"
@@ -238,33 +273,3 @@ def loss_weights(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         check_number(key, group["weight"], "[0, inf)")
         weights[key] = float(group["weight"])
     return weights
-
-
-def hyper_function(
-    config: TrainConfig, brought: Mapping[str, Mapping[str, Any]]
-) -> Callable[[int], dict[str, float]]:
-    """step (0-based) -> {"learning_rate", "dropout", the losses' weights, refreshes' rates}.
-
-    Args:
-      brought: `Objective.terms`.
-    """
-    steps = config.loop.steps
-    schedule = make_schedule(
-        config.schedule["schedule"],
-        config.schedule["learning_rate"],
-        warmup_steps=config.schedule["warmup_steps"],
-        total_steps=steps,
-        final_fraction=config.schedule["final_fraction"],
-    )
-    constant = {"dropout": config.dropout} | loss_weights(config.losses_with(brought))
-    rates = {
-        name: RATES[name](settings, steps)
-        for name, settings in config.refresh.items()
-        if name in RATES
-    }
-
-    def hyper(step: int) -> dict[str, float]:
-        changing = {name: rate(step) for name, rate in rates.items()}
-        return {"learning_rate": schedule(step), **constant, **changing}
-
-    return hyper

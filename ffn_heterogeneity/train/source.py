@@ -1,96 +1,145 @@
-"""The weights that a run starts from: of a model that is there, or new ones of a given shape."""
+"""The weights that a run starts from: of a model that is there, or new ones of a given shape.
+
+Of shapes alone too, so that a run is planned before any weight is read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
 from ffn_heterogeneity.heads import ROOT, with_head
-from ffn_heterogeneity.io.load import Model, load_config, load_model, load_tokenizer
+from ffn_heterogeneity.io.load import Model, load_model, load_shapes, load_tokenizer
 from ffn_heterogeneity.models import causal_lm
-from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
+from ffn_heterogeneity.models.config import HeadConfig, LayerConfig, ModelConfig
 from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.parallel.processes import say
 from ffn_heterogeneity.surgery import SURGERIES
-from ffn_heterogeneity.train.build import objective_of
-from ffn_heterogeneity.train.settings import TrainConfig
 from ffn_heterogeneity.wording import check_number
 
 
-def model_shape(config: TrainConfig) -> ModelConfig:
-    """The config of the model that the run trains, without its weights.
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A run's model: which one, and what is done to it before it trains.
+
+    Attributes:
+      model, revision: as `load_model` takes them; model "": a new one of `shape`.
+      tokenizer: of a new model.
+      shape: layers, d_model, n_heads, ffn_width, vocab_size, tied; None: none is made.
+      seed: of new weights, and of what surgeries draw.
+      seq_len: a new model has at least so many positions.
+      prepare: name of a surgery -> settings, in the order in which they apply.
+    """
+
+    model: str
+    revision: str | None
+    tokenizer: str
+    shape: Mapping[str, Any] | None
+    seed: int
+    seq_len: int
+    prepare: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if the run starts from random weights: it has a shape, and no model is named."""
+        return not self.model and self.shape is not None
+
+
+def found_shapes(source: Start) -> tuple[Model, tuple[str, ...]]:
+    """(`found_model`, with shapes and dtypes in the place of its leaves; what of it is assumed).
+
+    A new model has its tokenizer, which names its special tokens; another one has none here.
 
     Raises:
       ValueError (ConfigError, CheckpointError are some): no such model, or a shape that is none.
     """
-    if config.model or config.shape is None:
-        return load_config(config.model, revision=config.revision)
-    shape = config.shape
+    if source.is_fresh:
+        model = _new_shape(source)
+        return dataclasses.replace(model, params=causal_lm.abstract_params(model.config)), ()
+    model, assumed = load_shapes(source.model, revision=source.revision)
+    told = (SURGERIES[name].assumed(settings) for name, settings in source.prepare.items())
+    return model, tuple(text for text in (assumed, *told) if text)
+
+
+def _new_shape(source: Start) -> Model:
+    """A new model without its weights."""
+    shape: Mapping[str, Any] = source.shape or {}
     for key in ("layers", "d_model", "n_heads"):
         check_number(f"shape.{key}", shape[key], "[1, inf)")
     width, heads = shape["d_model"], shape["n_heads"]
     if width % heads:
         raise ValueError(f"shape.d_model={width} must be a multiple of shape.n_heads={heads}")
-    layer = LayerConfig(ffn_width=shape["ffn_width"])
-    return ModelConfig(
+    tokenizer, ids = None, dict.fromkeys(("bos_id", "eos_id"))
+    if source.tokenizer:
+        tokenizer = load_tokenizer(source.tokenizer)
+        what = f"of shape.vocab_size={shape['vocab_size']}"
+        check_vocabulary(tokenizer, shape["vocab_size"], what)
+        names = ("bos", "eos", "pad")
+        ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in names}
+    config = ModelConfig(
         family="llama",
         vocab_size=shape["vocab_size"],
         d_model=width,
         n_heads=heads,
         n_kv_heads=heads,
         head_dim=width // heads,
-        layers=(layer,) * shape["layers"],
+        layers=(LayerConfig(ffn_width=shape["ffn_width"]),) * shape["layers"],
         tied=shape["tied"],
-        max_position=max(config.seq_len, 2048),
-        bos_id=None,
-        eos_id=None,
+        max_position=max(source.seq_len, 2048),
+        **ids,
     )
+    size = f"{config.n_layers}x{width}/{config.ffn_widths[0]}"
+    total = count_parameters(config)["total"]
+    return Model(config, {}, tokenizer, f"new {size}, {total:,} parameters, seed {source.seed}")
 
 
-def starting_model(config: TrainConfig, load: Callable[..., Model] = load_model) -> Model:
-    """The model as it trains: as the run finds it, after the surgeries of `config.prepare`.
+def starting_model(
+    source: Start, head: HeadConfig | None, load: Callable[..., Model] = load_model
+) -> Model:
+    """The model as it trains: as the run finds it, after the surgeries, with the objective's head.
 
     Raises:
       ValueError: as `found_model` and the surgeries.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        model = prepared(config, found_model(config, load))
+        model = headed(source, head, prepared(source, found_model(source, load)))
     return dataclasses.replace(model, params=jax.tree.map(np.asarray, model.params))
 
 
-def prepared(config: TrainConfig, model: Model) -> Model:
-    """`model` after the surgeries that `config.prepare` names, in that order, and with the head
-    that its objective needs.
-
-    Each draws from `config.seed` and its own name; of shapes alone under `jax.eval_shape`.
-    """
-
-    def key(name: str) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(config.seed), zlib.crc32(name.encode()))
-
+def prepared(source: Start, model: Model) -> Model:
+    """`model` after the surgeries of `source.prepare`, in that order; of shapes alone under
+    `jax.eval_shape`. Each draws from the seed and its own name."""
     places = {}
-    for name, settings in config.prepare.items():
-        model, report = SURGERIES[name](model, settings, key=key(name))
+    for name, settings in source.prepare.items():
+        model, report = SURGERIES[name](model, settings, key=_key(source, name))
         places |= {name: report["layer_index"]} if "layer_index" in report else {}
     if len(set(places.values())) > 1:
         layers = ", ".join(f"{layer} for {name}" for name, layer in places.items())
         say(f"the layer that surgeries look for moved on the way (from 0): {layers}")
-    head = objective_of(config, model.config).head
-    changed, params = with_head(model.config, model.params, head, key(ROOT))
-    return dataclasses.replace(model, config=changed, params=params)
+    return model
 
 
-def found_model(config: TrainConfig, load: Callable[..., Model] = load_model) -> Model:
+def headed(source: Start, head: HeadConfig | None, model: Model) -> Model:
+    """`model` with a head, new where it has none of that kind."""
+    config, params = with_head(model.config, model.params, head, _key(source, ROOT))
+    return dataclasses.replace(model, config=config, params=params)
+
+
+def _key(source: Start, name: str) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(source.seed), zlib.crc32(name.encode()))
+
+
+def found_model(source: Start, load: Callable[..., Model] = load_model) -> Model:
     """The model as the run finds it.
 
     A fresh one has the weights of `causal_lm.init` (normal, 0.02; the paper is silent) from
-    `config.seed`, made on the host's CPU: the same numbers on every machine and in every process.
-    Its tokenizer is `config.tokenizer`'s, and its special tokens are the tokenizer's.
+    the seed, made on the host's CPU: the same numbers on every machine and in every process.
 
     Args:
       load: what reads a model that is there.
@@ -98,23 +147,16 @@ def found_model(config: TrainConfig, load: Callable[..., Model] = load_model) ->
     Raises:
       ValueError: a tokenizer that a new model lacks, or one with ids beyond the vocabulary.
     """
-    if not config.is_fresh:
-        model = load(config.model, revision=config.revision)
-        if model.tokenizer is not None:
-            check_vocabulary(model.tokenizer, model.config.vocab_size, model.source)
-        return model
-    shape = model_shape(config)
-    if not config.tokenizer:
-        raise ValueError(
-            "tokenizer is empty: a new model needs one, --config.tokenizer=<directory, .gguf file "
-            "or hub id> (scripts/prepare_data.py trains one)"
-        )
-    tokenizer = load_tokenizer(config.tokenizer)
-    check_vocabulary(tokenizer, shape.vocab_size, f"of shape.vocab_size={shape.vocab_size}")
-    ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    shape = dataclasses.replace(shape, **ids)
-    params = causal_lm.init(shape, jax.random.key(config.seed))
-    size = f"{shape.n_layers}x{shape.d_model}/{shape.ffn_widths[0]}"
-    total = count_parameters(shape)["total"]
-    source = f"new {size}, {total:,} parameters, seed {config.seed}"
-    return Model(shape, params, tokenizer, source)
+    if source.is_fresh:
+        model = _new_shape(source)
+        if model.tokenizer is None:
+            raise ValueError(
+                "tokenizer is empty: a new model needs one, --config.tokenizer=<directory, .gguf "
+                "file or hub id> (scripts/prepare_data.py trains one)"
+            )
+        params = causal_lm.init(model.config, jax.random.key(source.seed))
+        return dataclasses.replace(model, params=params)
+    model = load(source.model, revision=source.revision)
+    if model.tokenizer is not None:
+        check_vocabulary(model.tokenizer, model.config.vocab_size, model.source)
+    return model

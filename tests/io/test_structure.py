@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery.plan import Plan
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory
 
 DATA = {k for k, leaf in adapter_leaves().items() if not leaf.trains} | {*FFN_LEAVES}
@@ -208,5 +208,5 @@ def test_what_cannot_keep_it_says_so(kept, tmp_path):
     with pytest.raises(CheckpointError, match="structure"):
         save_pretrained(LLAMA, params, tmp_path / "x", structure="keeep")
     with pytest.raises(ValueError, match="structure"):
-        compress_directory(directory, tmp_path / "x", Plan("entropy", 0.25))
+        compress_directory(directory, tmp_path / "x", RemovalPlan("entropy", 0.25))
     assert not (tmp_path / "x").exists()

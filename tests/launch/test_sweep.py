@@ -22,8 +22,8 @@ from ffn_heterogeneity.launch.experiment import _with_seed as with_seed
 from ffn_heterogeneity.launch.sweep import Point, chain, check_sweep, point, product
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.train.build import build, static_key
-from ffn_heterogeneity.train.settings import hyper_function, read
+from ffn_heterogeneity.train.plan import plan, static_key
+from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -221,11 +221,11 @@ def test_free_keys_are_in_no_program():
     assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
 
     def text(config):
-        built = build(read(config), model, mesh)
+        built = plan(read(config), mesh, model)
         batch = built.objective.shapes(2, {"T": 8})
         batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        hyper = dict.fromkeys(hyper_function(read(config), built.objective.terms)(0), scalar)
+        hyper = dict.fromkeys(read(config).hyper(built.objective.terms)(0), scalar)
         return built.train_step.lower(built.state, batch, hyper).as_text()
 
     assert text(one) == text(other)

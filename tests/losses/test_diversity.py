@@ -17,8 +17,8 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.train.build import build
-from ffn_heterogeneity.train.settings import hyper_function, read
+from ffn_heterogeneity.train.plan import plan
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import create_state
 
 GEMMA = tiny_of("gemma2", layers=4)
@@ -203,10 +203,10 @@ def test_a_config_key_builds_it():
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"losses.diversity.weight={bad} must be a number in"):
             read(small(bad))
-    built = build(read(small(5.0)), Model(LLAMA, params, None, ""), mesh)
+    built = plan(read(small(5.0)), mesh, Model(LLAMA, params, None, ""))
     state = create_state(params, built.optimizer, built.trainable, shardings=built.shardings[0])
     batch = {name: leaf[None] for name, leaf in batch_of(258).items()}
-    hyper = hyper_function(read(small(5.0)), built.objective.terms)(0)
+    hyper = read(small(5.0)).hyper(built.objective.terms)(0)
     hyper = {name: jnp.float32(x) for name, x in hyper.items()}
     weights = {"losses.nucl.weight": 0.0, "learning_rate": 0.0}
     _, metrics = built.train_step(

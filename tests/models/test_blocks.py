@@ -23,8 +23,8 @@ from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, r
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import check_leaves
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)
@@ -177,7 +177,7 @@ def test_removing_neurons_of_a_plain_ffn_with_biases_equals_masking():
 
     with jax.enable_x64(True):
         params = random_params(NEOX, dtype=np.float64)
-        config, smaller, removed, _ = reduce_model(NEOX, params, Plan("entropy", ratio=0.4))
+        config, smaller, removed, _ = reduce_model(NEOX, params, RemovalPlan("entropy", ratio=0.4))
         run = jax.jit(logits, static_argnums=0)
         pruned = run(config, restack(config, smaller))
         masked = run(NEOX, restack(NEOX, mask_neurons(params, removed)))

@@ -22,8 +22,8 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError
 from ffn_heterogeneity.models.families import config_from_hf, config_to_hf, family_from_gguf
 from ffn_heterogeneity.paths import flatten
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 WEIGHTS = "model.safetensors"
@@ -158,7 +158,7 @@ def test_minilm_agrees_on_real_sentences(torch, minilm_dir, shared_data):
 
 def test_minilm_loses_a_quarter_of_its_neurons(minilm_dir, tmp_path):
     model = load_model(minilm_dir)
-    plan = Plan("entropy", ratio=0.25)
+    plan = RemovalPlan("entropy", ratio=0.25)
     config, params, removed, _ = reduce_model(model.config, model.params, plan)
     assert config.ffn_widths == (1152,) * 6 and all(len(gone) == 384 for gone in removed.values())
     save_pretrained(config, params, tmp_path)

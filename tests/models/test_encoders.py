@@ -37,8 +37,8 @@ from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -235,7 +235,7 @@ def test_embeddings_drop_after_their_sum_in_training(family):
 
 def test_neurons_are_removed_and_nucl_is_computed():
     params, batch = random_params(BERT), batch_of(BERT.vocab_size)
-    config, smaller, removed, _ = reduce_model(BERT, params, Plan("entropy", ratio=0.25))
+    config, smaller, removed, _ = reduce_model(BERT, params, RemovalPlan("entropy", ratio=0.25))
     assert config.ffn_widths == (9,) * 3 and config.is_encoder
     masked = restack(BERT, mask_neurons(params, removed))
     zeroed = causal_lm.forward(BERT, masked, batch)

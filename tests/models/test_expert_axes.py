@@ -29,9 +29,9 @@ from ffn_heterogeneity.models.walk import ffn_blocks, linears
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 E, L, M, D = 4, 4, 24, 16  # as many experts as layers, so that a mistaken axis has the right size
 
@@ -149,7 +149,7 @@ def test_every_expert_loses_neurons_of_its_own_at_random(plan):
         for name in ("gate", "up", "down"):
             kernel = layer["ffn"][name]["kernel"]
             layer["ffn"][name]["kernel"] = np.broadcast_to(kernel[:1], kernel.shape)
-    config, smaller, removed, _ = reduce_model(SPARSE, tree, Plan(**plan, count=5))
+    config, smaller, removed, _ = reduce_model(SPARSE, tree, RemovalPlan(**plan, count=5))
     assert config.ffn_widths == (M - 5,) * L and removed[0].shape == (E, 5)
     assert len({tuple(row) for row in removed[0]}) == E
     assert smaller["layers"][0]["ffn"]["down"]["kernel"].shape == (E, M - 5, D)

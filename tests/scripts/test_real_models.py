@@ -21,8 +21,8 @@ from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.generate import Generator
 from ffn_heterogeneity.models.sampling import Sampling
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 WINDOW, WINDOWS = 512, 40
 
@@ -56,7 +56,7 @@ def highest_entropy(kernel_md, count) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reduced(smollm2):
-    return reduce_model(smollm2.config, smollm2.params, Plan("entropy", ratio=0.25))
+    return reduce_model(smollm2.config, smollm2.params, RemovalPlan("entropy", ratio=0.25))
 
 
 def test_entropy_choice_equals_the_oracle_in_every_layer(smollm2, reduced):

@@ -17,9 +17,9 @@ from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import least_squares
 from ffn_heterogeneity.surgery.compensation import OF_WEIGHTS, outgoing_of_survivors
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_layer
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 BIASED, PLACE = dataclasses.replace(LLAMA, ffn_bias=True), Place(0, None, "ffn")
@@ -59,7 +59,7 @@ def split(m: int, count: int, rng) -> tuple[np.ndarray, np.ndarray]:
 
 def test_sum_adds_up_the_merges_in_their_order():
     ffn = layer_of(np.random.default_rng(0), 30, 4, bias=True)
-    plan = Plan("similarity", count=20, compensation="sum")
+    plan = RemovalPlan("similarity", count=20, compensation="sum")
     smaller, gone, report = reduce_layer(BIASED, Place(3, None, "ffn"), ffn, plan, cut=20)
     w, steps = ffn["down"]["kernel"].copy(), brute_force(ffn, 20)
     for i, j in steps:
@@ -101,11 +101,11 @@ def test_duplicates_merge_without_loss(plain):
         if name in ffn:
             for leaf in ffn[name].values():
                 leaf[..., 16:] = leaf[..., 3:11]
-    x, plan = rng.normal(size=(50, 6)), Plan("similarity", count=8, compensation="sum")
+    x, plan = rng.normal(size=(50, 6)), RemovalPlan("similarity", count=8, compensation="sum")
     smaller, gone, report = reduce_layer(BIASED, PLACE, ffn, plan, cut=8)
     assert gone.tolist() == list(range(16, 24)) and report["residual"] == 0
     np.testing.assert_allclose(forward(smaller, x, silu), forward(ffn, x, silu), atol=1e-12)
-    bare, _, report = reduce_layer(BIASED, PLACE, ffn, Plan("similarity", count=8), cut=8)
+    bare, _, report = reduce_layer(BIASED, PLACE, ffn, RemovalPlan("similarity", count=8), cut=8)
     assert report is None and np.abs(forward(bare, x, silu) - forward(ffn, x, silu)).max() > 0.1
 
 
@@ -280,7 +280,7 @@ def test_every_compensation(name, dtype):
     ffn["down"]["mask"] = (rng.random((20, 4)) < 0.7).astype(np.float32)
     ffn["up"]["mask"] = np.ones((4, 20), np.float32)
     before = {k: {n: x.copy() for n, x in v.items()} for k, v in ffn.items() if k != "neuron_scale"}
-    plan = Plan("magnitude", count=5, compensation=name)
+    plan = RemovalPlan("magnitude", count=5, compensation=name)
     smaller, gone, report = reduce_layer(BIASED, PLACE, ffn, plan, cut=5)
     plain = {"kernel", "bias"}
     wanted = {"gate": plain, "up": plain | {"mask"}, "down": plain}
@@ -310,7 +310,7 @@ def test_weights_that_no_longer_fit_are_refused():
     rng = np.random.default_rng(13)
     ffn = layer_of(rng, 16, 6, dtype=np.float16)
     ffn["down"]["kernel"][:] = 6e4
-    plan = Plan("magnitude", count=4, compensation="sum")
+    plan = RemovalPlan("magnitude", count=4, compensation="sum")
     with pytest.raises(ValueError, match="layer 2: compensation='sum'.*float16.*float32"):
         reduce_layer(BIASED, Place(2, None, "ffn"), ffn, plan, cut=4)
 
@@ -320,7 +320,7 @@ def test_similarity_reversed_removes_what_would_go_last():
     order = [j for _, j in brute_force(ffn, 14)]
     order += [i for i in range(15) if i not in order]
     for count in (0, 1, 6):
-        plan = Plan("similarity", count=count, reverse=True, compensation="sum")
+        plan = RemovalPlan("similarity", count=count, reverse=True, compensation="sum")
         _, gone, _ = reduce_layer(BIASED, PLACE, ffn, plan, cut=count)
         assert gone.tolist() == sorted(order[15 - count :])
 

@@ -15,9 +15,9 @@ from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.selection import layer_subset, removal_count, select_global
 
 # Nothing here is large.
@@ -38,7 +38,7 @@ def random_params(dtype=np.float64) -> dict:
 
 
 def chosen(params, criterion: str, **plan) -> dict[int, np.ndarray]:
-    return reduce_model(CONFIG, params, Plan(criterion, **plan))[2]
+    return reduce_model(CONFIG, params, RemovalPlan(criterion, **plan))[2]
 
 
 def logits(config, params, dtype) -> np.ndarray:
@@ -58,7 +58,7 @@ def logits(config, params, dtype) -> np.ndarray:
 def test_removal_equals_masking_in_float64(criterion, budget):
     with jax.enable_x64(True):
         params = random_params()
-        plan = Plan(criterion, ratio=0.3, budget=budget)
+        plan = RemovalPlan(criterion, ratio=0.3, budget=budget)
         config, smaller, removed, _ = reduce_model(CONFIG, params, plan)
         pruned = logits(config, restack(config, smaller), jnp.float64)
         masked = logits(CONFIG, restack(CONFIG, mask_neurons(params, removed)), jnp.float64)
@@ -70,7 +70,7 @@ def test_removal_equals_masking_in_float64(criterion, budget):
 
 def test_widths_and_counts():
     params = random_params()
-    plan = Plan("entropy", ratio=0.25, layers="pair:2")
+    plan = RemovalPlan("entropy", ratio=0.25, layers="pair:2")
     config, smaller, *_ = reduce_model(CONFIG, params, plan)
     assert config.ffn_widths == (40, 40, 30, 30, 40, 40)
     assert smaller["layers"][2]["ffn"]["down"]["kernel"].shape == (30, 24)

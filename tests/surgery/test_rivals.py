@@ -12,8 +12,8 @@ from ffn_heterogeneity.models.stack import unstack
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.calibration import calibration_rows
 from ffn_heterogeneity.surgery.criteria import CRITERIA, ON_TEXT, layer_scores
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.seen import seen_states
 
 WIDTH = 24
@@ -50,7 +50,7 @@ def test_states_equal_those_of_transformers(torch, params, seen, tmp_path):
 
 
 def removed(params, seen, criterion, ratio=0.25, **more):
-    return reduce_model(LLAMA, params, Plan(criterion, ratio=ratio, **more), seen)[2]
+    return reduce_model(LLAMA, params, RemovalPlan(criterion, ratio=ratio, **more), seen)[2]
 
 
 def test_scores_of_activations(params, seen):
@@ -170,7 +170,7 @@ def test_a_criterion_of_ones_own_is_given_activations(params, monkeypatch):
     monkeypatch.setitem(CRITERIA, "quiet", lambda ffn, rng, activations=None: -activations["mean"])
     monkeypatch.setitem(CRITERIA, "short", lambda ffn, rng: -np.abs(ffn["down"]["kernel"]).sum(1))
     ON_TEXT.append("quiet")
-    looks = [Plan(name, count=6).looks for name in ("quiet", "short")]
+    looks = [RemovalPlan(name, count=6).looks for name in ("quiet", "short")]
     ON_TEXT.remove("quiet")
     assert looks == ["text", ""]
     ffn, own = unstack(params)["layers"][0]["ffn"], {"mean": np.arange(WIDTH, 0, -1.0)}

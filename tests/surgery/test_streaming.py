@@ -34,8 +34,8 @@ from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -117,7 +117,7 @@ def test_shards_in_and_out(tmp_path, parts):
     source = tmp_path / "model"
     save_pretrained(config, params, source, tokenizer=byte_tokenizer(), max_shard_bytes=size // 4)
     assert len(list(source.glob("*.safetensors"))) > 3
-    plan = Plan("entropy", ratio=0.25, layers="0,3-5")
+    plan = RemovalPlan("entropy", ratio=0.25, layers="0,3-5")
     compress_directory(source, tmp_path / "stream", plan, max_shard_bytes=size // parts)
     smaller, tree, *_ = reduce_model(config, load_model(source).params, plan)
     own = {"tokenizer": byte_tokenizer(), "max_shard_bytes": size // parts}
@@ -147,7 +147,7 @@ def test_what_others_left_out_or_added(tmp_path, model):
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "notes").mkdir()
-    plan = Plan("entropy", ratio=0.25)
+    plan = RemovalPlan("entropy", ratio=0.25)
     compress_directory(source, tmp_path / "from_others", plan)
     compress_directory(model, tmp_path / "from_ours", plan)
     found, wanted = contents(tmp_path / "from_others"), contents(tmp_path / "from_ours")
@@ -169,7 +169,7 @@ def test_the_model_is_never_in_memory(tmp_path):
     source = save_tiny(tmp_path / "model", config)
     size = Path(source, "model.safetensors").stat().st_size
     assert size > 25e6
-    plan = Plan("similarity", count=20, compensation="ridge", layers="0-1")
+    plan = RemovalPlan("similarity", count=20, compensation="ridge", layers="0-1")
     tracemalloc.start()
     compress_directory(source, tmp_path / "out", plan)
     _, peak = tracemalloc.get_traced_memory()
@@ -209,7 +209,7 @@ def test_values_that_are_no_numbers_are_refused(tmp_path, model, tensor):
 
 
 def test_damaged_checkpoints_are_refused(tmp_path, model):
-    plan, source = Plan("entropy", ratio=0.25), tmp_path / "model"
+    plan, source = RemovalPlan("entropy", ratio=0.25), tmp_path / "model"
     source.mkdir()
     for name, content in contents(model).items():
         (source / name).write_bytes(content)
@@ -280,7 +280,7 @@ def test_leftovers_of_others_stay(tmp_path, model):
         (tmp_path / name).mkdir()
     (tmp_path / ".model.0123abcd.partial").mkdir()
     (tmp_path / ".model.0123abcd.old").mkdir()
-    compress_directory(model, tmp_path / "model", Plan("entropy", ratio=0.25))
+    compress_directory(model, tmp_path / "model", RemovalPlan("entropy", ratio=0.25))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "model"])
 
 

@@ -18,9 +18,9 @@ from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks, linears, write
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
-from ffn_heterogeneity.surgery.plan import Plan
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
+from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 
 
 def with_experts(layer: int = 1, experts: int = 3) -> dict:
@@ -89,13 +89,13 @@ def test_the_blocks_of_experts():
 def test_a_removal_works_expert_by_expert():
     """Each expert loses its own neurons, as many: as if it were a layer's only block."""
     tree = with_experts()
-    config, smaller, removed, _ = reduce_model(sparse(), tree, Plan("magnitude", count=5))
+    config, smaller, removed, _ = reduce_model(sparse(), tree, RemovalPlan("magnitude", count=5))
     assert config.ffn_widths == (19,) * 4 and removed[1].shape == (3, 5)
     assert len({tuple(row) for row in removed[1]}) > 1, "not the same neurons of every expert"
     for expert in range(3):
         alone = unstack(random_params(LLAMA))
         alone["layers"][1]["ffn"] = dict(ffn_blocks(sparse(), tree))[1, expert, "ffn"]
-        _, one, gone, _ = reduce_model(LLAMA, alone, Plan("magnitude", count=5))
+        _, one, gone, _ = reduce_model(LLAMA, alone, RemovalPlan("magnitude", count=5))
         np.testing.assert_array_equal(gone[1], removed[1][expert])
         for path, leaf in flatten(one["layers"][1]["ffn"]).items():
             np.testing.assert_array_equal(leaf, flatten(smaller["layers"][1]["ffn"])[path][expert])

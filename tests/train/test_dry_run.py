@@ -21,8 +21,9 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train import dry_run, fit, hardware, hlo
-from ffn_heterogeneity.train.build import AUTO_REMAT, build
-from ffn_heterogeneity.train.settings import hyper_function, read
+from ffn_heterogeneity.train.build import AUTO_REMAT
+from ffn_heterogeneity.train.plan import plan
+from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -72,14 +73,14 @@ def test_the_least_rematerialisation_that_fits(tmp_path):
     for remat in AUTO_REMAT:
         config.remat = remat
         settings = read(config)
-        sizes[remat] = fit.compile_step(settings, fit.build_shapes(settings, mesh))[1]["together"]
+        sizes[remat] = fit.compile_step(plan(settings, mesh))[1]["together"]
     assert sizes["dots"] > sizes["full"]
     config.remat = "auto"
     settings = read(config)
-    built = fit.build_shapes(settings, mesh)
+    built = plan(settings, mesh)
     for room in (1.0, *sizes.values()):
         fits = [remat for remat in AUTO_REMAT if sizes[remat] <= room]
-        chosen, _, held = fit.fit(settings, built, room)
+        chosen, _, held = fit.compile_plan(built, room)
         assert chosen.options.remat == (fits or ["full"])[0]
         assert held["together"] == sizes[chosen.options.remat]
 
@@ -97,7 +98,7 @@ def test_windows_frozen_leaves_and_remat_count():
             given = functools.partial(Model, model, tokenizer=None, source="")
             params = jax.eval_shape(lambda x: insert_lora(given(x), add)[0].params, params)
         shapes = Model(model, params, None, "")
-        return dry_run.step_flops(config, build(config, shapes, mesh))
+        return dry_run.step_flops(plan(config, mesh, shapes))
 
     tokens, ffn, attention = 40, 3 * 32 * 64, 32 * (2 * 32 + 2 * 16)
     seen = 2 * (sum(min(t + 1, 8) for t in range(20)) + sum(range(1, 21)))
@@ -120,20 +121,20 @@ def test_products_are_those_the_compiler_counts():
     config = make_config("x", **changes, **{"losses.nucl.weight": None})
     mesh = partition.make_mesh()
     config = read(config)
-    built = build(config, Model(model, causal_lm.abstract_params(model), None, ""), mesh)
+    built = plan(config, mesh, Model(model, causal_lm.abstract_params(model), None, ""))
     batch = built.objective.shapes(4, {"T": 64})
     batch = {k: jax.ShapeDtypeStruct((1, *v.shape), v.dtype) for k, v in batch.items()}
-    rates = hyper_function(config, built.objective.terms)(0)
+    rates = config.hyper(built.objective.terms)(0)
     hyper = dict.fromkeys(rates, jax.ShapeDtypeStruct((), jnp.float32))
     cost = built.train_step.lower(built.state, batch, hyper).compile().cost_analysis()
-    ours = dry_run.step_flops(config, built)["model"]
+    ours = dry_run.step_flops(built)["model"]
     assert 1 <= cost["flops"] / ours < 1.1
 
 
 def test_evaluation_sees_nothing_of_macdrop():
     """Nor does export: what settles the tree takes its leaves away."""
     config = read(config_of("macdrop_sft", "gemma2_2b,lora,macdrop"))
-    built = fit.build_shapes(config, partition.make_mesh(devices=jax.devices()[:1]))
+    built = plan(config, partition.make_mesh(devices=jax.devices()[:1]))
     params, hyper = built.state.params, {"macdrop": jnp.float32(0.5)}
     gone = set(flatten(params)) - set(flatten(jax.eval_shape(built.settled, params, 0, hyper)))
     assert {path.rpartition("/")[2] for path in gone} == {"macdrop_rows", "macdrop_keep"}

@@ -15,7 +15,7 @@ from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.leaves import count_parameters
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.settings import read
-from ffn_heterogeneity.train.source import model_shape, starting_model
+from ffn_heterogeneity.train.source import found_shapes, starting_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SHAPE = {"layers": 3, "d_model": 16, "ffn_width": 24, "n_heads": 2, "vocab_size": 260}
@@ -35,6 +35,11 @@ def files(tmp_path):
     return paths | TINY
 
 
+def total_of(config) -> int:
+    model, _ = found_shapes(read(config).source)
+    return count_parameters(model.config)["total"]
+
+
 @pytest.mark.parametrize(
     ("size", "untied", "tied"),
     [("170m", 134.1, 109.5), ("134m", 134.1, 109.5), ("1b", 928, 862), ("3_4b", 3590, 3500)],
@@ -43,13 +48,13 @@ def test_the_papers_sizes(size, untied, tied):
     """Millions of parameters; the paper's own names are none of the two counts."""
     for value, millions in ((False, untied), (True, tied)):
         config = config_of("jreg_pretrain", size, shape__tied=value)
-        total = count_parameters(model_shape(read(config)))["total"] / 1e6
+        total = total_of(config) / 1e6
         assert total == pytest.approx(millions, rel=2e-3)
 
 
 def test_a_new_model_is_the_seeds(files):
     configs = [config_of("jreg_pretrain", "local", **files, seed=s) for s in (0, 0, 1)]
-    made = [starting_model(read(config)) for config in configs]
+    made = [starting_model(read(config).source, None) for config in configs]
     first, again, other = (flatten(model.params) for model in made)
     assert all(isinstance(leaf, np.ndarray) for leaf in first.values())
     assert all((leaf == again[path]).all() for path, leaf in first.items())
@@ -81,7 +86,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
         assert len(trained) == 6
         assert all(row["train/losses.jreg.weight"] == weight for row in trained)
         assert all((row["train/loss"] == row["train/nll"]) == (weight == 0) for row in trained)
-        assert results["parameters"] == count_parameters(model_shape(read(config)))["total"]
+        assert results["parameters"] == total_of(config)
         found[name] = load_model(tmp_path / name / "model")
     for path, leaf in flatten(found["baseline"].params).items():
         assert (leaf != flatten(found["jreg"].params)[path]).any(), path
@@ -98,7 +103,7 @@ def test_baseline_and_jreg_from_text(files, tmp_path):
 
 def test_going_on_from_a_model(files, tmp_path):
     config = config_of("jreg_pretrain", "local", **files, model=str(save_tiny(tmp_path / "model")))
-    model = starting_model(read(config))
+    model = starting_model(read(config).source, None)
     assert model.config.n_layers == LLAMA.n_layers
     assert (jax.tree.leaves(model.params)[0] == jax.tree.leaves(random_params(LLAMA))[0]).all()
 
@@ -107,7 +112,7 @@ def test_a_dry_run_plans_it(files, tmp_path, capsys):
     config = config_of("jreg_pretrain", "1b", dry_run="h200:8", mesh__fsdp=8)
     training.run(config, tmp_path / "plan")
     plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert plan["parameters"] == count_parameters(model_shape(read(config)))["total"]
+    assert plan["parameters"] == total_of(config)
     assert "928" in capsys.readouterr().out
 
 

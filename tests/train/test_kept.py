@@ -171,9 +171,9 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(flags, tmp_path
     room = 0.7 * plan["compiled"]["bytes_per_device"]["together"]
     needs, inner = {}, fit.compile_step
 
-    def compile_step(config, *arguments, **given):
-        program, held = inner(config, *arguments, **given)
-        needs[config.accumulation] = held["together"]
+    def compile_step(plan, *arguments, **given):
+        program, held = inner(plan, *arguments, **given)
+        needs[plan.accumulation] = held["together"]
         return program, held
 
     monkeypatch.setattr(fit, "compile_step", compile_step)

@@ -8,15 +8,14 @@ import time
 import jax
 import numpy as np
 import pytest
-from tiny_models import config_of
+from tiny_models import config_of, starting_from
 
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.launch.train import open_data
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
-from ffn_heterogeneity.train.build import build
+from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
-from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
 
 STEPS, ROUNDS = 50, 15
@@ -31,8 +30,8 @@ class Ours:
         for key, name in (("path", "train"), ("validation_path", "validation")):
             own[f"data__{key}"] = str(folder / f"{name}.jsonl")
         self.config = read(config_of("p32_glue", f"{minilm_dir},mrpc", compute_dtype=dtype, **own))
-        mesh, self.model = partition.make_mesh(**self.config.mesh), starting_model(self.config)
-        built = build(self.config, self.model, mesh)
+        mesh, self.model = partition.make_mesh(**self.config.mesh), starting_from(self.config)
+        built = plan(self.config, mesh, self.model)
         self.batches = open_data(self.config, built.objective, self.model.tokenizer, mesh).batches
         self.program, self.shardings = built.program(self.config), built.shardings
         given = (self.model.params, built.optimizer, built.trainable)

@@ -6,7 +6,7 @@ import csv
 
 import numpy as np
 import pytest
-from tiny_models import config_of, save_tiny_reader
+from tiny_models import config_of, save_tiny_reader, starting_from
 from tiny_runs import read_rows, write_halves, write_rows
 
 from ffn_heterogeneity.data.glue import get_task
@@ -17,11 +17,11 @@ from ffn_heterogeneity.launch import evaluate as evaluating
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.train.build import objective_of, static_key
+from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.loop import TrainingDiverged
 from ffn_heterogeneity.train.objectives import make_forward
+from ffn_heterogeneity.train.plan import static_key
 from ffn_heterogeneity.train.settings import read
-from ffn_heterogeneity.train.source import starting_model
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -143,7 +143,7 @@ def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling
         seen.append([[row[name] for name in names] for row in rows if "train/loss" in row])
         seen[-1] += [[row["validation/classification"]] * 4 for row in results["history"]]
         settings, start = read(config), load_model(files / model)
-        data = objective_of(settings, start.config).data(start.tokenizer, range(8))
+        data = objective_of(settings.task, start.config).data(start.tokenizer, range(8))
         sizes.append(sum(next(data.batches)["tokens"].size for _ in range(12)))
     assert len(seen[0]) >= 12
     np.testing.assert_allclose(seen[1], seen[0], rtol=2e-4, atol=1e-5)
@@ -152,8 +152,8 @@ def test_rows_that_stand_together_train_the_same(files, tmp_path, model, pooling
 
 def test_hidden_states_of_rows_that_stand_together_are_laid_out_as_the_batch(files):
     config = read(config_for(files, together=4, lengths=(8, 16)))
-    start = starting_model(config)
-    objective = objective_of(config, start.config)
+    start = starting_from(config)
+    objective = objective_of(config.task, start.config)
     batch = next(objective.data(start.tokenizer, range(8)).batches)
     outputs = make_forward(objective, start.config, RunOptions())(start.params, batch)
     assert outputs["hidden"].shape == (*batch["tokens"].shape, start.config.d_model)
@@ -167,7 +167,7 @@ def test_rows_that_cannot_stand_together(files):
         ({"together": 0}, "together=0"),
     ):
         with pytest.raises(ValueError, match=words):
-            objective_of(read(config_for(files, **changes)), load_model(files / "bert").config)
+            objective_of(read(config_for(files, **changes)).task, load_model(files / "bert").config)
 
 
 def test_lambda_learns_at_its_own_rate(files, tmp_path):
@@ -188,7 +188,7 @@ def test_a_rate_of_its_own_is_part_of_the_program(files):
         for rate in (1e-5, 1e-4):
             config = read(config_for(files, lambda_rate=own, optimizer__learning_rate=rate))
             mesh = partition.make_mesh(**config.mesh)
-            keys[own, rate] = static_key(config, starting_model(config), mesh)
+            keys[own, rate] = static_key(config, starting_from(config), mesh)
     assert keys[None, 1e-5] == keys[None, 1e-4]
     assert keys[1e-2, 1e-5] != keys[1e-2, 1e-4] and keys[0.0, 1e-5] != keys[None, 1e-5]
 

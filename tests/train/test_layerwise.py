@@ -22,7 +22,7 @@ from ffn_heterogeneity.models.stack import layer_leaves, unstack
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
-from ffn_heterogeneity.train import fit
+from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.step import values_of
 
@@ -258,7 +258,7 @@ def test_what_is_taught_alone_trains_needs_a_teacher(files):
     own = data_of(files) | {"train_only": ("@taught",), "fields": "sentence", "together": 1}
     config = config_of("p32_glue", f"{files / 'bert'},labels", **own)
     with pytest.raises(ValueError, match="train_only='@taught': no block has a teacher"):
-        fit.build_shapes(read(config), partition.make_mesh(**config.mesh))
+        plan(read(config), partition.make_mesh(**config.mesh))
 
 
 @pytest.mark.parametrize("argument", ["bert,sst2", "bert,sst2,fused", "bert,sst2,fusion,tuning"])

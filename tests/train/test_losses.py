@@ -18,10 +18,11 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.train.build import build, make_terms, static_key
+from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
-from ffn_heterogeneity.train.settings import hyper_function, read
+from ffn_heterogeneity.train.plan import plan, static_key
+from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_eval_step, make_train_step
 
@@ -38,7 +39,7 @@ SHAPES = Model(LLAMA, jax.eval_shape(lambda: random_params(LLAMA)), None, "")
 
 
 def hyper_of(config):
-    return hyper_function(read(config), {})(0)
+    return read(config).hyper({})(0)
 
 
 def config_with(losses=None, monitors=None, argument="smollm2_135m,text", **changes):
@@ -54,7 +55,7 @@ def config_with(losses=None, monitors=None, argument="smollm2_135m,text", **chan
 
 def built_of(config):
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
-    return build(read(config), SHAPES, mesh)
+    return plan(read(config), mesh, SHAPES)
 
 
 def one_step(config):

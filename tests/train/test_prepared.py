@@ -25,6 +25,7 @@ from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.train import dry_run, fit
+from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -44,7 +45,7 @@ def add_surgery(monkeypatch, function):
 
 
 def built_of(config):
-    return fit.build_shapes(read(config), partition.make_mesh(**config.mesh))
+    return plan(read(config), partition.make_mesh(**config.mesh))
 
 
 @pytest.mark.parametrize("widths", [(24, 24, 12, 12), (24, 24)], ids=["narrower", "shorter"])
@@ -148,7 +149,7 @@ def test_no_pattern_sees_a_teacher(taught):
 
 
 def test_a_teacher_is_cut_over_a_mesh_as_a_model(taught):
-    built = fit.build_shapes(read(taught()), _abstract_mesh(fsdp=2, tensor=2))
+    built = plan(read(taught()), _abstract_mesh(fsdp=2, tensor=2))
     placed = flatten(built.shardings[0].params)
     for path in ("embed/embedding", "stack/segment_0/slot_0/ffn/down/kernel"):
         assert placed[f"teacher/{path}"].spec == placed[path].spec

@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax
 import numpy as np
 
-from ffn_heterogeneity.io.assemble import Stored, assemble
+from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf.file import GGUFFile, GGUFTensor, open_gguf
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import Family, family_from_gguf
 from ffn_heterogeneity.models.families.common import token_id
+from ffn_heterogeneity.models.stack import restack
+from ffn_heterogeneity.paths import unflatten
 
 TOKEN_IDS = {
     "bos_id": "tokenizer.ggml.bos_token_id",
@@ -38,6 +41,13 @@ def read_gguf(
     config, family, tensors = _read_header(file)
     options = {"transform": family.gguf_transform, "dtype": dtype, "check_finite": check_finite}
     return config, assemble(config, family.gguf_rules(config), tensors, **options)
+
+
+def read_gguf_shapes(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
+    """The result of `read_gguf` with shapes and dtypes for leaves: no weight is read."""
+    config, family, tensors = _read_header(open_gguf(path))
+    leaves = leaf_shapes(config, family.gguf_rules(config), tensors, ())
+    return config, jax.eval_shape(lambda own: restack(config, unflatten(own)), leaves)
 
 
 def read_gguf_config(path: str | os.PathLike) -> ModelConfig:

@@ -7,6 +7,7 @@ Its inverse, `save_pretrained`, is written in `export.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -14,14 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, assemble
+from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf import classifiers
 from ffn_heterogeneity.io.hf.export import GENERATION, NATIVE_KEY, with_generation
-from ffn_heterogeneity.io.hf.structure import KEY, read_structure
+from ffn_heterogeneity.io.hf.structure import FOLDER, KEY, put_back, read_structure
 from ffn_heterogeneity.io.read import read_object
+from ffn_heterogeneity.io.safetensors import open_directory
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig, config_from_dict
 from ffn_heterogeneity.models.families import Family, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
@@ -97,18 +101,32 @@ def read_pretrained(
       CheckpointError: see `read_config`, `safetensors.open_directory`, `assemble` and
         `structure.read_structure`.
     """
-    config = read_config(directory)
-    family, section = family_by_name(config.family), structure_section(directory)
-    options = {"redundant": family.redundant, "check_finite": check_finite}
-    options["dtype"] = None if section else dtype
-    tensors, rules, beside = stored_tensors(directory, config), family.rules(config), {}
-    if classifiers.is_class(read_object(Path(directory) / "config.json"), family, tensors):
-        rules = [*rules, *classifiers.head_rules(config)]
-        beside = head_shapes(config)
-    params = assemble(config, rules, tensors, beside=beside, **options)
+    config, section = read_config(directory), structure_section(directory)
+    options = {"check_finite": check_finite, "dtype": None if section else dtype}
+    params = assemble(config, *_tables(directory, config), **options)
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params
+
+
+def read_shapes(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
+    """The result of `read_pretrained` with shapes and dtypes for leaves: only headers are read.
+    Errors are the same, but for those of values."""
+    config = read_config(directory)
+    leaves = leaf_shapes(config, *_tables(directory, config, told=False))
+    kept = open_directory(Path(directory) / FOLDER) if structure_section(directory) else {}
+    own = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, (leaf, _) in kept.items()}
+    return config, jax.eval_shape(functools.partial(put_back, config), leaves, own)
+
+
+def _tables(directory: str | os.PathLike, config: ModelConfig, told: bool = True) -> tuple:
+    """(rules, tensors, regexes of redundant ones, shapes of leaves beside the model's own)."""
+    family = family_by_name(config.family)
+    tensors, rules = stored_tensors(directory, config, told), family.rules(config)
+    if classifiers.is_class(read_object(Path(directory) / "config.json"), family, tensors):
+        rules = [*rules, *classifiers.head_rules(config)]
+        return rules, tensors, family.redundant, head_shapes(config)
+    return rules, tensors, family.redundant, {}
 
 
 def structure_section(directory: str | os.PathLike) -> dict:
@@ -120,9 +138,11 @@ def structure_section(directory: str | os.PathLike) -> dict:
     return section
 
 
-def stored_tensors(directory: str | os.PathLike, config: ModelConfig) -> dict[str, Stored]:
-    """The directory's tensors by the family's own names, without unused ones (listed on stderr):
-    heads of pre-training, and a pooler that the model's class does not read.
+def stored_tensors(
+    directory: str | os.PathLike, config: ModelConfig, told: bool = True
+) -> dict[str, Stored]:
+    """The directory's tensors by the family's own names, without unused ones (`told`: listed on
+    stderr): heads of pre-training, and a pooler that the model's class does not read.
 
     Raises:
       CheckpointError: a tensor under two names; and as `safetensors.open_directory`.
@@ -140,8 +160,8 @@ def stored_tensors(directory: str | os.PathLike, config: ModelConfig) -> dict[st
             raise CheckpointError(
                 f"{file}: {name!r} and {other!r} are the same tensor of the model"
             )
-        tensors[own] = Stored(view.shape, str(file), lambda view=view: view, name)
-    if left_out:
+        tensors[own] = Stored(view.shape, str(file), lambda view=view: view, name, view.dtype)
+    if left_out and told:
         what = f"{len(left_out)} tensors that the model does not use"
         print(f"left out: {what}: {some(left_out, 2)}", file=sys.stderr)
     return tensors

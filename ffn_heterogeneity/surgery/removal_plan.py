@@ -21,7 +21,7 @@ Cut = int | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RemovalPlan:
     """One removal.
 
     Attributes:

@@ -1,0 +1,347 @@
+"""A run planned once: everything that its step is made of, from its config and its files' headers.
+
+A plan holds shapes and functions, never a weight. The dry run prints it, for devices that are not
+here too; a run puts weights into it; runs with equal static settings share its programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from ffn_heterogeneity.heads import ROOT
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.leaf import Leaf
+from ffn_heterogeneity.losses.terms import LossTerm
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.leaves import declared
+from ffn_heterogeneity.models.stack import layer_names
+from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.parallel.placement import local_rows
+from ffn_heterogeneity.paths import flatten, is_auxiliary, unflatten
+from ffn_heterogeneity.train.build import (
+    auto_remat,
+    check_quantised,
+    made_whole,
+    make_refresh,
+    make_terms,
+    objective_of,
+    patterns_that_train,
+    run_options,
+)
+from ffn_heterogeneity.train.objectives import Data, Objective, make_forward
+from ffn_heterogeneity.train.optimizers import make_optimizer
+from ffn_heterogeneity.train.settings import TrainConfig
+from ffn_heterogeneity.train.source import found_shapes, headed, prepared
+from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
+from ffn_heterogeneity.train.step import (
+    check_names,
+    check_terms,
+    make_eval_step,
+    make_params_metrics,
+    make_train_step,
+    values_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A plan of batches that are not trained on.
+
+    Attributes:
+      model, params: the model as it trains: its config, and shapes and dtypes of its leaves.
+      mesh: an `AbstractMesh` where nothing is to be compiled.
+      objective: the task.
+      batch_size, accumulation: rows of a step, and the micro-batches that they are cut into.
+      terms, evaluated_terms: the loss, and what validation computes: the loss and its monitors.
+      options: of the forward pass.
+      refresh: of `make_refresh`.
+      forward: of `make_forward`.
+      eval_step, params_metrics: jitted, see `train/step.py`; `params_metrics` of the terms and the
+        monitors.
+      settled: (params, step, hyper) -> params as evaluation and export see them (`REFRESHES`).
+    """
+
+    model: ModelConfig
+    params: Any
+    mesh: Mesh | AbstractMesh
+    objective: Objective
+    batch_size: int
+    accumulation: int
+    terms: tuple[LossTerm, ...]
+    evaluated_terms: tuple[LossTerm, ...]
+    options: causal_lm.RunOptions
+    refresh: Callable[..., Any] | None
+    forward: Callable[..., dict]
+    eval_step: Any
+    params_metrics: Any
+    settled: Callable[..., Any]
+
+    @property
+    def tokens(self) -> int:
+        """The positions of a step, padding included."""
+        return self.batch_size * self.objective.positions
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Every leaf's declaration, by its path."""
+        return declared(self.model, self.params)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """path -> parameters of the model's own leaves: of data none, of NF4's codes two a byte."""
+        return {
+            path: self.leaves[path].holds * math.prod(leaf.shape)
+            for path, leaf in flatten(self.params).items()
+            if not is_auxiliary(path)
+        }
+
+    def open_data(self, tokenizer: Any) -> Data:
+        """The run's data, of which this process reads the rows of its devices."""
+        sharding = partition.batch_sharding(self.mesh)
+        return self.objective.data(
+            tokenizer, local_rows(sharding, self.batch_size, self.accumulation)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Evaluation):
+    """A plan of a run that trains.
+
+    Attributes:
+      hyper: shapes of what changes from step to step.
+      trainable: `{path: trains}`, or one bool a layer, see `partition.trainable_mask`.
+      unread: leaves that stay as they are because the objective does not read them.
+      whole: of `made_whole`.
+      dropout: of `make_train_step`.
+      train_step: jitted, see `train/step.py`.
+      state: shapes and dtypes of the training state.
+      shardings: of (the state, accumulated batches, what every device holds whole).
+      remats: what `compile_plan` may try, the first is in `options`.
+      assumed: what files that are not here, or weights alone, would tell.
+      key: plans of one key share their programs (`Shared`).
+    """
+
+    hyper: dict[str, jax.ShapeDtypeStruct]
+    trainable: dict[str, Any]
+    unread: tuple[str, ...]
+    whole: list[str]
+    dropout: bool | str
+    optimizer: optax.GradientTransformationExtraArgs
+    train_step: Any
+    state: TrainState
+    shardings: tuple[Any, Any, Any]
+    remats: tuple[str, ...]
+    assumed: tuple[str, ...]
+    key: Hashable
+
+    def changed(self, **changes: Any) -> Plan:
+        """The plan of the same run with other programs.
+
+        Args:
+          changes: `remat` of the options, `accumulation`.
+        """
+        options = dataclasses.replace(self.options, remat=changes.pop("remat", self.options.remat))
+        forward, whole = make_forward(self.objective, self.model, options), self.shardings[2]
+        predictions = self.objective.predictions
+        evaluated = make_eval_step(forward, self.evaluated_terms, whole, predictions)
+        made = dataclasses.replace(
+            self, options=options, forward=forward, eval_step=evaluated, **changes
+        )
+        return dataclasses.replace(made, train_step=made._step())
+
+    def _step(self) -> Any:
+        return make_train_step(
+            self.forward,
+            self.terms,
+            self.optimizer,
+            self.trainable,
+            accumulation=self.accumulation,
+            refresh=self.refresh,
+            dropout=self.dropout,
+            counts=self.objective.counts,
+            shardings=self.shardings,
+        )
+
+    def differs(self, model: Model) -> str:
+        """The leaf, or config, that is another one in a model that was read; "": none is."""
+        if model.config != self.model:
+            return "the model's config"
+        planned, found = (
+            {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(params).items()}
+            for params in (self.params, model.params)
+        )
+        unlike = (path for path in {*planned, *found} if planned.get(path) != found.get(path))
+        return min(unlike, default="")
+
+
+def plan(
+    config: TrainConfig,
+    mesh: Mesh | AbstractMesh | None = None,
+    model: Model | None = None,
+    cache: dict[Hashable, Plan] | None = None,
+) -> Plan:
+    """Everything that `config` says about a run's step; no weight is read.
+
+    Args:
+      mesh: None: of the devices that are here.
+      model: as it trains (`source.starting_model`), where it has been read: its leaves may be
+        arrays or `ShapeDtypeStruct`s. None: of its files' headers.
+      cache: plans made before, by their keys: one of equal static settings lends its programs.
+
+    Raises:
+      ValueError (RuleError, CheckpointError are some): a rule, term or sharding that does not fit
+        the tree or the mesh.
+    """
+    mesh, assumed = mesh or partition.make_mesh(**config.mesh), ()
+    if model is None:
+        model, assumed = _starting_shapes(config)
+    key = static_key(config, model, mesh)
+    if cache is not None and key in cache:
+        # Its programs, and this run's own data: seeds and schedules are not part of the key.
+        objective = objective_of(config.task, model.config)
+        return dataclasses.replace(cache[key], objective=objective, assumed=assumed)
+    made = _build(config, mesh, model, assumed, key)
+    if cache is not None:
+        cache[key] = made
+    return made
+
+
+def _starting_shapes(config: TrainConfig) -> tuple[Model, tuple[str, ...]]:
+    """(`source.starting_model` with shapes for leaves, what of it is assumed)."""
+    source = config.source
+    found, assumed = found_shapes(source)
+
+    def start(model: Model) -> Model:
+        model = prepared(source, model)
+        return headed(source, objective_of(config.task, model.config).head, model)
+
+    return jax.eval_shape(start, dataclasses.replace(found, tokenizer=None)), assumed
+
+
+def static_key(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Hashable:
+    """The parts that a plan makes programs of: runs with equal keys can use the same ones.
+
+    Everything in the config that is not free, leaves' own rates beside the run's, the model's
+    config, the names, shapes and dtypes of its leaves, the mesh.
+    """
+    leaves = ((path, x.shape, str(x.dtype)) for path, x in flatten(model.params).items())
+    optimizer = config.optimizer_with(objective_of(config.task, model.config).rates)
+    return config.static, optimizer, model.config, tuple(leaves), mesh
+
+
+def plan_evaluation(
+    config: TrainConfig, mesh: Mesh | AbstractMesh, model: ModelConfig, params: Any
+) -> Evaluation:
+    """The plan of a run that evaluates alone; errors as `plan`."""
+    objective = objective_of(config.task, model)
+    terms = make_terms(config.losses_with(objective.terms), model, mesh)
+    evaluated = (*terms, *make_terms(config.monitors, model, mesh, trained=False))
+    check_names(evaluated)
+    packed = config.data.get("packing", True)
+    options = run_options(
+        config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout
+    )
+    refresh = make_refresh(config.refresh)
+    forward, whole = make_forward(objective, model, options), partition.replicated(mesh)
+
+    def settled(params, step, hyper):
+        return params if refresh is None else refresh(params, step, None, hyper, False)
+
+    return Evaluation(
+        model=model,
+        params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
+        mesh=mesh,
+        objective=objective,
+        batch_size=config.batch_size,
+        accumulation=config.accumulation,
+        terms=terms,
+        evaluated_terms=evaluated,
+        options=options,
+        refresh=refresh,
+        forward=forward,
+        eval_step=make_eval_step(forward, evaluated, whole, objective.predictions),
+        params_metrics=make_params_metrics(evaluated, whole),
+        settled=settled,
+    )
+
+
+def _build(
+    config: TrainConfig,
+    mesh: Mesh | AbstractMesh,
+    model: Model,
+    assumed: tuple[str, ...],
+    key: Hashable,
+) -> Plan:
+    seen = plan_evaluation(config, mesh, model.config, model.params)
+    params, objective = seen.params, seen.objective
+    check_quantised(params, config.train_only)
+    only = patterns_that_train(params, config.train_only)
+    mask = partition.trainable_mask(seen.leaves, config.freeze, only, layer_names(params))
+    check_terms(seen.terms, mask)
+    hyper = jax.eval_shape(lambda: config.hyper(objective.terms)(0))
+    settled = jax.eval_shape(seen.settled, params, 0, hyper)
+    mask, unread = _frozen_where_unread(seen, settled, mask)
+    optimizer = make_optimizer(config.optimizer_with(objective.rates), params, mask, seen.leaves)
+    state = abstract_state(params, optimizer, mask)
+    placed = (
+        state_shardings(mesh, state, seen.leaves),
+        partition.batch_sharding(mesh),
+        partition.replicated(mesh),
+    )
+    if seen.refresh is not None:
+        where = flatten(placed[0].params)
+        where = unflatten({path: where[path] for path in flatten(settled)})
+        seen = dataclasses.replace(seen, settled=jax.jit(seen.settled, out_shardings=where))
+    remats = auto_remat(seen.options.platform) if config.remat == "auto" else (config.remat,)
+    made = Plan(
+        **{field.name: getattr(seen, field.name) for field in dataclasses.fields(Evaluation)},
+        hyper=hyper,
+        trainable=mask,
+        unread=unread,
+        whole=made_whole(params, seen.terms),
+        dropout=config.dropout > 0 or (config.adapter_dropout > 0 and "adapters"),
+        optimizer=optimizer,
+        train_step=None,
+        state=state,
+        shardings=placed,
+        remats=remats,
+        assumed=assumed,
+        key=key,
+    )
+    return dataclasses.replace(made, train_step=made._step())
+
+
+def _frozen_where_unread(
+    seen: Evaluation, settled: Any, mask: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the mask, in which leaves that the objective does not read stay as they are; those that
+    would have trained): a language model's untied head under a classifier, say.
+
+    Raises:
+      ValueError: a leaf that the model does not read either. (Flax is silent about those.)
+    """
+    rows = seen.batch_size // seen.accumulation
+    batch = seen.objective.shapes(rows, seen.objective.longest)
+
+    def computed(params: Any, batch: Any) -> Any:
+        values, outputs = values_of(seen.forward, seen.terms, params, batch)
+        on_params = [term(params) for term in seen.terms if term.on == "params"]
+        return values, outputs.get("predictions"), on_params
+
+    unread = unused_leaves(seen.model, settled, computed, batch)
+    own = set(unread) and set(unused_leaves(seen.model, settled))
+    kept = f"{ROOT}/"  # of another task
+    refuse_unused(
+        seen.model, [path for path in unread if path in own and not path.startswith(kept)]
+    )
+    return mask | dict.fromkeys(unread, False), tuple(path for path in unread if mask[path])
