@@ -26,7 +26,7 @@ from ffn_heterogeneity.adapters import KERNEL_LEAVES, neuron_factor
 from ffn_heterogeneity.data.labelled import Encoded, in_order_of_length
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.causal_lm import nudged
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
 from ffn_heterogeneity.models.linear import effective_kernel
@@ -101,14 +101,8 @@ def _states(
 
     def probability(nudge_btd: jax.Array) -> tuple[jax.Array, dict]:
         nudges = jnp.zeros((config.n_layers, *nudge_btd.shape), nudge_btd.dtype)
-        outputs = forward(
-            config,
-            params,
-            batch,
-            options=options,
-            probes=(_STATES, *head.probes),
-            nudges=nudges.at[layer].set(nudge_btd),
-        )
+        nudges, probes = nudges.at[layer].set(nudge_btd), (_STATES, *head.probes)
+        outputs = nudged(config, params, batch, nudges, options=options, probes=probes)
         logits = head.apply(params, outputs, batch, lambda x: x)
         seen = jax.tree.map(lambda leaf: leaf[layer], outputs["probes"]["ffn_states"])
         # Of a sum over rows: no row sees another.

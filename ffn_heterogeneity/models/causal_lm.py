@@ -37,7 +37,6 @@ def forward(
     probes: tuple = (),
     per_layer: dict | None = None,
     dropout: tuple[jax.Array, jax.Array | None] | None = None,
-    nudges: jax.Array | None = None,
 ) -> dict:
     """Hidden states after the final norm, and what the probes saw.
 
@@ -52,8 +51,6 @@ def forward(
       probes: `probes.base.Probe` instances with distinct names.
       per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
       dropout: (key, rate), where a rate None drops in adapters alone; or None for none.
-      nudges: [L, B, T, D], added to what the FFNs return: the gradient of a zero there is that of
-        the output, token by token.
 
     Returns:
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; of a model
@@ -62,6 +59,37 @@ def forward(
     Raises:
       ValueError: rows longer than the table of learned positions.
     """
+    return _run(config, params, batch, options, probes, per_layer=per_layer, dropout=dropout)
+
+
+def nudged(
+    config: ModelConfig,
+    params: dict,
+    batch: dict,
+    nudges_lbtd: jax.Array,
+    *,
+    options: RunOptions = RunOptions(),
+    probes: tuple = (),
+) -> dict:
+    """`forward` with `nudges_lbtd` added to the outputs of the FFNs.
+
+    The gradient with respect to a nudge of zero is that of the FFN's output, token by token.
+    """
+    beside = {"perturbations": {"ffn": {"output": nudges_lbtd}}}
+    return _run(config, params, batch, options, probes, beside=beside)
+
+
+def _run(
+    config: ModelConfig,
+    params: dict,
+    batch: dict,
+    options: RunOptions,
+    probes: tuple,
+    per_layer: dict | None = None,
+    dropout: tuple[jax.Array, jax.Array | None] | None = None,
+    beside: dict | None = None,
+) -> dict:
+    """`forward`; `beside`: variables of the layers' modules beside their parameters, [L, ...]."""
     tokens = batch["tokens"]
     positions = row_positions(batch) if config.position_rows else None
     x = embed(config, params, tokens, options, positions, batch.get("token_types"))
@@ -100,7 +128,7 @@ def forward(
         }
         return (hold(x, options.activations), link), results
 
-    extra = _of_layers(config, probes, per_layer, dropout, nudges)
+    extra = _of_layers(config, probes, per_layer, dropout) | {"beside": beside or {}}
     # Laid out, and under vmap batched, as x is; what it holds means nothing on the way forward.
     link = jax.lax.stop_gradient(x) if with_cosine else None
     (x, link), seen = run_stack(
@@ -138,10 +166,9 @@ def one_layer(
     return block.apply({"params": leaves}, x_btd, rotary, mask)
 
 
-def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[str, Any]:
+def _of_layers(config: ModelConfig, probes, per_layer, dropout) -> dict[str, Any]:
     """[L, ...] leaves, of which every layer is given its slice."""
-    beside = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
-    extra: dict[str, Any] = {"probes": per_layer or {}, "beside": beside}
+    extra: dict[str, Any] = {"probes": per_layer or {}}
     if probes:
         extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
     if dropout is not None:
