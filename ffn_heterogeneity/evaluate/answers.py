@@ -27,9 +27,7 @@ from ffn_heterogeneity.data.mixtures import TaskQuestion, member_file, questions
 from ffn_heterogeneity.data.packing import BOS_POLICIES, Encoder
 from ffn_heterogeneity.data.sources import open_source
 from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
-from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
-from ffn_heterogeneity.evaluate.metrics import (
+from ffn_heterogeneity.evaluate.answer_metrics import (
     METRICS,
     SUPERGLUE,
     Counts,
@@ -37,6 +35,8 @@ from ffn_heterogeneity.evaluate.metrics import (
     scores,
     superglue,
 )
+from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generation, Generator, Sampling
 from ffn_heterogeneity.progress import bar

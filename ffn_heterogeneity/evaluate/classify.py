@@ -22,7 +22,7 @@ from ffn_heterogeneity.data.glue import LabelTask, get_task, with_labels
 from ffn_heterogeneity.data.labelled import Encoded, Form
 from ffn_heterogeneity.data.sources import DataError, Source, read_each
 from ffn_heterogeneity.evaluate.inputs import options_of, text_rows, tokenizer_of
-from ffn_heterogeneity.evaluate.labels import task_metrics
+from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model, one_model

@@ -11,12 +11,12 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.evaluate.answer_metrics import wilson_interval
 from ffn_heterogeneity.evaluate.graders import check_graders
 from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, check_pack, make_task_pack
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
 from ffn_heterogeneity.evaluate.inputs import options_of
-from ffn_heterogeneity.evaluate.jsonl import write_rows
-from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.evaluate.result_rows import write_rows
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model

@@ -13,7 +13,8 @@ from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, run_script, save_tiny
 from tiny_runs import read_rows, write_rows
 
-from ffn_heterogeneity.evaluate import answers, metrics
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
+from ffn_heterogeneity.evaluate import answers
 from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.rows import rows_of

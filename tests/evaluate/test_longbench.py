@@ -16,8 +16,8 @@ from task_tools import instance, requests_of
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 from tiny_runs import read_rows
 
+from ffn_heterogeneity.evaluate.answer_metrics import rouge_l
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
-from ffn_heterogeneity.evaluate.metrics import rouge_l
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig

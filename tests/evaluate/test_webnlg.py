@@ -19,8 +19,9 @@ from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError, read_jsonl
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.tasks.webnlg import SEEN, UNSEEN
-from ffn_heterogeneity.evaluate import answers, metrics
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
+from ffn_heterogeneity.evaluate import answers
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.evaluate.run import check_config
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

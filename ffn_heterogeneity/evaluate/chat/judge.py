@@ -23,6 +23,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.evaluate.answer_metrics import wilson_interval
 from ffn_heterogeneity.evaluate.chat import judge_prompts
 from ffn_heterogeneity.evaluate.chat.conversations import (
     Question,
@@ -32,8 +33,7 @@ from ffn_heterogeneity.evaluate.chat.conversations import (
 )
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 from ffn_heterogeneity.evaluate.inputs import settings_from
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
-from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.wording import check_choice, check_numbers
 
