@@ -6,14 +6,17 @@ of n rows has a multinomial table of n draws from C / n: no row is drawn by itse
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ffn_heterogeneity.data.glue import LabelTask
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
+from ffn_heterogeneity.report.stats import ends, resamples
 
 DRAWS, SEED = 1_000, 0
-_QUANTILES = (0.025, 0.975)
 
 
 def task_metrics(task: LabelTask, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
@@ -39,15 +42,20 @@ def label_metrics(
       predictions, targets: numbers of labels, [n].
       count: how many labels there are.
     """
-    table = np.zeros((count, count))
-    np.add.at(table, (targets.astype(int), predictions.astype(int)), 1)
+    meant, said = np.indices((count, count)).reshape(2, -1).tolist()
+    table = np.bincount(targets.astype(int) * count + predictions.astype(int), minlength=count**2)
     n = int(table.sum())
-    draws = np.random.default_rng(SEED).multinomial(n, table.reshape(-1) / n, DRAWS)
-    drawn = draws.reshape(DRAWS, count, count).astype(float)
-    of_table = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews}
-    of_table["macro_f1"] = lambda tables: _f1_of_each(tables).mean(-1)
-    values = {name: (of_table[name](table), of_table[name](drawn)) for name in names}
-    return _with_intervals(values) | {"n": n}
+    draws = np.random.default_rng(SEED).multinomial(n, table / n, DRAWS)
+    every, found = range(count), dict[str, float]()
+    kinds = {"accuracy": (metrics.accuracy,), "f1": (metrics.macro_f1, (1,))}
+    kinds |= {"macro_f1": (metrics.macro_f1, every), "matthews": (metrics.matthews, every)}
+    for name in names:
+        metric, *labels = kinds[name]
+        counts = metric.counts(said, meant, *labels)
+        each = [metrics.scores(counts, times) for times in (table, *draws)]
+        value, *drawn = (next(iter(one.values())) for one in each)
+        found |= metrics.with_ends(name, value, *ends(drawn))
+    return found | {"n": n}
 
 
 def number_metrics(
@@ -58,56 +66,20 @@ def number_metrics(
     Of equal numbers all have their mean rank. A resample in which either side is constant has a
     correlation of 0.
     """
-    n = len(targets)
-    rows = np.random.default_rng(SEED).integers(0, n, (DRAWS, n))
-    values = {}
+    n, found = len(targets), dict[str, float]()
     for name in names:
-        drawn = [_correlation(name, predictions[one], targets[one]) for one in rows]
-        values[name] = (_correlation(name, predictions, targets), np.array(drawn))
-    return _with_intervals(values) | {"n": n}
+        of_rows = functools.partial(_correlation, name, predictions, targets)
+        drawn = [*map(of_rows, resamples(n, DRAWS, SEED))]
+        found |= metrics.with_ends(name, of_rows(slice(None)), *ends(drawn))
+    return found | {"n": n}
 
 
-def _with_intervals(values: Mapping[str, tuple]) -> dict[str, float]:
-    metrics = {}
-    for name, (value, drawn) in values.items():
-        low, high = np.quantile(drawn, _QUANTILES)
-        metrics |= {name: float(value), f"{name}_low": float(low), f"{name}_high": float(high)}
-    return metrics
-
-
-def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    above, below = np.asarray(above, float), np.asarray(below, float)
-    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
-
-
-def _diagonal(tables: np.ndarray) -> np.ndarray:
-    return np.diagonal(tables, axis1=-2, axis2=-1)
-
-
-def _accuracy(tables: np.ndarray) -> np.ndarray:
-    return _ratio(_diagonal(tables).sum(-1), tables.sum((-2, -1)))
-
-
-def _f1_of_each(tables: np.ndarray) -> np.ndarray:
-    return _ratio(2 * _diagonal(tables), tables.sum(-1) + tables.sum(-2))
-
-
-def _f1(tables: np.ndarray) -> np.ndarray:
-    return _f1_of_each(tables)[..., 1]
-
-
-def _matthews(tables: np.ndarray) -> np.ndarray:
-    total, right = tables.sum((-2, -1)), _diagonal(tables).sum(-1)
-    meant, said = tables.sum(-1), tables.sum(-2)
-    both = (meant * said).sum(-1)
-    spread = (total**2 - (meant**2).sum(-1)) * (total**2 - (said**2).sum(-1))
-    return _ratio(total * right - both, np.sqrt(spread))
-
-
-def _correlation(name: str, x: np.ndarray, y: np.ndarray) -> float:
+def _correlation(name: str, x: np.ndarray, y: np.ndarray, rows: Any) -> float:
     from scipy.stats import rankdata
 
+    x, y = x[rows], y[rows]
     if name == "spearman":
         x, y = rankdata(x), rankdata(y)
     x, y = np.asarray(x, float) - np.mean(x), np.asarray(y, float) - np.mean(y)
-    return float(_ratio(x @ y, np.sqrt((x @ x) * (y @ y))))
+    spread = np.sqrt((x @ x) * (y @ y))
+    return float(x @ y / spread) if spread > 0 else 0.0
