@@ -63,33 +63,16 @@ def forward(
 
 
 def nudged(
-    config: ModelConfig,
-    params: dict,
-    batch: dict,
-    nudges_lbtd: jax.Array,
-    *,
-    options: RunOptions = RunOptions(),
-    probes: tuple = (),
+    config: ModelConfig, params: dict, batch: dict, nudges_lbtd: jax.Array, **given: Any
 ) -> dict:
-    """`forward` with `nudges_lbtd` added to the outputs of the FFNs.
+    """`forward`, given `options` and `probes`, with nudges added to the outputs of the FFNs.
 
     The gradient with respect to a nudge of zero is that of the FFN's output, token by token.
     """
-    beside = {"perturbations": {"ffn": {"output": nudges_lbtd}}}
-    return _run(config, params, batch, options, probes, beside=beside)
+    return _run(config, params, batch, nudges=nudges_lbtd, **given)
 
 
-def _run(
-    config: ModelConfig,
-    params: dict,
-    batch: dict,
-    options: RunOptions,
-    probes: tuple,
-    per_layer: dict | None = None,
-    dropout: tuple[jax.Array, jax.Array | None] | None = None,
-    beside: dict | None = None,
-) -> dict:
-    """`forward`; `beside`: variables of the layers' modules beside their parameters, [L, ...]."""
+def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None, nudges=None):
     tokens = batch["tokens"]
     positions = row_positions(batch) if config.position_rows else None
     x = embed(config, params, tokens, options, positions, batch.get("token_types"))
@@ -128,7 +111,7 @@ def _run(
         }
         return (hold(x, options.activations), link), results
 
-    extra = _of_layers(config, probes, per_layer, dropout) | {"beside": beside or {}}
+    extra = _of_layers(config, probes, per_layer, dropout, nudges)
     # Laid out, and under vmap batched, as x is; what it holds means nothing on the way forward.
     link = jax.lax.stop_gradient(x) if with_cosine else None
     (x, link), seen = run_stack(
@@ -166,9 +149,10 @@ def one_layer(
     return block.apply({"params": leaves}, x_btd, rotary, mask)
 
 
-def _of_layers(config: ModelConfig, probes, per_layer, dropout) -> dict[str, Any]:
+def _of_layers(config: ModelConfig, probes, per_layer, dropout, nudges) -> dict[str, Any]:
     """[L, ...] leaves, of which every layer is given its slice."""
-    extra: dict[str, Any] = {"probes": per_layer or {}}
+    beside = {} if nudges is None else {"perturbations": {"ffn": {"output": nudges}}}
+    extra: dict[str, Any] = {"probes": per_layer or {}, "beside": beside}
     if probes:
         extra["is_last"] = jnp.arange(config.n_layers) == config.n_layers - 1
     if dropout is not None:

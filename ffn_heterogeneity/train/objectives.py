@@ -150,15 +150,7 @@ class Forward:
     options: causal_lm.RunOptions
     head: Head | None
 
-    def __call__(
-        self,
-        params: dict,
-        batch: Mapping[str, Any],
-        *,
-        probes: tuple = (),
-        dropout: tuple[jax.Array, jax.Array | None] | None = None,
-        per_layer: dict | None = None,
-    ) -> dict:
+    def __call__(self, params, batch, *, probes=(), dropout=None, per_layer=None) -> dict:
         """The keyword arguments are those of `causal_lm.forward`."""
         run = functools.partial(causal_lm.forward, dropout=dropout, per_layer=per_layer)
         return self._outputs(run, params, batch, probes, dropout)
