@@ -104,6 +104,16 @@ def settings_of(kind: type[Kind], given: Any) -> Kind:
     return kind(**values)
 
 
+def settings_from(kind: type[Kind], source: Any, **given: Any) -> Kind:
+    """`settings_of` the keys of a config that are fields of `kind`, and of the values given.
+
+    Fields with a default may be absent from the config.
+    """
+    fields = [x for x in dataclasses.fields(kind) if x.name not in given]
+    needed = [x.name for x in fields if x.default is dataclasses.MISSING or x.name in source]
+    return settings_of(kind, {name: source[name] for name in needed} | given)
+
+
 def nearest(typed: str, names: Collection[str]) -> str | None:
     """The name most like what was typed; None where even that is another word.
 

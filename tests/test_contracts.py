@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from tiny_models import REPOSITORY, batch_of, config_of, random_params, run_script, tiny_of
+from tiny_models import (
+    REPOSITORY,
+    MeanForward,
+    batch_of,
+    config_of,
+    random_params,
+    run_script,
+    tiny_of,
+)
 
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain
@@ -247,13 +255,9 @@ CALLS = [(name, settings) for name in TERMS for settings in ({}, *SETTINGS.get(n
 def evaluate_term(term, config, params, batch) -> TermValue:
     if term.on == "params":
         return term.function(params)
-
-    def forward(params, batch, *, config=config, **given):
-        return causal_lm.forward(config, params, batch, **given)
-
+    forward = MeanForward(config, 3)
     given = {"per_layer": term.per_layer(params, batch, forward)} if term.per_layer else {}
     outputs = forward(params, batch, probes=term.probes, **given)
-    outputs["predictions"] = jnp.mean(outputs["hidden"], axis=1)[:, :3]  # of some head
     return term.function(params, outputs, batch)
 
 

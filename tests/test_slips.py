@@ -12,10 +12,12 @@ from tiny_models import LLAMA, config_of, random_params
 from configs.parts.adapters import PARTS
 from configs.parts.losses import LOSSES
 from ffn_heterogeneity.adapters import RATES, REFRESHES
+from ffn_heterogeneity.evaluate.inputs import TextSettings
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import make_terms
+from ffn_heterogeneity.wording import settings_from
 
 SEEN = [
     ("prune", "layer", "layers"),  # took neurons of every layer
@@ -47,6 +49,18 @@ def test_what_is_left_out_is_as_in_the_config(name):
     else:
         config = config_of("nucl_finetune", EVERYTHING).get(name, {})
     assert SURGERIES[name].read(config) == SURGERIES[name].check({})
+
+
+def test_settings_are_read_from_a_config_that_has_more():
+    """A key that has a default may be absent; one without is named."""
+    config = config_of("perplexity", model="m", text="a.txt").to_dict() | {"own": 1}
+    del config["revision"], config["compute_dtype"]
+    settings = settings_from(TextSettings, config, window=7)
+    assert (settings.window, settings.batch_size) == (7, 4)
+    assert (settings.revision, settings.compute_dtype) == (None, "auto")
+    del config["bos"]
+    with pytest.raises(KeyError, match="bos"):
+        settings_from(TextSettings, config)
 
 
 def test_a_removal_without_a_word():

@@ -311,3 +311,25 @@ def stopped_and_resumed(config, workdir, monkeypatch):
     assert one == other
     models = [flatten(load_model(workdir / name / "model").params) for name in ("run", "again")]
     assert all(leaf.tobytes() == models[1][path].tobytes() for path, leaf in models[0].items())
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanForward:
+    """A run's forward pass (`train.objectives.Forward`) that predicts means of hidden states."""
+
+    config: ModelConfig
+    outputs: int = 2
+
+    def __call__(self, params, batch, **given):
+        return self._with(causal_lm.forward, params, batch, **given)
+
+    def nudged(self, params, batch, nudges):
+        return self._with(causal_lm.nudged, params, batch, nudges_lbtd=nudges)
+
+    def of(self, config):
+        return dataclasses.replace(self, config=config)
+
+    def _with(self, run, params, batch, **given):
+        options = causal_lm.RunOptions(compute_dtype=params["embed"]["embedding"].dtype)
+        outputs = run(self.config, params, batch, options=options, **given)
+        return outputs | {"predictions": outputs["hidden"].mean(1)[:, : self.outputs]}

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.bench.timing import Questions, compare, ratios_of, stepping
 from ffn_heterogeneity.heads import make_head, with_head
@@ -41,8 +40,8 @@ QUESTIONS: Questions = {
 }
 
 
-def benchmark_fusion(config: ConfigDict) -> dict:
-    """Times a step on labelled rows [batch, seq_len] and a forward pass of `config.model`, whole
+def benchmark_fusion(name: str, rows: tuple[int, int], repetitions: int) -> dict:
+    """Times a step on labelled rows [batch, seq_len] and a forward pass of the preset `name`, whole
     and compressed: float32, AdamW, random weights and rows.
 
     Returns:
@@ -51,7 +50,6 @@ def benchmark_fusion(config: ConfigDict) -> dict:
     Raises:
       ValueError: an unknown model.
     """
-    name, rows = str(config.model), (int(config["batch"]), int(config["seq_len"]))
     shape = preset(name)[0]
     head = HeadConfig.of("classification", vars(Classification()))
     key = jax.random.key(0)
@@ -77,7 +75,7 @@ def benchmark_fusion(config: ConfigDict) -> dict:
     title = f"{name}, {rows[0]} x {rows[1]} tokens; float32"
     beside = [one for one in programs if not one.startswith(WHOLE)]
     ratios = ratios_of([(one, f"{WHOLE}, {one.split(', ')[1]}") for one in beside])
-    found = compare(title, programs, calls, int(config["repetitions"]), ratios)
+    found = compare(title, programs, calls, repetitions, ratios)
     for label, program in programs.items():
         found["programs"][label]["gflop"] = program.cost_analysis()["flops"] / 1e9
     return found

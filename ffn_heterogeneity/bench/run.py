@@ -18,7 +18,9 @@ BENCHMARKS: dict[str, Callable[..., dict]] = {
     "model": lambda config, workdir, load: model.benchmark_model(config, workdir),
     "nucl": lambda config, workdir, load: losses.benchmark_nucl(rounds=config.repetitions),
     "nll": lambda config, workdir, load: losses.benchmark_nll(rounds=config.repetitions),
-    "fusion": lambda config, workdir, load: fusion.benchmark_fusion(config),
+    "fusion": lambda config, workdir, load: fusion.benchmark_fusion(
+        config.model, (config["batch"], config["seq_len"]), config.repetitions
+    ),
     "steps": lambda config, workdir, load: steps.benchmark_steps(config, load),
     "streaming": lambda config, workdir, load: streaming.benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None

@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io.files import once
+from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.tables import markdown_table
 
 # (value, 2.5% bound, 97.5% bound)
@@ -128,11 +129,9 @@ def ratios_of(
 
 def _bootstrapped(statistic: Callable[[np.ndarray], np.ndarray], rounds: np.ndarray) -> Interval:
     """`statistic` of [..., rounds] over its last axis, and its bounds over drawn rounds."""
-    count = rounds.shape[-1]
-    picks = np.random.default_rng(0).integers(0, count, (2000, count))
+    drawn = statistic(rounds[..., stats.resamples(rounds.shape[-1], 2000)])
     # method="nearest": interpolating between infinities would give NaN.
-    low, high = np.percentile(statistic(rounds[..., picks]), [2.5, 97.5], method="nearest")
-    return float(statistic(rounds)), float(low), float(high)
+    return float(statistic(rounds)), *stats.ends(drawn, method="nearest")
 
 
 def _ratio_of_medians(rows: np.ndarray) -> np.ndarray:

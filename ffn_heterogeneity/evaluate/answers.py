@@ -14,6 +14,7 @@ their own as well, as "<task>_<part>".
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,33 +22,63 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.mixtures import TaskQuestion, member_file, questions
 from ffn_heterogeneity.data.packing import BOS_POLICIES, Encoder
 from ffn_heterogeneity.data.sources import open_source
 from ffn_heterogeneity.data.tasks import Example, MixedTask, Task, get_task, tasks
-from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
-from ffn_heterogeneity.evaluate.metrics import (
-    METRICS,
-    SUPERGLUE,
-    Counts,
-    bootstrap,
-    scores,
-    superglue,
-)
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, tokenizer_of
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generation, Generator, Sampling
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.report.stats import ends
 from ffn_heterogeneity.wording import check_choice, check_known, check_numbers
 
 PIECE = 16  # batches between two writes
-LEVELS = (2.5, 97.5)  # percentiles: a 95% interval
 
 
-def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> dict[str, Any]:
-    """Answers what `configs/answers.py` names and is not answered yet, and scores all of it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerSettings(ModelSettings):
+    """Settings that `configs/answers.py` explains."""
+
+    tasks: tuple[str, ...]
+    data_root: str
+    split: str
+    limit: int
+    bos: str
+    max_new_tokens: int
+    bootstrap: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("bos", self.bos, BOS_POLICIES)
+        check_numbers(self, limit="[0, inf)", seed="[0, inf)", bootstrap="[1, inf)")
+        Sampling(self.max_new_tokens)
+
+    def read(self) -> dict[Task, list[TaskQuestion]]:
+        """The prompts of each task: those of its first `limit` questions (0: of all).
+
+        A mixture stands for its members, without those that an option may leave out (DPR).
+
+        Raises:
+          ValueError (DataError): an unknown task (with the nearest name), one without metrics,
+            missing files, or rows without labels (file and row).
+          ImportError: a metric's package is not installed.
+        """
+        if not self.tasks or isinstance(self.tasks, str):
+            raise ValueError(f"tasks={self.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
+        found = {}
+        for task in _scored(self.tasks):
+            found[task] = _first(_questions_of(task, self.data_root, self.split), self.limit)
+            _signatures(task, [one.reference for one in found[task]])
+        return found
+
+
+def evaluate_answers(settings: AnswerSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
+    """Answers the questions that are not answered yet, and scores all of them.
 
     Returns:
       "tasks": {task: {"n": questions, "shots": 0, "interval": "bootstrap", metric: value, metric +
@@ -57,75 +88,42 @@ def evaluate_answers(config: ConfigDict, model: Model, workdir: epath.Path) -> d
       as "superglue".
 
     Raises:
-      ValueError (DataError): as `check_answers`, or a model without a tokenizer.
+      ValueError (DataError): as `AnswerSettings.read`, or a model without a tokenizer.
     """
     tokenizer = tokenizer_of(model, "answers are text, add its files")
-    encoder = Encoder(tokenizer, config.bos)
-    options, size = options_of(config), config.batch_size
-    generator = Generator(model.config, model.params, tokenizer, options=options, batch_size=size)
+    generator = Generator(model.config, model.params, tokenizer, **settings.how)
     rows, values, draws = {}, {}, {}
-    for task, asked in read_questions(config).items():
+    for task, asked in settings.read().items():
         path = workdir / "answers" / f"{task.name}.jsonl"
-        answers = _answered(asked, path, encoder, generator, config.max_new_tokens, size)
+        answers = _answered(asked, path, generator, settings)
         predictions = [row["prediction"] for row in answers]
         references = [question.reference for question in asked]
-        every: Counts = {}
+        every: metrics.Counts = {}
         for metric in task.metrics:
-            every |= METRICS[metric].counts(predictions, references)
+            every |= metrics.METRICS[metric].counts(predictions, references)
         for name, part in _parts(task.name, asked).items():
             # (A question of a task without parts may be several prompts.)
             counts = every
             if name != task.name:
                 counts = {score: table[part] for score, table in every.items()}
             # The same whatever other tasks are evaluated.
-            rng = np.random.default_rng([config.seed, zlib.crc32(name.encode())])
-            values[name], draws[name] = scores(counts), bootstrap(counts, config.bootstrap, rng)
+            rng = np.random.default_rng([settings.seed, zlib.crc32(name.encode())])
+            values[name] = metrics.scores(counts)
+            draws[name] = metrics.bootstrap(counts, settings.bootstrap, rng)
             rows[name] = _row(len(next(iter(counts.values()))), values[name], draws[name])
             rows[name]["finish"] = dict(collections.Counter(answers[i]["finish"] for i in part))
             rows[name] |= _signatures(task, [references[i] for i in part])
-    eight = [f"superglue_{name}" for name in SUPERGLUE]
+    eight = [f"superglue_{name}" for name in metrics.SUPERGLUE]
     missing = [name for name in eight if name not in rows]
     if missing:
         if len(missing) < len(eight):
             print(f"no average of SuperGLUE: not asked {', '.join(missing)}", file=sys.stderr)
         return {"tasks": rows}
-    average = superglue({name: values[name] for name in eight})["superglue"]
+    average = metrics.superglue({name: values[name] for name in eight})["superglue"]
     drawn = np.mean([np.mean(list(draws[name].values()), 0) for name in eight], 0)
     n = sum(rows[name]["n"] for name in eight)
     rows["superglue"] = _row(n, {"average": average}, {"average": drawn})
     return {"tasks": rows, "superglue": average}
-
-
-def check_answers(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded.
-
-    Raises:
-      ValueError (DataError): an unknown task (with the nearest name), one without metrics, missing
-        files, rows without labels (file and row), or a number out of range.
-      ImportError: a metric's package is not installed.
-    """
-    if not config.tasks or isinstance(config.tasks, str):
-        raise ValueError(f"tasks={config.tasks!r}: give names, e.g. \"('superglue_rte',)\"")
-    check_choice("bos", config.bos, BOS_POLICIES)
-    check_numbers(config, limit="[0, inf)", seed="[0, inf)")
-    check_numbers(config, batch_size="[1, inf)", bootstrap="[1, inf)")
-    Sampling(config.max_new_tokens)
-    for task, asked in read_questions(config).items():
-        _signatures(task, [one.reference for one in asked])
-
-
-def read_questions(config: ConfigDict) -> dict[Task, list[TaskQuestion]]:
-    """The prompts of each task: those of its first `config.limit` questions (0: of all).
-
-    A mixture stands for its members, without those that an option may leave out (DPR).
-
-    Raises:
-      DataError: as `check_answers`.
-    """
-    return {
-        task: _first(_questions_of(task, config.data_root, config.split), config.limit)
-        for task in _scored(config.tasks)
-    }
 
 
 def _scored(names: Sequence[str]) -> list[Task]:
@@ -137,7 +135,7 @@ def _scored(names: Sequence[str]) -> list[Task]:
             if not task.metrics:
                 known = ", ".join(name for name, one in tasks().items() if one.metrics)
                 raise ValueError(f"task {name!r} has no metric here; those that have: {known}")
-            check_known(task.metrics, METRICS, f"metric of task {name!r}")
+            check_known(task.metrics, metrics.METRICS, f"metric of task {name!r}")
             scored.append(task)
     return scored
 
@@ -172,28 +170,24 @@ def _parts(name: str, asked: Sequence[TaskQuestion]) -> dict[str, list[int]]:
 
 def _signatures(task: Task, references: Sequence[Any]) -> dict[str, Any]:
     """ "signatures" of the task's metrics, where they have one."""
-    signed = {name: METRICS[name].signature for name in task.metrics}
+    signed = {name: metrics.METRICS[name].signature for name in task.metrics}
     given = {name: sign(references) for name, sign in signed.items() if sign}
     return {"signatures": given} if given else {}
 
 
 def _answered(
-    asked: Sequence[TaskQuestion],
-    path: epath.Path,
-    encoder: Encoder,
-    generator: Generator,
-    max_new_tokens: int,
-    batch_size: int,
+    asked: Sequence[TaskQuestion], path: epath.Path, generator: Generator, settings: AnswerSettings
 ) -> list[dict[str, Any]]:
     """The rows of the file of answers, in the questions' order, all of them written."""
     rows = {row["id"]: row for row in read_rows(path)}
+    encoder = Encoder(generator.tokenizer, settings.bos)
     # A target of training is encoded apart from its prompt.
     prompts = [ids[:before] for ids, before in (encoder.ids(Example(q.prompt, "")) for q in asked)]
-    room = generator.config.max_position - max_new_tokens
+    room = generator.config.max_position - settings.max_new_tokens
     eos = () if encoder.eos_id is None else (encoder.eos_id,)
-    sampling = Sampling(max_new_tokens, stop=("\n",), eos=eos)
+    sampling = Sampling(settings.max_new_tokens, stop=("\n",), eos=eos)
     order = sorted(range(len(asked)), key=lambda i: -len(prompts[i]))
-    size = PIECE * batch_size
+    size = PIECE * settings.batch_size
     with bar(path.stem, total=len(asked), initial=len(rows)) as shown:
         for piece in (order[start : start + size] for start in range(0, len(order), size)):
             if rows.keys() >= set(piece):
@@ -214,6 +208,5 @@ def _row(n: int, values: Mapping[str, float], draws: Mapping[str, np.ndarray]) -
     """A row of results: the values, each with its interval."""
     row: dict[str, Any] = {"n": n, "shots": 0, "interval": "bootstrap"}
     for name, value in values.items():
-        low, high = np.percentile(draws[name], LEVELS)
-        row |= {name: value, f"{name}_low": float(low), f"{name}_high": float(high)}
+        row |= metrics.with_ends(name, value, *ends(draws[name]))
     return row

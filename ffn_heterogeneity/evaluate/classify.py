@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import io
 import json
@@ -14,15 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 from scipy.special import expit, softmax
 
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task, with_labels
 from ffn_heterogeneity.data.labelled import Encoded, Form
 from ffn_heterogeneity.data.sources import DataError, Source, read_each
-from ffn_heterogeneity.evaluate.inputs import options_of, text_rows, tokenizer_of
-from ffn_heterogeneity.evaluate.labels import task_metrics
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, text_rows, tokenizer_of
+from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.load import Model, one_model
@@ -30,22 +30,27 @@ from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_numbers, some
+from ffn_heterogeneity.wording import some
 
 TABLE = "predictions.csv"
 # Tokens of a batch's rows, up to the longest that the model was trained on.
 _LENGTHS = tuple(2**i for i in range(5, 15))
 
 
-def check_classify(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `classify_file`."""
-    check_numbers(config, batch_size="[1, inf)")
-    if not config.input:
-        raise ValueError("--config.input is empty: give a .csv, .tsv or .jsonl file of rows")
-    labelled.open_rows(config.input)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifySettings(ModelSettings):
+    """Settings that `configs/classify.py` explains."""
+
+    input: str
+    fields: str
+
+    def read(self) -> Source:
+        if not self.input:
+            raise ValueError("--config.input is empty: give a .csv, .tsv or .jsonl file of rows")
+        return labelled.open_rows(self.input)
 
 
-def classify_file(config: ConfigDict, model: Model, workdir: epath.Path) -> dict:
+def classify_file(settings: ClassifySettings, model: Model, workdir: epath.Path) -> dict:
     """Writes `<workdir>/predictions.csv`: the input's columns, then those of `columns_of`.
 
     Returns:
@@ -55,18 +60,19 @@ def classify_file(config: ConfigDict, model: Model, workdir: epath.Path) -> dict
       ValueError (DataError is one): a model without such a head, rows without its fields, columns
         of the names that are to be written, an answer that the task does not know.
     """
-    task = task_of(model, config.fields)
-    source = labelled.open_rows(config.input)
+    task, source = task_of(model, settings.fields), settings.read()
     own = model.config.head.settings
     problem = own.get("problem", "")  # several labels or numbers per row have no metrics here
     several = problem.startswith("multi") or (problem and own["outputs"] > 1)
     answers = [*read_each(source, (lambda row: math.nan) if several else task.target_or_nan)]
     tokenizer = tokenizer_of(model, "no text can be read: add its files")
     data = labelled.encode_rows(task, source, tokenizer, form_of(model.config), labelled=False)
-    made = predicted(model, data, config.batch_size, options_of(config), "rows")
+    made = predicted(model, data, settings.batch_size, settings.options, "rows")
     columns = columns_of(model.config.head, made)
-    write_table(workdir / TABLE, source, columns)
-    results = {"input": config.input, "rows": len(data), "rows_cut": data.cut, "task": task.name}
+    table = table_of(source, columns)
+    with atomic_path(workdir / TABLE) as temporary:
+        temporary.write_bytes(table.encode("utf-8", "replace"))
+    results = {"input": settings.input, "rows": len(data), "rows_cut": data.cut, "task": task.name}
     if not task.regression:
         said = columns["prediction"]
         said = sum(said, []) if isinstance(said[0], list) else said
@@ -159,7 +165,7 @@ def predicted(
 ) -> np.ndarray:
     """Probabilities of the labels, or the numbers, of every row, float64 [rows, outputs].
 
-    softmax(logits), or sigmoid(logits) of several labels per row.
+    softmax(logits), or sigmoid(logits) of several labels per row. `observe` applies no head.
 
     Raises:
       ValueError: something is not finite.
@@ -205,8 +211,8 @@ def columns_of(head: HeadConfig, made: np.ndarray) -> dict[str, list]:
     }
 
 
-def write_table(path: epath.Path, source: Source, columns: Mapping[str, list]) -> None:
-    """CSV of the source's records and the columns, whole or not at all.
+def table_of(source: Source, columns: Mapping[str, list]) -> str:
+    """CSV of the source's records and the columns.
 
     Raises:
       DataError: the records have a column of that name.
@@ -221,8 +227,7 @@ def write_table(path: epath.Path, source: Source, columns: Mapping[str, list]) -
     for i, row in enumerate(rows):
         cells = {name: _cell(value) for name, value in row.items()}
         table.writerow(cells | {name: _cell(values[i]) for name, values in columns.items()})
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(text.getvalue().encode("utf-8", "replace"))
+    return text.getvalue()
 
 
 def _cell(value: Any) -> Any:

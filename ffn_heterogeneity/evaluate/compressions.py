@@ -5,6 +5,7 @@ section V-B, Table I and Figure 1).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -17,19 +18,20 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings
-from ffn_heterogeneity.evaluate.inputs import options_of, settings_from, tokenizer_of
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, tokenizer_of
 from ffn_heterogeneity.evaluate.ntk import tangent_kernels, token_states
 from ffn_heterogeneity.heads import ROOT, with_head
 from ffn_heterogeneity.heads.classification import Classification
-from ffn_heterogeneity.io.load import Load, Model, load_model
+from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.stack import layer_leaves, restack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.paths import replaced
+from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.report.figures import bar_figure
 from ffn_heterogeneity.report.tables import markdown_table, number
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse
-from ffn_heterogeneity.wording import check_numbers, settings_of
+from ffn_heterogeneity.wording import check_numbers, settings_from, settings_of
 
 # The block that returns its bias alone: what an output's error is worth is seen beside its.
 BIAS = "bias_only"
@@ -37,19 +39,48 @@ BIAS = "bias_only"
 OUTPUTS = {"output_error": "y", "block_error": "block"}
 
 
-def check_ntk(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `ntk`."""
-    check_numbers(config, batch_size="[1, inf)", max_rows="[0, inf)", layer="[0, inf)")
-    if not config.methods and not config.against:
-        raise ValueError("nothing is compared: give --config.methods or --config.against")
-    for method in tuple(config["methods"]):
-        _fusion(config, method)
-    settings = settings_of(LabelSettings, config.data)
-    if settings.path:
-        labelled.open_rows(settings.path)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NtkSettings(ModelSettings):
+    """Settings that `configs/analyze.py:ntk` explains.
+
+    Attributes:
+      fusions: of that layer, by each method.
+    """
+
+    layer: int
+    fusions: tuple[Fusion, ...]
+    against: tuple[str, ...]
+    data: LabelSettings
+    fields: str
+    max_rows: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, max_rows="[0, inf)", layer="[0, inf)")
+        if not self.fusions and not self.against:
+            raise ValueError("nothing is compared: give --config.methods or --config.against")
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> NtkSettings:
+        """Those of a config, whose keys of `Fusion` stand beside the others."""
+        shared = functools.partial(settings_from, Fusion, config, layers=str(config.layer))
+        fusions = tuple(shared(method=method) for method in config.methods)
+        data = settings_of(LabelSettings, config.data)
+        return settings_from(cls, config, fusions=fusions, data=data)
+
+    @property
+    def task(self) -> LabelTask:
+        """The task whose rows are read; a user's own has two labels, whose names nothing reads."""
+        fields = tuple(part for part in self.fields.split(",") if part)
+        return get_task(self.data.task, fields, ("a", "b"))
+
+    def read(self) -> None:
+        if self.data.path:
+            labelled.open_rows(self.data.path)
 
 
-def ntk(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
+def ntk(settings: NtkSettings, model: Model, workdir: epath.Path) -> dict:
     """The analysis "ntk": of every method of compression, and of other models, how far a layer's
     outputs and kernels are from the whole model's.
 
@@ -62,19 +93,17 @@ def ntk(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
       tokens; "kept_share" of the block's weights}}.
 
     Raises:
-      ValueError: as `load_model`, `fuse` and `token_states`; rows that cannot be read.
+      ValueError: as `fuse` and `token_states`; rows that cannot be read.
     """
-    model, layer = load(config.model, revision=config.revision), int(config["layer"])
+    layer = settings.layer
     if layer >= model.config.n_layers:
         raise ValueError(f"layer={layer}: the model has {model.config.n_layers} layers")
-    data = _rows(config, model)
-    model = with_random_head(model, config)
-    special = set(tokenizer_of(model).all_special_ids)
-    real = np.arange(max(map(len, data.ids))) < np.array([[len(row)] for row in data.ids])
-    words = np.zeros_like(real)
-    for row, ids in zip(words, data.ids, strict=True):
-        row[: len(ids)] = [token not in special for token in ids.tolist()]
-    whole = _measured(config, model, data, "the whole model")
+    data = _rows(settings, model)
+    model = with_random_head(model, settings.task.outputs, settings.seed)
+    (batch,) = token_batches(data.ids, len(data))
+    real = batch["segment_ids"] > 0
+    words = real & ~np.isin(batch["tokens"], tokenizer_of(model).all_special_ids)
+    whole = _measured(settings, model, data, "the whole model")
     results: dict[str, Any] = {
         "layer": layer + 1,
         "rows": len(data),
@@ -83,20 +112,20 @@ def ntk(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
         "sgd_kernel_norm": float(np.linalg.norm(whole["sgd"])),
     }
     errors = results["errors"] = {}
-    for name, other, kept in _others(config, model):
-        found = _measured(config, other, data, name)
+    for name, other, kept in _others(settings, model):
+        found = _measured(settings, other, data, name)
         errors[name] = errors_of(whole, found, {"": real, "_words": words}) | kept
         print(f"{name}: NTK error {number(errors[name]['ntk_error'])}", file=sys.stderr)
     _say(results, workdir)
     return results
 
 
-def with_random_head(model: Model, config: ConfigDict) -> Model:
-    """The model with a head, drawn by `config.seed` where it has none (dtype of its embedding)."""
+def with_random_head(model: Model, outputs: int = 2, seed: int = 0) -> Model:
+    """The model with a head, drawn by the seed where it has none (dtype of its embedding)."""
     if model.config.head is not None:
         return model
-    head = HeadConfig.of("classification", vars(Classification(outputs=_task(config).outputs)))
-    made, params = with_head(model.config, model.params, head, jax.random.key(config.seed))
+    head = HeadConfig.of("classification", vars(Classification(outputs=outputs)))
+    made, params = with_head(model.config, model.params, head, jax.random.key(seed))
     return dataclasses.replace(model, config=made, params=params)
 
 
@@ -114,20 +143,19 @@ def errors_of(
     return {name: float(value) for name, value in found.items()}
 
 
-def _measured(config: ConfigDict, model: Model, data: Encoded, name: str) -> dict[str, Any]:
-    options = {"batch_size": config.batch_size, "options": options_of(config)}
-    seen = token_states(model, data, config.layer, progress=name, **options)
-    ffn = dict(layer_leaves(model.params, "ffn"))[config.layer]
+def _measured(settings: NtkSettings, model: Model, data: Encoded, name: str) -> dict[str, Any]:
+    seen = token_states(model, data, settings.layer, progress=name, **settings.how)
+    ffn = dict(layer_leaves(model.params, "ffn"))[settings.layer]
     kernels = tangent_kernels(model.config, ffn, seen["x"], seen["delta"])
     return kernels | {state: seen[state] for state in OUTPUTS.values()}
 
 
-def _others(config: ConfigDict, model: Model):
+def _others(settings: NtkSettings, model: Model):
     """(name, model, further results) of everything that is compared with the whole one."""
-    for method in tuple(config["methods"]):
-        other, report = fuse(model, _fusion(config, method))
-        yield method, other, {"kept_share": report["kept_share"]}
-    for path in tuple(config["against"]):
+    for fusion in settings.fusions:
+        other, report = fuse(model, fusion)
+        yield fusion.method, other, {"kept_share": report["kept_share"]}
+    for path in settings.against:
         other = load_model(path)
         for name in ("n_layers", "d_model", "vocab_size"):
             own, theirs = getattr(other.config, name), getattr(model.config, name)
@@ -137,7 +165,7 @@ def _others(config: ConfigDict, model: Model):
         params = {**other.params, ROOT: model.params[ROOT]}
         other = dataclasses.replace(other, config=headed, params=params)
         yield epath.Path(path).name, other, {}
-    yield BIAS, without_kernel(model, config.layer), {}
+    yield BIAS, without_kernel(model, settings.layer), {}
 
 
 def without_kernel(model: Model, layer: int) -> Model:
@@ -151,26 +179,13 @@ def without_kernel(model: Model, layer: int) -> Model:
     return dataclasses.replace(model, params=params)
 
 
-def _fusion(config: ConfigDict, method: str) -> Fusion:
-    rest = {field.name: field.default for field in dataclasses.fields(Fusion)}
-    own = {name: value for name, value in rest.items() if name not in config}
-    own |= {"method": method, "layers": str(config.layer)}
-    return settings_from(Fusion, config, **own)
-
-
-def _task(config: ConfigDict) -> LabelTask:
-    """The task whose rows are read; a user's own has two labels, whose names nothing reads."""
-    fields = tuple(part for part in config.fields.split(",") if part)
-    return get_task(config.data.task, fields, ("a", "b"))
-
-
-def _rows(config: ConfigDict, model: Model) -> Encoded:
+def _rows(settings: NtkSettings, model: Model) -> Encoded:
     """The first `max_rows` rows of the data."""
-    settings, task = settings_of(LabelSettings, config.data), _task(config)
-    source = labelled.open_rows(settings.path or task.hub, "validation")
+    task = settings.task
+    source = labelled.open_rows(settings.data.path or task.hub, "validation")
     form = Form(model.config.is_encoder, model.config.padding_id, model.config.max_position)
     data = labelled.encode_rows(task, source, tokenizer_of(model), form, labelled=False)
-    return labelled.chosen_rows(data, range(min(config.max_rows or len(data), len(data))))
+    return labelled.chosen_rows(data, range(min(settings.max_rows or len(data), len(data))))
 
 
 def _say(results: Mapping[str, Any], workdir: epath.Path) -> None:

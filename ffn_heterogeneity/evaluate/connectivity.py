@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from ffn_heterogeneity.io.load import Load, Model, load_model
+from ffn_heterogeneity.evaluate.inputs import ModelSettings
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.report.figures import curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
@@ -16,11 +16,8 @@ from ffn_heterogeneity.report.tables import markdown_table
 STATISTICS = ("entropy", "gini", "mstd")
 
 
-def connectivity(
-    config: ConfigDict, workdir: epath.Path, load: Load = load_model
-) -> dict[str, Any]:
+def connectivity(settings: ModelSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
     """The analysis "connectivity": the layers' sums, their table, `<workdir>/connectivity.png`."""
-    model = load(config.model, revision=config.revision)
     layers = layer_sums(model, workdir)
     cells = [
         (i, layer["neurons"], *(f"{layer[name] / layer['neurons']:.5g}" for name in STATISTICS))

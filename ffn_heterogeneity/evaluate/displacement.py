@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import (
-    check_rows,
-    input_documents,
-    input_rows,
-    options_of,
-    padded_batches,
-)
+from ffn_heterogeneity.data.packing import encode
+from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
+from ffn_heterogeneity.data.tasks.base import text_of
+from ffn_heterogeneity.data.windows import WINDOW_BOS
+from ffn_heterogeneity.evaluate.inputs import OVERFLOW, TextSettings, checked_rows, tokenizer_of
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.models.causal_lm import RunOptions
@@ -30,9 +29,10 @@ from ffn_heterogeneity.probes.displacement import (
     POSITIONS,
     jump_rates,
 )
-from ffn_heterogeneity.probes.observe import observe
+from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.report.figures import curves_figure
 from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.wording import check_choice, check_number
 
 READINGS = {"before_final_norm": DISPLACEMENT, "after_final_norm": DISPLACEMENT_AFTER_NORM}
 RATES = ("zeta_L", "zeta_L-1", "zeta_L-2")
@@ -57,13 +57,10 @@ def displacements(
       documents: token ids, int [length] each; none sees another, and padding counts nowhere.
 
     Raises:
-      ValueError: ids that do not fit (`check_rows`), or a displacement that is not finite.
+      ValueError: ids that do not fit (`checked_rows`), or a displacement that is not finite.
     """
-    check_rows(documents, config.vocab_size)
-    batches = (
-        {"tokens": np.maximum(rows, 0), "segment_ids": (rows >= 0).astype(np.int32)}
-        for rows in padded_batches(documents, batch_size, progress)
-    )
+    rows = checked_rows(documents, config.vocab_size)
+    batches = token_batches(rows, batch_size, progress=progress)
     seen = observe(config, params, batches, *READINGS.values(), options=options)
 
     psi: dict[str, dict] = {positions: {} for positions in POSITIONS}
@@ -73,10 +70,8 @@ def displacements(
     for name, values in psi["all"].items():
         if not np.isfinite(values).all():
             layer = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ValueError(
-                f"the displacement {name} of layer {layer} is {values[layer]}: the weights or the "
-                "computation overflow; try compute_dtype=float32, or check the checkpoint"
-            )
+            what = f"the displacement {name} of layer {layer} is {values[layer]}"
+            raise ValueError(f"{what}: {OVERFLOW}")
     return psi
 
 
@@ -99,7 +94,57 @@ def describe(psi: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
     return result | {"last": jax.tree.map(described, psi["last"])}
 
 
-def displacement(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DisplacementSettings(TextSettings):
+    """Those of a text, or the documents in field `text_field` of a JSONL file.
+
+    Attributes:
+      max_documents: the first so many; 0: all.
+      revisions: of a hub id, each one a checkpoint.
+    """
+
+    jsonl: str
+    text_field: str
+    max_documents: int
+    revisions: tuple[str, ...]
+
+    def read(self) -> Any:
+        if not self.jsonl or self.text or self.token_ids:
+            return super().read()
+        check_number("max_documents", self.max_documents, "[0, inf), 0 for all")
+        texts = read_each(read_jsonl([self.jsonl]), functools.partial(_text, self.text_field))
+        return list(itertools.islice(texts, self.max_documents or None))
+
+    def documents(self, model: Model) -> tuple[list[np.ndarray], int]:
+        """Ids of the documents, and how many of them were cut to `window`.
+
+        A bos comes first in each, and does not count as one of the window's tokens, unless `bos` is
+        "none".
+
+        Raises:
+          ValueError: as `read`; the model has no tokenizer, or that no bos.
+        """
+        tokenizer, window = tokenizer_of(model), self.window
+        check_choice("bos", self.bos, WINDOW_BOS)
+        check_number("window", window, "[1, inf)")
+        first = [] if self.bos == "none" else [tokenizer.bos_token_id]
+        if None in first:
+            raise ValueError('this tokenizer has no bos token: use --config.bos="none"')
+        documents = [encode(tokenizer, text) for text in self.read()]
+        cut = sum(len(ids) > window for ids in documents)
+        if cut:
+            print(f"{cut} of {len(documents)} documents cut to window={window}", file=sys.stderr)
+        return [np.asarray(first + ids[:window], np.int32) for ids in documents], cut
+
+
+def _text(field: str, row: Mapping[str, Any]) -> str:
+    text = text_of(row, field)
+    if not text.strip():
+        raise DataError(f"no text in field {field!r}")
+    return text
+
+
+def displacement(settings: DisplacementSettings, load: Load, workdir: epath.Path) -> dict:
     """The analysis "displacement"; of every checkpoint where the model is a directory of them.
 
     The row of each checkpoint is kept in `<workdir>/series` as soon as it is there.
@@ -107,11 +152,11 @@ def displacement(config: ConfigDict, workdir: epath.Path, load: Load = load_mode
     Raises:
       ValueError: as `load_model` and `displacements`.
     """
-    checkpoints, revisions = checkpoints_in(config.model), tuple(config["revisions"])
-    if not checkpoints and not revisions:
-        model = load(config.model, revision=config.revision)
-        result = _of_model(config, model)
-        _say(config.model, result)
+    series = [(name, spec, None) for name, spec in checkpoints_in(settings.model)]
+    series = series or [(name, settings.model, name) for name in settings.revisions]
+    if not series:
+        result = _of_model(settings, load(settings.model, revision=settings.revision))
+        _say(settings.model, result)
         panels = {"all tokens": result, "last tokens": result["last"]}
         lines = {
             title: {_words(name): panel[name] for name in READINGS}
@@ -119,12 +164,9 @@ def displacement(config: ConfigDict, workdir: epath.Path, load: Load = load_mode
         }
         _draw(lines, workdir)
         return result
-    series = [(name, {"spec": spec}) for name, spec in checkpoints] or [
-        (revision, {"spec": config.model, "revision": revision}) for revision in revisions
-    ]
     rows = []
-    for name, source in series:
-        measure = functools.partial(_row, config, name, source)
+    for name, spec, revision in series:
+        measure = functools.partial(_row, settings, name, spec, revision)
         rows.append(once(workdir / "series", name, measure))
         _say(name, rows[-1])
     lines = {_words(name): {row["checkpoint"]: row[name] for row in rows} for name in READINGS}
@@ -137,22 +179,20 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _row(config: ConfigDict, name: str, source: dict[str, str]) -> dict:
-    model = load_model(source["spec"], revision=source.get("revision"))
-    return {"checkpoint": name, "step": _step(name), **_of_model(config, model)}
+def _row(settings: DisplacementSettings, name: str, spec: str, revision: str | None) -> dict:
+    model = load_model(spec, revision=revision)
+    return {"checkpoint": name, "step": _step(name), **_of_model(settings, model)}
 
 
-def _of_model(config: ConfigDict, model: Model) -> dict:
-    if config.jsonl:
-        documents, cut = input_documents(config, model)
+def _of_model(settings: DisplacementSettings, model: Model) -> dict:
+    if settings.jsonl:
+        documents, cut = settings.documents(model)
         counts = {"documents": len(documents), "cut": cut}
     else:
-        documents = input_rows(config, model)  # every window is one document
+        documents = settings.rows(model)  # every window is one document
         counts = {"windows": len(documents)}
-    options = dataclasses.replace(options_of(config), packed=False)
-    psi = displacements(
-        model.config, model.params, documents, batch_size=config.batch_size, options=options
-    )
+    how = settings.how | {"options": dataclasses.replace(settings.options, packed=False)}
+    psi = displacements(model.config, model.params, documents, **how)
     result: dict[str, Any] = describe(psi) | {"tokens": sum(map(len, documents)), **counts}
     result["last"]["tokens"] = len(documents)
     return result

@@ -34,16 +34,12 @@ READ = {
 }
 
 
-def check_graders(name: str, task: Any) -> None:
-    """Raises a ValueError where a task's grader could run what the model wrote."""
-    unread = [file for file in map(_file, _graders(task)) if not _was_read(file)]
-    if unread or getattr(task, "UNSAFE_CODE", False):
-        how = f"is graded by {unread[0]}, which nobody read: it could run" if unread else "runs"
-        raise ValueError(
-            f"{name} {how} programs that the model wrote, as the harness's own task without a "
-            "sandbox: use a task with data_root, or leave it out (a grader that was read has its "
-            "digest in evaluate/graders.py)"
-        )
+def running(task: Any) -> str:
+    """The way in which a task's grader could run what the model wrote; "" if it cannot."""
+    for file in map(_file, _graders(task)):
+        if not _was_read(file):
+            return f"is graded by {file}, which nobody read: it could run"
+    return "runs" if getattr(task, "UNSAFE_CODE", False) else ""
 
 
 def _graders(task: Any) -> Iterator[Any]:

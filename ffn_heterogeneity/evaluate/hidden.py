@@ -18,6 +18,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import RunOptions, products
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.probes.observe import token_batches
 
 _INPUTS = Probe("block_inputs", lambda seen, batch, per_layer: seen.block_input, kind="example")
 
@@ -73,15 +74,11 @@ def _padded(model: Model, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray,
     if len({len(row) for row in rows}) > 1:
         raise ValueError("texts must be all single ones, or all pairs")
     tokenizer = tokenizer_of(model, "no text can be read: add its files, or give ids")
-    listed, kinds, _ = encode_texts(
-        tokenizer, rows, Form(config.is_encoder, config.padding_id, config.max_position)
+    form = Form(config.is_encoder, config.padding_id, config.max_position)
+    (ids,), (types,) = (
+        token_batches(each, len(rows)) for each in encode_texts(tokenizer, rows, form)[:2]
     )
-    shape = len(listed), max(map(len, listed))
-    ids, types = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for i, (row, kind) in enumerate(zip(listed, kinds, strict=True)):
-        ids[i, : len(row)], types[i, : len(row)] = row, kind
-    lengths = np.array([len(row) for row in listed])
-    return ids, types, np.arange(shape[1]) < lengths[:, None]
+    return ids["tokens"], types["tokens"], ids["segment_ids"] > 0
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -3,114 +3,103 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from ffn_heterogeneity.data.packing import Encoder, encode
-from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl, read_utf8
-from ffn_heterogeneity.data.tasks.base import text_of
+from ffn_heterogeneity.data.packing import Encoder
+from ffn_heterogeneity.data.sources import read_utf8
 from ffn_heterogeneity.data.tasks.messages import Message, prompt_ids
-from ffn_heterogeneity.data.windows import WINDOW_BOS, text_windows
+from ffn_heterogeneity.data.windows import text_windows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import check_vocabulary
-from ffn_heterogeneity.models.options import RunOptions, choose_dtype
-from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_choice, check_number, check_numbers, first_line
+from ffn_heterogeneity.models.options import COMPUTE_DTYPES, RunOptions, choose_dtype
+from ffn_heterogeneity.wording import check_choice, check_numbers, first_line
 
-Settings = TypeVar("Settings")
-
-
-def options_of(config: ConfigDict) -> RunOptions:
-    """Run options of an evaluation."""
-    return RunOptions(compute_dtype=choose_dtype(config.compute_dtype))
-
-
-def settings_from(kind: type[Settings], source: Any, **given: Any) -> Settings:
-    """The dataclass `kind` of the values given, and of those of a config or other settings."""
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]
-    return kind(**{name: getattr(source, name) for name in names}, **given)
+Rows = TypeVar("Rows", bound=Sequence[np.ndarray])
+# Said of what is NaN or infinite.
+OVERFLOW = (
+    "the weights or the computation overflow; try compute_dtype=float32, or check the checkpoint"
+)
+FILES = ("text", "jsonl", "token_ids")
 
 
-def check_inputs(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model that is measured, and how it is computed.
 
-    Raises:
-      ValueError: a setting or a file is unusable; the message names it.
+    Attributes:
+      model: a directory, a .gguf file, a hub id or the name of a preset.
+      revision: branch, tag or commit of a hub id.
+      compute_dtype: of `COMPUTE_DTYPES`.
+      batch_size: rows computed at once, where rows are read.
     """
-    keys = [key for key in ("text", "jsonl", "token_ids") if key in config]
-    if sum(bool(config[key]) for key in keys) != 1:
-        given = " and ".join(f"--config.{key}=<file>" for key in keys)
-        raise ValueError(f"give exactly one of {given}")
-    check_numbers(config, batch_size="[1, inf)")
-    if config.token_ids:
-        read_token_ids(config.token_ids)
-    elif config.text:
-        read_utf8(config.text)
-    else:
-        _texts(config.jsonl, config.text_field, config.max_documents)
+
+    model: str
+    revision: str | None = None
+    compute_dtype: str = "auto"
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
+        check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        check_numbers(self, batch_size="[1, inf)")
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(compute_dtype=choose_dtype(self.compute_dtype))
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of functions that compute batches of rows."""
+        return {"options": self.options, "batch_size": self.batch_size}
+
+    def read(self) -> Any:
+        """The measurement's inputs, from their files; `run.check_config` reads them, too, so that a
+        wrong file is an error before a model is loaded."""
 
 
-def input_rows(config: ConfigDict, model: Model) -> np.ndarray:
-    """int [windows, length] of `config.text` (cut by `config.window`) or of `config.token_ids`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSettings(ModelSettings):
+    """Windows of `text`, a UTF-8 file, or the rows of `token_ids`, a .npy file.
 
-    Raises:
-      ValueError: as `check_inputs`; the model has no tokenizer; the text is too short.
+    Attributes:
+      window, max_windows, bos: as of `text_windows`; 0 windows: all.
     """
-    if config.token_ids:
-        return read_token_ids(config.token_ids)
-    text, tokenizer = read_utf8(config.text), tokenizer_of(model)
-    most = config.max_windows or None
-    return text_windows(text, tokenizer, config.window, max_windows=most, bos=config.bos)
 
+    text: str
+    token_ids: str
+    window: int
+    max_windows: int
+    bos: str
 
-def input_documents(config: ConfigDict, model: Model) -> tuple[list[np.ndarray], int]:
-    """Ids of the documents of `config.jsonl`, and how many of them were cut to `config.window`.
+    def read(self) -> Any:
+        """The text, or the ids [windows, length].
 
-    A bos comes first in each, and does not count as one of the window's tokens, unless `config.bos`
-    is "none".
+        Raises:
+          ValueError: not exactly one file is given, or it cannot be read.
+        """
+        files = {key: getattr(self, key) for key in FILES if hasattr(self, key)}
+        if sum(map(bool, files.values())) != 1:
+            given = " and ".join(f"--config.{key}=<file>" for key in files)
+            raise ValueError(f"give exactly one of {given}")
+        return read_token_ids(self.token_ids) if self.token_ids else read_utf8(self.text)
 
-    Raises:
-      ValueError: as `check_inputs`; the model has no tokenizer, or that no bos.
-    """
-    texts = _texts(config.jsonl, config.text_field, config.max_documents)
-    return _cut_documents(tokenizer_of(model), texts, config.bos, config.window)
+    def rows(self, model: Model) -> np.ndarray:
+        """int [windows, length].
 
-
-def _cut_documents(
-    tokenizer: Any, texts: Sequence[str], bos: str, window: int
-) -> tuple[list[np.ndarray], int]:
-    """Documents as those of `input_documents`, of texts."""
-    check_choice("bos", bos, WINDOW_BOS)
-    check_number("window", window, "[1, inf)")
-    first = [] if bos == "none" else [tokenizer.bos_token_id]
-    if None in first:
-        raise ValueError('this tokenizer has no bos token: use --config.bos="none"')
-    documents = [encode(tokenizer, text) for text in texts]
-    cut = sum(len(ids) > window for ids in documents)
-    if cut:
-        print(f"{cut} of {len(documents)} documents cut to window={window}", file=sys.stderr)
-    return [np.asarray(first + ids[:window], np.int32) for ids in documents], cut
-
-
-def _texts(path: str, field: str, most: int) -> list[str]:
-    """The first `most` texts of a JSONL file (0: all of them)."""
-    source = read_jsonl([path])
-    check_number("max_documents", most, "[0, inf), 0 for all")
-
-    def read(row: Mapping[str, Any]) -> str:
-        text = text_of(row, field)
-        if not text.strip():
-            raise DataError(f"no text in field {field!r}")
-        return text
-
-    return list(itertools.islice(read_each(source, read), most or None))
+        Raises:
+          ValueError: as `read`; the model has no tokenizer; the text is too short.
+        """
+        found = self.read()
+        if self.token_ids:
+            return found
+        most = self.max_windows or None
+        return text_windows(found, tokenizer_of(model), self.window, most, self.bos)
 
 
 def prompt_rows(model: Model, texts: Sequence[str], chat: bool = False) -> list[list[int]]:
@@ -160,8 +149,8 @@ def tokenizer_of(
     return model.tokenizer
 
 
-def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Refuses rows that are not integers of at least two columns within the vocabulary.
+def checked_rows(rows: Rows, vocab_size: int) -> Rows:
+    """The rows: integers of at least two columns within the vocabulary.
 
     Args:
       rows: one array [windows, length], or rows of unequal lengths.
@@ -175,22 +164,7 @@ def check_rows(rows: Sequence[np.ndarray], vocab_size: int) -> None:
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token ids are {ids.dtype}: integers are needed")
     check_vocabulary(ids, vocab_size)
-
-
-def padded_batches(
-    rows: Sequence[np.ndarray], batch_size: int, progress: str | None
-) -> Iterator[np.ndarray]:
-    """int32 [batch_size, longest] of all rows; -1 is padding, so that one program does them all.
-
-    Args:
-      progress: label of the progress bar; None: no bar.
-    """
-    shape = min(batch_size, len(rows)), max(map(len, rows))
-    for start in bar(progress, range(0, len(rows), shape[0])):
-        batch = np.full(shape, -1, np.int32)
-        for row, ids in zip(batch, rows[start : start + shape[0]], strict=False):
-            row[: len(ids)] = ids
-        yield batch
+    return rows
 
 
 def read_token_ids(path: str) -> np.ndarray:

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
-from ffn_heterogeneity.io.load import Load, Model, load_model
+from ffn_heterogeneity.evaluate.inputs import TextSettings
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.metrics import MetricsWriter, read_metrics
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
-from ffn_heterogeneity.models.causal_lm import RunOptions, forward, require_language_model
+from ffn_heterogeneity.models.causal_lm import forward, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack, slots, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks
@@ -35,9 +34,26 @@ BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_inp
 SHOWN, LEAST = 10, 1e-6  # neurons that are printed; the least damage of the figure's log axis
 
 
-def lesions(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
-    """The analysis "lesions": every neuron of one layer and `config.others` of the other layers,
-    drawn by `config.seed`, removed alone.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LesionSettings(TextSettings):
+    """Attributes:
+    layer, token: as of `massive_weights`.
+    others, seed: how many neurons of other layers are drawn, and by which seed.
+    """
+
+    layer: int | None
+    token: int | None
+    others: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, others="[0, inf)")
+
+
+def lesions(settings: LesionSettings, model: Model, workdir: epath.Path) -> dict:
+    """The analysis "lesions": every neuron of one layer and `settings.others` of the other layers,
+    removed alone.
 
     Every damage is kept in `<workdir>/metrics.jsonl` as it is found, and the same command goes on.
 
@@ -47,18 +63,16 @@ def lesions(config: ConfigDict, workdir: epath.Path, load: Load = load_model) ->
       that have a lower entropy: removal by entropy takes 1 first), "bos" (|h| on bos)}}.
 
     Raises:
-      ValueError: as `load_model`, `massive_weights` and `input_rows`; a layer with experts.
+      ValueError: as `massive_weights` and `TextSettings.rows`; a layer with experts.
     """
-    model, _ = fold_all(load(config.model, revision=config.revision))
+    model, _ = fold_all(model)
     require_language_model(model.config, "the NLL of lesions")
-    found = massive_weights(model.config, model.params, config.layer, config.token)
-    rows, options = input_rows(config, model), options_of(config)
-    found_blocks = ffn_blocks(model.config, model.params)
-    blocks = {place.layer: block for place, block in found_blocks}
-    chosen = draw_neurons(model.config, found.layer, config.others, config.seed)
+    found = massive_weights(model.config, model.params, settings.layer, settings.token)
+    blocks = {place.layer: block for place, block in ffn_blocks(model.config, model.params)}
+    chosen = draw_neurons(model.config, found.layer, settings.others, settings.seed)
     # Neuron -1 stands once for each layer that is drawn.
     ranks = {layer: entropy_ranks(blocks[layer], layer) for layer, i in chosen if i < 0}
-    damages = _damages(model, options, rows, chosen, workdir)
+    damages = _damages(settings, model, chosen, workdir)
     neurons = [
         {
             "layer": layer,
@@ -74,12 +88,6 @@ def lesions(config: ConfigDict, workdir: epath.Path, load: Load = load_model) ->
     _say(result)
     _draw(result, workdir)
     return result
-
-
-def check_lesions(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded."""
-    check_numbers(config, others="[0, inf)")
-    check_inputs(config)
 
 
 def draw_neurons(config: ModelConfig, layer: int, others: int, seed: int) -> list[tuple[int, int]]:
@@ -101,25 +109,24 @@ def entropy_ranks(ffn: dict, layer: int) -> np.ndarray:
 
 
 def _damages(
-    model: Model,
-    options: RunOptions,
-    rows: np.ndarray,
-    chosen: Sequence[tuple[int, int]],
-    workdir: epath.Path,
+    settings: LesionSettings, model: Model, chosen: Sequence[tuple[int, int]], workdir: epath.Path
 ) -> dict[tuple[int, int], float]:
-    """(layer, neuron) -> NLL without it; neuron -1: without none."""
+    """(layer, neuron) -> NLL without it; neuron -1: without none.
+
+    `observe` gives the states before each layer; the loop here is over changed weights, not data.
+    """
     kept = read_metrics(workdir / "metrics.jsonl")
     done = {(row["layer"], row["neuron"]): float(row["nll"]) for row in kept}
     tree, states, at = unstack(model.params), None, None
+    rows, options = settings.rows(model), settings.options
     with MetricsWriter(workdir, resume_step=len(chosen), tensorboard=False) as writer:
         for step, (layer, neuron) in enumerate(bar("lesions", chosen)):
             if (layer, neuron) in done:
                 continue
             if states is None:
                 tokens = [{"tokens": rows[:, :-1]}]
-                states = observe(model.config, model.params, tokens, BLOCK_INPUT, options=options)[
-                    BLOCK_INPUT.name
-                ]
+                seen = observe(model.config, model.params, tokens, BLOCK_INPUT, options=options)
+                states = seen[BLOCK_INPUT.name]
             if at != layer:
                 at, (config, params) = layer, resumed(model.config, tree, states[layer], layer)
                 params = jax.device_put(params)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.inputs import options_of
-from ffn_heterogeneity.io.load import Load, Model, load_model
+from ffn_heterogeneity.evaluate.inputs import ModelSettings
+from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.massive import MAGNITUDES, SINKS, STATES, TOP
 from ffn_heterogeneity.probes.observe import observe
@@ -23,9 +23,21 @@ SHOWN = 3  # the paper's figures: the three largest and the median
 PLACES = {"none": None, "first": lambda n: 0, "middle": lambda n: n // 2, "last": lambda n: n}
 
 
-def massive(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MassiveSettings(ModelSettings):
+    """Attributes:
+    layer, token: as of `massive_weights`.
+    sentence: around which bos is put.
+    """
+
+    layer: int | None
+    token: int | None
+    sentence: str
+
+
+def massive(settings: MassiveSettings, model: Model, workdir: epath.Path) -> dict:
     """The analysis "massive": the massive layer, its neurons, every state of every layer when bos
-    stands alone, and what bos does elsewhere in `config.sentence`.
+    stands alone, and what bos does elsewhere in `settings.sentence`.
 
     Returns:
       {"layer" (from 1), "layer_index" (from 0), "indices" and "magnitudes" of the 32 largest |h|,
@@ -33,12 +45,11 @@ def massive(config: ConfigDict, workdir: epath.Path, load: Load = load_model) ->
       "sinks" and "bos": {place: what `magnitudes_by_token` says}}.
 
     Raises:
-      ValueError: as `load_model` and `massive_weights`.
+      ValueError: as `massive_weights`.
     """
-    model = load(config.model, revision=config.revision)
-    found = massive_weights(model.config, model.params, config.layer, config.token)
-    token = model.config.bos_id if config.token is None else config.token
-    options = options_of(config)
+    found = massive_weights(model.config, model.params, settings.layer, settings.token)
+    token = model.config.bos_id if settings.token is None else settings.token
+    options = settings.options
     seen = _seen(model, options, [token])
     layers = [
         {name: _row(jax.tree.map(lambda x, i=i: x[i, 0, 0], seen[name])) for name in STATES}
@@ -54,12 +65,12 @@ def massive(config: ConfigDict, workdir: epath.Path, load: Load = load_model) ->
         "bos": {},
     }
     if model.tokenizer is not None:
-        result["sinks"] = sinks(model, config.sentence, token, options)
+        result["sinks"] = sinks(model, settings.sentence, token, options)
         for place in PLACES:
             result["bos"][place] = magnitudes_by_token(
-                model, config.sentence, place, token, options
+                model, settings.sentence, place, token, options
             )
-    _say(config.model, result)
+    _say(settings.model, result)
     _draw(result, workdir)
     return result
 

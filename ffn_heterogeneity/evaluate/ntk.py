@@ -26,7 +26,7 @@ from ffn_heterogeneity.adapters import KERNEL_LEAVES, neuron_factor
 from ffn_heterogeneity.data.labelled import Encoded, in_order_of_length
 from ffn_heterogeneity.heads import make_head
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.models.causal_lm import forward
+from ffn_heterogeneity.models.causal_lm import nudged
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
 from ffn_heterogeneity.models.linear import effective_kernel
@@ -69,6 +69,8 @@ def token_states(
 ) -> dict[str, np.ndarray]:
     """States around a layer's FFN, and gradients, of every row: [N, longest, D], 0 at padding.
 
+    `observe` has no gradients, and returns the states of all layers.
+
     Returns:
       {"x": what its first kernels read, "y": what it returns, "block": the residual stream after
       the block, "delta": the gradient of the row's f with respect to y}.
@@ -101,14 +103,8 @@ def _states(
 
     def probability(nudge_btd: jax.Array) -> tuple[jax.Array, dict]:
         nudges = jnp.zeros((config.n_layers, *nudge_btd.shape), nudge_btd.dtype)
-        outputs = forward(
-            config,
-            params,
-            batch,
-            options=options,
-            probes=(_STATES, *head.probes),
-            nudges=nudges.at[layer].set(nudge_btd),
-        )
+        nudges, probes = nudges.at[layer].set(nudge_btd), (_STATES, *head.probes)
+        outputs = nudged(config, params, batch, nudges, options=options, probes=probes)
         logits = head.apply(params, outputs, batch, lambda x: x)
         seen = jax.tree.map(lambda leaf: leaf[layer], outputs["probes"]["ffn_states"])
         # Of a sum over rows: no row sees another.
@@ -132,7 +128,9 @@ def outer_products(
       ValueError: leaves of adapters other than masks of kernels, or low-rank factors.
     """
     for name in ("gate", "up", "down"):
-        _check_leaves(name, ffn.get(name, {}))
+        leaves = ffn.get(name, {})
+        for leaf in sorted(set(leaves) - (_MASKED if "kernel" in leaves else _THIN)):
+            raise ValueError(f"ffn/{name}/{leaf} is not understood: fold the model first")
     pre = {name: _affine(ffn[name], x) for name in ("gate", "up") if name in ffn}
     act, scale = ACTIVATIONS[config.activation], neuron_factor(ffn)
 
@@ -145,13 +143,6 @@ def outer_products(
     for name in pre:
         yield from _of_linear(ffn[name], x, before[name])
     yield from _of_linear(ffn["down"], state, delta)
-
-
-def _check_leaves(name: str, leaves: Mapping[str, Any]) -> None:
-    known = _MASKED if "kernel" in leaves else _THIN
-    unknown = sorted(set(leaves) - known)
-    if unknown:
-        raise ValueError(f"ffn/{name}/{unknown[0]} is not understood: fold the model first")
 
 
 def _affine(leaves: Mapping[str, Any], x: jax.Array) -> jax.Array:

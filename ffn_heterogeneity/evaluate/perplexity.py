@@ -6,30 +6,25 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ffn_heterogeneity.evaluate.inputs import check_rows, padded_batches
+from ffn_heterogeneity.evaluate.inputs import OVERFLOW, checked_rows
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
-from ffn_heterogeneity.models.causal_lm import (
-    RunOptions,
-    forward,
-    head_kernel,
-    require_language_model,
-)
+from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.probes.observe import token_batches
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def window_nll(config: ModelConfig, options: RunOptions, params: dict, rows: jax.Array):
-    """Summed NLL in nats and number of predictions of each row of int32 [B, T + 1]: ([B], [B]).
+def window_nll(config: ModelConfig, options: causal_lm.RunOptions, params: dict, batch: dict):
+    """Summed NLL in nats and number of predictions of each row: ([B], [B]).
 
-    A row that is all -1 (padding of the last batch) counts nothing.
+    Args:
+      batch: of `token_batches`, [B, T + 1]; a row without tokens counts nothing.
     """
-    valid = rows[:, 1:] >= 0
-    rows = jnp.maximum(rows, 0)
-    hidden = forward(config, params, {"tokens": rows[:, :-1]}, options=options)["hidden"]
-    kernel, layout = head_kernel(config, params)
+    rows, valid = batch["tokens"], batch["segment_ids"][:, 1:] > 0
+    hidden = causal_lm.forward(config, params, {"tokens": rows[:, :-1]}, options=options)["hidden"]
+    kernel, layout = causal_lm.head_kernel(config, params)
 
     def one(row):
         hidden, targets, valid = (x[None] for x in row)
@@ -47,7 +42,7 @@ def perplexity(
     rows: np.ndarray,
     *,
     batch_size: int = 4,
-    options: RunOptions = RunOptions(),
+    options: causal_lm.RunOptions = causal_lm.RunOptions(),
     progress: str | None = "perplexity",
 ) -> dict[str, float]:
     """exp of the mean NLL over all predictions of equally long windows.
@@ -64,17 +59,15 @@ def perplexity(
       ValueError: an encoder; rows that are not 2-D integers of at least two columns, or hold ids
         outside the vocabulary.
     """
-    require_language_model(config, "perplexity")
-    rows = np.asarray(rows)
-    check_rows(rows, config.vocab_size)
+    causal_lm.require_language_model(config, "perplexity")
+    rows = checked_rows(np.asarray(rows), config.vocab_size)
     params, nlls, counts = jax.device_put(params), [], []
-    for number, batch in enumerate(padded_batches(rows, batch_size, progress)):
+    size = min(batch_size, len(rows))
+    for number, batch in enumerate(token_batches(rows, size, progress=progress)):
         nll, count = window_nll(config, options, params, batch)
         if np.isnan(nll).any():
-            raise ValueError(
-                f"the NLL of the windows from {number * len(batch)} on is NaN: the weights or the "
-                "computation overflow; try compute_dtype=float32, or check the checkpoint"
-            )
+            first = number * size
+            raise ValueError(f"the NLL of the windows from {first} on is NaN: {OVERFLOW}")
         nlls, counts = [*nlls, *np.asarray(nll, float)], [*counts, *np.asarray(count, int)]
     nlls, counts = (np.array(each[: len(rows)]) for each in (nlls, counts))
     tokens = int(counts.sum())

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.answers import check_answers, evaluate_answers
+from ffn_heterogeneity.evaluate.answers import AnswerSettings, evaluate_answers
 from ffn_heterogeneity.evaluate.chat import judge
-from ffn_heterogeneity.evaluate.chat.conversations import answer_questions, check_chat
-from ffn_heterogeneity.evaluate.classify import check_classify, classify_file
-from ffn_heterogeneity.evaluate.compressions import check_ntk, ntk
+from ffn_heterogeneity.evaluate.chat.conversations import ChatSettings, answer_questions
+from ffn_heterogeneity.evaluate.classify import ClassifySettings, classify_file
+from ffn_heterogeneity.evaluate.compressions import NtkSettings, ntk
 from ffn_heterogeneity.evaluate.connectivity import connectivity
-from ffn_heterogeneity.evaluate.displacement import displacement
-from ffn_heterogeneity.evaluate.inputs import check_inputs, input_rows, options_of
-from ffn_heterogeneity.evaluate.lesions import check_lesions, lesions
-from ffn_heterogeneity.evaluate.massive import massive
+from ffn_heterogeneity.evaluate.displacement import DisplacementSettings, displacement
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, TextSettings
+from ffn_heterogeneity.evaluate.lesions import LesionSettings, lesions
+from ffn_heterogeneity.evaluate.massive import MassiveSettings, massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
+from ffn_heterogeneity.evaluate.tasks import TaskSettings, evaluate_tasks
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
-from ffn_heterogeneity.models.options import COMPUTE_DTYPES
-from ffn_heterogeneity.wording import check_choice
+from ffn_heterogeneity.wording import check_choice, settings_from
+
+
+class Measurement(NamedTuple):
+    """Something that is measured of a model, by a name of `EVALUATIONS`.
+
+    Attributes:
+      settings: the class of its settings, or a function of the config that makes them.
+      measure: (settings, model, workdir) -> results.
+      line: results -> what is printed; None: `measure` prints.
+      loads: `measure` is given the model; False: what loads one, in the model's place.
+    """
+
+    settings: Callable[..., Any]
+    measure: Callable[..., dict]
+    line: Callable[[dict], str] | None = None
+    loads: bool = True
 
 
 def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dict:
@@ -36,13 +51,16 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     Raises:
       ValueError: a setting or a file is unusable; the message names it.
     """
-    check_config(config)
+    settings, found = check_config(config), EVALUATIONS[_chosen(config)[1]]
     results = {key: config[key] for key in ("model", "analysis") if key in config}
     if "compute_dtype" in config:
-        results["compute_dtype"] = str(options_of(config).compute_dtype)
+        results["compute_dtype"] = str(settings.options.compute_dtype)
         print(f"computing in {results['compute_dtype']}", file=sys.stderr)
-    _, measure = EVALUATIONS[_chosen(config)[1]]
-    results |= measure(config, workdir, load)
+    given = load(settings.model, revision=settings.revision) if found.loads else load
+    measured = found.measure(settings, given, workdir)
+    if found.line:
+        print(found.line(measured))
+    results |= measured
     write_results(workdir, results)
     written = (path for kind in ("*.png", "*.csv") for path in sorted(workdir.glob(kind)))
     for path in (workdir / "results.json", *written):
@@ -50,15 +68,18 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     return results
 
 
-def check_config(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
+def check_config(config: ConfigDict) -> Any:
+    """The settings of what the config names, with their files read once, no model loaded.
+
+    Raises:
+      ValueError: a setting or a file is unusable; the message names it.
+    """
     key, name = _chosen(config)
     check_choice(key, name, EVALUATIONS)
-    if "model" in config and not config.model:
-        raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
-    check_choice("compute_dtype", config.get("compute_dtype", "auto"), COMPUTE_DTYPES)
-    check, _ = EVALUATIONS[name]
-    check(config)
+    kind = EVALUATIONS[name].settings
+    settings = settings_from(kind, config) if isinstance(kind, type) else kind(config)
+    settings.read()
+    return settings
 
 
 def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -67,29 +88,11 @@ def _chosen(config: Mapping[str, Any]) -> tuple[str, str]:
     return key, config.get(key, "perplexity")
 
 
-def score(config: ConfigDict, model: Model) -> dict:
-    """Perplexity of `config.text` or of `config.token_ids`, of a model in memory."""
-    rows = input_rows(config, model)
-    options = options_of(config)
-    results = perplexity(
-        model.config, model.params, rows, batch_size=config.batch_size, options=options
-    )
-    bos = "in token_ids" if config.token_ids else config.bos
-    return results | {"bos": bos, "model": config.model}
-
-
-def _of_a_model(
-    measure: Callable[[ConfigDict, Model, epath.Path], dict], summary: Callable[[dict], str]
-) -> Callable[[ConfigDict, epath.Path, Load], dict]:
-    """(config, workdir, load) -> what `measure` finds in a model; and its summary printed."""
-
-    def evaluate(config: ConfigDict, workdir: epath.Path, load: Load) -> dict:
-        model = load(config.model, revision=config.revision)
-        results = measure(config, model, workdir)
-        print(summary(results))
-        return results
-
-    return evaluate
+def score(settings: TextSettings, model: Model, workdir: epath.Path | None = None) -> dict:
+    """Perplexity of a model in memory."""
+    results = perplexity(model.config, model.params, settings.rows(model), **settings.how)
+    bos = "in token_ids" if settings.token_ids else settings.bos
+    return results | {"bos": bos, "model": settings.model}
 
 
 def _perplexity_line(results: Mapping[str, Any]) -> str:
@@ -97,11 +100,6 @@ def _perplexity_line(results: Mapping[str, Any]) -> str:
         f"perplexity {results['perplexity']:.4f} (nll {results['nll']:.5f} nats, "
         f"{results['tokens']:,} tokens in {results['windows']} windows)"
     )
-
-
-def _tasks(config: ConfigDict, model: Model, workdir: epath.Path) -> dict:
-    samples = workdir / "samples" if config.save_samples else None
-    return {"tasks": evaluate_tasks(config, model, samples, done_dir=workdir / "tasks")}
 
 
 def _tasks_table(results: Mapping[str, Any]) -> str:
@@ -135,20 +133,16 @@ def _labels_line(results: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-# name -> (what refuses its config before anything is loaded, what measures)
-EVALUATIONS: dict[str, tuple[Callable[[ConfigDict], None], Callable[..., dict]]] = {
-    "perplexity": (
-        check_inputs,
-        _of_a_model(lambda config, model, workdir: score(config, model), _perplexity_line),
-    ),
-    "tasks": (check_tasks, _of_a_model(_tasks, _tasks_table)),
-    "answers": (check_answers, _of_a_model(evaluate_answers, _tasks_table)),
-    "chat": (check_chat, _of_a_model(answer_questions, _chat_line)),
-    "classify": (check_classify, _of_a_model(classify_file, _labels_line)),
-    "judge": (judge.check, lambda config, workdir, load: judge.run(config, workdir)),
-    "connectivity": (lambda config: None, connectivity),
-    "displacement": (check_inputs, displacement),
-    "massive": (lambda config: None, massive),
-    "lesions": (check_lesions, lesions),
-    "ntk": (check_ntk, ntk),
+EVALUATIONS = {
+    "perplexity": Measurement(TextSettings, score, _perplexity_line),
+    "tasks": Measurement(TaskSettings, evaluate_tasks, _tasks_table),
+    "answers": Measurement(AnswerSettings, evaluate_answers, _tasks_table),
+    "chat": Measurement(ChatSettings, answer_questions, _chat_line),
+    "classify": Measurement(ClassifySettings, classify_file, _labels_line),
+    "judge": Measurement(judge.JudgeSettings.of, judge.run, loads=False),
+    "connectivity": Measurement(ModelSettings, connectivity),
+    "displacement": Measurement(DisplacementSettings, displacement, loads=False),
+    "massive": Measurement(MassiveSettings, massive),
+    "lesions": Measurement(LesionSettings, lesions),
+    "ntk": Measurement(NtkSettings.of, ntk),
 }

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffn_heterogeneity.evaluate.inputs import OVERFLOW
 from ffn_heterogeneity.models.causal_lm import RunOptions, forward, logits, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import bucket, check_vocabulary
@@ -186,10 +187,7 @@ def _score_rows(config, options, params, rows, sizes) -> list[tuple]:
     scores = jax.device_get(_asked_scores(config, options, params, batch, pairs))
     logprobs, greedy = (values[: len(asked)] for values in scores)
     if np.isnan(logprobs).any():
-        raise ValueError(
-            "the log-probabilities are NaN: the weights or the computation overflow; try "
-            "compute_dtype=float32, or check the checkpoint"
-        )
+        raise ValueError(f"the log-probabilities are NaN: {OVERFLOW}")
     splits = np.cumsum([len(row.asked) for row in rows])[:-1]
     return list(zip(np.split(logprobs, splits), np.split(greedy, splits), strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Mapping, Sequence
@@ -9,19 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.graders import check_graders
-from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, check_pack, make_task_pack
-from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
-from ffn_heterogeneity.evaluate.inputs import options_of
-from ffn_heterogeneity.evaluate.jsonl import write_rows
-from ffn_heterogeneity.evaluate.metrics import wilson_interval
-from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
+from ffn_heterogeneity.evaluate.answer_metrics import wilson_interval, with_ends
+from ffn_heterogeneity.evaluate.graders import running
+from ffn_heterogeneity.evaluate.harness_tasks import TaskPack, checked_names, make_task_pack
+from ffn_heterogeneity.evaluate.inputs import ModelSettings
+from ffn_heterogeneity.evaluate.result_rows import write_rows
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.wording import check_choice, check_numbers
 
+ADD_BOS = {"auto": None, "always": True, "never": False}
 # Metrics that are shares of questions: these have a 95% interval.
 SHARES = ("acc", "acc_norm", "exact_match", "pass_at_1")
 
@@ -43,26 +42,63 @@ class NamedTasks(NamedTuple):
         return {name: task for tasks in self.leaves.values() for name, task in tasks.items()}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSettings(ModelSettings):
+    """Settings that `configs/parts/tasks.py` explains."""
+
+    tasks: tuple[str, ...]
+    data_root: str
+    num_fewshot: int | None = None
+    fewshot_seed: int
+    fewshot_from: str
+    limit: int
+    add_bos: str
+    chat_template: bool
+    stop: tuple[str, ...]
+    max_length: int
+    allow_code_execution: bool
+    save_samples: bool
+    batch_tokens: int
+    generation_batch_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("add_bos", self.add_bos, ADD_BOS)
+        check_numbers(self, limit="[0, inf)", max_length="[0, inf)")
+        check_numbers(self, batch_tokens="[1, inf)", generation_batch_size="[1, inf)")
+
+    @property
+    def pack(self) -> dict[str, Any]:
+        """Arguments of `make_task_pack`."""
+        examples = {"num_fewshot": self.num_fewshot, "fewshot_from": self.fewshot_from}
+        return {"data_root": self.data_root, **examples, "allow_code": self.allow_code_execution}
+
+    def read(self) -> list[str]:
+        """The names of the tasks; those of a pack are known, and what they need is here.
+
+        Raises:
+          ValueError (DataError): there are none; or as `make_task_pack`; or programs would be run
+            that nothing here can lock in.
+        """
+        if not self.tasks or isinstance(self.tasks, str):
+            raise ValueError(f"tasks={self.tasks!r}: give names, e.g. --config.tasks=\"('piqa',)\"")
+        names = list(map(str, self.tasks))
+        return checked_names(names, **self.pack) if self.data_root else names
+
+
 def evaluate_tasks(
-    config: ConfigDict,
-    model: Model,
-    samples_dir: epath.Path | None = None,
-    done_dir: epath.Path | None = None,
+    settings: TaskSettings, model: Model, workdir: epath.Path
 ) -> dict[str, dict[str, Any]]:
-    """Metrics of `config.tasks`, as configs/harness.py explains its keys.
+    """Metrics of `settings.tasks`.
 
-    The names are evaluated one after another; what each gave is written before the next begins.
-
-    Args:
-      samples_dir: where every question is written with the model's answers, one JSONL file a task;
-        None: nowhere.
-      done_dir: where the metrics of each name are kept; names that are there already are read and
-        not evaluated. None: nowhere.
+    The names are evaluated one after another. The metrics of each are in `<workdir>/tasks` before
+    the next begins; names that are there are not evaluated again. With `save_samples`, questions
+    and answers are in `<workdir>/samples`, one JSONL file per task.
 
     Returns:
-      {task or group: {"n": questions, "shots": examples before each, metric: value, and for shares
-      metric + "_low", "_high": Wilson's 95% interval}}. A tag is its tasks; a group that the
-      harness has no mean for is followed by its tasks.
+      "tasks": {task or group: {"n": questions, "shots": examples before each, metric: value, and
+      for shares metric + "_low", "_high": Wilson's 95% interval}}. A tag is its tasks; a group that
+      the harness has no mean for is followed by its tasks.
 
     Raises:
       ValueError, DataError: an unknown task (with the nearest names), or data that cannot be read.
@@ -71,68 +107,36 @@ def evaluate_tasks(
     from ffn_heterogeneity.evaluate.harness import HarnessLM
 
     # All are loaded before the first is evaluated: a missing file is no surprise after hours.
-    names = list(map(str, config.tasks))
-    examples, allowed = config.get("num_fewshot"), config.allow_code_execution
-    pack = None
-    if config.data_root:
-        root, source = config.data_root, config.fewshot_from
-        pack = make_task_pack(
-            root, names, num_fewshot=examples, fewshot_from=source, allow_code=allowed
-        )
+    names = list(map(str, settings.tasks))
+    pack = make_task_pack(names=names, **settings.pack) if settings.data_root else None
     manager, jobs = _load(names, pack)
     lm = HarnessLM(
         model,
-        options=options_of(config),
-        batch_size=config.generation_batch_size,
-        batch_tokens=config.batch_tokens,
-        max_length=config.max_length or None,
-        add_bos={"auto": None, "always": True, "never": False}[config.add_bos],
-        stop=config.stop,
+        options=settings.options,
+        batch_size=settings.generation_batch_size,
+        batch_tokens=settings.batch_tokens,
+        max_length=settings.max_length or None,
+        add_bos=ADD_BOS[settings.add_bos],
+        stop=settings.stop,
     )
     arguments = {
         "task_manager": manager,
         # The tasks of a pack have theirs already.
-        "num_fewshot": None if pack else examples,
-        "fewshot_random_seed": config.fewshot_seed,
-        "confirm_run_unsafe_code": allowed,
-        "apply_chat_template": config.chat_template,
+        "num_fewshot": None if pack else settings.num_fewshot,
+        "fewshot_random_seed": settings.fewshot_seed,
+        "confirm_run_unsafe_code": settings.allow_code_execution,
+        "apply_chat_template": settings.chat_template,
         "bootstrap_iters": 0,
-        "log_samples": samples_dir is not None,
+        "log_samples": settings.save_samples,
     }
+    samples_dir = workdir / "samples" if settings.save_samples else None
     rows: dict[str, dict[str, Any]] = {}
     for name in list(jobs):
         # Its requests and answers go with it.
         job = jobs.pop(name)
-        evaluate = functools.partial(_evaluate, lm, job, config.limit, arguments, samples_dir)
-        rows |= once(done_dir, name, evaluate)
-    return rows
-
-
-def check_tasks(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `evaluate_tasks`."""
-    if not config.tasks or isinstance(config.tasks, str):
-        raise ValueError(f"tasks={config.tasks!r}: give names, e.g. --config.tasks=\"('piqa',)\"")
-    check_choice("add_bos", config.add_bos, ("auto", "always", "never"))
-    check_numbers(config, limit="[0, inf)", max_length="[0, inf)")
-    check_numbers(config, batch_tokens="[1, inf)", generation_batch_size="[1, inf)")
-    if config.data_root:
-        names = list(map(str, config.tasks))
-        examples, allowed = config.get("num_fewshot"), config.allow_code_execution
-        check_pack(config.data_root, names, examples, config.fewshot_from, allowed)
-        _check_sandbox(names)
-
-
-def _check_sandbox(names: Sequence[str]) -> None:
-    codes = tables().running_code(names)
-    if not codes:
-        return
-    # Tried now: it would be missed only after everything has been generated.
-    mechanism = sandbox.available()
-    if mechanism.name == "none":
-        raise ValueError(
-            f"{codes[0]} runs programs that the model wrote, and nothing here can lock them in "
-            f"({mechanism.reason}): {sandbox.WAY_OUT}, or leave the task out"
-        )
+        evaluate = functools.partial(_evaluate, lm, job, settings.limit, arguments, samples_dir)
+        rows |= once(workdir / "tasks", name, evaluate)
+    return {"tasks": rows}
 
 
 def _load(names: list[str], pack: TaskPack | None) -> tuple[Any, dict[str, NamedTasks]]:
@@ -145,7 +149,12 @@ def _load(names: list[str], pack: TaskPack | None) -> tuple[Any, dict[str, Named
     if pack is None:
         for job in jobs.values():
             for name, task in job.tasks.items():
-                check_graders(name, task)
+                if how := running(task):
+                    raise ValueError(
+                        f"{name} {how} programs that the model wrote, as the harness's own task "
+                        "without a sandbox: use a task with data_root, or leave it out (a grader "
+                        "that was read has its digest in evaluate/graders.py)"
+                    )
     return manager, jobs
 
 
@@ -226,8 +235,7 @@ def _row(found: Mapping[str, Any], name: str, leaves: Sequence[str]) -> dict[str
         value = float(np.average(values, weights=shares if sum(shares) else None))
         row[label] = value
         if label.startswith(SHARES) and row["n"] and 0 <= value <= 1 + 1e-6:
-            low, high = wilson_interval(min(value, 1.0) * row["n"], row["n"])
-            row[f"{label}_low"], row[f"{label}_high"] = low, high
+            row |= with_ends(label, value, *wilson_interval(min(value, 1.0) * row["n"], row["n"]))
     return row
 
 

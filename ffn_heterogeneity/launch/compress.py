@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from etils import epath
@@ -31,27 +32,25 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     """Loads, operates, writes (structure kept); returns what `results.json` holds.
 
     Args:
-      score: (config, model) -> perplexity, tokens ... (`evaluate.run.score`): of the model as it
-        comes and of the one written, read back; None: not measured.
+      score: model -> perplexity, tokens ... (`evaluate.run.score`): of the model as it comes and of
+        the one written, read back; None: not measured.
 
     Raises:
       ValueError, CheckpointError: a config value or a file is wrong; the message names it.
     """
-    check_config(config)
-    surgery = surgery_of(config)
+    surgery, settings = check_config(config)
     target, dtype = workdir / "model", None if config.dtype == "as_read" else config.dtype
     model = None if config.get("streaming") else load_model(config.model, revision=config.revision)
     before = None
     if score:
-        before = score(config, model or load_model(config.model, revision=config.revision))
+        before = score(model or load_model(config.model, revision=config.revision))
     if model is None:
         source = model_directory(config.model, revision=config.revision)
-        plan = surgery.read(config)
-        results = compress_directory(source, target, plan, export=config.export, dtype=dtype)
+        results = compress_directory(source, target, settings, export=config.export, dtype=dtype)
         written = None
     else:
         key = jax.random.key(config.get("seed", 0))
-        changed, results = surgery(model, surgery.read(config), key=key)
+        changed, results = surgery(model, settings, key=key)
         keep_own_text(workdir, results)
         written = changed.config
         check_leaves(changed.config, changed.params, beside=ROOT)
@@ -61,7 +60,7 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
         if "removed" in results:
             write_json(target / "removed_neurons.json", published(results))
     if score and before:
-        after = score(config, load_model(str(target)))
+        after = score(load_model(str(target)))
         protocol = {"text": config.text or config.token_ids}
         protocol |= {key: after[key] for key in ("windows", "tokens", "bos")}
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
@@ -103,24 +102,23 @@ def describe(name: str, results: dict) -> str:
     )
 
 
-def surgery_of(config: ConfigDict) -> Surgery:
-    """The one that `config.surgery` names; without that key the removal of neurons."""
-    name = config.get("surgery", "prune")
-    check_choice("surgery", name, tuple(SURGERIES))
-    return SURGERIES[name]
+def check_config(config: ConfigDict) -> tuple[Surgery, Any]:
+    """The surgery that `config.surgery` names (by default the removal of neurons), its settings.
 
-
-def check_config(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded or trained; errors as `run`."""
+    Raises:
+      ValueError: a setting is unusable; the message names it.
+    """
     if not config.model:
         raise ValueError("--config.model is empty: give a directory, a .gguf file or a hub id")
     check_choice("dtype", config.dtype, DTYPES)
     check_choice("export", config.export, EXPORTS)
-    settings = surgery_of(config).read(config)
+    name = config.get("surgery", "prune")
+    check_choice("surgery", name, tuple(SURGERIES))
+    settings = SURGERIES[name].read(config)
     if config.get("push"):
         check_repository(config.push)
-    if not config.get("streaming"):
-        return
-    check_streamed(settings)
-    if str(config.model).endswith(".gguf"):
-        model_directory(config.model)  # says what to do
+    if config.get("streaming"):
+        check_streamed(settings)
+        if str(config.model).endswith(".gguf"):
+            model_directory(config.model)  # says what to do
+    return SURGERIES[name], settings

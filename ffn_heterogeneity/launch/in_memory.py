@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from etils import epath
@@ -13,8 +15,8 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.evaluate import run as evaluation
-from ffn_heterogeneity.evaluate.inputs import options_of, prompt_rows, tokenizer_of
-from ffn_heterogeneity.evaluate.tasks import check_tasks, evaluate_tasks
+from ffn_heterogeneity.evaluate.inputs import TextSettings, prompt_rows, tokenizer_of
+from ffn_heterogeneity.evaluate.tasks import TaskSettings, evaluate_tasks
 from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
@@ -25,10 +27,12 @@ from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.reduce import results_of
 from ffn_heterogeneity.surgery.removal import neuron_axis
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.wording import settings_from
 
 # The criterion of the row that all others are compared with: the model as it is.
 UNPRUNED = "none"
@@ -53,12 +57,11 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
     Raises:
       ValueError: a config value or a file is wrong; the message names it.
     """
-    check_config(config)
-    start = time.time()
-    model = load(config.model, revision=config.revision)
-    changed, results = operate(config, folded(model))
+    (surgery, settings, text, tasks), start = check_config(config), time.time()
+    model = folded(load(config.model, revision=config.revision))
+    changed, results = operate(surgery, settings, model, config.get("seed", 0))
     compress.keep_own_text(workdir, results)
-    told = compress.describe(compress.surgery_of(config).name, results)
+    told = compress.describe(surgery.name, results)
     removed = results.pop("removed", None)
     if config.save_model:
         form = {"export": config.export, "tokenizer": changed.tokenizer, "overwrite": True}
@@ -66,13 +69,12 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
         form["extra"] = {"removed_neurons": removed} if removed else None
         save_pretrained(changed.config, changed.params, workdir / "model", **form)
     equal = filled_up(changed)
-    results |= evaluation.score(config, equal)
-    if config.tasks:
-        samples = workdir / "samples" if config.save_samples else None
-        results["tasks"] = evaluate_tasks(config, equal, samples, done_dir=workdir / "tasks")
+    results |= evaluation.score(text, equal)
+    if tasks:
+        results |= evaluate_tasks(tasks, equal, workdir)
     if config.prompts:
-        options = options_of(config)
-        results["answers"] = answers(equal, config.prompts, options, config.max_new_tokens)
+        limit = config.max_new_tokens
+        results["answers"] = answers(equal, config.prompts, text.options, limit)
     results["seconds"] = time.time() - start
     write_results(workdir, results)
     print(f"{told}: perplexity {results['perplexity']:,.4f}")
@@ -82,44 +84,41 @@ def run(config: ConfigDict, workdir: epath.Path, load: Load = load_model) -> dic
 
 def surgery(config: ConfigDict, workdir: epath.Path) -> dict:
     """`compress.run`; where the config names a text, with the perplexity before and after."""
-    check_surgery(config)
-    return compress.run(config, workdir, evaluation.score if _measures(config) else None)
+    text = check_surgery(config)
+    return compress.run(config, workdir, text and functools.partial(evaluation.score, text))
 
 
-def check_surgery(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `surgery`."""
+def check_surgery(config: ConfigDict) -> TextSettings | None:
+    """The text that perplexity is measured on, if any; errors as `surgery`."""
     compress.check_config(config)
-    if _measures(config):
-        evaluation.check_config(config)
+    measured = config.get("text") or config.get("token_ids")
+    return evaluation.check_config(config) if measured else None
 
 
-def _measures(config: ConfigDict) -> bool:
-    return bool(config.get("text") or config.get("token_ids"))
-
-
-def check_config(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `run`."""
-    evaluation.check_config(config)
+def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, TaskSettings | None]:
+    """(what changes the model, its settings or None for no change, the text, the tasks), with their
+    files read once, before a model is loaded; errors as `run`."""
+    text, tasks = evaluation.check_config(config), None
     if config.tasks:
-        check_tasks(config)
+        tasks = settings_from(TaskSettings, config)
+        tasks.read()
     if config.get("streaming"):
         raise ValueError("streaming=True is for scripts/compress.py: this works in memory")
-    if config.get("criterion") != UNPRUNED:
-        compress.check_config(config)
+    if config.get("criterion") == UNPRUNED:
+        return SURGERIES["prune"], None, text, tasks
+    return *compress.check_config(config), text, tasks
 
 
-def operate(config: ConfigDict, model: Model) -> tuple[Model, dict]:
-    """(the changed model, the surgery's report); criterion "none" removes nothing.
+def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tuple[Model, dict]:
+    """(the changed model, the surgery's report); without settings nothing is removed.
 
     Raises:
       ValueError: as `compress.run`.
     """
-    if config.get("criterion") == UNPRUNED:
+    if settings is None:
         nothing = RemovalPlan(UNPRUNED, ratio=0.0)
         return model, results_of(nothing, (model.config, model.config), {}, [])
-    key = jax.random.key(config.get("seed", 0))
-    surgery = compress.surgery_of(config)
-    changed, results = surgery(model, surgery.read(config), key=key)
+    changed, results = surgery(model, settings, key=jax.random.key(seed))
     for name in LARGEST:
         values = [report.get(name) for report in results.get("compensated", ())]
         values = [value for value in values if value is not None]

@@ -26,12 +26,11 @@ from ffn_heterogeneity.data.corpus.tokenizer_training import (
     train_tokenizer,
 )
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.evaluate.inputs import settings_from
 from ffn_heterogeneity.io.files import is_bucket
 from ffn_heterogeneity.io.load import load_config, load_tokenizer
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import release_workdir
-from ffn_heterogeneity.wording import check_number, check_numbers
+from ffn_heterogeneity.wording import check_number, check_numbers, settings_from
 
 # Of a dry run: what is tokenised to estimate the rest.
 SAMPLE_BYTES = 1 << 20
@@ -46,8 +45,7 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     Raises:
       ValueError (DataError, CheckpointError are some): what is wrong, in one line.
     """
-    check_config(config)
-    settings = settings_of(config)
+    settings = check_config(config)
     chunks = corpora.plan_chunks(corpora.find_inputs(config.input), settings.layout)
     if is_bucket(workdir):
         raise DataError(f"{workdir}: shards are memory-mapped; write them to a local disk")
@@ -83,8 +81,8 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     return results
 
 
-def check_config(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse.
+def check_config(config: ConfigDict) -> Settings:
+    """Settings of turning documents into tokens, from the config.
 
     Raises:
       ValueError: names the key, its value and what it may be.
@@ -100,10 +98,6 @@ def check_config(config: ConfigDict) -> None:
             f"train_tokenizer.vocab_size={config.train_tokenizer.vocab_size}: give one of them, a "
             "model's tokenizer or the size of one to train"
         )
-
-
-def settings_of(config: ConfigDict) -> Settings:
-    """Settings of turning documents into tokens, from the config."""
     chunk_bytes = max(int(float(config.shard_mb) * 1e6), 1)
     revision = config.data_revision
     layout = settings_from(Layout, config, chunk_bytes=chunk_bytes, revision=revision)

@@ -66,23 +66,23 @@ def layerwise_term(
             {"layers": layers * jax.lax.stop_gradient(seen["sum"])},
         )
 
-    def per_layer(params: dict, batch: dict, forward: Callable[..., dict]) -> dict:
+    def per_layer(params: dict, batch: dict, forward: Any) -> dict:
         config, teacher = teacher_of(context.model, params)
+        teaching = forward.of(config)
 
-        def gradients(params: dict, config: ModelConfig | None) -> jax.Array:
+        def gradients(params: dict, forward: Any) -> jax.Array:
             def loss(nudges: jax.Array) -> jax.Array:
-                outputs = forward(params, batch, nudges=nudges, config=config)
-                return _loss_of_rows(outputs, batch)
+                return _loss_of_rows(forward.nudged(params, batch, nudges), batch)
 
             return jax.grad(loss)(jnp.zeros(taught.shape, taught.dtype))
 
-        taught, real = forward(teacher, batch, probes=(shown,), config=config)["probes"]["taught"]
+        taught, real = teaching(teacher, batch, probes=(shown,))["probes"]["taught"]
         if states == GRADIENT:
-            wanted = jax.lax.stop_gradient(gradients(teacher, config))
+            wanted = jax.lax.stop_gradient(gradients(teacher, teaching))
             squares = jnp.where(real[..., None], wanted, 0) ** 2 / wanted.shape[3]
             squares = jnp.sum(squares, (1, 2, 3), keepdims=True)
             scale = jnp.sqrt(squares / jnp.maximum(jnp.sum(real[0]), 1))
-            apart = gradients(params, None) - wanted
+            apart = gradients(params, forward) - wanted
             return {"layerwise": apart / jnp.where(scale > 0, scale, 1)}
         return {"layerwise": jax.lax.stop_gradient(taught)}
 

@@ -70,8 +70,9 @@ class LossTerm:
         the validation data, to those that are reported (jump rates are no averages themselves).
       per_layer: (params, batch, forward) -> {name of one of its probes: tree of [L, ...] leaves},
         which the probe is handed layer by layer (a teacher's states, learnt weights of layers).
-        `forward(params, batch, probes=, nudges=, config=)` is the run's, of a model of another
-        config too.
+        `forward(params, batch, probes=)` is the run's (`train.objectives.Forward`),
+        `forward.of(config)` that of a model of other widths, and
+        `forward.nudged(params, batch, nudges)` has nudges added to the outputs of the FFNs.
     """
 
     name: str

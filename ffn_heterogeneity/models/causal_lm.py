@@ -37,7 +37,6 @@ def forward(
     probes: tuple = (),
     per_layer: dict | None = None,
     dropout: tuple[jax.Array, jax.Array | None] | None = None,
-    nudges: jax.Array | None = None,
 ) -> dict:
     """Hidden states after the final norm, and what the probes saw.
 
@@ -52,8 +51,6 @@ def forward(
       probes: `probes.base.Probe` instances with distinct names.
       per_layer: {probe name: tree of [L, ...] leaves} handed to the probes layer by layer.
       dropout: (key, rate), where a rate None drops in adapters alone; or None for none.
-      nudges: [L, B, T, D], added to what the FFNs return: the gradient of a zero there is that of
-        the output, token by token.
 
     Returns:
       {"hidden": [B, T, D] in the compute dtype, "probes": {name: tree of [L, ...]}}; of a model
@@ -62,6 +59,20 @@ def forward(
     Raises:
       ValueError: rows longer than the table of learned positions.
     """
+    return _run(config, params, batch, options, probes, per_layer=per_layer, dropout=dropout)
+
+
+def nudged(
+    config: ModelConfig, params: dict, batch: dict, nudges_lbtd: jax.Array, **given: Any
+) -> dict:
+    """`forward`, given `options` and `probes`, with nudges added to the outputs of the FFNs.
+
+    The gradient with respect to a nudge of zero is that of the FFN's output, token by token.
+    """
+    return _run(config, params, batch, nudges=nudges_lbtd, **given)
+
+
+def _run(config, params, batch, options, probes=(), per_layer=None, dropout=None, nudges=None):
     tokens = batch["tokens"]
     positions = row_positions(batch) if config.position_rows else None
     x = embed(config, params, tokens, options, positions, batch.get("token_types"))

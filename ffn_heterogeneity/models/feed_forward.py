@@ -65,5 +65,5 @@ class FeedForward(nn.Module):
         scale = neuron_factor({name: optional_leaf(self, name) for name in FFN_LEAVES})
         scaled_btm = state_btm if scale is None else state_btm * scale.astype(state_btm.dtype)
         y_btd = linear(config.d_model, config.ffn_bias, name="down")(scaled_btm)
-        # Where `causal_lm.forward` is given nudges: a zero whose gradient is the output's own.
+        # `causal_lm.nudged` adds a zero here, whose gradient is the output's own.
         return self.perturb("output", y_btd), state_btm

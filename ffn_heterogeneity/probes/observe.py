@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from ffn_heterogeneity.models.causal_lm import forward
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.probes.base import Probe
+from ffn_heterogeneity.progress import bar
 
 
 def observe(
@@ -50,6 +51,26 @@ def observe(
     if total is None:
         raise ValueError("there is no data to observe the model on")
     return total
+
+
+def token_batches(
+    rows: Sequence[np.ndarray], size: int, longest: int = 0, progress: str | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of rows of token ids: "tokens" and "segment_ids", 0 where there is no token.
+
+    All have one shape, int32 [size, longest], so that one program does them all.
+
+    Args:
+      size: rows at once, at most.
+      longest: 0: the longest row's length.
+      progress: label of the progress bar; None: no bar.
+    """
+    size, longest = min(size, len(rows)), longest or max(map(len, rows))
+    for start in bar(progress, range(0, len(rows), size)):
+        tokens, real = np.zeros((2, size, longest), np.int32)
+        for i, row in enumerate(rows[start : start + size]):
+            tokens[i, : len(row)], real[i, : len(row)] = row, 1
+        yield {"tokens": tokens, "segment_ids": real}
 
 
 def _behind(before: np.ndarray, rows: np.ndarray) -> np.ndarray:

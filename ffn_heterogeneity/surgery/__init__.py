@@ -16,7 +16,7 @@ from typing import Any
 from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.surgery import adapt, attack, fuse, reduce, sparsity, teacher, truncate
-from ffn_heterogeneity.wording import settings_of
+from ffn_heterogeneity.wording import settings_from, settings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Surgery:
 
     def read(self, config: Mapping[str, Any]) -> Any:
         """The settings among the keys of a config that has others; errors as `check`."""
-        names = [field.name for field in dataclasses.fields(self.settings)]
-        return self.check({name: config[name] for name in names if name in config})
+        return settings_from(self.settings, config)
 
     @products()
     def __call__(self, *given: Any, **options: Any) -> tuple[Any, dict]:

@@ -2,7 +2,8 @@
 
 A layer at a time: its moments are summed over all rows, what is added to its outgoing weights is
 solved for, and the rows' residual streams move on to the next. In memory lie the streams and one
-layer's moments; attention is computed once a layer (twice where it is `sequential`).
+layer's moments; attention is computed once a layer (twice where it is `sequential`). `observe`
+would hold all layers' moments at once, and cannot put a fitted layer before the next.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery.calibration import padded
 from ffn_heterogeneity.surgery.states import METHODS, Moments
 
 BATCH = 8  # rows at once
@@ -96,9 +97,7 @@ def batches_of(rows: Sequence[np.ndarray]) -> list[tuple[bool, dict]]:
     fitted = [row for place, row in enumerate(rows) if place % HELD_OUT != HELD_OUT - 1]
     longest, found = max(map(len, rows)), []
     for is_held, some in ((False, fitted), (True, held)):
-        size = min(BATCH, len(some))
-        starts = range(0, len(some), size)
-        found += [(is_held, padded(some[a : a + size], longest, size)) for a in starts]
+        found += [(is_held, batch) for batch in token_batches(some, BATCH, longest)]
     return found
 
 

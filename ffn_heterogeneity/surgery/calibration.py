@@ -108,11 +108,3 @@ def read_rows(model: Model, path: str, tokens: int | None = None) -> list[np.nda
     if tokens is not None and left > 0:
         raise ValueError(f"{path}: {tokens - left:,} tokens, {tokens:,} are asked for")
     return rows
-
-
-def padded(rows: Sequence[np.ndarray], length: int, size: int) -> dict[str, np.ndarray]:
-    """A batch of `size` rows: "tokens", and "segment_ids", 0 where there is no token."""
-    tokens, real = np.zeros((2, size, length), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)], real[i, : len(row)] = row, 1
-    return {"tokens": tokens, "segment_ids": real}

@@ -10,9 +10,8 @@ import numpy as np
 
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.probes.observe import observe
+from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.surgery.attack import massive_weights
-from ffn_heterogeneity.surgery.calibration import padded
 
 BATCH = 4  # rows observed at once
 
@@ -55,11 +54,8 @@ def seen_states(
 
 def _sums(config: ModelConfig, params: dict, rows: Sequence[np.ndarray]) -> dict:
     """The sums of `_sums_of` over all rows, [L, ...]."""
-    probe, longest = _sums_of(max(config.ffn_widths)), max(map(len, rows))
-    size = min(BATCH, len(rows))
-    starts = range(0, len(rows), size)
-    batches = (padded(rows[start : start + size], longest, size) for start in starts)
-    return observe(config, params, batches, probe)[probe.name]
+    probe = _sums_of(max(config.ffn_widths))
+    return observe(config, params, token_batches(rows, BATCH), probe)[probe.name]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import LabelTask, get_task
 from ffn_heterogeneity.data.labelled import Batch, Encoded, Form, LabelSettings
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.evaluate.labels import task_metrics
+from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import classification as heads
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.train.objectives import Data, Objective, TaskSettings

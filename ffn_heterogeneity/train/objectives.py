@@ -7,13 +7,14 @@ modelling (`train/language.py`) is one of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from ffn_heterogeneity.heads import make_head
+from ffn_heterogeneity.heads import Head, make_head
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block import dropout as drop_out
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
@@ -156,38 +157,36 @@ class Objective:
         }
 
 
-def make_forward(
-    objective: Objective, model: ModelConfig, options: causal_lm.RunOptions
-) -> Callable[..., dict]:
-    """(params, batch, *, probes, dropout, per_layer, nudges, config) -> outputs, the objective's
-    head applied; `config`: of the params, where it is not the model's (a teacher's).
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forward:
+    """`forward(params, batch)` -> outputs of the model, with the objective's head applied."""
 
-    Raises:
-      ValueError: the model lacks the head, or `heads.HEADS` does.
-    """
-    head = make_head(model, objective.head) if objective.head else None
-    read = head.probes if head else ()
-    if head is not None and model.head != objective.head:
-        raise ValueError(
-            f"objective {objective.name!r} needs a model with the head {objective.head.name!r}, "
-            f"{objective.head.text}; this one has {model.head or 'none'}: train it first"
+    objective: Objective
+    model: ModelConfig
+    options: causal_lm.RunOptions
+    head: Head | None
+
+    def __call__(self, params, batch, *, probes=(), dropout=None, per_layer=None) -> dict:
+        """The keyword arguments are those of `causal_lm.forward`."""
+        run = functools.partial(causal_lm.forward, dropout=dropout, per_layer=per_layer)
+        return self._outputs(run, params, batch, probes, dropout)
+
+    def nudged(self, params: dict, batch: Mapping[str, Any], nudges_lbtd: jax.Array) -> dict:
+        """The same with `nudges_lbtd` added to the outputs of the FFNs (`causal_lm.nudged`)."""
+        return self._outputs(
+            functools.partial(causal_lm.nudged, nudges_lbtd=nudges_lbtd), params, batch
         )
 
-    def forward(
-        params, batch, *, probes=(), dropout=None, per_layer=None, nudges=None, config=None
-    ):
+    def of(self, model: ModelConfig) -> Forward:
+        """The forward pass of a model of other widths, such as a teacher."""
+        return dataclasses.replace(self, model=model)
+
+    def _outputs(self, run, params, batch, probes=(), dropout=None) -> dict:
+        objective, head = self.objective, self.head
+        read = head.probes if head else ()
         probes = tuple(dict.fromkeys((*objective.probes, *read, *probes)))
         rows, batch = len(batch["tokens"]), objective.joined(batch)
-        outputs = causal_lm.forward(
-            config or model,
-            params,
-            batch,
-            options=options,
-            probes=probes,
-            dropout=dropout,
-            per_layer=per_layer,
-            nudges=nudges,
-        )
+        outputs = run(self.model, params, batch, options=self.options, probes=probes)
 
         def drop(x: jax.Array) -> jax.Array:
             if dropout is None or dropout[1] is None:
@@ -201,4 +200,19 @@ def make_forward(
             outputs["hidden"] = hidden.reshape(rows, -1, hidden.shape[-1])
         return outputs
 
-    return forward
+
+def make_forward(
+    objective: Objective, model: ModelConfig, options: causal_lm.RunOptions
+) -> Forward:
+    """The forward pass of `model` with the objective's head.
+
+    Raises:
+      ValueError: the model lacks the head, or `heads.HEADS` does.
+    """
+    head = make_head(model, objective.head) if objective.head else None
+    if objective.head and model.head != objective.head:
+        raise ValueError(
+            f"objective {objective.name!r} needs a model with the head {objective.head.name!r}, "
+            f"{objective.head.text}; this one has {model.head or 'none'}: train it first"
+        )
+    return Forward(objective, model, options, head)

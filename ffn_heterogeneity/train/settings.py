@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -20,9 +20,8 @@ from ffn_heterogeneity.train.objectives import LANGUAGE, TaskSettings
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.source import Start
-from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
+from ffn_heterogeneity.wording import check_choice, check_number, check_numbers, settings_from
 
-Part = TypeVar("Part")
 MOST = 2**31 - 1  # rows, tokens of a row, steps: what counts them is int32
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULE_KEYS = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
@@ -147,12 +146,12 @@ class TrainConfig:
     @property
     def source(self) -> Start:
         """The model that the run starts from."""
-        return _part(Start, self)
+        return settings_from(Start, vars(self))
 
     @property
     def task(self) -> TaskSettings:
         """The part that the objective is told."""
-        return _part(TaskSettings, self)
+        return settings_from(TaskSettings, vars(self))
 
     def hyper(self, brought: Mapping[str, Mapping[str, Any]]) -> Callable[[int], dict[str, float]]:
         """step (0-based) -> {"learning_rate", "dropout", the losses' weights, refreshes' rates}.
@@ -245,11 +244,6 @@ def _steps(values: Mapping[str, Any]) -> int:
         return values["steps"]
     steps = steps_of(values["data"], values["epochs"], values["batch_size"])
     return max(steps, values.get("least_steps", 0))
-
-
-def _part(kind: type[Part], config: TrainConfig) -> Part:
-    """The settings of the config that `kind` has."""
-    return kind(**{field.name: getattr(config, field.name) for field in dataclasses.fields(kind)})
 
 
 def key_of_weight(name: str) -> str:

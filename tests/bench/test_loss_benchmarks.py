@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 from tiny_models import tiny_of
 
 from ffn_heterogeneity.bench import fusion, losses, timing
@@ -137,8 +136,7 @@ def test_compressed_models_are_timed_beside_the_whole_one(family, capsys, monkey
     shape = dataclasses.replace(tiny_of(family, 3), d_model=32)
     shape = shape.with_widths([256] * 3)
     monkeypatch.setattr(fusion, "preset", lambda name: (shape, ""))
-    config = {"model": family, "batch": 4, "seq_len": 8, "repetitions": 2}
-    result = fusion.benchmark_fusion(ConfigDict(config))
+    result = fusion.benchmark_fusion(family, (4, 8), 2)
     programs = result["programs"]
     for name in ("LoRA", *fusion.METHODS):
         assert f"{name}, step / whole, step" in result["ratios"]

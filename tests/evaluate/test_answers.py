@@ -13,11 +13,13 @@ from etils import epath
 from tiny_models import LLAMA, byte_tokenizer, config_of, run_script, save_tiny
 from tiny_runs import read_rows, write_rows
 
-from ffn_heterogeneity.evaluate import answers, metrics
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
+from ffn_heterogeneity.evaluate import answers
 from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.io.rows import rows_of
 from ffn_heterogeneity.models.generate import Generation
+from ffn_heterogeneity.wording import settings_from
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CB = ("entailment", "contradiction", "neutral")
@@ -72,7 +74,7 @@ def evaluate(monkeypatch, root, model, tmp_path):
     """evaluate(out, *tasks): with a generator that says a word of the task by the prompt's crc."""
 
     class Generator:
-        config, asked, dies_after = TINY, [], 10**6
+        config, tokenizer, asked, dies_after = TINY, model.tokenizer, [], 10**6
 
         def __call__(self, prompts, sampling, *, progress):
             assert len(self.asked) < self.dies_after, "killed"
@@ -86,7 +88,9 @@ def evaluate(monkeypatch, root, model, tmp_path):
 
     def run(out, *tasks, **changes):
         config = config_for(root, *tasks, **changes)
-        return answers.evaluate_answers(config, model, epath.Path(tmp_path / out))
+        return answers.evaluate_answers(
+            settings_from(answers.AnswerSettings, config), model, epath.Path(tmp_path / out)
+        )
 
     run.generator = Generator
     monkeypatch.setattr(answers, "Generator", lambda *a, **k: Generator())
@@ -168,7 +172,7 @@ def test_going_on_asks_only_what_is_missing(evaluate, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["wic", "cb", "multirc", "record"])
 def test_a_resample_is_the_metric_of_whole_questions(root, name):
     """The metric itself of the drawn questions' rows, each draw a question of its own."""
-    ((task, asked),) = answers.read_questions(config_for(root, f"superglue_{name}")).items()
+    ((task, asked),) = check_config(config_for(root, f"superglue_{name}")).read().items()
     gold, groups = [one.reference for one in asked], collections.defaultdict(list)
     said = np.random.default_rng(3).choice(WORDS.get(name, ("True", "False")), len(gold)).tolist()
     for i, one in enumerate(gold):
@@ -186,7 +190,7 @@ def test_a_resample_is_the_metric_of_whole_questions(root, name):
 def test_intervals(evaluate):
     right, rng = np.random.default_rng(0).random(800) < 0.3, np.random.default_rng(1)
     counts = metrics.accuracy.counts(list(right), [True] * 800)
-    low, high = np.percentile(metrics.bootstrap(counts, 4000, rng)["accuracy"], answers.LEVELS)
+    low, high = np.percentile(metrics.bootstrap(counts, 4000, rng)["accuracy"], [2.5, 97.5])
     p, half = right.mean(), 1.96 * right.std() / 800**0.5
     assert (low, high) == pytest.approx((p - half, p + half), abs=0.003)
     gold = [{"label": "True", "group": i // 2} for i in range(6)]
@@ -223,10 +227,10 @@ def test_refused(root, message, changes):
 def test_a_model_without_a_tokenizer_is_refused(root, model, tmp_path):
     bare = dataclasses.replace(model, tokenizer=None)
     with pytest.raises(ValueError, match="tiny has no tokenizer"):
-        answers.evaluate_answers(config_for(root), bare, epath.Path(tmp_path))
+        answers.evaluate_answers(check_config(config_for(root)), bare, epath.Path(tmp_path))
 
 
 def test_the_published_validation_sets(shared_data):
     names = [f"superglue_{name}" for name in metrics.SUPERGLUE if name != "record"]
-    sizes = map(len, answers.read_questions(config_for(shared_data, *names)).values())
+    sizes = map(len, check_config(config_for(shared_data, *names)).read().values())
     assert list(sizes) == [3270, 56, 100, 4848, 277, 638, 104]

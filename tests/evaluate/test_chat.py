@@ -14,8 +14,10 @@ from tiny_runs import flags_of, read_rows, write_rows
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.chat import conversations as chat
 from ffn_heterogeneity.evaluate.chat.endpoint import _text_of
+from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generation
+from ffn_heterogeneity.wording import settings_from
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LONG = dataclasses.replace(LLAMA, max_position=512)
@@ -72,7 +74,7 @@ def recorder(monkeypatch):
 def test_what_the_model_is_given(data_root, model, recorder, tmp_path):
     """Both turns through the template, each category at its temperature, its own end of turn."""
     config = config_for(data_root, system="Be kind.")
-    results = chat.answer_questions(config, model, tmp_path / "out")
+    results = chat.answer_questions(check_config(config), model, tmp_path / "out")
     tokenizer, seen = model.tokenizer, {}
     for prompts, samplings in recorder.calls:
         for ids, sampling in zip(prompts, samplings, strict=True):
@@ -100,7 +102,7 @@ def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
     """FastChat's fields and WizardLM's, and both are read back."""
     for benchmark in chat.BENCHMARKS:
         config = config_for(data_root, benchmark, model_id="my model")
-        results = chat.answer_questions(config, model, tmp_path / benchmark)
+        results = chat.answer_questions(check_config(config), model, tmp_path / benchmark)
         assert results["answers"].endswith("model_answer/my_model.jsonl")
         row = read_rows(results["answers"])[0]
         if benchmark == "wizardlm_testset":
@@ -115,14 +117,14 @@ def test_the_benchmarks_own_forms(data_root, model, recorder, tmp_path):
     temperatures = [samplings[0].temperature for _, samplings in recorder.calls]
     assert temperatures[-1] == 0.0 and temperatures[-2] == 0.7
     question = chat.read_questions("mt_bench", str(data_root))[1]
-    assert chat.temperature(config_for(data_root, temperature=0.3), question) == 0.3
+    assert check_config(config_for(data_root, temperature=0.3)).temperature_of(question) == 0.3
 
 
 def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
     """Sampled texts, stopped anywhere: those there are kept, those that lack are as in one go."""
     config = config_for(data_root, temperature=1.0, seed=5)
     whole = tmp_path / "whole"
-    first = chat.answer_questions(config, model, whole)
+    first = chat.answer_questions(check_config(config), model, whole)
     (file,) = (whole / "model_answer").iterdir()
     rows = read_rows(file)
     texts = {row["question_id"]: row["choices"] for row in rows}
@@ -130,17 +132,17 @@ def test_going_on_gives_the_same_answers(data_root, model, tmp_path):
     for kept in ([], rows[:1], rows[1:4]):
         path = write_rows(tmp_path / f"part{len(kept)}" / "model_answer" / "tiny.jsonl", kept)
         shutil.copy(whole / "turns.jsonl", path.parent.parent)  # as written before the answers
-        results = chat.answer_questions(config, model, path.parent.parent)
+        results = chat.answer_questions(check_config(config), model, path.parent.parent)
         assert {**results, "answers": first["answers"]} == first, "counts are of all turns"
         found = read_rows(path)
         assert found[: len(kept)] == kept
         assert {row["question_id"]: row["choices"] for row in found} == texts
     before = file.read_bytes()
     assert first["turns"] == 12 == first["turns_length"]
-    assert chat.answer_questions(config, model, whole) == first
+    assert chat.answer_questions(check_config(config), model, whole) == first
     assert file.read_bytes() == before
     (whole / "turns.jsonl").unlink()
-    assert chat.answer_questions(config, model, whole) == first, "asked again"
+    assert chat.answer_questions(check_config(config), model, whole) == first, "asked again"
 
 
 def test_answers_end_where_the_models_positions_do(data_root, model, recorder, tmp_path):
@@ -148,7 +150,7 @@ def test_answers_end_where_the_models_positions_do(data_root, model, recorder, t
     ids = len("<s>") - 2 + len("<|user|>\nAsk 0?\n<|assistant|>\n")
     short = dataclasses.replace(LONG, max_position=ids + 4)
     small = Model(short, {}, model.tokenizer, "tiny")
-    results = chat.answer_questions(config_for(data_root, limit=1), small, tmp_path)
+    results = chat.answer_questions(check_config(config_for(data_root, limit=1)), small, tmp_path)
     (prompts, samplings), (nothing, _) = recorder.calls
     assert len(prompts[0]) == ids and samplings[0].max_new_tokens == 4
     assert nothing == []
@@ -162,7 +164,10 @@ def test_the_tokenizers_eos_ends_an_answer_too(model, tmp_path):
     tokenizer.add_tokens("!", special_tokens=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
     config = config_for(tmp_path, bos="none")
-    made = chat.Chat(config, Model(model.config, model.params, tokenizer, "tiny"))
+    made = chat.Chat(
+        settings_from(chat.ChatSettings, config),
+        Model(model.config, model.params, tokenizer, "tiny"),
+    )
     (bang,) = tokenizer.encode("!", add_special_tokens=False)
     assert made.template == "tokenizer" and made.eos == (bang, tokenizer.eos_token_id)
 
@@ -199,7 +204,7 @@ def test_questions_that_cannot_be_read(tmp_path, benchmark, row, message):
     good = {"question_id": 7, "idx": 8, "turns": ["a"], "Instruction": "a"}
     write_rows(tmp_path / benchmark / "question.jsonl", [good, row])
     with pytest.raises(DataError, match=f"line 2: .*{message}"):
-        chat.check_chat(config_for(tmp_path, benchmark))
+        check_config(config_for(tmp_path, benchmark))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +225,7 @@ def test_questions_that_cannot_be_read(tmp_path, benchmark, row, message):
 def test_settings_that_cannot_be(data_root, changes, message):
     changes = {"data_root": str(data_root), **changes}
     with pytest.raises(ValueError, match=message):
-        chat.check_chat(config_of("chat", **{"model": "m", "benchmark": "mt_bench", **changes}))
+        check_config(config_of("chat", **{"model": "m", "benchmark": "mt_bench", **changes}))
 
 
 @pytest.mark.parametrize(

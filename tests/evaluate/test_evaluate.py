@@ -16,7 +16,7 @@ from tiny_runs import read_rows, refused, write_halves, write_rows
 from ffn_heterogeneity.evaluate.classify import classify, classify_file
 from ffn_heterogeneity.evaluate.inputs import read_token_ids
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.evaluate.run import run
+from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.config import HeadConfig
@@ -192,8 +192,8 @@ def test_labels_in_every_form_of_a_file(tmp_path, capsys):
         if labels:
             labels = iter(labels)
             write_rows(tmp_path / path, [row | {"label": next(labels)} for row in rows])
-        asked = config_of("classify", input=str(tmp_path / path), fields="sentence")
-        return classify_file(asked, model, tmp_path)
+        own = {"input": str(tmp_path / path), "fields": "sentence"}
+        return classify_file(check_config(config_of("classify", model="m", **own)), model, tmp_path)
 
     found = [measured(name) for name in ("held_out.jsonl", "a.csv", "a.tsv", "a.parquet", "saved")]
     for kind in (int, float, bool, lambda number: str(float(number))):

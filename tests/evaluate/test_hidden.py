@@ -12,6 +12,7 @@ from tiny_runs import refused
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.probes.observe import token_batches
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gemma2", "gpt2", "gpt_neox"])
@@ -57,3 +58,12 @@ def test_texts_and_what_is_none(tmp_path):
     masked = (np.zeros((2, 3), int), np.ones((2, 2), bool))
     refused("must be", fh.hidden_states, model, *masked)
     refused("outside the vocabulary", fh.hidden_states, model, np.full((1, 2), 999))
+
+
+def test_rows_of_tokens_become_batches_of_one_shape():
+    rows = [np.array(row) for row in ([5, 6, 7], [8], [9, 10])]
+    first, last = token_batches(rows, 2)
+    assert first["tokens"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert last["segment_ids"].tolist() == [[1, 1, 0], [0, 0, 0]]
+    (all_of_them,) = token_batches(rows, 5, 4)
+    assert all_of_them["tokens"].shape == (3, 4) and all_of_them["segment_ids"].sum() == 6

@@ -17,6 +17,7 @@ from tiny_runs import read_rows, write_rows
 from ffn_heterogeneity.evaluate.chat import endpoint as endpoints
 from ffn_heterogeneity.evaluate.chat import judge
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
+from ffn_heterogeneity.evaluate.run import check_config
 
 KEY = "sk-secret-0123"
 
@@ -106,6 +107,10 @@ def config_for(server, files, **changes):
     return config_of("judge", **{**defaults, **changes})
 
 
+def judged(config, out):
+    return judge.run(check_config(config), None, out)
+
+
 def nowhere(path, text):
     """No file under `path` holds the text."""
     files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
@@ -117,7 +122,7 @@ def test_ratings(server, files, tmp_path):
     server.behave = lambda n, data: chat(
         f"Good, as [[1]] of them. Key {KEY}.\nRating: [[{8 if 'And' in user_text(data) else 6}]]"
     )
-    results = judge.run(config_for(server, files), tmp_path / "out")
+    results = judged(config_for(server, files), tmp_path / "out")
     assert (results["judged"], results["failed"], results["errors"]) == (6, 0, [])
     scores = np.array([6, 8] * 3)
     assert results["score"] == pytest.approx(7.0)
@@ -146,7 +151,7 @@ def test_ratings(server, files, tmp_path):
     assert data["max_tokens"] == 2048
     assert nowhere(tmp_path / "out", KEY) and "Key <key>." in rows[0]["judgment"]
     # All is there: nothing is asked again.
-    again = judge.run(config_for(server, files), tmp_path / "out")
+    again = judged(config_for(server, files), tmp_path / "out")
     assert len(server.requests) == 6 and again["score"] == results["score"]
 
 
@@ -166,7 +171,7 @@ def test_pairs_are_asked_both_ways(server, files, tmp_path):
 
     server.behave = fair
     pair = {"mode": "pairwise", "baseline": files["theirs"]}
-    results = judge.run(config_for(server, files, **pair), tmp_path / "fair")
+    results = judged(config_for(server, files, **pair), tmp_path / "fair")
     counts = {key: results[key] for key in ("wins", "losses", "ties", "inconsistent")}
     assert counts == {"wins": 2, "losses": 2, "ties": 2, "inconsistent": 0}
     assert results["models"] == ["ours", "theirs"] and len(server.requests) == 12
@@ -177,12 +182,12 @@ def test_pairs_are_asked_both_ways(server, files, tmp_path):
     assert (row["g1_winner"], row["g2_winner"]) == ("model_1", "model_1")
     assert results["judgments"].endswith("the_judge_pair.jsonl")
     server.behave = lambda n, data: chat("Always the first: [[A]]")
-    results = judge.run(config_for(server, files, **pair), tmp_path / "biased")
+    results = judged(config_for(server, files, **pair), tmp_path / "biased")
     assert (results["ties"], results["inconsistent"], results["win_rate"]) == (6, 6, 0.5)
     # One of the two calls fails: no row, and both texts are kept.
     server.behave = lambda n, data: chat("[[A]]" if n % 2 == 0 else "no idea")
     config = config_for(server, files, **pair, workers=1, limit=1)
-    results = judge.run(config, tmp_path / "half")
+    results = judged(config, tmp_path / "half")
     assert (results["judged"], results["failed"]) == (0, 2) and results["win_rate"] is None
     failed = read_rows(tmp_path / "half" / "failed.jsonl")[0]
     assert (failed["g1_winner"], failed["g2_winner"]) == ("model_1", "error")
@@ -225,7 +230,7 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
     ask = "And 1"
     server.behave = lambda n, data: behave(n, data) if ask in user_text(data) else chat("[[4]]")
     config = config_for(server, files, timeout=1.0, retries=0)
-    results = judge.run(config, tmp_path / "out")
+    results = judged(config, tmp_path / "out")
     assert (results["judged"], results["failed"], results["score"]) == (5, 1, 4.0)
     (failed,) = read_rows(tmp_path / "out" / "failed.jsonl")
     assert (failed["question_id"], failed["turn"], failed["score"]) == (1, 2, None)
@@ -238,7 +243,7 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
     if name in ("nonsense", "too high"):
         assert failed["judgment"] in ("What a nice day.", "[[99]]")
     server.behave, asked = (lambda n, data: chat("[[10]]")), len(server.requests)
-    results = judge.run(config, tmp_path / "out")
+    results = judged(config, tmp_path / "out")
     assert len(server.requests) == asked + 1
     assert (results["judged"], results["failed"], results["score"]) == (6, 0, 5.0)
     assert len(read_rows(tmp_path / "out" / "failed.jsonl")) == 1  # nothing is lost
@@ -274,13 +279,13 @@ def test_nobody_there(server, files, tmp_path, capsys):
     server.url = dead.url
     config = config_for(server, files, retries=0, give_up_after=3, workers=1)
     start = time.monotonic()
-    results = judge.run(config, tmp_path / "out")
+    results = judged(config, tmp_path / "out")
     assert time.monotonic() - start < 5
     assert (results["judged"], results["failed"], results["score"]) == (0, 6, None)
     said = [error["error"] for error in results["errors"]]
     assert sum("no connection" in error for error in said) >= 3
     assert "the rest is not asked" in capsys.readouterr().err
-    alone = judge.run(config_for(server, files, retries=0, give_up_after=0), tmp_path / "all")
+    alone = judged(config_for(server, files, retries=0, give_up_after=0), tmp_path / "all")
     assert all("no connection" in error["error"] for error in alone["errors"])
 
 
@@ -307,7 +312,7 @@ def test_nobody_there(server, files, tmp_path, capsys):
 )
 def test_settings_that_cannot_be(server, files, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        judge.run(config_for(server, files, **changes), tmp_path / "out")
+        judged(config_for(server, files, **changes), tmp_path / "out")
     assert not server.requests
 
 
@@ -318,16 +323,16 @@ def test_half_a_key_is_not_kept(server, files, tmp_path, status):
         body = ("x" * before + KEY + "y" * 50).encode()
         server.behave = lambda n, data, body=body: (status, {}, body)
         out = tmp_path / f"{status}_{before}"
-        judge.run(config_for(server, files, retries=0, limit=1), out)
+        judged(config_for(server, files, retries=0, limit=1), out)
         assert nowhere(out, KEY[:8])
 
 
 def test_other_answers_are_judged_anew(server, files, tmp_path):
     server.behave = lambda n, data: chat(f"[[{9 if 'ours' in user_text(data) else 2}]]")
     config = config_for(server, files)
-    assert judge.run(config, tmp_path / "out")["score"] == 9
+    assert judged(config, tmp_path / "out")["score"] == 9
     os.replace(files["theirs"], files["ours"])
-    again = judge.run(config, tmp_path / "out")
+    again = judged(config, tmp_path / "out")
     assert (again["models"], again["score"], again["judged"]) == (["theirs"], 2, 6)
     assert all(row["model"] == "theirs" for row in read_rows(again["judgments"]))
 
@@ -335,7 +340,7 @@ def test_other_answers_are_judged_anew(server, files, tmp_path):
 def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret\nX-Header: y")
     with pytest.raises(ValueError, match="characters that no key has") as caught:
-        judge.check(config_for(server, files))
+        check_config(config_for(server, files))
     assert "secret" not in str(caught.value)
 
 
@@ -346,12 +351,12 @@ def test_answers_that_lack(server, files, tmp_path, capsys):
     with open(files["ours"], "w") as file:
         file.writelines(lines[:2])
     server.behave = lambda n, data: chat("[[5]]")
-    results = judge.run(config_for(server, files), tmp_path / "out")
+    results = judged(config_for(server, files), tmp_path / "out")
     assert (results["judged"], results["unanswered"]) == (4, 1)
     assert "1 questions have no answer yet" in capsys.readouterr().err
     twice = {"mode": "pairwise", "baseline": files["ours"]}
     with pytest.raises(ValueError, match="both of 'ours'"):
-        judge.run(config_for(server, files, **twice), tmp_path / "twice")
+        judged(config_for(server, files, **twice), tmp_path / "twice")
 
 
 def test_the_script(server, files, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ffn_heterogeneity.evaluate.labels import label_metrics, number_metrics
+from ffn_heterogeneity.evaluate.label_metrics import label_metrics, number_metrics
 
 NAMES = ("accuracy", "f1", "macro_f1", "matthews")
 

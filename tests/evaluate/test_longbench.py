@@ -16,8 +16,9 @@ from task_tools import instance, requests_of
 from tiny_models import LLAMA, byte_tokenizer, config_of, random_params
 from tiny_runs import read_rows
 
+from ffn_heterogeneity.evaluate.answer_metrics import rouge_l
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
-from ffn_heterogeneity.evaluate.metrics import rouge_l
+from ffn_heterogeneity.evaluate.run import check_config
 from ffn_heterogeneity.evaluate.tasks import evaluate_tasks
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.config import LayerConfig
@@ -177,6 +178,6 @@ def test_a_run(model, shared_data, tmp_path):
     """Real rows, thousands of tokens, in a model of 160 positions."""
     own = {"data_root": str(shared_data), "tasks": ("minilongbench_qa",)}
     config = config_of("harness", model="x", limit=2, **own)
-    found = evaluate_tasks(config, model)["minilongbench_qa"]
+    found = evaluate_tasks(check_config(config), model, tmp_path)["tasks"]["minilongbench_qa"]
     assert found["n"] == 2 and found["shots"] == 0 and 0 <= found["f1"] <= 1
     assert np.isfinite(found["f1"]) and "f1_low" not in found

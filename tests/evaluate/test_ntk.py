@@ -75,7 +75,7 @@ def by_gradients(model, data, layer=LAYER):
 
 def tiny_reader(family):
     config = tiny_of(family, 3)
-    return with_random_head(Model(config, random_params(config, dtype=np.float64), None, ""), HEAD)
+    return with_random_head(Model(config, random_params(config, dtype=np.float64), None, ""))
 
 
 FUSED = [("bert", None), ("llama", None), ("llama", "fusion"), ("bert", "svd")]
@@ -115,11 +115,11 @@ def test_leaves_whose_gradients_are_others_are_refused(method, name, leaf):
 def test_the_head_is_the_seeds_and_a_trained_one_stays():
     config = tiny_of("bert", 3)
     bare = Model(config, random_params(config), None, "")
-    one = with_random_head(bare, HEAD)
-    other = with_random_head(bare, config_of("analyze", "ntk", seed=1))
+    one = with_random_head(bare)
+    other = with_random_head(bare, seed=1)
     kernels = [model.params["task_head"]["out"]["kernel"] for model in (one, other)]
     assert np.abs(kernels[0] - kernels[1]).max() > 0
-    assert with_random_head(one, config_of("analyze", "ntk", seed=1)) is one
+    assert with_random_head(one, seed=1) is one
 
 
 def test_errors_are_norms_of_differences():
@@ -160,11 +160,10 @@ def test_the_analysis(reader, tmp_path):
     assert errors["merged"]["ntk_error"] != pytest.approx(errors["fusion"]["ntk_error"], rel=1e-2)
     # What the block that says nothing lacks: the outputs themselves, but for the bias.
     model = load_model(reader["model"])
-    config = config_of("analyze", "ntk", **reader)
     texts = [("a film of charm",), ("tedious",), ("no wit, no heart",), ("warm and wise",)]
     ids, types, _ = encode_texts(model.tokenizer, texts, Form(True, 1, 64))
     data = Encoded(ids, types, np.full(4, np.nan), 0)
-    y = measured(with_random_head(model, config), data)["y"]
+    y = measured(with_random_head(model), data)["y"]
     own = np.linalg.norm(y - ffn_of(model)["down"]["bias"], axis=-1)
     real = np.arange(y.shape[1]) < np.array([[len(row)] for row in ids])
     assert errors[BIAS]["output_error"] == pytest.approx(own[real].mean(), rel=1e-4)
@@ -206,7 +205,7 @@ def test_real_kernels_are_torchs(torch, minilm_dir, shared_data):
     """MiniLM's first layer, 16 sentences of SST-2, float64."""
     import transformers
 
-    model = with_random_head(load_model(minilm_dir, dtype=np.float64), HEAD)
+    model = with_random_head(load_model(minilm_dir, dtype=np.float64))
     data = sentences(shared_data, model.tokenizer, 16)
     found = measured(model, data, 0)
 
@@ -246,7 +245,7 @@ FEWER = ["fusion", "merged", "sqrt", "svd", "sketch", "mmd", "structured", "unst
 @pytest.mark.parametrize("method", [*FEWER, "random"])
 def test_real_output_errors_are_numpys(minilm_dir, shared_data, method):
     """The last four layers of MiniLM, 1,536 to 384 neurons, 32 sentences: each layer's outputs."""
-    whole = with_random_head(load_model(minilm_dir), HEAD)
+    whole = with_random_head(load_model(minilm_dir))
     data = sentences(shared_data, whole.tokenizer, 32)
     ids = data.ids
     settings = {"ratio": 0.75, "layers": "2-5"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 
 import pytest
 from tiny_models import config_of
@@ -10,6 +11,8 @@ from tiny_runs import write_rows
 
 from ffn_heterogeneity.evaluate.chat import conversations as chat
 from ffn_heterogeneity.evaluate.chat import judge
+from ffn_heterogeneity.evaluate.run import check_config
+from ffn_heterogeneity.wording import settings_from
 
 ADDED = ("translation", "summarization", "qa", "math_reasoning", "rag")
 
@@ -36,15 +39,16 @@ def test_the_published_questions(questions, shared_data):
 
 def test_temperatures(questions):
     """MT-bench's for its categories, 0 for the others, and what the config says for all."""
-    config = config_of("chat", benchmark="spec_bench")
+    config = config_of("chat", model="m", benchmark="spec_bench")
+    settings = settings_from(chat.ChatSettings, config)
     for question in questions:
         expected = chat.TEMPERATURES.get(question.category, 0.0)
-        assert chat.temperature(config, question) == expected
-    assert {chat.temperature(config, q) for q in questions[80:]} == {0.0}
-    groups = chat.groups(config, questions)
+        assert settings.temperature_of(question) == expected
+    assert {settings.temperature_of(q) for q in questions[80:]} == {0.0}
+    groups = settings.groups(questions)
     assert sorted(q.id for group in groups for q in group) == list(range(81, 561))
-    config.temperature = 0.3
-    assert {chat.temperature(config, q) for q in questions} == {0.3}
+    settings = dataclasses.replace(settings, temperature=0.3)
+    assert {settings.temperature_of(q) for q in questions} == {0.3}
 
 
 def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
@@ -53,15 +57,14 @@ def test_what_the_judge_is_shown(questions, shared_data, tmp_path):
     path = write_rows(tmp_path / "answers.jsonl", rows)
     own = {"url": "http://localhost:1", "judge_model": "judge", "key_env": ""}
     own |= {"data_root": str(shared_data), "answers": str(path)}
-    config = config_of("judge", benchmark="spec_bench", **own)
-    judge.check(config)
-    jobs, models, unanswered = judge.read_jobs(config)
+    settings = check_config(config_of("judge", benchmark="spec_bench", **own))
+    jobs, models, unanswered = judge.read_jobs(settings)
     assert (len(jobs), models, unanswered) == (560, ["tiny"], 0)
     judged_by = collections.Counter(job.question.category for job in jobs if job.reference)
     # One question of coding has none.
     whole = dict.fromkeys(("translation", "summarization", "math_reasoning", "rag"), 80)
     assert judged_by == whole | {"math": 20, "reasoning": 20, "coding": 18}
-    asker = judge.Judge(config, models)
+    asker = judge.Judge(settings, models)
     for job in jobs[160:]:
         name, prompt = asker._prompts(job)[""]
         assert name == ("single" if job.question.category == "qa" else "single-reference")

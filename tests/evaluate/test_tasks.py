@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tiny_runs import read_rows, write_rows
 from ffn_heterogeneity.evaluate import graders, tasks
 from ffn_heterogeneity.evaluate.run import check_config, run
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
-from ffn_heterogeneity.evaluate.tasks import evaluate_tasks, limited
+from ffn_heterogeneity.evaluate.tasks import limited
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.launch import in_memory
 from ffn_heterogeneity.models.config import LayerConfig
@@ -53,6 +54,13 @@ def task_file(folder, name, count, metrics=("acc",), **settings):
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
 
 
+def evaluated(config, model, workdir=None):
+    with tempfile.TemporaryDirectory() as folder:
+        return tasks.evaluate_tasks(check_config(config), model, epath.Path(workdir or folder))[
+            "tasks"
+        ]
+
+
 @pytest.fixture
 def stock(tmp_path, monkeypatch):
     """Tasks "few" (2 questions) and "many" (5), tag "both"; groups with and without a mean."""
@@ -73,7 +81,7 @@ def stock(tmp_path, monkeypatch):
 def test_stock_groups_and_tags(stock, model):
     """A group's row is over all questions, or the harness's own; of a tag every task has one."""
     config = config_of("harness", model="x", tasks=("plain",))
-    found = evaluate_tasks(config, model)
+    found = evaluated(config, model)
     assert list(found) == ["plain", "few", "many"]
     few, many, plain = found["few"], found["many"], found["plain"]
     assert (few["n"], many["n"], plain["n"], plain["shots"]) == (2, 5, 7, 0)
@@ -82,7 +90,7 @@ def test_stock_groups_and_tags(stock, model):
     assert "acc_norm" not in few and plain["acc_norm"] == many["acc_norm"]
     assert plain["acc_low"] < plain["acc"] < plain["acc_high"]
     config.tasks = ("both", "mean")
-    found = evaluate_tasks(config, model)
+    found = evaluated(config, model)
     assert list(found) == ["few", "many", "mean"]
     assert (found["few"], found["many"]) == (few, many)
     assert found["mean"]["acc"] == pytest.approx((few["acc"] + many["acc"]) / 2)
@@ -94,7 +102,7 @@ def test_foreign_code_tasks_are_refused(stock, model, tmp_path):
     task_file(tmp_path, "coding", 2, unsafe_code=True)
     config = config_of("harness", model="x", tasks=("few", "coding"), allow_code_execution=True)
     with pytest.raises(ValueError, match="coding runs programs .* without a sandbox"):
-        evaluate_tasks(config, model)
+        evaluated(config, model)
 
 
 # Of the harness, unmarked: sympy's parse_expr, an eval, reads what the model wrote in a box.
@@ -148,7 +156,7 @@ def test_no_grader_that_nobody_read_sees_what_a_model_wrote(
     config = config_of("harness", model="x", tasks=("few", "robust"))
     try:
         with pytest.raises(ValueError, match="robust .*utils_math.py.* leave it out"):
-            evaluate_tasks(config, model)
+            evaluated(config, model)
     finally:
         assert not canary.exists(), "the model's answer was run"
 
@@ -163,7 +171,7 @@ def test_graders_that_were_read_grade(stock, model, tmp_path, monkeypatch, lm_ev
     for name in ("gsm8k/gsm8k", "hendrycks_math/hendrycks_math_algebra"):
         written(tmp_path, name.split("/")[1], f"include: {tasks / name}.yaml")
     names = ("gsm8k", "hendrycks_math_algebra")
-    found = evaluate_tasks(config_of("harness", model="x", tasks=names, num_fewshot=0), model)
+    found = evaluated(config_of("harness", model="x", tasks=names, num_fewshot=0), model)
     assert found["gsm8k"]["exact_match_strict-match"] == 1
     assert found["hendrycks_math_algebra"]["exact_match"] == 1
 
@@ -175,21 +183,20 @@ def test_read_graders_are_those_of_the_harness_here(lm_eval):
     for digest in graders.READ.values():
         assert not re.search(r"lm_eval\.tasks|sympy|subprocess|\b(eval|exec|open)\(", files[digest])
     # A task that is a class of its own may do anything.
-    with pytest.raises(ValueError, match="own is graded by .*task_tools.py"):
-        graders.check_graders("own", OwnTask())
+    assert re.match("is graded by .*task_tools.py", graders.running(OwnTask()))
 
 
 def test_limits_are_cut_to_what_there_is(stock, model, tmp_path):
     config = config_of("harness", model="x", tasks=("plain",), limit=6)
-    counts = {name: row["n"] for name, row in evaluate_tasks(config, model).items()}
+    counts = {name: row["n"] for name, row in evaluated(config, model).items()}
     assert counts == {"plain": 6, "few": 2, "many": 4}
     config.tasks, config.limit = ("both", "mean"), 3
-    found = evaluate_tasks(config, model, epath.Path(tmp_path / "samples"))
+    found = evaluated(config, model, epath.Path(tmp_path))
     assert {name: row["n"] for name, row in found.items()} == {"few": 2, "many": 3, "mean": 3}
     assert len(read_rows(tmp_path / "samples" / "few.jsonl")) in (1, 2)
     write_rows(tmp_path / "data" / "piqa" / "validation.jsonl", questions(4))
     config = config_of("harness", model="x", data_root=str(tmp_path / "data"), limit=100)
-    assert evaluate_tasks(config, model)["piqa"]["n"] == 4
+    assert evaluated(config, model)["piqa"]["n"] == 4
 
 
 @pytest.mark.parametrize(

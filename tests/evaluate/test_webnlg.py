@@ -19,8 +19,8 @@ from ffn_heterogeneity.data.pipeline import make_pipeline
 from ffn_heterogeneity.data.sources import DataError, read_jsonl
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.tasks.webnlg import SEEN, UNSEEN
-from ffn_heterogeneity.evaluate import answers, metrics
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.evaluate.run import check_config
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -54,8 +54,7 @@ def settings_of(root, split="test"):
 
 def asked_of(*places):
     config = config_of("answers", **settings_of(*places))
-    check_config(config)
-    return next(iter(answers.read_questions(config).values()))
+    return next(iter(check_config(config).read().values()))
 
 
 def by_sacrebleu(predictions, references):

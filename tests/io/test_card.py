@@ -199,7 +199,7 @@ def test_perplexity_before_and_after(model, text, tmp_path, changes):
     results = json.loads((tmp_path / "results.json").read_text())
     assert results == found and not card_differs(tmp_path / "model", results)
     for name, directory in (("before", model), ("after", tmp_path / "model")):
-        measured = score(config, load_model(str(directory)))
+        measured = score(in_memory.check_surgery(config), load_model(str(directory)))
         assert results[f"perplexity_{name}"] == measured["perplexity"]
     assert results["perplexity_after"] != results["perplexity_before"]
     protocol = {"windows": 6, "tokens": 96, "bos": "segment", "dtype": "float32"}

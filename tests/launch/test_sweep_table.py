@@ -24,7 +24,7 @@ from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.perplexity import window_nll
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.launch import in_memory, slurm
+from ffn_heterogeneity.launch import compress, in_memory, slurm
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train import shared
@@ -172,18 +172,19 @@ def test_trained_models_are_attacked_with_their_adapters_folded_in(files, tmp_pa
     folded, _ = SURGERIES["fold"](model)
     own = {"window": 16, "max_windows": 2, "text": str(files[1]), "model": str(places[0])}
     config = config_of("attack_table", attack="zero", k=3, **own)
-    attacked, _ = in_memory.operate(config, folded)
+    surgery, settings, text, _ = in_memory.check_config(config)
+    attacked, _ = in_memory.operate(surgery, settings, folded)
     for k, one in ((0, folded), (3, attacked)):
-        nll = evaluation.score(config, one)["nll"]
+        nll = evaluation.score(text, one)["nll"]
         assert found[f"lora-seed=1,attack=zero,k={k}"]["nll"] == pytest.approx(nll, rel=1e-6)
-    plain = evaluation.score(config, base)["nll"]
+    plain = evaluation.score(text, base)["nll"]
     assert abs(found["lora-seed=0,attack=zero,k=0"]["nll"] - plain) > 1e-3
 
 
 def test_filled_up_is_the_same_function(files):
     config = config_of("prune_table", model=str(files[0]), layers="odd", ratio=0.5)
     model = load_model(str(files[0]))
-    smaller, results = in_memory.operate(config, model)
+    smaller, results = in_memory.operate(*compress.check_config(config), model)
     assert smaller.config.ffn_widths == (24, 12, 24, 12)
     filled = in_memory.filled_up(smaller)
     assert filled.config == model.config
@@ -205,24 +206,28 @@ def test_the_smaller_model_is_written_where_it_is_asked_for(files, tmp_path):
 def test_tasks_are_scored_on_the_smaller_model(files, tmp_path, monkeypatch):
     seen = []
 
-    def evaluate_tasks(config, model, samples_dir, done_dir):
-        seen.append((tuple(config.tasks), model.config.ffn_widths, samples_dir))
+    def evaluate_tasks(settings, model, workdir):
+        seen.append((settings.tasks, model.config.ffn_widths, settings.save_samples))
         tokens = np.arange(2, 9)[None]
-        return {"piqa": {"first": float(our_logits(model.config, model.params, tokens)[0, 0, 0])}}
+        first = float(our_logits(model.config, model.params, tokens)[0, 0, 0])
+        return {"tasks": {"piqa": {"first": first}}}
 
     monkeypatch.setattr(in_memory, "evaluate_tasks", evaluate_tasks)
     config = config_of("prune_table", model=str(files[0]), text=str(files[1]), tasks=("piqa",))
     config.window, config.max_windows, config.layers = 16, 2, "odd"
     results = in_memory.run(config, tmp_path)
-    assert seen == [(("piqa",), (24,) * 4, None)], "filled up, so that one program is enough"
+    assert seen == [(("piqa",), (24,) * 4, False)], "filled up, so that one program is enough"
     tree = unstack(random_params(LLAMA))
-    _, removal = in_memory.operate(config, load_model(str(files[0])))
+    _, removal = in_memory.operate(*compress.check_config(config), load_model(str(files[0])))
     for layer, gone in zip(tree["layers"], removal["removed"], strict=True):
         layer["ffn"]["down"]["kernel"][gone] = 0
     exact = our_logits(LLAMA, restack(LLAMA, tree), np.arange(2, 9)[None])[0, 0, 0]
     assert results["tasks"]["piqa"]["first"] == pytest.approx(float(exact), rel=1e-5)
     config.limit = -1
     with pytest.raises(ValueError, match="limit=-1"):
+        in_memory.check_config(config)
+    config.limit, config.data_root = 0, "nowhere"
+    with pytest.raises(ValueError, match="nowhere: no such directory"):
         in_memory.check_config(config)
     config.tasks = ()
     in_memory.check_config(config)  # without tasks their keys have no say

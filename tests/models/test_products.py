@@ -53,9 +53,10 @@ def test_every_product_of_a_program_is_told(config, dtype, exact):
     """Read from what is handed to the compiler, whatever the platform is."""
     params = restack(config, random_params(config))
     rows = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 16)))
+    batch = {"tokens": rows, "segment_ids": jnp.ones_like(rows)}
     with products(dtype):
         options = RunOptions(compute_dtype=jnp.dtype(dtype))
-        text = window_nll.lower(config, options, params, rows).as_text()
+        text = window_nll.lower(config, options, params, batch).as_text()
     told = re.findall(r"dot_general.*precision = \[(\w+), (\w+)\]", text)
     assert text.count("stablehlo.dot_general") == len(told) > 5
     assert set(told) == {("HIGHEST", "HIGHEST") if exact else ("DEFAULT", "DEFAULT")}

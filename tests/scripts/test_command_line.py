@@ -174,7 +174,7 @@ def test_the_traceback_is_there_for_the_asking(tmp_path):
 def test_other_errors_keep_their_traceback(monkeypatch, tmp_path):
     from ffn_heterogeneity.evaluate.run import EVALUATIONS
 
-    broken = (lambda config: None, lambda config, workdir, load: 1 / 0)
+    broken = EVALUATIONS["connectivity"]._replace(measure=lambda *_: 1 / 0, loads=False)
     monkeypatch.setitem(EVALUATIONS, "connectivity", broken)
     with pytest.raises(ZeroDivisionError):
         run_script("analyze", "--config.model=x", f"--workdir={tmp_path / 'run'}")

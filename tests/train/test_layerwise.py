@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import config_of, save_tiny_reader
+from tiny_models import MeanForward, config_of, save_tiny_reader
 from tiny_runs import refused, write_halves
 
 import ffn_heterogeneity as fh
@@ -64,19 +64,9 @@ def batch_of(config):
     return {"tokens": tokens, "segment_ids": segments, **labels}
 
 
-def with_predictions(config, params, batch, **given):
-    options = causal_lm.RunOptions(compute_dtype=params["embed"]["embedding"].dtype)
-    outputs = causal_lm.forward(config, params, batch, options=options, **given)
-    return outputs | {"predictions": outputs["hidden"].mean(1)[:, :2]}
-
-
 def value_of(model, batch, **settings):
     term = layerwise_term(TermContext("layerwise", model=model.config), **settings)
-
-    def forward(params, batch, *, config=None, **given):
-        return with_predictions(config or model.config, params, batch, **given)
-
-    return values_of(forward, (term,), model.params, batch)[0]["layerwise"]
+    return values_of(MeanForward(model.config), (term,), model.params, batch)[0]["layerwise"]
 
 
 TAUGHT = (("bert", "fusion"), ("llama", "svd"), ("bert", "unstructured"))
@@ -109,7 +99,7 @@ def test_gradients_of_the_tasks_loss_are_compared(files):
 
     def of(config, params):
         def loss(nudges):
-            made = with_predictions(config, params, batch, nudges=nudges)["predictions"]
+            made = MeanForward(config).nudged(params, batch, nudges)["predictions"]
             log_p = jax.nn.log_softmax(made)
             return -sum(log_p[i, int(label)] for i, label in enumerate(batch["target"]))
 

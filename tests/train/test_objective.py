@@ -15,7 +15,7 @@ import outside_task
 import pytest
 from tiny_models import LLAMA, REPOSITORY, config_of, free_address, random_params, save_tiny
 
-from ffn_heterogeneity.evaluate.metrics import cb
+from ffn_heterogeneity.evaluate.answer_metrics import cb
 from ffn_heterogeneity.heads import HEADS
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.metrics import read_metrics

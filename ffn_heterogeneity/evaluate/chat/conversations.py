@@ -22,19 +22,17 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.packing import CHAT_TEMPLATES, Encoder
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
 from ffn_heterogeneity.data.tasks.base import text_of, texts_of, value_of
 from ffn_heterogeneity.data.tasks.messages import Message, end_of_turn, prompt_ids
-from ffn_heterogeneity.evaluate.inputs import options_of, tokenizer_of
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
+from ffn_heterogeneity.evaluate.inputs import ModelSettings, tokenizer_of
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.generate import Generator, Sampling
-from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_choice, check_number, check_numbers
+from ffn_heterogeneity.wording import check_choice, check_number
 
 BENCHMARKS = ("mt_bench", "spec_bench", "vicuna_bench", "wizardlm_testset")
 QUESTION_FILES = ("test.jsonl", "question.jsonl", "WizardLM_testset.jsonl")
@@ -67,8 +65,53 @@ class Turn(NamedTuple):
     finish: str
 
 
-def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> dict[str, Any]:
-    """Answers what `configs/chat.py` names and is not answered yet.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatSettings(ModelSettings):
+    """Settings that `configs/chat.py` explains."""
+
+    model_id: str
+    benchmark: str
+    data_root: str
+    limit: int
+    system: str
+    chat_template: str
+    template_date: str
+    bos: str
+    temperature: float | None = None
+    top_p: float
+    seed: int
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model_id(self.model_id, self.model)
+        check_choice("chat_template", self.chat_template, CHAT_TEMPLATES)
+        # Its checks of numbers are those of generation.
+        Sampling(self.max_new_tokens, self.temperature or 0.0, self.top_p)
+
+    def read(self) -> list[Question]:
+        return read_questions(self.benchmark, self.data_root, self.limit)
+
+    def temperature_of(self, question: Question) -> float:
+        """The one set, else the benchmark's for the question's category."""
+        if self.temperature is not None:
+            return self.temperature
+        if self.benchmark == "wizardlm_testset":
+            return WIZARDLM_TEMPERATURE
+        other = SPEC_BENCH_TEMPERATURE if self.benchmark == "spec_bench" else OTHER_TEMPERATURE
+        return TEMPERATURES.get(question.category, other)
+
+    def groups(self, questions: Sequence[Question]) -> list[list[Question]]:
+        """Batches of questions with one temperature, in the file's order."""
+        batches, size = [], self.batch_size
+        for value in sorted({self.temperature_of(question) for question in questions}):
+            same = [question for question in questions if self.temperature_of(question) == value]
+            batches += [same[start : start + size] for start in range(0, len(same), size)]
+        return batches
+
+
+def answer_questions(settings: ChatSettings, model: Model, workdir: epath.Path) -> dict[str, Any]:
+    """Answers the questions that are not answered yet.
 
     Returns:
       the file of answers, how many there are, how many turns they have, and how many of these were
@@ -78,17 +121,16 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
       ValueError (DataError): a model without a tokenizer, questions or answers that cannot be read.
     """
     tokenizer_of(model, "chats are text, add its files")
-    questions = read_questions(config.benchmark, config.data_root, config.limit)
-    name = model_id(config.model_id, config.model)
+    questions, name = settings.read(), model_id(settings.model_id, settings.model)
     path = workdir / "model_answer" / f"{name}.jsonl"
     # Written before the answers: one without its turns is asked again.
     ended = {row["id"]: row["turns"] for row in read_rows(workdir / "turns.jsonl")}
     rows = [row for row in read_rows(path) if question_id(row) in ended]
     answered = {question_id(row) for row in rows}
-    chat = Chat(config, model, options_of(config))
+    chat = Chat(settings, model)
     done = {"total": len(questions), "initial": len(answered)}
-    with bar(config.benchmark, **done) as shown:
-        for group in groups(config, questions):
+    with bar(settings.benchmark, **done) as shown:
+        for group in settings.groups(questions):
             missing = [question for question in group if question.id not in answered]
             if not missing:
                 continue
@@ -97,13 +139,13 @@ def answer_questions(config: ConfigDict, model: Model, workdir: epath.Path) -> d
                 if question in missing:
                     ended[question.id] = turns
                     texts = [turn.text for turn in turns]
-                    rows.append(answer_row(config.benchmark, question, name, texts))
+                    rows.append(answer_row(settings.benchmark, question, name, texts))
             turn_rows = [{"id": key, "turns": turns} for key, turns in ended.items()]
             write_rows(workdir / "turns.jsonl", turn_rows)
             write_rows(path, rows)
             shown.update(len(missing))
     return {
-        "benchmark": config.benchmark,
+        "benchmark": settings.benchmark,
         "model_id": name,
         "answers": str(path),
         "answered": len(rows),
@@ -130,24 +172,21 @@ def turn_counts(turns: Sequence[Turn]) -> dict[str, int]:
 class Chat:
     """A model that answers a batch of questions, their turns one after another."""
 
-    def __init__(self, config: ConfigDict, model: Model, options: RunOptions = RunOptions()):
-        self.config, self.positions = config, model.config.max_position
-        template = config.chat_template
-        written = {"chat_template": template, "template_date": config.template_date}
-        self.encoder = Encoder(model.tokenizer, config.bos, **written)
+    def __init__(self, settings: ChatSettings, model: Model):
+        self.settings, self.positions = settings, model.config.max_position
+        template = settings.chat_template
+        written = {"chat_template": template, "template_date": settings.template_date}
+        self.encoder = Encoder(model.tokenizer, settings.bos, **written)
         own = template == "auto" and getattr(model.tokenizer, "chat_template", None)
         self.template = "tokenizer" if own else template.replace("auto", "tulu")
         # The template's end of a turn, and the tokenizer's eos, which the config may not name.
         ends = (end_of_turn(self.encoder), model.tokenizer.eos_token_id)
         self.eos = tuple(dict.fromkeys(end for end in ends if end is not None))
-        size = config.batch_size
-        self.generator = Generator(
-            model.config, model.params, model.tokenizer, options=options, batch_size=size
-        )
+        self.generator = Generator(model.config, model.params, model.tokenizer, **settings.how)
 
     def __call__(self, group: Sequence[Question]) -> list[list[Turn]]:
         """The answers to every question's turns."""
-        start = [Message("system", self.config.system)] if self.config.system else []
+        start = [Message("system", self.settings.system)] if self.settings.system else []
         talks = [list(start) for _ in group]
         turns: list[list[Turn]] = [[] for _ in group]
         for number in range(max(len(question.turns) for question in group)):
@@ -176,41 +215,10 @@ class Chat:
 
     def _sampling(self, first: Question, turn: int) -> Sampling:
         """The sampling of a turn of all questions in the batch that begins with `first`."""
-        config = self.config
-        seed = zlib.crc32(f"{config.seed}/{first.id}/{turn}".encode())
-        value = temperature(config, first)
-        return Sampling(config.max_new_tokens, value, config.top_p, seed, eos=self.eos)
-
-
-def temperature(config: ConfigDict, question: Question) -> float:
-    """The config's, else the benchmark's for the question's category."""
-    if config.temperature is not None:
-        return config.temperature
-    if config.benchmark == "wizardlm_testset":
-        return WIZARDLM_TEMPERATURE
-    other = SPEC_BENCH_TEMPERATURE if config.benchmark == "spec_bench" else OTHER_TEMPERATURE
-    return TEMPERATURES.get(question.category, other)
-
-
-def groups(config: ConfigDict, questions: Sequence[Question]) -> list[list[Question]]:
-    """Batches of questions with one temperature, in the file's order."""
-    batches, size = [], config.batch_size
-    for value in sorted({temperature(config, question) for question in questions}):
-        same = [question for question in questions if temperature(config, question) == value]
-        batches += [same[start : start + size] for start in range(0, len(same), size)]
-    return batches
-
-
-def check_chat(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before a model is loaded; errors as `answer_questions`."""
-    read_questions(config.benchmark, config.data_root, config.limit)
-    name = model_id(config.model_id, config.model)
-    if name in ("id", "instruction"):
-        raise ValueError(f"model_id={name!r} is a field of WizardLM's answers")
-    check_choice("chat_template", config.chat_template, CHAT_TEMPLATES)
-    check_numbers(config, batch_size="[1, inf)")
-    # Its checks of numbers are those of generation.
-    Sampling(config.max_new_tokens, config.get("temperature") or 0.0, config.top_p)
+        own = self.settings
+        seed = zlib.crc32(f"{own.seed}/{first.id}/{turn}".encode())
+        value = own.temperature_of(first)
+        return Sampling(own.max_new_tokens, value, own.top_p, seed, eos=self.eos)
 
 
 def read_questions(benchmark: str, data_root: str, limit: int = 0) -> list[Question]:
@@ -277,9 +285,16 @@ def answer_row(
 
 
 def model_id(given: str, model: str) -> str:
-    """The name given, else the last part of the model's, fit for a file name."""
+    """The name given, else the last part of the model's, fit for a file name.
+
+    Raises:
+      ValueError: that is another field of a row.
+    """
     name = given or PurePath(model).name.removesuffix(".gguf")
-    return re.sub(r"[^\w.-]+", "_", name) or "model"
+    name = re.sub(r"[^\w.-]+", "_", name) or "model"
+    if name in ("id", "instruction"):
+        raise ValueError(f"model_id={name!r} is a field of WizardLM's answers")
+    return name
 
 
 def question_id(row: Mapping[str, Any]) -> Any:

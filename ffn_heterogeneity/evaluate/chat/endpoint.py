@@ -14,6 +14,7 @@ import urllib.request
 from typing import Any
 
 from ffn_heterogeneity.io.read import parse_json
+from ffn_heterogeneity.wording import check_numbers
 
 # Worth another try: the server is busy, or a gateway before it failed.
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -59,6 +60,8 @@ class Endpoint:
     backoff: float = 2.0
 
     def __post_init__(self):
+        counts = dict.fromkeys(("retries", "max_tokens"), "[0, inf)")
+        check_numbers(self, timeout="(0, inf)", backoff="(0, inf)", **counts)
         url = self.url
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -12,6 +12,7 @@ same command asks again. The key is read from the environment and taken out of a
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 import sys
@@ -23,19 +24,12 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.evaluate.chat import judge_prompts
-from ffn_heterogeneity.evaluate.chat.conversations import (
-    Question,
-    benchmark_file,
-    read_answers,
-    read_questions,
-)
+from ffn_heterogeneity.evaluate.answer_metrics import wilson_interval, with_ends
+from ffn_heterogeneity.evaluate.chat import conversations, judge_prompts
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
-from ffn_heterogeneity.evaluate.inputs import settings_from
-from ffn_heterogeneity.evaluate.jsonl import read_rows, write_rows
-from ffn_heterogeneity.evaluate.metrics import wilson_interval
+from ffn_heterogeneity.evaluate.result_rows import read_rows, write_rows
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.wording import check_choice, check_numbers
+from ffn_heterogeneity.wording import check_choice, check_numbers, settings_from
 
 MODES = ("single", "pairwise")
 # Categories whose answers are right or wrong: MT-bench's authors show the judge a reference. And
@@ -56,7 +50,7 @@ FORMS = {"single": "single", "pairwise": "pair"}
 class Job(NamedTuple):
     """One row to be: a question's first or second turn, and every model's answers up to it."""
 
-    question: Question
+    question: conversations.Question
     turn: int  # from 1
     answers: tuple[tuple[str, ...], ...]
     reference: tuple[str, ...]
@@ -66,16 +60,62 @@ class Job(NamedTuple):
         return self.question.id, self.turn
 
 
-def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
-    """Judges what `configs/judge.py` names and is not judged yet; returns the results.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeSettings:
+    """Settings that `configs/judge.py` explains."""
+
+    mode: str
+    benchmark: str
+    data_root: str
+    limit: int
+    answers: str
+    baseline: str
+    endpoint: Endpoint
+    workers: int
+    give_up_after: int
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        if not self.answers:
+            raise ValueError("give --config.answers=<file of configs/chat.py's answers>")
+        if (self.mode == "pairwise") != bool(self.baseline):
+            raise ValueError(
+                f"mode={self.mode!r} and baseline={self.baseline!r}: pairwise compares with the "
+                "answers of a baseline, single has none"
+            )
+        check_numbers(self, workers="[1, inf)", give_up_after="[0, inf)")
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> JudgeSettings:
+        """Those of a config; the endpoint's key is read from the environment.
+
+        Raises:
+          ValueError: the key is not there; or a setting is unusable.
+        """
+        key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
+        if config.key_env and not key:
+            raise ValueError(
+                f"the environment variable {config.key_env}, which key_env names, is not set; "
+                "--config.key_env= (empty) is for an endpoint that wants no key"
+            )
+        if not config.judge_model:
+            raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
+        endpoint = settings_from(Endpoint, config, model=config.judge_model, key=key)
+        return settings_from(cls, config, endpoint=endpoint)
+
+    def read(self) -> list[conversations.Question]:
+        return conversations.read_questions(self.benchmark, self.data_root, self.limit)
+
+
+def run(settings: JudgeSettings, load: Any, workdir: epath.Path) -> dict[str, Any]:
+    """Judges the answers that are not judged yet, without a model; returns the results.
 
     Raises:
-      ValueError (DataError): a setting or a file is unusable; never because of a judge's answer.
+      ValueError (DataError): a file is unusable; never because of a judge's answer.
     """
-    check(config)
-    jobs, models, unanswered = read_jobs(config)
-    judge = Judge(config, models)
-    path = workdir / "model_judgment" / f"{judge.file_name}_{FORMS[config.mode]}.jsonl"
+    jobs, models, unanswered = read_jobs(settings)
+    judge = Judge(settings, models)
+    path = workdir / "model_judgment" / f"{judge.file_name}_{FORMS[settings.mode]}.jsonl"
     old = {(row["question_id"], row["turn"]): row for row in read_rows(path)}
     # A judgment of other answers is none of these.
     rows = {job.key: old[job.key] for job in jobs if judge.is_of(old.get(job.key, {}), job)}
@@ -92,18 +132,18 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
         return True
 
     todo = [job for job in jobs if job.key not in rows]
-    _judge_all(judge, todo, keep, config)
+    _judge_all(judge, todo, keep, settings)
     judged = [rows[job.key] for job in jobs if job.key in rows]
     errors = [
         {"question_id": job.question.id, "turn": job.turn, "error": tried.get(job.key, "not asked")}
         for job in jobs
         if job.key not in rows
     ]
-    summary = single_summary if config.mode == "single" else pairwise_summary
+    summary = single_summary if settings.mode == "single" else pairwise_summary
     results = {
-        "benchmark": config.benchmark,
-        "mode": config.mode,
-        "judge": config.judge_model,
+        "benchmark": settings.benchmark,
+        "mode": settings.mode,
+        "judge": judge.name,
         "models": models,
         "judgments": str(path),
         "judged": len(judged),
@@ -116,51 +156,15 @@ def run(config: ConfigDict, workdir: epath.Path) -> dict[str, Any]:
     return results
 
 
-def check(config: ConfigDict) -> None:
-    """Refuses what is cheap to refuse, before anything is asked.
-
-    Raises:
-      ValueError: names the key, its value and the way out.
-    """
-    check_choice("mode", config.mode, MODES)
-    read_questions(config.benchmark, config.data_root, config.limit)
-    if not config.answers:
-        raise ValueError("give --config.answers=<file of configs/chat.py's answers>")
-    if (config.mode == "pairwise") != bool(config.baseline):
-        raise ValueError(
-            f"mode={config.mode!r} and baseline={config.baseline!r}: pairwise compares with the "
-            "answers of a baseline, single has none"
-        )
-    if not config.judge_model:
-        raise ValueError("give --config.judge_model=<the judge's name at the endpoint>")
-    counts = dict.fromkeys(("retries", "give_up_after", "max_tokens"), "[0, inf)")
-    check_numbers(config, workers="[1, inf)", timeout="(0, inf)", backoff="(0, inf)", **counts)
-    make_endpoint(config)
-
-
-def make_endpoint(config: ConfigDict) -> Endpoint:
-    """The endpoint with its key out of the environment; errors as `check`."""
-    key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
-    if config.key_env and not key:
-        raise ValueError(
-            f"the environment variable {config.key_env}, which key_env names, is not set; "
-            "--config.key_env= (empty) is for an endpoint that wants no key"
-        )
-    return settings_from(Endpoint, config, model=config.judge_model, key=key)
-
-
-def read_jobs(config: ConfigDict) -> tuple[list[Job], list[str], int]:
+def read_jobs(settings: JudgeSettings) -> tuple[list[Job], list[str], int]:
     """The jobs to be judged, the models' names, and the number of questions without an answer."""
-    questions = read_questions(config.benchmark, config.data_root, config.limit)
-    files = [config.answers]
-    if config.mode == "pairwise":
-        files.append(config.baseline)
-    names, answers = zip(*map(read_answers, files), strict=True)
+    files = [path for path in (settings.answers, settings.baseline) if path]
+    names, answers = zip(*map(conversations.read_answers, files), strict=True)
     if len(set(names)) < len(names):
         raise ValueError(f"answers and baseline are both of {names[0]!r}: rename one (model_id)")
-    references = _references(config.benchmark, config.data_root)
+    references = _references(settings.benchmark, settings.data_root)
     jobs, unanswered = [], 0
-    for question in questions:
+    for question in settings.read():
         if any(len(one.get(question.id, ())) < len(question.turns) for one in answers):
             unanswered += 1
             continue
@@ -171,16 +175,18 @@ def read_jobs(config: ConfigDict) -> tuple[list[Job], list[str], int]:
             texts = tuple(tuple(one[question.id][:turn]) for one in answers)
             jobs.append(Job(question, turn, texts, tuple(reference[:turn])))
     if not jobs:
-        raise ValueError(f"{config.answers} answers none of the questions of {config.benchmark}")
+        raise ValueError(
+            f"{settings.answers} answers none of the questions of {settings.benchmark}"
+        )
     return jobs, list(names), unanswered
 
 
 class Judge:
     """`judge(job) -> row`: FastChat's, or with "error" where there is no judgment."""
 
-    def __init__(self, config: ConfigDict, models: Sequence[str]):
-        self.endpoint = make_endpoint(config)
-        self.single, self.name = config.mode == "single", str(config.judge_model)
+    def __init__(self, settings: JudgeSettings, models: Sequence[str]):
+        self.endpoint, self.name = settings.endpoint, settings.endpoint.model
+        self.single = settings.mode == "single"
         keys = ("model",) if self.single else ("model_1", "model_2")
         self._names = dict(zip(keys, models, strict=True))
         self.file_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.name)
@@ -240,9 +246,7 @@ def single_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, An
     return {
         "n": scores.size,
         "interval": "normal",
-        "score": mean,
-        "score_low": mean - half,
-        "score_high": mean + half,
+        **with_ends("score", mean, mean - half, mean + half),
         "by_turn": _means(scores, [row["turn"] for row in rows]),
         "by_category": _means(scores, [categories[row["question_id"]] for row in rows]),
     }
@@ -268,17 +272,15 @@ def pairwise_summary(rows: Sequence[Mapping], categories: Mapping) -> dict[str, 
     counts["inconsistent"] = sum(first != second for first, second in pairs)
     if not pairs:
         return counts | {"win_rate": None}
-    points = wins + ties / 2
-    low, high = wilson_interval(points, len(pairs))
-    rates = {"win_rate": points / len(pairs), "win_rate_low": low, "win_rate_high": high}
-    return counts | rates | {"n": len(pairs)}
+    points, n = wins + ties / 2, len(pairs)
+    return counts | with_ends("win_rate", points / n, *wilson_interval(points, n)) | {"n": n}
 
 
 def _judge_all(
-    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], config: ConfigDict
+    judge: Judge, jobs: Sequence[Job], keep: Callable[[Job, dict], bool], settings: JudgeSettings
 ) -> None:
     """Asks for all jobs, some at once; `keep` takes every row as it comes."""
-    pool = concurrent.futures.ThreadPoolExecutor(config.workers)
+    pool = concurrent.futures.ThreadPoolExecutor(settings.workers)
     asked = {pool.submit(judge, job): job for job in jobs}
     in_a_row, seen = 0, set()
     try:
@@ -286,7 +288,7 @@ def _judge_all(
         for future in bar("judge", done, total=len(jobs)):
             seen.add(future)
             in_a_row = 0 if keep(asked[future], future.result()) else in_a_row + 1
-            if config.give_up_after and in_a_row >= config.give_up_after:
+            if settings.give_up_after and in_a_row >= settings.give_up_after:
                 print(f"{in_a_row} failures in a row: the rest is not asked", file=sys.stderr)
                 break
     finally:
@@ -299,10 +301,10 @@ def _judge_all(
 
 def _references(benchmark: str, data_root: str) -> dict[Any, list[str]]:
     try:
-        file = benchmark_file(benchmark, data_root, REFERENCE_FILES)
+        file = conversations.benchmark_file(benchmark, data_root, REFERENCE_FILES)
     except ValueError:
         return {}
-    return read_answers(file)[1]
+    return conversations.read_answers(file)[1]
 
 
 def _report(results: Mapping[str, Any], workdir: epath.Path) -> None:

@@ -35,9 +35,10 @@ from etils import epath
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
 from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
-from ffn_heterogeneity.wording import check_choice, check_number
+from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
+from ffn_heterogeneity.wording import check_choice, check_number, unknown
 
-__all__ = ["TaskPack", "check_pack", "make_task_pack"]
+__all__ = ["TaskPack", "checked_names", "make_task_pack"]
 
 
 class TaskPack(NamedTuple):
@@ -73,8 +74,10 @@ def make_task_pack(
         examples asked for, or code that nobody allowed.
       ImportError: the harness is not installed (the extra `eval`).
     """
-    names = list(dict.fromkeys([names] if isinstance(names, str) else names))
-    check_pack(data_root, names, num_fewshot, fewshot_from, allow_code)
+    names = [names] if isinstance(names, str) else names
+    names = checked_names(
+        list(dict.fromkeys(names)), data_root, num_fewshot, fewshot_from, allow_code
+    )
     reader = Reader(str(data_root), fewshot_from)
     built = [_build(reader, name, num_fewshot) for name in names]
     from lm_eval.tasks import TaskManager
@@ -119,18 +122,18 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
     return LocalTask(settings, rows, leave_out=local.get("split") == "validation")
 
 
-def check_pack(
-    data_root: str,
-    names: Sequence[str],
-    num_fewshot: int | None,
-    fewshot_from: str,
-    allow_code: bool,
-) -> None:
-    """Refuses what `make_task_pack` cannot make, before a row is read; arguments as there."""
+def checked_names(
+    names: list[str], data_root: str, num_fewshot: int | None, fewshot_from: str, allow_code: bool
+) -> list[str]:
+    """The names, if `make_task_pack` can make them; no row is read. Arguments, errors as there."""
+    known = tables().names()
     for name in names:
-        tables().check(name)
+        if name not in known:
+            few = [one for one in known if not one.startswith("mmlu_")]
+            few = ", ".join([*few, "mmlu_<subject or group>"])
+            raise DataError(unknown("task", name, known, few))
     if not names:
-        raise DataError(f"no tasks asked for: there are {', '.join(tables().names())}")
+        raise DataError(f"no tasks asked for: there are {', '.join(known)}")
     leaves = tables().leaves(names)
     twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
     if twice:
@@ -139,9 +142,16 @@ def check_pack(
     check_choice("fewshot_from", fewshot_from, FEWSHOT_FROM, DataError)
     if not epath.Path(data_root).is_dir():
         raise DataError(f"{data_root}: no such directory; it holds a folder for every task")
-    codes = tables().running_code(names)
-    if codes and not allow_code:
-        raise DataError(
-            f"{codes[0]} runs programs written by the model; set allow_code=True "
-            "(--config.allow_code_execution=true) to allow it, in a sandbox, or leave the task out"
-        )
+    for code in tables().running_code(names)[:1]:
+        if not allow_code:
+            raise DataError(
+                f"{code} runs programs written by the model; set allow_code=True (--config."
+                "allow_code_execution=true) to allow it, in a sandbox, or leave the task out"
+            )
+        # Tried now: it would be missed only after everything has been generated.
+        if (mechanism := sandbox.available()).name == "none":
+            raise DataError(
+                f"{code} runs programs that the model wrote, and nothing here can lock them in "
+                f"({mechanism.reason}): {sandbox.WAY_OUT}, or leave the task out"
+            )
+    return names

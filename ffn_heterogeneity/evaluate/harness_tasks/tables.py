@@ -11,9 +11,6 @@ from typing import Any
 
 import yaml
 
-from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.wording import unknown
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -35,13 +32,6 @@ class Tables:
 
     def names(self) -> list[str]:
         return sorted({*self.tasks, *self.groups})
-
-    def check(self, name: str) -> None:
-        """Raises a `DataError` with the nearest name if there is no task or group `name`."""
-        if name not in self.tasks and name not in self.groups:
-            few = [known for known in self.names() if not known.startswith("mmlu_")]
-            known = ", ".join([*few, "mmlu_<subject or group>"])
-            raise DataError(unknown("task", name, self.names(), known))
 
     def leaves(self, names: Iterable[str]) -> list[str]:
         """The tasks that tasks and groups are made of, in order."""

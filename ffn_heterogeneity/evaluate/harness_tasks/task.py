@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from lm_eval.api.task import ConfigurableTask
 
-from ffn_heterogeneity.evaluate.metrics import macro_f1, normalize_squad, rouge_l, token_f1
+from ffn_heterogeneity.evaluate.answer_metrics import macro_f1, normalize_squad, rouge_l, token_f1
 
 EVALUATION, FEWSHOT = "evaluation", "fewshot"
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.tasks.superglue import CB_WORDS
 from ffn_heterogeneity.evaluate import text_metrics
+from ffn_heterogeneity.report.stats import resamples
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 # Left out when a referent is compared (T5's list).
@@ -37,11 +38,21 @@ DETERMINERS = frozenset(
     ]
 )
 
+Labels = Sequence[Hashable]
 Scores = dict[str, float]
 # score -> [questions, fractions, 2]: what a question adds to the upper and lower side of each.
 Counts = dict[str, np.ndarray]
+
+
+def _correlation_of(said: np.ndarray, meant: np.ndarray) -> float:
+    """R_K of how often each label was said and meant; the last sides are those right, and all."""
+    right, total, said, meant = said[-1], meant[-1], said[:-1], meant[:-1]
+    spread = (total**2 - said @ said) * (total**2 - meant @ meant)
+    return float((total * right - said @ meant) / spread**0.5) if spread > 0 else 0.0
+
+
 # Scores that are no mean of fractions: (upper sides, lower sides) -> value.
-FORMULAS = {"bleu": text_metrics.bleu_of}
+FORMULAS = {"bleu": text_metrics.bleu_of, "matthews": _correlation_of}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +98,14 @@ def bootstrap(counts: Counts, draws: int, rng: np.random.Generator) -> dict[str,
     A resample that lacks a label has 0 for its F1, as the metric says.
     """
     n = len(next(iter(counts.values())))
-    times = (np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(draws))
+    times = (np.bincount(places, minlength=n) for places in resamples(n, draws, rng))
     drawn = [scores(counts, one) for one in times]
     return {name: np.array([one[name] for one in drawn]) for name in counts}
+
+
+def with_ends(name: str, value: Any, low: float, high: float) -> dict[str, float]:
+    """A metric and its interval, as rows of results have them."""
+    return {name: float(value), f"{name}_low": low, f"{name}_high": high}
 
 
 @Metric
@@ -99,14 +115,20 @@ def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> Counts:
 
 
 @Metric
-def macro_f1(
-    predictions: Sequence[Hashable], references: Sequence[Hashable], labels: Sequence[Hashable]
-) -> Counts:
+def macro_f1(predictions: Labels, references: Labels, labels: Labels) -> Counts:
     """Mean over `labels` of F1 = 2 TP / (2 TP + FP + FN), 0 where a label is in neither list.
 
     A prediction that is no label is wrong: it misses its reference and is charged to no class.
     """
     return {"macro_f1": _f1(_pairs(predictions, references), labels)}
+
+
+@Metric
+def matthews(predictions: Labels, references: Labels, labels: Labels) -> Counts:
+    """The correlation R_K of any number of labels (Gorodkin 2004; of two, Matthews')."""
+    pairs = zip(predictions, references, strict=True)
+    sides = [[*((p == x, r == x) for x in labels), (p == r, True)] for p, r in pairs]
+    return {"matthews": np.array(sides, float)}
 
 
 @Metric
@@ -264,7 +286,7 @@ def _share(values: Iterable[float]) -> np.ndarray:
     return np.array([[(float(value), 1.0)] for value in values])
 
 
-def _f1(pairs: Iterable[tuple[Hashable, Hashable]], labels: Sequence[Hashable]) -> np.ndarray:
+def _f1(pairs: Iterable[tuple[Hashable, Hashable]], labels: Labels) -> np.ndarray:
     """The counts of each label's F1 over (prediction, reference) pairs."""
     sides = [[(2.0 * (p == x == r), (p == x) + (r == x)) for x in labels] for p, r in pairs]
     return np.array(sides)

@@ -7,7 +7,7 @@ import pytest
 import sklearn.metrics
 
 from ffn_heterogeneity.data.tasks import tasks
-from ffn_heterogeneity.evaluate import metrics
+from ffn_heterogeneity.evaluate import answer_metrics as metrics
 
 CB = ("entailment", "contradiction", "neutral")
 
