@@ -33,7 +33,7 @@ from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
-from ffn_heterogeneity.train import build, plan
+from ffn_heterogeneity.train import build, fit, plan
 from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -190,6 +190,21 @@ def test_a_plan_knows_what_prepare_does(files):
 def test_gpus_keep_all_where_it_fits():
     """9% faster on an H100; elsewhere the order stands."""
     assert build.auto_remat("gpu") == ("none", *build.auto_remat("cpu"))
+
+
+def test_the_next_run_begins_with_what_fits(files, tmp_path, made, monkeypatch):
+    """Where memory holds only the last choice of remat="auto", it is found once."""
+    tried, inner = [], fit.compile_step
+
+    def small(planned, *given):
+        tried.append(planned.options.remat)
+        compiled, memory = inner(planned, *given)
+        return compiled, memory if tried[-1] == "full" else {"together": np.inf}
+
+    monkeypatch.setattr(fit, "compile_step", small)
+    own = small_run(files[1], steps=1, seeds=(0, 1), remat="auto")
+    experiment.run(config_of("nucl_finetune", f"{files[0]},text", **own), tmp_path)
+    assert tried == [*build.AUTO_REMAT, "full"] and len(made) == 1
 
 
 def test_a_sweep_of_four_points_compiles_once(files, tmp_path, made, monkeypatch):
