@@ -37,6 +37,7 @@ from ffn_heterogeneity.io.workdir import UNSTARTED, finished, working_in
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import to_host
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
+from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.dry_run import dry_run
 from ffn_heterogeneity.train.early import check_early
 from ffn_heterogeneity.train.evaluation import PREFIX, validation
@@ -140,7 +141,6 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     if config.dropout:
         say(f"dropout={config.dropout:g}: losses in training are higher than in validation for it")
     data = built.open_data(model.tokenizer)
-    facts = facts_of(built, model.source, config.losses_with(built.objective.terms))
     with contextlib.closing(data.batches):
         loop, built, seconds = make_loop(config, built, model, data, workdir, shared)
         # The device holds the weights now; the host's copy is not needed any more.
@@ -149,12 +149,13 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     if result.stopped:
         raise SystemExit(128 + signal.Signals[result.stopped])
     params, step = final_params(config, built, workdir, result)
-    params = built.settled(params, step, loop.program.hyper(result.step))
-    facts |= {"remat": built.options.remat, "exported_step": step}
+    hyper = loop.program.hyper(result.step)
+    params = built.settled(params, step, hyper)
+    facts = facts_of(built, model.source, hyper)
+    facts |= {"exported_step": step, "compile_seconds": seconds or result.compile_seconds}
     if data.at_end:
         facts |= validation(built, data.at_end, at_end=True)(params)
     params = to_host(params)
-    facts |= {"compile_seconds": seconds or result.compile_seconds}
 
     def finish() -> None:
         export(config.export, model, params, workdir / "model")
@@ -178,16 +179,14 @@ def examine(config: ConfigDict) -> None:
     """Refuses what `run` would before it compiles, without reading any weights; errors as there."""
     settings = read(config)
     built, source = plan(settings), settings.source
-    name, revision = (source.model, source.revision)
-    if source.is_fresh:
-        name, revision = source.tokenizer, None
-    tokenizer = load_tokenizer(name, revision=revision)
+    revision = None if source.is_fresh else source.revision
+    tokenizer = load_tokenizer(source.model or source.tokenizer, revision=revision)
     check_vocabulary(tokenizer, built.model.vocab_size, source.model or "the new model")
     built.open_data(tokenizer)
     described(built, settings.loop.steps)
 
 
-def facts_of(built: Plan, source: str, losses: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(built: Plan, source: str, weights: Mapping[str, float]) -> dict[str, Any]:
     """The facts of the run that `results.json` names."""
     trained = (int(size * np.mean(built.trainable[path])) for path, size in built.sizes.items())
     return {
@@ -198,7 +197,8 @@ def facts_of(built: Plan, source: str, losses: Mapping[str, Any]) -> dict[str, A
         "compute_dtype": str(built.options.compute_dtype),
         "mesh": dict(built.mesh.shape),
         "processes": jax.process_count(),
-        "losses": {term.name: losses[term.name]["weight"] for term in built.terms},
+        "losses": {term.name: weights[str(term.weight)] for term in built.terms},
+        "remat": built.options.remat,
     }
 
 
@@ -322,7 +322,8 @@ def validate(config: ConfigDict, workdir: epath.Path) -> dict:
     """
     settings = read(config)
     mesh, model = partition.make_mesh(**settings.mesh), found_model(settings.source)
-    built = plan_evaluation(settings, mesh, model.config, model.params)
+    objective = objective_of(settings.task, model.config)
+    built = plan_evaluation(settings, objective, model, mesh)
     data = built.open_data(model.tokenizer)
     with contextlib.closing(data.batches):
         if not data.held_out:

@@ -104,12 +104,7 @@ def make_refresh(groups: Mapping[str, Mapping[str, Any]]) -> Callable[..., Any] 
 
     Args:
       groups: name -> settings.
-
-    Raises:
-      ValueError: an unknown name.
     """
-    for name in groups:
-        check_choice("refresh", name, tuple(REFRESHES))
     functions = [REFRESHES[name](settings) for name, settings in groups.items()]
 
     def refresh(params, step, key, hyper, train):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -141,8 +141,8 @@ class Plan(Evaluation):
     state: TrainState
     shardings: tuple[Any, Any, Any]
     remats: tuple[str, ...]
-    assumed: tuple[str, ...]
-    key: Hashable
+    assumed: tuple[str, ...] = ()
+    key: Hashable = None
 
     def changed(self, **changes: Any) -> Plan:
         """The plan of the same run with other programs.
@@ -204,62 +204,59 @@ def plan(
     """
     mesh, assumed = mesh or partition.make_mesh(**config.mesh), ()
     if model is None:
-        model, assumed = _starting_shapes(config)
-    key = static_key(config, model, mesh)
+        start = config.source
+        found, assumed = found_shapes(start)
+        found = dataclasses.replace(found, tokenizer=None)
+        found = jax.eval_shape(functools.partial(prepared, start), found)
+        head = objective_of(config.task, found.config).head
+        model = jax.eval_shape(functools.partial(headed, start, head), found)
+    objective = objective_of(config.task, model.config)
+    key = static_key(config, objective.rates, model, mesh)
     if cache is not None and key in cache:
         # Its programs, and this run's own data: seeds and schedules are not part of the key.
-        objective = objective_of(config.task, model.config)
         return dataclasses.replace(cache[key], objective=objective, assumed=assumed)
-    made = _build(config, mesh, model, assumed, key)
+    made = _build(config, objective, model, mesh)
+    made = dataclasses.replace(made, assumed=assumed, key=key)
     if cache is not None:
         cache[key] = made
     return made
 
 
-def _starting_shapes(config: TrainConfig) -> tuple[Model, tuple[str, ...]]:
-    """(`source.starting_model` with shapes for leaves, what of it is assumed)."""
-    source = config.source
-    found, assumed = found_shapes(source)
-
-    def start(model: Model) -> Model:
-        model = prepared(source, model)
-        return headed(source, objective_of(config.task, model.config).head, model)
-
-    return jax.eval_shape(start, dataclasses.replace(found, tokenizer=None)), assumed
-
-
-def static_key(config: TrainConfig, model: Model, mesh: Mesh | AbstractMesh) -> Hashable:
+def static_key(
+    config: TrainConfig,
+    rates: Sequence[tuple[str, float]],
+    model: Model,
+    mesh: Mesh | AbstractMesh,
+) -> Hashable:
     """The parts that a plan makes programs of: runs with equal keys can use the same ones.
 
     Everything in the config that is not free, leaves' own rates beside the run's, the model's
     config, the names, shapes and dtypes of its leaves, the mesh.
     """
     leaves = ((path, x.shape, str(x.dtype)) for path, x in flatten(model.params).items())
-    optimizer = config.optimizer_with(objective_of(config.task, model.config).rates)
-    return config.static, optimizer, model.config, tuple(leaves), mesh
+    return config.static, config.optimizer_with(rates), model.config, tuple(leaves), mesh
 
 
 def plan_evaluation(
-    config: TrainConfig, mesh: Mesh | AbstractMesh, model: ModelConfig, params: Any
+    config: TrainConfig, objective: Objective, model: Model, mesh: Mesh | AbstractMesh
 ) -> Evaluation:
     """The plan of a run that evaluates alone; errors as `plan`."""
-    objective = objective_of(config.task, model)
-    terms = make_terms(config.losses_with(objective.terms), model, mesh)
-    evaluated = (*terms, *make_terms(config.monitors, model, mesh, trained=False))
+    terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
+    evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
     check_names(evaluated)
     packed = config.data.get("packing", True)
     options = run_options(
         config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout
     )
     refresh = make_refresh(config.refresh)
-    forward, whole = make_forward(objective, model, options), partition.replicated(mesh)
+    forward, whole = make_forward(objective, model.config, options), partition.replicated(mesh)
 
     def settled(params, step, hyper):
         return params if refresh is None else refresh(params, step, None, hyper, False)
 
     return Evaluation(
-        model=model,
-        params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
+        model=model.config,
+        params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params),
         mesh=mesh,
         objective=objective,
         batch_size=config.batch_size,
@@ -276,14 +273,10 @@ def plan_evaluation(
 
 
 def _build(
-    config: TrainConfig,
-    mesh: Mesh | AbstractMesh,
-    model: Model,
-    assumed: tuple[str, ...],
-    key: Hashable,
+    config: TrainConfig, objective: Objective, model: Model, mesh: Mesh | AbstractMesh
 ) -> Plan:
-    seen = plan_evaluation(config, mesh, model.config, model.params)
-    params, objective = seen.params, seen.objective
+    seen = plan_evaluation(config, objective, model, mesh)
+    params = seen.params
     check_quantised(params, config.train_only)
     only = patterns_that_train(params, config.train_only)
     mask = partition.trainable_mask(seen.leaves, config.freeze, only, layer_names(params))
@@ -315,8 +308,6 @@ def _build(
         state=state,
         shardings=placed,
         remats=remats,
-        assumed=assumed,
-        key=key,
     )
     return dataclasses.replace(made, train_step=made._step())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.adapters import RATES
+from ffn_heterogeneity.adapters import RATES, REFRESHES
 from ffn_heterogeneity.data.labelled import steps_of
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.surgery import SURGERIES
@@ -111,6 +111,8 @@ class TrainConfig:
             abstract = tuple(key for key, surgery in SURGERIES.items() if surgery.abstract)
             check_choice("prepare", name, abstract)
             SURGERIES[name].check(settings)
+        for name in self.refresh:
+            check_choice("refresh", name, tuple(REFRESHES))
         self.hyper({})
         if self.batch_size % self.accumulation:
             raise ValueError(

@@ -20,7 +20,7 @@ from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.train.build import objective_of
 from ffn_heterogeneity.train.loop import TrainingDiverged
 from ffn_heterogeneity.train.objectives import make_forward
-from ffn_heterogeneity.train.plan import static_key
+from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -188,7 +188,7 @@ def test_a_rate_of_its_own_is_part_of_the_program(files):
         for rate in (1e-5, 1e-4):
             config = read(config_for(files, lambda_rate=own, optimizer__learning_rate=rate))
             mesh = partition.make_mesh(**config.mesh)
-            keys[own, rate] = static_key(config, starting_from(config), mesh)
+            keys[own, rate] = plan(config, mesh).key
     assert keys[None, 1e-5] == keys[None, 1e-4]
     assert keys[1e-2, 1e-5] != keys[1e-2, 1e-4] and keys[0.0, 1e-5] != keys[None, 1e-5]
 

@@ -21,7 +21,7 @@ from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
-from ffn_heterogeneity.train.plan import plan, static_key
+from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_eval_step, make_train_step
@@ -121,7 +121,7 @@ def test_weights_are_no_part_of_the_program_but_for_none():
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
 
     def key(weight):
-        return static_key(read(config_with(losses__nucl__weight=weight)), SHAPES, mesh)
+        return plan(read(config_with(losses__nucl__weight=weight)), mesh, SHAPES).key
 
     assert key(0.0) == key(1000.0) != key(None)
     config = config_with(losses__nucl__weight=None)
