@@ -46,8 +46,8 @@ from ffn_heterogeneity.surgery.mmd import support_points
 from ffn_heterogeneity.surgery.neurons import (
     block_of,
     canonical,
-    check_plain,
     joined,
+    plain,
     rows_of,
     split,
     times,
@@ -148,8 +148,8 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     every = ffn_blocks(config, jax.tree.map(np.asarray, model.params))
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
-        for place, ffn in blocks.items():
-            check_plain(ffn, place.layer, ("mask",) if asked.method == MASKED else ())
+        beside = ("mask",) if asked.method == MASKED else ()
+        blocks = {place: plain(ffn, place.layer, beside) for place, ffn in blocks.items()}
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
         for place in bar(asked.method, blocks, unit="block"):
