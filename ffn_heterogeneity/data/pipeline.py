@@ -25,6 +25,7 @@ from ffn_heterogeneity.data.batches import (
     pad_to,
     take_rows,
 )
+from ffn_heterogeneity.data.data_config import DataConfig
 from ffn_heterogeneity.data.mixtures import (
     MixedSource,
     Part,
@@ -41,7 +42,6 @@ from ffn_heterogeneity.data.packing import (
     pack,
     read_example,
 )
-from ffn_heterogeneity.data.settings import DataConfig
 from ffn_heterogeneity.data.sources import DataError, Source, Subset, named_place
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline

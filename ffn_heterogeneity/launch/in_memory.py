@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.inputs import TextSettings, prompt_rows, tokenizer_of
-from ffn_heterogeneity.evaluate.tasks import TaskSettings, evaluate_tasks
+from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
 from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
@@ -95,12 +95,12 @@ def check_surgery(config: ConfigDict) -> TextSettings | None:
     return evaluation.check_config(config) if measured else None
 
 
-def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, TaskSettings | None]:
+def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, HarnessSettings | None]:
     """(what changes the model, its settings or None for no change, the text, the tasks), with their
     files read once, before a model is loaded; errors as `run`."""
     text, tasks = evaluation.check_config(config), None
     if config.tasks:
-        tasks = settings_from(TaskSettings, config)
+        tasks = settings_from(HarnessSettings, config)
         tasks.read()
     if config.get("streaming"):
         raise ValueError("streaming=True is for scripts/compress.py: this works in memory")
