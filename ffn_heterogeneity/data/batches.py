@@ -45,8 +45,8 @@ class Feed:
     vocab_size: int | None
 
     def __post_init__(self):
-        least = "[2, inf): a row needs at least 2 positions"
-        check_number("seq_len", self.seq_len, least, DataError)
+        if self.seq_len < 2:
+            raise DataError(f"seq_len is {self.seq_len}; a row needs at least 2 positions")
         if self.config.shuffle_seed is not None:
             self.seed = self.config.shuffle_seed
 

@@ -167,7 +167,7 @@ def _float(digits: str) -> float:
 def _deeper(value: Any) -> bool:
     """True beyond `MAX_DEPTH` levels; level by level, not by recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         level = list(_inner(level))
     return bool(level)
 

@@ -61,7 +61,11 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
         return None
     values = _settings(directory)
     if fast:
-        return _read(directory, _fast_class(directory / "tokenizer.json"), values, "fetch it again")
+        if problem := _try(directory / "tokenizer.json"):
+            raise CheckpointError(f"{directory / 'tokenizer.json'}{problem}")
+        from transformers import PreTrainedTokenizerFast
+
+        return _read(directory, PreTrainedTokenizerFast, values, "fetch it again")
     from transformers import AutoTokenizer
 
     way = "code in a model's directory is never run: save it as tokenizer.json where you trust it"
@@ -153,23 +157,15 @@ def _settings(directory: Path) -> dict[str, Any]:
     return found.get(_CONFIG, {})
 
 
-def _fast_class(path: Path) -> Any:
-    """Return the class that reads a tokenizer.json, which a child process tries meanwhile.
+def _try(path: Path) -> str | None:
+    """Describe why a tokenizer.json cannot be read, or used, within the bounds; None if it can."""
 
-    Raises:
-      CheckpointError: the file cannot be read, or used, within the bounds.
-    """
+    def meanwhile() -> None:
+        from transformers import PreTrainedTokenizerFast  # noqa: F401  (seconds, the first time)
 
-    def kind() -> Any:
-        from transformers import PreTrainedTokenizerFast  # (seconds, the first time)
-
-        return PreTrainedTokenizerFast
-
-    reply = child.ask("tokenizer", os.fspath(path.absolute()), SECONDS, BYTES, kind)
+    reply = child.ask("tokenizer", os.fspath(path.absolute()), SECONDS, BYTES, meanwhile)
     if "runaway" in reply:
-        raise CheckpointError(f"{path} is stopped: it {reply['runaway']}")
+        return f" is stopped: it {reply['runaway']}"
     if "refused" in reply:
-        raise CheckpointError(
-            f"{path}: the tokenizer cannot be read ({reply['refused']}): fetch it again"
-        )
-    return kind()
+        return f": the tokenizer cannot be read ({reply['refused']}): fetch it again"
+    return None

@@ -22,7 +22,7 @@ from ffn_heterogeneity.launch import configs
 from ffn_heterogeneity.launch.compilation import keep_compiled
 from ffn_heterogeneity.launch.configs import UsageError, config_first, load_config
 from ffn_heterogeneity.launch.help import help_text
-from ffn_heterogeneity.memory import restart_with_huge_pages
+from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
