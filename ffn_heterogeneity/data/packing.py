@@ -226,22 +226,24 @@ class ExampleReader:
             meaning = f"end of the response cut off to fit seq_len = {self.seq_len}"
             self._problem("truncated", meaning)
             ids, scored = ids[:end], scored[:end]
-        check_ids(ids, self.vocab_size, self.encoder.tokenizer)
+        if problem := unknown_token(ids, self.vocab_size, self.encoder.tokenizer):
+            raise DataError(problem)
         return shift(ids, scored)
 
 
-def check_ids(ids: Any, vocab_size: int | None, tokenizer: Any) -> None:
-    """Refuses ids [...] that the model has no embedding for (None: any model has).
+def unknown_token(ids: Any, vocab_size: int | None, tokenizer: Any) -> str | None:
+    """Describe the token of ids [...] that the model has no embedding for; None if it has all.
 
-    Raises:
-      DataError: names the token, its id and the vocabulary's size.
+    Args:
+      vocab_size: None: of any size.
     """
     largest = int(np.max(ids))
-    if vocab_size is not None and largest >= vocab_size:
-        raise DataError(
-            f"token {tokenizer.decode([largest])!r}, id {largest}, beyond the model's vocabulary "
-            f"of {vocab_size}: take it out of the text, or use a tokenizer without it"
-        )
+    if vocab_size is None or largest < vocab_size:
+        return None
+    return (
+        f"token {tokenizer.decode([largest])!r}, id {largest}, beyond the model's vocabulary "
+        f"of {vocab_size}: take it out of the text, or use a tokenizer without it"
+    )
 
 
 def read_example(

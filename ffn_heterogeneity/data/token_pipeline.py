@@ -16,7 +16,7 @@ import numpy as np
 
 from ffn_heterogeneity.data.batches import Batch, BatchIterator, Feed, finite
 from ffn_heterogeneity.data.corpus.shards import Corpus, open_corpus, tokenizer_facts
-from ffn_heterogeneity.data.packing import Counts, Encoder, check_ids
+from ffn_heterogeneity.data.packing import Counts, Encoder, unknown_token
 from ffn_heterogeneity.data.sources import DataError, named_place
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.token_rows import ShardPart, TokenRows, split, whole
@@ -87,7 +87,8 @@ class TokenPipeline(Feed):
             ids = np.maximum(batch["tokens"], batch["targets"])
             row, column = divmod(int(ids.argmax()), self.seq_len)
             with named_place(rows, int(numbers[row]) * self.seq_len + column):
-                check_ids(ids, self.vocab_size, self.tokenizer)
+                if problem := unknown_token(ids, self.vocab_size, self.tokenizer):
+                    raise DataError(problem)
             return batch
 
         batches = numbers.batch(self.batch_size, batch_fn=pad)

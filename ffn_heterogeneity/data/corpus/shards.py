@@ -74,7 +74,7 @@ def check_vocabulary(tokenizer: Any, model_size: int, model: str) -> None:
     """Refuses a tokenizer (of `transformers`) with ids that the model has no embedding for.
 
     Special tokens may lie beyond, but bos and eos may not: Gemma 3's tokenizer has one for images,
-    of which its text models know nothing. Should a text name it, `packing.check_ids` refuses that.
+    of which its text models know nothing. Should a text name it, `packing.unknown_token` finds it.
 
     Raises:
       DataError: names such a token, its id, and both sizes.
