@@ -31,7 +31,6 @@ from ffn_heterogeneity.models.sampling import own_settings
 from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.report.frame import curves as curves
 from ffn_heterogeneity.report.frame import results as results
-from ffn_heterogeneity.wording import check_choice
 
 # A model, and the report of what made it.
 Made = tuple[Model, dict[str, Any]]
@@ -295,9 +294,8 @@ def run(
     from ffn_heterogeneity.launch import cli, commands, configs, experiment
 
     workdir = epath.Path(workdir).expanduser()
-    check_choice("command", command, tuple(commands.COMMANDS))
+    script = commands.command_of(command).script.removesuffix(".py")
     made = cli.load_config(config)
-    script = commands.COMMANDS[command].script.removesuffix(".py")
     configs.check_command(script, made, config)
     cli.set_keys(made, settings or {}, command, config)
     experiment.check(made, command)

@@ -1,56 +1,12 @@
-"""The host's memory: how much is left, and in what pages it comes."""
+"""The host's memory: how much this process can still take."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_OWN_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_")
-_ACCELERATORS = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*", "kfd")
-
-
-def restart_with_huge_pages() -> None:
-    """Starts this command once more with its C library's malloc on huge pages, where that helps.
-
-    XLA:CPU takes the temporaries of every call (2.5 GB in a step of SmolLM2, batch 4 x 512) from
-    malloc and gives them back, and glibc returns blocks of that size to the system: each step then
-    pays for 800,000 page faults, a third of its time. On huge pages of 2 MB they are a few
-    thousand. Keeping what is freed instead costs memory: the heap falls to pieces and a step that
-    needs 3 GB holds 6 to 11. glibc reads this setting only when a process starts.
-
-    Returns, and nothing is changed, where it would not help (a GPU or TPU computes, unless
-    JAX_PLATFORMS is "cpu"; huge pages are everybody's, or nobody's; no Linux), where the
-    environment already tunes malloc, under a debugger, and where this process is no command of
-    ours (a notebook, a test).
-    """
-    if any(name.startswith(_OWN_SETTINGS) for name in os.environ) or not _is_own_command():
-        return
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
-        devices = Path("/dev")
-        if any(next(devices.glob(pattern), None) for pattern in _ACCELERATORS):
-            return
-    with contextlib.suppress(OSError):
-        if "[madvise]" in _HUGE_PAGES.read_text():
-            settings = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], settings)
-
-
-def _is_own_command() -> bool:
-    """Whether the line that started Python ends in this script, or `ffnh <script>`, and its flags.
-
-    So not where something else runs the script inside its own process.
-    """
-    before, line = sys.orig_argv[: -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
-    if not before or line[1:] != sys.argv[1:] or sys.gettrace():
-        return False
-    return line[0] == sys.argv[0] or Path(before[-1]).stem == "ffnh"
 
 
 def memory_for_this_process() -> float:

@@ -11,7 +11,7 @@ from absl import flags
 from etils import epath
 
 from ffn_heterogeneity.launch import cli, demo
-from ffn_heterogeneity.memory import restart_with_huge_pages
+from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
 
 WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "Directory for all outputs.")
 MODELS = flags.DEFINE_string("models", None, "Where the model is kept (as of fetch_models).")

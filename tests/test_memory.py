@@ -14,7 +14,7 @@ from tiny_runs import flags_of, write_rows
 PROGRAM = """
 import os, resource
 import jax, jax.numpy as jnp
-from ffn_heterogeneity.memory import restart_with_huge_pages
+from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
 print("started", flush=True)
 restart_with_huge_pages()
 step = jax.jit(lambda x: (x @ x.T) @ x)  # 256 MB between the two

@@ -8,8 +8,8 @@ which is 0 or 1 with a probability of its own: P(gate_j > 0) = sigmoid(log_alpha
 1.1)), and L0 is their sum. Elsewhere the draw is 0, as stored: the round(r - L0) gates with the
 smallest sigmoid(0.8 log_alpha) are 0 and the others have that value.
 
-The two multipliers of `losses.sparsity.size_term` stand here too: every kernel has a pair, and the
-means over all kernels are those of the paper.
+The two multipliers of `losses.sparsity_terms.size_term` are here too: every kernel has a pair, and
+the means over all kernels are those of the paper.
 """
 
 from __future__ import annotations

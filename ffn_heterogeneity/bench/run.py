@@ -8,7 +8,7 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import fusion, losses, model, steps, streaming
+from ffn_heterogeneity.bench import fusion, losses, model, steps, streamed
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.families import preset
@@ -22,7 +22,7 @@ BENCHMARKS: dict[str, Callable[..., dict]] = {
         config.model, (config["batch"], config["seq_len"]), config.repetitions
     ),
     "steps": lambda config, workdir, load: steps.benchmark_steps(config, load),
-    "streaming": lambda config, workdir, load: streaming.benchmark_streaming(
+    "streaming": lambda config, workdir, load: streamed.benchmark_streaming(
         preset(config.model)[0], config.repetitions, config.directory or None
     ),
 }
@@ -33,7 +33,7 @@ QUESTIONS: dict[str, Questions] = {
     "nll": losses.NLL_QUESTIONS,
     "fusion": fusion.QUESTIONS,
     "steps": steps.QUESTIONS,
-    "streaming": streaming.QUESTIONS,
+    "streaming": streamed.QUESTIONS,
 }
 
 

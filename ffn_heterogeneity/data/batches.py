@@ -30,7 +30,7 @@ class Feed:
     """The common base of pipelines of batches.
 
     Attributes:
-      config: a `settings.DataConfig`.
+      config: a `data_config.DataConfig`.
       seed: of the order of the records, unless the config has its own.
       rows: the rows of every global batch [batch_size, T] that this process feeds.
       vocab_size: of the model; None: any id will do.

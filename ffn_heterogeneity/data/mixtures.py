@@ -16,15 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.data.sources import (
-    DataError,
-    ListSource,
-    Source,
-    Subset,
-    named_place,
-    open_source,
-    read_each,
-)
+from ffn_heterogeneity.data.source import DataError, Source
+from ffn_heterogeneity.data.sources import ListSource, Subset, named_place, open_source, read_each
 from ffn_heterogeneity.data.tasks import Fields, MixedTask, Task, get_task
 from ffn_heterogeneity.data.tasks.base import Expand
 

@@ -170,7 +170,11 @@ class ExampleReader:
         self.counts.documents += 1
         element = self._read(item["row"], item["record"])
         if element is None:
-            self._check_any_left(item["row"])
+            if not self.counts.kept:
+                self._dropped.add(item["row"])
+            # Otherwise a stream that repeats without end would search for a first token forever.
+            if len(self._dropped) >= self.total:
+                raise self._nothing_left()
             return []
         self.counts.kept += 1
         self.counts.input_tokens += len(element["tokens"])
@@ -179,17 +183,13 @@ class ExampleReader:
             return split_pieces(element, self.seq_len, self.encoder)
         return [element]
 
-    def _check_any_left(self, dropped_row: int) -> None:
-        """Without this a stream that repeats for ever would look for its first token for ever."""
-        if not self.counts.kept:
-            self._dropped.add(dropped_row)
-        if len(self._dropped) >= self.total:
-            raise DataError(
-                f"{self.source.name}: none of its {self.total} records leaves a token to predict "
-                f"in rows of {self.seq_len} ({self.counts.empty} empty, {self.counts.no_response} "
-                f"with a prompt that fills the row, {self.counts.bad} unreadable; the last is "
-                f"{self._where}); check the fields, or use longer rows"
-            )
+    def _nothing_left(self) -> DataError:
+        return DataError(
+            f"{self.source.name}: none of its {self.total} records leaves a token to predict "
+            f"in rows of {self.seq_len} ({self.counts.empty} empty, {self.counts.no_response} "
+            f"with a prompt that fills the row, {self.counts.bad} unreadable; the last is "
+            f"{self._where}); check the fields, or use longer rows"
+        )
 
     def _problem(self, name: str, meaning: str) -> None:
         self.counts.add_problem(self.source.name, name, f"{meaning}; the last is {self._where}")
@@ -226,22 +226,24 @@ class ExampleReader:
             meaning = f"end of the response cut off to fit seq_len = {self.seq_len}"
             self._problem("truncated", meaning)
             ids, scored = ids[:end], scored[:end]
-        check_ids(ids, self.vocab_size, self.encoder.tokenizer)
+        if problem := unknown_token(ids, self.vocab_size, self.encoder.tokenizer):
+            raise DataError(problem)
         return shift(ids, scored)
 
 
-def check_ids(ids: Any, vocab_size: int | None, tokenizer: Any) -> None:
-    """Refuses ids [...] that the model has no embedding for (None: any model has).
+def unknown_token(ids: Any, vocab_size: int | None, tokenizer: Any) -> str | None:
+    """Describe the token of ids [...] that the model has no embedding for; None if it has all.
 
-    Raises:
-      DataError: names the token, its id and the vocabulary's size.
+    Args:
+      vocab_size: None: of any size.
     """
     largest = int(np.max(ids))
-    if vocab_size is not None and largest >= vocab_size:
-        raise DataError(
-            f"token {tokenizer.decode([largest])!r}, id {largest}, beyond the model's vocabulary "
-            f"of {vocab_size}: take it out of the text, or use a tokenizer without it"
-        )
+    if vocab_size is None or largest < vocab_size:
+        return None
+    return (
+        f"token {tokenizer.decode([largest])!r}, id {largest}, beyond the model's vocabulary "
+        f"of {vocab_size}: take it out of the text, or use a tokenizer without it"
+    )
 
 
 def read_example(

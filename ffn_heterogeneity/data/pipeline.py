@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.data import mixtures
 from ffn_heterogeneity.data.batches import (
     Batch,
     BatchIterator,
@@ -25,13 +26,7 @@ from ffn_heterogeneity.data.batches import (
     pad_to,
     take_rows,
 )
-from ffn_heterogeneity.data.mixtures import (
-    MixedSource,
-    Part,
-    mixed_records,
-    open_task,
-    report_sizes,
-)
+from ffn_heterogeneity.data.data_config import DataConfig
 from ffn_heterogeneity.data.packing import (
     MIN_OPEN_ROWS,
     Counts,
@@ -41,7 +36,6 @@ from ffn_heterogeneity.data.packing import (
     pack,
     read_example,
 )
-from ffn_heterogeneity.data.settings import DataConfig
 from ffn_heterogeneity.data.sources import DataError, Source, Subset, named_place
 from ffn_heterogeneity.data.tasks import Fields, Task, get_task
 from ffn_heterogeneity.data.token_pipeline import TokenPipeline
@@ -90,13 +84,13 @@ class Pipeline(Feed):
         import grain
 
         source, seeds = self.train.source, None
-        parts = source.parts if isinstance(source, MixedSource) else ()
+        parts = source.parts if isinstance(source, mixtures.MixedSource) else ()
         if self.config.shuffle:
             # Mixed, because grain adds the epoch to the seed: neighbours would share their orders.
             state = np.random.SeedSequence(self.seed).generate_state(max(len(parts), 1))
             seeds = [int(seed) for seed in state]
         if parts:
-            records = mixed_records(source, self.train, seeds)
+            records = mixtures.mixed_records(source, self.train, seeds)
             return records if epochs is None else records[: epochs * len(self.train)]
         records = grain.MapDataset.source(self.train)
         return (records.shuffle(seed=seeds[0]) if seeds else records).repeat(epochs)
@@ -162,15 +156,15 @@ class Pipeline(Feed):
         opened = {"revision": config.revision, "passage_chars": config.passage_chars}
         split = config.split or task.split
         left_out = [option for option in options if not getattr(config, option)]
-        source = open_task(task, config.path, split, left_out=left_out, **opened)
-        if isinstance(source, MixedSource):
-            report_sizes(source)
+        source = mixtures.open_task(task, config.path, split, left_out=left_out, **opened)
+        if isinstance(source, mixtures.MixedSource):
+            mixtures.report_sizes(source)
         self._check_records(source)
         if not (config.validation_path or config.validation_split):
             return split_records(source, config.validation_fraction)
         # What only helps in training has no validation file.
         path, split = config.validation_path or config.path, config.validation_split or split
-        held_out = open_task(task, path, split, left_out=options, **opened)
+        held_out = mixtures.open_task(task, path, split, left_out=options, **opened)
         self._check_records(held_out)
         return Subset(source, range(len(source))), Subset(held_out, range(len(held_out)))
 
@@ -184,7 +178,7 @@ class Pipeline(Feed):
     def identity(self, epochs: int | None) -> dict[str, Any]:
         """The settings of `Feed`, and marks of the records, some of which are read."""
         source, shares, members = self.train.source, [self.train.rows], {}
-        if isinstance(source, MixedSource):
+        if isinstance(source, mixtures.MixedSource):
             shares = source.shares(self.train.rows)
             sizes = zip(source.parts, shares, strict=True)
             members = {"members": {part.task: [part.weight, len(rows)] for part, rows in sizes}}
@@ -279,7 +273,11 @@ def split_records(source: Source, fraction: float) -> tuple[Subset, Subset | Non
     check_number("validation_fraction", fraction, "[0, 1)", DataError)
     if fraction == 0.0:
         return Subset(source, range(len(source))), None
-    parts = source.parts if isinstance(source, MixedSource) else [Part("", 1, source, 0)]
+    parts = (
+        source.parts
+        if isinstance(source, mixtures.MixedSource)
+        else [mixtures.Part("", 1, source, 0)]
+    )
     kept, held = [], []
     for part in parts:
         rest, out = _split_rows(part.source, fraction)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ffn_heterogeneity.data.batches import Batch, BatchIterator, Feed, finite
-from ffn_heterogeneity.data.corpus.shards import Corpus, check_tokenizer, open_corpus
-from ffn_heterogeneity.data.packing import Counts, Encoder, check_ids
+from ffn_heterogeneity.data.corpus.shards import Corpus, open_corpus, tokenizer_facts
+from ffn_heterogeneity.data.packing import Counts, Encoder, unknown_token
 from ffn_heterogeneity.data.sources import DataError, named_place
 from ffn_heterogeneity.data.tasks import get_task
 from ffn_heterogeneity.data.token_rows import ShardPart, TokenRows, split, whole
@@ -36,8 +36,6 @@ class TokenPipeline(Feed):
     def __post_init__(self):
         super().__post_init__()
         config = self.config
-        if not config.packing:
-            raise DataError("task 'tokens' is always packed: set packing=True")
         self.task = get_task("tokens")
         self._encoder = Encoder(self.tokenizer, config.bos, config.eos)
         self.train, self.held_out = self._open()
@@ -89,7 +87,8 @@ class TokenPipeline(Feed):
             ids = np.maximum(batch["tokens"], batch["targets"])
             row, column = divmod(int(ids.argmax()), self.seq_len)
             with named_place(rows, int(numbers[row]) * self.seq_len + column):
-                check_ids(ids, self.vocab_size, self.tokenizer)
+                if problem := unknown_token(ids, self.vocab_size, self.tokenizer):
+                    raise DataError(problem)
             return batch
 
         batches = numbers.batch(self.batch_size, batch_fn=pad)
@@ -100,6 +99,8 @@ class TokenPipeline(Feed):
 
     def _open(self) -> tuple[TokenRows, TokenRows | None]:
         config = self.config
+        if not config.packing:
+            raise DataError("task 'tokens' is always packed: set packing=True")
         if not isinstance(config.path, str) or not config.path:
             raise DataError(
                 f"task 'tokens' needs the directory of the shards, path is {config.path!r}"
@@ -115,7 +116,14 @@ class TokenPipeline(Feed):
 
     def _corpus(self, path: str) -> Corpus:
         corpus = open_corpus(path, verify=self.config.verify)
-        check_tokenizer(corpus, self.tokenizer)
+        theirs, ours = corpus.manifest["tokenizer"], tokenizer_facts(self.tokenizer)
+        if theirs["fingerprint"] != ours["fingerprint"]:
+            raise DataError(
+                f"{corpus.directory}: made with the tokenizer of "
+                f"{theirs['name'] or 'another model'} ({theirs['vocab_size']} ids), which is not "
+                f"this model's ({ours['vocab_size']} ids); prepare the data with this model's "
+                "tokenizer, or take the model that has theirs"
+            )
         stored = corpus.manifest["policy"]["eos_id"]
         if stored != self._encoder.eos_id:
             text = "%s: documents end with eos %s, as they were prepared; this run's eos is %s"

@@ -49,7 +49,13 @@ def text_windows(
       DataError: empty text, fewer tokens than one window needs (says how many there are), bad
         arguments, or no bos token in the tokenizer.
     """
-    _check(text, tokenizer, window, max_windows, bos)
+    check_number("window", window, "[1, inf)", DataError)
+    check_number("max_windows", max_windows or 0, "[0, inf), or None for all", DataError)
+    check_choice("bos", bos, WINDOW_BOS, DataError)
+    if bos != "none" and tokenizer.bos_token_id is None:
+        raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
+    if not text:
+        raise DataError("the text is empty: there is nothing to predict")
     ids = np.asarray(encode(tokenizer, text), np.int32)
     stream = ids if bos == "none" else np.concatenate([[tokenizer.bos_token_id], ids])
     count = (len(stream) - 1) // window
@@ -65,13 +71,3 @@ def text_windows(
     if bos == "segment":
         rows[:, 0] = tokenizer.bos_token_id
     return rows
-
-
-def _check(text: str, tokenizer: Any, window: int, max_windows: int | None, bos: str) -> None:
-    check_number("window", window, "[1, inf)", DataError)
-    check_number("max_windows", max_windows or 0, "[0, inf), or None for all", DataError)
-    check_choice("bos", bos, WINDOW_BOS, DataError)
-    if bos != "none" and tokenizer.bos_token_id is None:
-        raise DataError(f'bos is {bos!r}, but this tokenizer has no bos token; use "none"')
-    if not text:
-        raise DataError("the text is empty: there is nothing to predict")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ffn_heterogeneity.data.templates import render_template
-from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+from ffn_heterogeneity.evaluate.harness_tasks.task_files import tables
 from ffn_heterogeneity.evaluate.inputs import tokenizer_of
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model

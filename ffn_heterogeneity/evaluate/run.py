@@ -20,7 +20,7 @@ from ffn_heterogeneity.evaluate.inputs import ModelSettings, TextSettings
 from ffn_heterogeneity.evaluate.lesions import LesionSettings, lesions
 from ffn_heterogeneity.evaluate.massive import MassiveSettings, massive
 from ffn_heterogeneity.evaluate.perplexity import perplexity
-from ffn_heterogeneity.evaluate.tasks import TaskSettings, evaluate_tasks
+from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.wording import check_choice, settings_from
@@ -135,7 +135,7 @@ def _labels_line(results: Mapping[str, Any]) -> str:
 
 EVALUATIONS = {
     "perplexity": Measurement(TextSettings, score, _perplexity_line),
-    "tasks": Measurement(TaskSettings, evaluate_tasks, _tasks_table),
+    "tasks": Measurement(HarnessSettings, evaluate_tasks, _tasks_table),
     "answers": Measurement(AnswerSettings, evaluate_answers, _tasks_table),
     "chat": Measurement(ChatSettings, answer_questions, _chat_line),
     "classify": Measurement(ClassifySettings, classify_file, _labels_line),

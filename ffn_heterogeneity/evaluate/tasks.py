@@ -43,7 +43,7 @@ class NamedTasks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskSettings(ModelSettings):
+class HarnessSettings(ModelSettings):
     """Settings that `configs/parts/tasks.py` explains."""
 
     tasks: tuple[str, ...]
@@ -87,7 +87,7 @@ class TaskSettings(ModelSettings):
 
 
 def evaluate_tasks(
-    settings: TaskSettings, model: Model, workdir: epath.Path
+    settings: HarnessSettings, model: Model, workdir: epath.Path
 ) -> dict[str, dict[str, Any]]:
     """Metrics of `settings.tasks`.
 

@@ -94,7 +94,7 @@ def assemble(
     """
     rules, leaves = list(rules), {}
     leaf_shapes(config, rules, tensors, redundant, beside)
-    check_tied(config, rules, tensors)
+    tensors = without_tied(config, rules, tensors)
     for rule in rules:
         arrays = [checked(name, tensors[name], check_finite) for name in rule.names]
         for path, leaf in zip(rule.paths, rule.load(arrays), strict=True):
@@ -118,7 +118,17 @@ def leaf_shapes(
       CheckpointError: a tensor missing, extra, of the wrong shape, or of no float type.
     """
     shapes, leaves = expected_shapes(config) | dict(beside or {}), {}
-    _check_names(config, rules, tensors, list(redundant))
+    wanted = {name for rule in rules for name in rule.names}
+    if missing := [name for rule in rules for name in rule.names if name not in tensors]:
+        source = next(iter(tensors.values())).file if tensors else "the checkpoint"
+        raise CheckpointError(f"{source}: missing tensors: {some(missing)}")
+    ignored = [*redundant, *map(re.escape, HEADS if config.tied else ())]
+    extra = [name for name in tensors if name not in wanted]
+    if extra := [name for name in extra if not any(re.fullmatch(r, name) for r in ignored)]:
+        raise CheckpointError(
+            f"{tensors[extra[0]].file}: tensors that this {config.family} model has no place for: "
+            f"{some(extra)}"
+        )
     for rule in rules:
         for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
             stored = tensors[name]
@@ -144,35 +154,23 @@ def checked(name: str, stored: Stored, check_finite: bool) -> np.ndarray:
     return array
 
 
-def _check_names(
-    config: ModelConfig, rules: Sequence[Rule], tensors: Mapping[str, Stored], redundant: list[str]
-) -> None:
-    """Refuses tensors that are missing or that no rule reads, as `assemble`."""
-    wanted = {name: rule for rule in rules for name in rule.names}
-    source = next(iter(tensors.values())).file if tensors else "the checkpoint"
-    if missing := [name for name in wanted if name not in tensors]:
-        raise CheckpointError(f"{source}: missing tensors: {some(missing)}")
-    extra = [name for name in tensors if name not in wanted]
-    extra = [name for name in extra if not any(re.fullmatch(r, name) for r in redundant)]
-    extra = [name for name in extra if not (config.tied and name in HEADS)]
-    if extra:
-        raise CheckpointError(
-            f"{tensors[extra[0]].file}: tensors that this {config.family} model has no place for: "
-            f"{some(extra)}"
-        )
+def without_tied(
+    config: ModelConfig, rules: Sequence[Rule], tensors: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """Return the tensors without a head that equals the embedding to which the config ties it.
 
-
-def check_tied(config: ModelConfig, rules: Sequence[Rule], tensors: Mapping[str, Stored]) -> None:
-    """Refuses a head that differs from the embedding to which the config ties it, as `assemble`."""
-    for name in HEADS if config.tied else ():
-        if name not in tensors:
-            continue
+    Raises:
+      CheckpointError: the head differs from the embedding.
+    """
+    heads = [name for name in HEADS if config.tied and name in tensors]
+    for name in heads:
         embedding = next(rule.names[0] for rule in rules if rule.paths == ("embed/embedding",))
         if not _equal(tensors[name].load(), tensors[embedding].load()):
             raise CheckpointError(
                 f"{tensors[name].file}: {name!r} differs from {embedding!r} but the config ties "
                 "them (tie_word_embeddings): set it to false, or drop the tensor"
             )
+    return {name: stored for name, stored in tensors.items() if name not in heads}
 
 
 def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 24) -> bool:

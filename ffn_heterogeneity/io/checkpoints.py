@@ -186,7 +186,11 @@ class Checkpoints:
                     "in it: start again in a new work directory"
                 )
             frozen = record["frozen"]["tree"]
-            _check_tree(name, record["tree"] | frozen, _describe(wanted))
+            if unlike := _difference(record["tree"] | frozen, _describe(wanted)):
+                raise CheckpointError(
+                    f"checkpoint {name} is another run's: {unlike}. Use the config that wrote it, "
+                    "or another work directory"
+                )
             changing = {path: x for path, x in wanted.items() if path not in frozen}
             leaves = self._restore(step, state=ocp.args.StandardRestore(changing))["state"]
             if frozen:
@@ -316,15 +320,13 @@ def _describe(leaves: dict[str, Any]) -> dict[str, list]:
     return {name: [list(x.shape), str(x.dtype)] for name, x in leaves.items()}
 
 
-def _check_tree(name: epath.Path, saved: dict, wanted: dict) -> None:
+def _difference(saved: dict, wanted: dict) -> str | None:
+    """Describe the first leaf that differs; None if all are equal."""
     for leaf in sorted({*saved, *wanted}):
         there, here = saved.get(leaf), wanted.get(leaf)
         if there != here:
-            raise CheckpointError(
-                f"checkpoint {name} is another run's: leaf {leaf!r} is "
-                f"{_shape(there)} there and {_shape(here)} here. Use the config that wrote it, "
-                "or another work directory"
-            )
+            return f"leaf {leaf!r} is {_shape(there)} there and {_shape(here)} here"
+    return None
 
 
 def _shape(entry: list | None) -> str:

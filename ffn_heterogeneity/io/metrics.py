@@ -106,20 +106,17 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._write_events(step, metrics)
         elif self._file is not None:
             try:
-                self._append(line)
+                # After a lost mount the open file may accept lines that are never read.
+                if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+                    raise OSError(errno.ESTALE, "another file is in its place (a lost mount?)")
+                self._file.write(line)
+                self._file.flush()
                 self._write_events(step, metrics)
             except OSError as error:
                 self._stop(error)
         else:
             return
         self.rows += 1
-
-    def _append(self, line: str) -> None:
-        # Of a lost mount the open file may go on taking lines that nobody will read.
-        if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-            raise OSError(errno.ESTALE, "another file is in its place (a lost mount?)")
-        self._file.write(line)
-        self._file.flush()
 
     def _stop(self, error: OSError) -> NoReturn:
         """Closes without a second try at what could not be written, now and when Python ends."""

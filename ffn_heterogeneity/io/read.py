@@ -123,11 +123,11 @@ def parse_json(
     parts = text.count("[") + text.count("{")  # at least as many as there are
     if parts > MAX_PARTS:
         raise error(f"{at}not JSON (more than {MAX_PARTS:,} objects and lists)")
-    more = {} if lax else {"parse_constant": _constant, "parse_int": _int, "parse_float": _float}
+    more = {} if lax else {"parse_constant": _float, "parse_int": _int, "parse_float": _float}
     try:
         value = json.loads(text, object_pairs_hook=_object, **more)
-        if parts > MAX_DEPTH:
-            _check_depth(value)
+        if parts > MAX_DEPTH and _deeper(value):
+            raise RecursionError
         if not lax and "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as trouble:
@@ -150,10 +150,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
 def _int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits):,} digits")
@@ -163,18 +159,17 @@ def _int(digits: str) -> int:
 def _float(digits: str) -> float:
     value = float(digits)
     if value - value != 0:
-        raise ValueError(f"{digits:.40} is beyond every number")
+        what = "beyond every number" if digits[-1].isdigit() else "no number of JSON"
+        raise ValueError(f"{digits:.40} is {what}")
     return value
 
 
-def _check_depth(value: Any) -> None:
-    """Raises RecursionError beyond `MAX_DEPTH`; level by level, not by recursion."""
+def _deeper(value: Any) -> bool:
+    """True beyond `MAX_DEPTH` levels; level by level, not by recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MAX_DEPTH + 1):
-        if not level:
-            return
+    for _ in range(MAX_DEPTH):
         level = list(_inner(level))
-    raise RecursionError
+    return bool(level)
 
 
 def _inner(level: list) -> Iterator[Any]:

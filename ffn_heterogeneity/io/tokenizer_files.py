@@ -59,23 +59,23 @@ def read_tokenizer(directory: str | os.PathLike) -> Any:
     others = ("tokenizer.model", "vocab.json", "vocab.txt")
     if not fast and not any((directory / name).is_file() for name in others):
         return None
-    _check_files(directory)
+    values = _settings(directory)
     if fast:
-        _try(directory / "tokenizer.json")
+        if problem := _try(directory / "tokenizer.json"):
+            raise CheckpointError(f"{directory / 'tokenizer.json'}{problem}")
         from transformers import PreTrainedTokenizerFast
 
-        return _read(directory, PreTrainedTokenizerFast, "fetch it again")
+        return _read(directory, PreTrainedTokenizerFast, values, "fetch it again")
     from transformers import AutoTokenizer
 
     way = "code in a model's directory is never run: save it as tokenizer.json where you trust it"
-    return _read(directory, AutoTokenizer, way)
+    return _read(directory, AutoTokenizer, values, way)
 
 
-def _read(directory: Path, kind: Any, way: str) -> Any:
+def _read(directory: Path, kind: Any, values: dict[str, Any], way: str) -> Any:
     try:
         tokenizer = kind.from_pretrained(directory, trust_remote_code=False)
-        path = directory / _CONFIG
-        values = tokenizer.original_config = read_object(path) if path.is_file() else {}
+        tokenizer.original_config = values
         names, generic = values.get(_NAMES), values.get("tokenizer_class") == _GENERIC[0]
         tokenizer.makes_types = "token_type_ids" in names if names else not generic
         return tokenizer
@@ -124,7 +124,13 @@ def save_tokenizer(tokenizer: Any, directory: Path, types: bool) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _check_files(directory: Path) -> None:
+def _settings(directory: Path) -> dict[str, Any]:
+    """Return the settings in tokenizer_config.json, {} if it does not exist.
+
+    Raises:
+      CheckpointError: it, or a file beside it, is too large, malformed, or has a wrong type.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for path in sorted({path for pattern in FILES for path in directory.glob(pattern)}):
         if path.is_dir():  # a folder of training
             continue
@@ -135,7 +141,7 @@ def _check_files(directory: Path) -> None:
         path = directory / name
         if not path.is_file():
             continue
-        values = read_object(path)
+        values = found[name] = read_object(path)
         for key, kind in _KINDS.items():
             if not isinstance(values.get(key), (kind, type(None))):
                 raise CheckpointError(f"{path}: {key}={values[key]!r:.60} is of a wrong type")
@@ -148,18 +154,18 @@ def _check_files(directory: Path) -> None:
         for token in (token for group in groups for token in group):
             if not re.fullmatch(r"\w+_tokens?", token):
                 raise CheckpointError(f"{path}: a special token named {token!r:.60}, not *_token")
+    return found.get(_CONFIG, {})
 
 
-def _try(path: Path) -> None:
-    """Refuses a tokenizer.json that cannot be read, or used, within the bounds."""
+def _try(path: Path) -> str | None:
+    """Describe why a tokenizer.json cannot be read, or used, within the bounds; None if it can."""
 
     def meanwhile() -> None:
         from transformers import PreTrainedTokenizerFast  # noqa: F401  (seconds, the first time)
 
     reply = child.ask("tokenizer", os.fspath(path.absolute()), SECONDS, BYTES, meanwhile)
     if "runaway" in reply:
-        raise CheckpointError(f"{path} is stopped: it {reply['runaway']}")
+        return f" is stopped: it {reply['runaway']}"
     if "refused" in reply:
-        raise CheckpointError(
-            f"{path}: the tokenizer cannot be read ({reply['refused']}): fetch it again"
-        )
+        return f": the tokenizer cannot be read ({reply['refused']}): fetch it again"
+    return None

@@ -174,7 +174,11 @@ def prepare_workdir(workdir: str | os.PathLike, config: Mapping[str, Any]) -> bo
                 f"work directory {path} holds another run ({shown}{more}). "
                 "Use another --workdir, remove that directory, or repeat its config"
             )
-        _check_inputs(path, config)
+        if changed := _changed_inputs(path, config):
+            raise WorkdirError(
+                f"work directory {path} holds a run of other inputs: {', '.join(changed)} changed "
+                "since it began. Use another --workdir, remove it, or put the old files back"
+            )
     else:
         foreign = [name for name in OUTPUTS if (path / name).exists()]
         if foreign:
@@ -287,16 +291,12 @@ def _series(directory: str) -> bool:
     return any(entry.name.isdigit() and entry.is_dir() for entry in os.scandir(directory))
 
 
-def _check_inputs(path: epath.Path, config: Mapping[str, Any]) -> None:
+def _changed_inputs(path: epath.Path, config: Mapping[str, Any]) -> list[str]:
+    """List "key=path" of the inputs that have changed since the run in `path` began."""
     if not (path / "inputs.json").exists():
-        return
+        return []
     old, new, flat = _own(path / "inputs.json"), inputs_of(config), flatten_config(config)
-    changed = [f"{key}={flat[key]}" for key in new if old.get(key, new[key]) != new[key]]
-    if changed:
-        raise WorkdirError(
-            f"work directory {path} holds a run of other inputs: {', '.join(changed)} changed "
-            "since it began. Use another --workdir, remove it, or put the old files back"
-        )
+    return [f"{key}={flat[key]}" for key in new if old.get(key, new[key]) != new[key]]
 
 
 def _record_start(path: epath.Path) -> None:

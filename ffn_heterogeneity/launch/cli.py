@@ -22,11 +22,11 @@ from ffn_heterogeneity.launch import configs
 from ffn_heterogeneity.launch.compilation import keep_compiled
 from ffn_heterogeneity.launch.configs import UsageError, config_first, load_config
 from ffn_heterogeneity.launch.help import help_text
-from ffn_heterogeneity.memory import restart_with_huge_pages
+from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.paths import flatten_config
-from ffn_heterogeneity.wording import naming, nearest, unknown
+from ffn_heterogeneity.wording import check_known, naming, nearest, unknown
 
 # What a user can cause and mend; anything else keeps its traceback.
 USER_ERRORS = (ValueError, OSError, KeyError, ImportError)
@@ -80,11 +80,7 @@ def launch(
         if processes:
             distributed.initialize(distributed_flag.value)
             print(distributed.devices_seen(distributed_flag.value), file=sys.stderr)
-            if jax.process_count() > 1 and not workdir_flag.value:
-                raise UsageError("several processes need one --workdir, the same for all of them")
-        path = workdir_flag.value or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
-        if not workdir_flag.value:
-            sys.argv.append(f"--workdir={path}")  # the command that goes on names it
+        path = workdir_flag.value or _new_workdir(name)
         dtype = config.get("compute_dtype", "float32")
         with working_in(path, config.to_dict(), alone=alone), products(dtype):
             if distributed.is_main():
@@ -95,6 +91,19 @@ def launch(
         holder.value[positional] = value
 
     launch_flags(main, argv, name_given if positional else None)
+
+
+def _new_workdir(name: str) -> str:
+    """Name a work directory by the time, and add it to the command line that resumes the run.
+
+    Raises:
+      UsageError: of several processes each would name another one.
+    """
+    if jax.process_count() > 1:
+        raise UsageError("several processes need one --workdir, the same for all of them")
+    path = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
+    sys.argv.append(f"--workdir={path}")
+    return path
 
 
 def prepare(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> tuple:
@@ -140,6 +149,7 @@ def launch_flags(
     )
     if set(HELP_FLAGS) & set(argv):
         show_help()
+    take, limit = (positional, len(argv) if many else 1) if positional else (str, 0)
 
     def guarded(rest: Sequence[str]) -> None:
         # Libraries tell of accelerators and engines that are not there; errors are ours to print.
@@ -147,16 +157,22 @@ def launch_flags(
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         keep_compiled(compiled.value)
         with errors_in_one_line():
-            extra = list(rest[1:])
-            while positional and extra:
-                positional(extra.pop(0))
-                if not many:
-                    break
-            if extra:
-                raise UsageError(f"unexpected argument {extra[0]!r}: {way_out(extra[0])}")
+            for value in _without_dashes(rest[1:], limit):
+                take(value)
             main()
 
     app.run(guarded, argv=argv, flags_parser=_parse_flags)
+
+
+def _without_dashes(values: Sequence[str], limit: int) -> Sequence[str]:
+    """Return the arguments without dashes, at most `limit` of them.
+
+    Raises:
+      UsageError: names the first one beyond the limit.
+    """
+    if len(values) > limit:
+        raise UsageError(f"unexpected argument {values[limit]!r}: {way_out(values[limit])}")
+    return values
 
 
 def add_stage_keys(argv: Sequence[str], config: ConfigDict) -> None:
@@ -314,10 +330,9 @@ def set_keys(config: ConfigDict, settings: Mapping[str, Any], owner: str, source
     Raises:
       ValueError: a key that is not there (the nearest is named), or a value of another type.
     """
-    known = flatten_config(config.to_dict())
+    with naming(f"{owner}, {source}"):
+        check_known(settings, flatten_config(config.to_dict()), "key")
     for key, value in settings.items():
-        if key not in known:
-            raise ValueError(f"{owner}, {source}: {unknown('key', key, known)}")
         with naming(f"{owner}, key {key!r}", TypeError):
             value = at_home(value) if isinstance(value, str) else value
             config.update_from_flattened_dict({key: value})

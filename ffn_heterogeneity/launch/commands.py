@@ -15,6 +15,7 @@ from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.train import settings
 from ffn_heterogeneity.train.shared import Shared
+from ffn_heterogeneity.wording import check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +66,9 @@ COMMANDS = {
         lambda config, workdir, shared: in_memory.run(config, workdir, shared.load),
     ),
 }
+
+
+def command_of(name: str) -> Command:
+    """Return the command of that name; a ValueError names the choices."""
+    check_choice("command", name, tuple(COMMANDS))
+    return COMMANDS[name]

@@ -13,24 +13,22 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.evaluate import run as evaluation
 from ffn_heterogeneity.evaluate.inputs import TextSettings, prompt_rows, tokenizer_of
-from ffn_heterogeneity.evaluate.tasks import TaskSettings, evaluate_tasks
+from ffn_heterogeneity.evaluate.tasks import HarnessSettings, evaluate_tasks
 from ffn_heterogeneity.io.hf.export import pad, save_pretrained
 from ffn_heterogeneity.io.load import Load, Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.launch import compress
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.generate import Generator, Sampling
-from ffn_heterogeneity.models.leaves import Place, declared_at
+from ffn_heterogeneity.models.leaves import Place, declared_at, neuron_axis
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
-from ffn_heterogeneity.surgery.adapt import fold_all
+from ffn_heterogeneity.surgery.adapt import folded
 from ffn_heterogeneity.surgery.reduce import results_of
-from ffn_heterogeneity.surgery.removal import neuron_axis
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.wording import settings_from
 
@@ -95,12 +93,12 @@ def check_surgery(config: ConfigDict) -> TextSettings | None:
     return evaluation.check_config(config) if measured else None
 
 
-def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, TaskSettings | None]:
+def check_config(config: ConfigDict) -> tuple[Surgery, Any, TextSettings, HarnessSettings | None]:
     """(what changes the model, its settings or None for no change, the text, the tasks), with their
     files read once, before a model is loaded; errors as `run`."""
     text, tasks = evaluation.check_config(config), None
     if config.tasks:
-        tasks = settings_from(TaskSettings, config)
+        tasks = settings_from(HarnessSettings, config)
         tasks.read()
     if config.get("streaming"):
         raise ValueError("streaming=True is for scripts/compress.py: this works in memory")
@@ -124,12 +122,6 @@ def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tup
         values = [value for value in values if value is not None]
         results |= {f"largest_{name}": max(values)} if values else {}
     return changed, results
-
-
-def folded(model: Model) -> Model:
-    """Adapters in the kernels, as surgeries need them; a plain model is itself."""
-    names = {path.rpartition("/")[2] for path in flatten(model.params)}
-    return fold_all(model)[0] if names & {*adapter_leaves(), *FFN_LEAVES} else model
 
 
 def answers(

@@ -73,9 +73,9 @@ def run_stages(stages: Sequence[Stage], model: str, workdir: str | os.PathLike) 
     root, results = epath.Path(workdir), {}
     folders = [root / f"{i:02d}_{stage.name}" for i, stage in enumerate(stages)]
     digests = _digests(stages, model)
-    _check_folders(root, dict(zip(folders, digests, strict=True)))
+    completed = _completed(root, dict(zip(folders, digests, strict=True)))
     for stage, folder, digest in zip(stages, folders, digests, strict=True):
-        if (folder / MARKER).exists():
+        if folder.name in completed:
             say(f"stage {stage.name}: completed before, skipped")
         else:
             say(f"stage {stage.name} ({stage.kind})")
@@ -114,7 +114,12 @@ def _digests(stages: Sequence[Stage], model: str) -> list[str]:
     return digests
 
 
-def _check_folders(root: epath.Path, digests: dict[epath.Path, str]) -> None:
+def _completed(root: epath.Path, digests: dict[epath.Path, str]) -> set[str]:
+    """Return the names of the folders of completed stages.
+
+    Raises:
+      WorkdirError: one is not of these stages, or has another digest.
+    """
     found = [path for path in root.iterdir() if (path / MARKER).exists()] if root.exists() else []
     wanted = {path.name: digest for path, digest in digests.items()}
     for path in sorted(found):
@@ -128,3 +133,4 @@ def _check_folders(root: epath.Path, digests: dict[epath.Path, str]) -> None:
                 f"{path} was completed with another config, or after other stages: use another "
                 "--workdir, or remove it and the stages after it"
             )
+    return {path.name for path in found}

@@ -10,7 +10,7 @@ from ffn_heterogeneity.losses.jreg import jreg_term
 from ffn_heterogeneity.losses.layerwise import layerwise_term
 from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
-from ffn_heterogeneity.losses.sparsity import score_norm_term, size_term
+from ffn_heterogeneity.losses.sparsity_terms import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import LossTerm
 
 # Name in a config -> function (context, **settings) -> LossTerm. A loss is summed in this order.

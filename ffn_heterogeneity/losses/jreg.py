@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
-from ffn_heterogeneity.probes.displacement import (
-    DISPLACEMENT,
-    DISPLACEMENT_AFTER_NORM,
-    POSITIONS,
-    jump_rates,
-)
+from ffn_heterogeneity.probes import displacement
 from ffn_heterogeneity.wording import check_choice, check_number
 
 
@@ -46,8 +41,8 @@ def jreg_term(
       ValueError: alpha is negative or not finite; `positions` is neither.
     """
     check_number("alpha", alpha, "[0, inf)")
-    check_choice("positions", positions, POSITIONS)
-    probe = DISPLACEMENT_AFTER_NORM if final_norm else DISPLACEMENT
+    check_choice("positions", positions, displacement.POSITIONS)
+    probe = displacement.DISPLACEMENT_AFTER_NORM if final_norm else displacement.DISPLACEMENT
 
     def function(params: dict, outputs: dict, batch: dict) -> TermValue:
         seen = outputs["probes"][probe.name][positions]
@@ -56,6 +51,6 @@ def jreg_term(
         return TermValue(jnp.sum(weights * seen["sum"]), seen["count"][0], {"psi": psi_sums})
 
     def derived(metrics: dict) -> dict:
-        return metrics | jump_rates(metrics["psi"])
+        return metrics | displacement.jump_rates(metrics["psi"])
 
     return LossTerm(context.name, function, context.weight, probes=(probe,), derived=derived)

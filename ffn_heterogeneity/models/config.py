@@ -231,10 +231,9 @@ class ModelConfig:
                 f"layer {i}: norm_placement='post' goes with neither parallel_residual="
                 f"{self.parallel_residual} nor post_norms={self.post_norms}"
             )
-        if layer.rope is not None:
-            self._check_rope(i, layer.rope)
-
-    def _check_rope(self, i: int, rope: RopeConfig) -> None:
+        rope = layer.rope
+        if rope is None:
+            return
         if self.positions != "rotary":
             raise ConfigError(
                 f"layer {i}: rope={rope} with positions={self.positions!r}: give None"

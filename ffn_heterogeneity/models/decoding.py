@@ -20,16 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.attention import Mask, attention_mask, with_kernel
 from ffn_heterogeneity.models.block import Block
-from ffn_heterogeneity.models.causal_lm import (
-    RunOptions,
-    check_length,
-    embed,
-    finish,
-    hold,
-    require_language_model,
-)
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.rotary import rotary_tables
 from ffn_heterogeneity.models.stack import check_stack, layer_leaves, run_stack
@@ -85,7 +78,11 @@ class LayerCache:
 
 
 def make_cache(
-    config: ModelConfig, stack: dict, rows: int, length: int, options: RunOptions = RunOptions()
+    config: ModelConfig,
+    stack: dict,
+    rows: int,
+    length: int,
+    options: causal_lm.RunOptions = causal_lm.RunOptions(),
 ) -> dict:
     """An empty cache for `length` columns: {"segment_i": {"slot_j": {"keys", "values"}}}.
 
@@ -94,8 +91,8 @@ def make_cache(
     Raises:
       ValueError: an encoder, or more columns than learned positions.
     """
-    require_language_model(config, "generation")
-    check_length(config, length)
+    causal_lm.require_language_model(config, "generation")
+    causal_lm.check_length(config, length)
     cache: dict = {}
     for i, segment in enumerate(check_stack(config, stack)):
         heads, sharding = (rows, config.n_kv_heads), options.cache
@@ -111,7 +108,7 @@ def make_cache(
                 "values": (*heads, places, config.head_dim),
             }
             cache[f"segment_{i}"][f"slot_{slot}"] = {
-                name: hold(jnp.zeros(shape, options.compute_dtype), sharding)
+                name: causal_lm.hold(jnp.zeros(shape, options.compute_dtype), sharding)
                 for name, shape in shapes.items()
             }
     return cache
@@ -136,7 +133,7 @@ def forward_cached(
     column: jax.Array | int = 0,
     *,
     fresh: bool = False,
-    options: RunOptions = RunOptions(),
+    options: causal_lm.RunOptions = causal_lm.RunOptions(),
 ) -> tuple[jax.Array, dict]:
     """Runs new tokens on top of those in the cache.
 
@@ -155,14 +152,14 @@ def forward_cached(
       ValueError: an encoder; or several new tokens at once on top of a window that forgets (its
         oldest columns would be overwritten before the first of the new tokens has read them).
     """
-    require_language_model(config, "generation")
+    causal_lm.require_language_model(config, "generation")
     count, length = tokens_bt.shape[1], cache_length(cache)
     if not fresh and count > 1 and any(x.window and x.window <= length for x in config.layers):
         raise ValueError(f"{count} new tokens at once on top of a window's cache: give one by one")
     column = jnp.asarray(column, jnp.int32)
     columns_bt = column + jnp.arange(count, dtype=jnp.int32)[None]
     positions_bt = jnp.maximum(columns_bt - pads_b[:, None], 0)
-    x = embed(config, params, tokens_bt, options, positions_bt)
+    x = causal_lm.embed(config, params, tokens_bt, options, positions_bt)
     options = with_kernel(options, config, count, in_order=False)
     context = _contexts(config, columns_bt, positions_bt, pads_b, length, fresh)
     segments = check_stack(config, params["stack"])
@@ -180,7 +177,7 @@ def forward_cached(
         block = Block(config, config.layers[index], options)
         x, seen = block.apply({"params": layer_params}, x, rotary, mask, None, here)
         cache = {**cache, segment: {**cache[segment], slot: seen.cache.leaves}}
-        return (hold(x, options.activations), cache), {}
+        return (causal_lm.hold(x, options.activations), cache), {}
 
     repeats = [
         repeat
@@ -196,7 +193,7 @@ def forward_cached(
         per_layer=jnp.asarray(repeats, jnp.int32),
         unroll=options.unroll,
     )
-    return finish(config, params, x), cache
+    return causal_lm.finish(config, params, x), cache
 
 
 def layers_apart(params: dict) -> dict:

@@ -289,6 +289,21 @@ def drawn(
     return {path: values(path, leaf) for path, leaf in leaves.items()}
 
 
+def neuron_axis(path: str, leaf: Leaf) -> int | None:
+    """The axis that runs over the inner neurons, from the right; None: the leaf has no such axis.
+
+    Raises:
+      LeafError: removal would give its values another meaning.
+    """
+    if leaf.depends_on("neurons"):
+        # Numbers of neurons, lengths of columns over them, codes that hold two of them.
+        raise LeafError(
+            f"{path} {leaf.axes} stands for neurons that would go: fold the model first (surgery "
+            "fold)"
+        )
+    return leaf.axis("neurons")
+
+
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict:
     """Shapes and dtypes of `init` without computing anything (27B parameters in a second)."""
     return jax.eval_shape(lambda key: init(config, key, dtype), jax.random.key(0))

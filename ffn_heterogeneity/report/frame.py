@@ -34,7 +34,6 @@ from ffn_heterogeneity.io.runs import (
 )
 from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
-from ffn_heterogeneity.wording import first_line
 
 if TYPE_CHECKING:
     import pandas
@@ -206,7 +205,7 @@ def units(run: str, spec: str) -> dict[Any, float]:
             return {row["doc_id"]: float(row[key]) for row in rows if key in row}
         return {i: float(x) for i, x in enumerate(parse_object(text or "{}", place).get(key, ()))}
     except (TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"{place}: {key} is no number a row ({first_line(error)})") from None
+        raise ValueError(f"{place}: {key} is no number a row ({error})") from None
 
 
 def _object(path: str, texts: Texts, name: str) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ffn_heterogeneity.adapters import dora, lora, macdrop, nf4
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, dora, lora, macdrop, nf4
 from ffn_heterogeneity.io.hf.export import fold
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
-from ffn_heterogeneity.paths import is_abstract
+from ffn_heterogeneity.paths import flatten, is_abstract
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
@@ -207,3 +207,9 @@ def fold_all(model: Model, settings=None, data=None, key=None) -> tuple:
     settings_of(Nothing, settings)
     tree = fold(model.config, unstack(jax.tree.map(np.asarray, model.params)))
     return dataclasses.replace(model, params=restack(model.config, tree)), {}
+
+
+def folded(model: Model) -> Model:
+    """Return the model with its adapters in the kernels; a plain model is returned as it is."""
+    names = {path.rpartition("/")[2] for path in flatten(model.params)}
+    return fold_all(model)[0] if names & {*adapter_leaves(), *FFN_LEAVES} else model

@@ -27,14 +27,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ffn_heterogeneity.io.assemble import all_finite
-from ffn_heterogeneity.surgery import states
+from ffn_heterogeneity.surgery import neighbours, states
 from ffn_heterogeneity.surgery.least_squares import solve_together
-from ffn_heterogeneity.surgery.neighbours import (
-    Neighbours,
-    duplicate_groups,
-    least_of_rows,
-    squared_distances,
-)
 from ffn_heterogeneity.surgery.weights import CACHED, Outgoing, blocks, incoming, outgoing
 from ffn_heterogeneity.wording import check_choice
 
@@ -109,16 +103,16 @@ def outgoing_of_survivors(
 def _sum(problem: Problem) -> tuple[Rows, dict]:
     weights, vectors = problem.weights, problem.vectors
     if problem.merges is None:
-        groups = duplicate_groups(vectors[problem.kept])
+        groups = neighbours.duplicate_groups(vectors[problem.kept])
         alive = np.zeros(len(vectors), bool)
         alive[problem.kept[groups]] = True  # the lowest of equal ones stands for all
-        into, squared = Neighbours(vectors, alive).nearest(problem.gone)
+        into, squared = neighbours.Neighbours(vectors, alive).nearest(problem.gone)
         steps = zip(into.tolist(), problem.gone.tolist(), strict=True)
     else:
         steps = problem.merges.tolist()
         last = {gone: into for into, gone in steps}
         into = np.array([_root(last, gone) for gone in problem.gone.tolist()])
-        squared = squared_distances(vectors, problem.gone, into)
+        squared = neighbours.squared_distances(vectors, problem.gone, into)
     changed: dict[int, np.ndarray] = {}
 
     def row(neuron: int) -> np.ndarray:
@@ -168,7 +162,7 @@ def _nearest_multiple(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
         limit = (distance + margin).min(axis=1, keepdims=True)
         row, column = np.nonzero(distance - margin <= limit)
         scale, measured = _measured_multiples(problem, part, row, column)
-        best = least_of_rows(row, measured, column)
+        best = neighbours.least_of_rows(row, measured, column)
         into[part], factor[part] = problem.kept[column[best]], scale[best]
         squared[part] = measured[best]
     return into, factor, squared

@@ -25,7 +25,7 @@ import numpy as np
 
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
 from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
-from ffn_heterogeneity.wording import check_choice, check_known, naming
+from ffn_heterogeneity.wording import check_known, naming
 
 # What `seen.seen_states` says of a layer; None: nothing was looked at.
 Seen = Mapping[str, Any] | None
@@ -209,15 +209,19 @@ ON_BOS, ON_TEXT = ["bos"], ["mean_state", "optipfair", "wanda_sp", "flap"]
 SIMILARITY = "similarity"
 
 
-def check_criterion(name: str, budget: str = "layer") -> None:
-    """Raises ValueError where there is no such criterion, or not with this budget."""
+def scoring(name: str) -> Callable[..., np.ndarray]:
+    """Return the criterion of that name, which scores neurons.
+
+    Raises:
+      ValueError: there is no such criterion, or it is the one that has no scores.
+    """
     check_known([name], sorted((*CRITERIA, SIMILARITY)), "criterion")
-    check_choice("budget", budget, ("layer", "global"))
-    if name == SIMILARITY and budget == "global":
+    if name == SIMILARITY:
         raise ValueError(
             f"budget='global' compares scores of different layers, and criterion {name!r} has "
             f"none: use budget='layer', or one of {sorted(CRITERIA)}"
         )
+    return CRITERIA[name]
 
 
 def check_named(setting: str, spec: str) -> tuple[str, float]:
@@ -273,9 +277,8 @@ def layer_scores(
       ValueError: unknown criterion or one without scores, or non-finite weights (the message names
         the layer).
     """
-    check_criterion(name, "global")
+    criterion = scoring(name)
     rng = np.random.default_rng([seed, layer] + ([] if expert is None else [2, expert]))
-    criterion = CRITERIA[name]
     takes = "activations" in inspect.signature(criterion).parameters
     with naming(f"layer {layer}"):
         scores = criterion(ffn, rng, **{"activations": activations} if takes else {})

@@ -36,22 +36,13 @@ from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.parallel.partition import make_mesh
 from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.progress import bar
-from ffn_heterogeneity.surgery import states
+from ffn_heterogeneity.surgery import neurons, states
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.blockwise import compensated
 from ffn_heterogeneity.surgery.calibration import OWN, calibration_rows, check_calibration
 from ffn_heterogeneity.surgery.entries import ENTRIES, MASKED, masked_out, weights
 from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
-from ffn_heterogeneity.surgery.neurons import (
-    block_of,
-    canonical,
-    check_plain,
-    joined,
-    rows_of,
-    split,
-    times,
-)
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
 from ffn_heterogeneity.wording import check_choice, check_numbers, naming, settings_of
@@ -148,8 +139,8 @@ def fuse(model: Model, settings: Mapping[str, Any] | Fusion, data=None, key=None
     every = ffn_blocks(config, jax.tree.map(np.asarray, model.params))
     blocks = {place: ffn for place, ffn in every if place.layer in chosen}
     if asked.method in ENTRIES:
-        for place, ffn in blocks.items():
-            check_plain(ffn, place.layer, ("mask",) if asked.method == MASKED else ())
+        beside = ("mask",) if asked.method == MASKED else ()
+        blocks = {place: neurons.plain(ffn, place.layer, beside) for place, ffn in blocks.items()}
         new = ENTRIES[asked.method](blocks, 1 - asked.ratio)
     else:
         for place in bar(asked.method, blocks, unit="block"):
@@ -248,9 +239,9 @@ def fuse_block(
     ffn: dict, place: Place, asked: Fusion, spared: np.ndarray
 ) -> tuple[dict, Mapping[str, float]]:
     """(the block of fewer neurons, those spared first; the method's facts)."""
-    rows = rows_of(ffn, place.layer)
+    rows = neurons.rows_of(ffn, place.layer)
     with naming(f"layer {place.layer}"):
-        rows = canonical(rows) if asked.canonical else rows
+        rows = neurons.canonical(rows) if asked.canonical else rows
     m = len(rows["down", "kernel"])
     c = m - removal_count(m, ratio=asked.ratio) - len(spared)
     if c < 1:
@@ -261,7 +252,7 @@ def fuse_block(
     seed = int(draw.integers(1 << 31))
     made = METHODS[asked.method](own[1], c, asked, seed)
     both = {part: np.concatenate([own[0][part], row]) for part, row in made.rows.items()}
-    block = block_of(both, ffn)
+    block = neurons.block_of(both, ffn)
     if made.factor is not None:
         factor = np.concatenate([np.ones(len(spared)), made.factor])
         block["neuron_scale"] = factor.astype(np.float32)
@@ -274,8 +265,10 @@ def fuse_block(
 def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, dict]:
     """(centroids, cluster sizes, facts), on all devices of this process."""
     mesh = make_mesh(tensor=-1, devices=jax.local_devices())
-    found = cluster(joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means")
-    return split(found.centroids, rows), found.sizes, {"inertia_share": found.share}
+    found = cluster(
+        neurons.joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means"
+    )
+    return neurons.split(found.centroids, rows), found.sizes, {"inertia_share": found.share}
 
 
 def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
@@ -286,20 +279,20 @@ def fusion(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
 def merged(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Fusion, the sizes multiplied into down."""
     centroids, sizes, facts = _clustered(rows, c, asked, seed)
-    return Made(times(centroids, ("down",), sizes), None, facts)
+    return Made(neurons.times(centroids, ("down",), sizes), None, facts)
 
 
 def sqrt(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Fusion, the roots of the sizes multiplied into both sides: up and down."""
     centroids, sizes, facts = _clustered(rows, c, asked, seed)
-    return Made(times(centroids, ("up", "down"), np.sqrt(sizes)), None, facts)
+    return Made(neurons.times(centroids, ("up", "down"), np.sqrt(sizes)), None, facts)
 
 
 def sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """c random mixtures of the neurons."""
-    points = joined(rows)
+    points = neurons.joined(rows)
     mix = np.random.default_rng(seed).normal(size=(c, len(points))) / np.sqrt(c)
-    return Made(split(mix @ points, rows))
+    return Made(neurons.split(mix @ points, rows))
 
 
 def hybrid_sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
@@ -315,16 +308,16 @@ def hybrid_sketch(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
 
 def structured(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """The neurons whose incoming and outgoing weights have the largest sum of sizes."""
-    kept = highest(np.abs(joined(rows)).sum(1), c)
+    kept = highest(np.abs(neurons.joined(rows)).sum(1), c)
     return Made({part: row[kept] for part, row in rows.items()})
 
 
 def mmd(rows: dict, c: int, asked: Fusion, seed: int) -> Made:
     """Support points, and how many neurons each stands for."""
-    points = joined(rows)
+    points = neurons.joined(rows)
     found, first, last = support_points(points, c, steps=asked.steps, seed=seed)
     factor = np.full(c, len(points) / c)
-    return Made(split(found, rows), factor, {"mmd2_start": first, "mmd2": last})
+    return Made(neurons.split(found, rows), factor, {"mmd2_start": first, "mmd2": last})
 
 
 METHODS: dict[str, Callable[[dict, int, Fusion, int], Made]] = {

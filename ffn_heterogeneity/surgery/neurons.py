@@ -14,18 +14,18 @@ from ffn_heterogeneity.paths import flatten
 Part = tuple[str, str]
 
 
-def check_plain(ffn: dict, layer: int, beside: Sequence[str] = ()) -> None:
-    """Refuses a block with leaves beside kernels, biases and those named, or numbers that are not
-    finite.
+def plain(ffn: dict, layer: int, beside: Sequence[str] = ()) -> dict:
+    """Return a block that has only kernels, biases and the leaves named, all of them finite.
 
     Raises:
-      ValueError: names the layer and the leaf.
+      ValueError: names the layer and another leaf, or one with NaN or infinity.
     """
     for path, leaf in flatten(ffn).items():
         if path.split("/")[-1] not in (*KERNEL_LEAVES, *beside):
             raise ValueError(f"layer {layer} has ffn/{path}: fold the model first (surgery fold)")
         if not all_finite(np.asarray(leaf)):
             raise ValueError(f"layer {layer}: ffn/{path} holds NaN or infinity: check the file")
+    return ffn
 
 
 def rows_of(ffn: dict, layer: int) -> dict[Part, np.ndarray]:
@@ -35,10 +35,9 @@ def rows_of(ffn: dict, layer: int) -> dict[Part, np.ndarray]:
     form is ours]. Biases are [m, 1]. float64 where a leaf is, else float32.
 
     Raises:
-      ValueError: see `check_plain`.
+      ValueError: see `plain`.
     """
-    check_plain(ffn, layer)
-    rows = {}
+    ffn, rows = plain(ffn, layer), {}
     for name in ("gate", "up", "down"):
         if name not in ffn:
             continue

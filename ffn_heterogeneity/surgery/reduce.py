@@ -46,7 +46,7 @@ class Removal(RemovalPlan):
     def __post_init__(self):
         if self.count is not None:
             object.__setattr__(self, "ratio", None)
-        self.check()
+        super().__post_init__()
         who = f"criterion {self.criterion!r}" if self.criterion in ON_TEXT else ""
         check_calibration(self, who)
 

@@ -6,25 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.leaf import Leaf, LeafError
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.leaves import Place, declared_at
+from ffn_heterogeneity.models.leaves import Place, declared_at, neuron_axis
 from ffn_heterogeneity.paths import flatten, unflatten
-
-
-def neuron_axis(path: str, leaf: Leaf) -> int | None:
-    """The axis that runs over the inner neurons, from the right; None: the leaf has no such axis.
-
-    Raises:
-      LeafError: removal would give its values another meaning.
-    """
-    if leaf.depends_on("neurons"):
-        # Numbers of neurons, lengths of columns over them, codes that hold two of them.
-        raise LeafError(
-            f"{path} {leaf.axes} stands for neurons that would go: fold the model first (surgery "
-            "fold)"
-        )
-    return leaf.axis("neurons")
 
 
 def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray) -> dict:

@@ -14,7 +14,7 @@ from ffn_heterogeneity.surgery import criteria, states
 from ffn_heterogeneity.surgery.compensation import COMPENSATIONS
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count, select_global
 from ffn_heterogeneity.surgery.similarity import merges
-from ffn_heterogeneity.wording import check_choice, naming
+from ffn_heterogeneity.wording import check_choice, check_known, naming
 
 # How many neurons a layer loses, or, where layers were compared with each other, which.
 Cut = int | np.ndarray
@@ -62,13 +62,12 @@ class RemovalPlan:
         named_on_bos = any(x.startswith(("bos:", "massive:")) for x in (self.protect, self.lose))
         return "bos" if named_on_bos or self.criterion in criteria.ON_BOS else ""
 
-    def check(self) -> None:
-        """Refuses what is wrong whatever the model.
-
-        Raises:
-          ValueError: names the value and the way out.
-        """
-        criteria.check_criterion(self.criterion, self.budget)
+    def __post_init__(self) -> None:
+        known = sorted((*criteria.CRITERIA, criteria.SIMILARITY))
+        check_known([self.criterion], known, "criterion")
+        check_choice("budget", self.budget, ("layer", "global"))
+        if self.budget == "global":
+            criteria.scoring(self.criterion)
         check_choice("compensation", self.compensation, COMPENSATIONS)
         for setting, spec in (("protect", self.protect), ("lose", self.lose)):
             if spec:
@@ -93,7 +92,6 @@ class RemovalPlan:
         Raises:
           ValueError: an argument is out of its range; the message names it and the value.
         """
-        self.check()
         chosen = layer_subset(self.layers, len(widths))
         how_much = {"ratio": self.ratio, "count": self.count}
         if self.budget == "layer":

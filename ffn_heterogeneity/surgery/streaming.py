@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, check_tied, checked, leaf_shapes
+from ffn_heterogeneity.io.assemble import Stored, checked, leaf_shapes, without_tied
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf import read as huggingface
@@ -95,7 +95,7 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     rules = family.rules(config)
     tensors = huggingface.stored_tensors(directory, config)
     leaf_shapes(config, rules, tensors, family.redundant)
-    check_tied(config, rules, tensors)
+    tensors = without_tied(config, rules, tensors)
     by_layer: dict[int, list[Rule]] = {}
     for rule in rules:
         for layer in {int(m[1]) for p in rule.paths if (m := re.match(r"layers/(\d+)/ffn/", p))}:

@@ -49,8 +49,9 @@ def insert_teacher(model: Model, settings: Mapping[str, Any] | Teacher, data=Non
         depths = f"{config.n_layers} layers, this model {model.config.n_layers}"
         raise ValueError(f"teacher.model={asked.model} has {depths}")
     taught, layers = unstack(whole)["layers"], unstack(model.params)["layers"]
-    if not abstract:
-        _check_common(asked.model, {**whole, "layers": taught}, {**model.params, "layers": layers})
+    trees = ({**whole, "layers": taught}, {**model.params, "layers": layers})
+    if not abstract and (unlike := _unlike(*trees)):
+        raise ValueError(f"teacher.model={asked.model}: its {unlike} is not this model's")
     other = [i for i, (a, b) in enumerate(zip(taught, layers, strict=True)) if not _same(a, b)]
     if not other:
         raise ValueError(f"teacher.model={asked.model} has the same FFNs: nothing is to be taught")
@@ -72,10 +73,11 @@ def _same(one: dict, other: dict) -> bool:
     return not is_abstract([a, b]) and all(np.array_equal(a[path], b[path]) for path in a)
 
 
-def _check_common(name: str, whole: dict, model: dict) -> None:
-    """Raises ValueError where a leaf that is no FFN's is another one; a head is the model's own."""
-    wanted = {path: leaf for path, leaf in flatten(whole).items() if "/ffn/" not in path}
+def _unlike(whole: dict, model: dict) -> str | None:
+    """Name the first leaf outside FFNs and heads that differs; None if all are equal."""
     found = flatten(model)
-    for path, leaf in wanted.items():
-        if path.startswith(("layers/", "embed/")) and not np.array_equal(leaf, found.get(path)):
-            raise ValueError(f"teacher.model={name}: its {path} is not this model's")
+    for path, leaf in flatten(whole).items():
+        ours = path.startswith(("layers/", "embed/")) and "/ffn/" not in path
+        if ours and not np.array_equal(leaf, found.get(path)):
+            return path
+    return None

@@ -10,8 +10,8 @@ from task_tools import requests_of
 from tiny_runs import read_rows, write_rows
 
 from ffn_heterogeneity.evaluate.harness_tasks import make_task_pack
-from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
-from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+from ffn_heterogeneity.evaluate.harness_tasks.questions import ROWS
+from ffn_heterogeneity.evaluate.harness_tasks.task_files import tables
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

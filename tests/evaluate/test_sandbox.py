@@ -18,8 +18,8 @@ import pytest
 from hostile_programs import DAEMON, HOSTILE, PRIVILEGES
 from tiny_runs import run_program
 
+from ffn_heterogeneity.evaluate.sandbox import one_program
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
-from ffn_heterogeneity.evaluate.sandbox import run as sandbox_run
 from ffn_heterogeneity.evaluate.sandbox.programs import Limits, Outcome, SandboxError, run_code
 
 SANDBOX = Path(sandbox.__file__).parent
@@ -80,7 +80,7 @@ def test_what_is_outside_stays_outside(mechanism, tmp_path, monkeypatch):
     assert sentinel.read_text() == SECRET
     for path in (PACKAGE, Path(sys.prefix), Path.home() / ".bashrc", Path("/etc/passwd")):
         shown = run(f"import os; print(os.path.exists({str(path)!r}))").stdout
-        if not any(path.is_relative_to(view) for _, view in sandbox_run.views()):
+        if not any(path.is_relative_to(view) for _, view in one_program.views()):
             assert shown == "False\n", path
     for number in ("os.getppid()", "1", str(os.getpid())):
         outcome = run(f"import os; print(open(f'/proc/{{{number}}}/environ').read())")
@@ -206,7 +206,7 @@ def test_nothing_runs_where_namespaces_are_forbidden(namespaces):
     done = run_program(sys.executable, "-c", FORBIDDEN, SANDBOX, cwd=PACKAGE.parent)
     assert done.out.startswith("Mechanism(name='none'") and "it ran" not in done.out
     last = done.err.strip().splitlines()[-1]
-    assert last.startswith("ffn_heterogeneity.evaluate.sandbox.run.SandboxError: ")
+    assert last.startswith("ffn_heterogeneity.evaluate.sandbox.one_program.SandboxError: ")
     assert "namespaces: [Errno 1] unshare: Operation not permitted" in last
     assert "install bubblewrap" in last
 
@@ -217,7 +217,7 @@ def test_a_sandbox_that_does_not_hold_is_not_trusted(namespaces, monkeypatch):
     lifted |= {"disk": {"disk_bytes": 1 << 30}, "number of processes": {"processes": 64}}
     for name, change in lifted.items():
         limits = dataclasses.replace(sandbox.PROOF_LIMITS, **change)
-        outcome = sandbox_run.run_once(namespaces, sandbox.PROOF, limits)
+        outcome = one_program.run_once(namespaces, sandbox.PROOF, limits)
         assert outcome.status == "failed" and f"{name} is not limited" in outcome.stderr
     monkeypatch.setattr(sandbox, "PROOF", "assert 0, 'a hole'")
     sandbox.failure.cache_clear()

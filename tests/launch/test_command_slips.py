@@ -10,7 +10,7 @@ import pytest
 from tiny_models import REPOSITORY, run_script
 from tiny_runs import Finished
 
-from ffn_heterogeneity.launch import configs, console
+from ffn_heterogeneity.launch import configs, ffnh
 
 # Lines of "what the error must contain | a command line ;; another". The last line is a known gap.
 SLIPS = """
@@ -74,7 +74,7 @@ def run(command: str, *rest: str, cwd, capsys) -> Finished:
         return run_script(command, *rest, cwd=cwd)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(sys, "argv", ["ffnh", command, *rest])
-        console.main()
+        ffnh.main()
     return Finished(stopped.value.code, *capsys.readouterr())
 
 
@@ -89,7 +89,7 @@ def test_slips_get_the_way_out(tmp_path, capsys):
 def test_every_config_is_listed_with_its_command(capsys, monkeypatch):
     """The command is one that the config's own docstring shows."""
     monkeypatch.setattr(sys, "argv", ["ffnh", "configs"])
-    console.main()
+    ffnh.main()
     rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert [name for name, _, _ in rows] == [*configs.ours()]
     for name, command, about in rows:

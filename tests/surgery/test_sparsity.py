@@ -18,7 +18,7 @@ from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import train as training
-from ffn_heterogeneity.losses.sparsity import score_norm_term, size_term
+from ffn_heterogeneity.losses.sparsity_terms import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
 from ffn_heterogeneity.models.stack import unstack

@@ -25,7 +25,7 @@ from tiny_models import (
     tiny_of,
 )
 
-from ffn_heterogeneity.bench import streaming as benchmark
+from ffn_heterogeneity.bench import streamed as benchmark
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.hf.export import save_pretrained

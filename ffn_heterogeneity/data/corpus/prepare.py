@@ -109,10 +109,18 @@ def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str
       DataError: it holds the shards of another plan (what differs is named).
     """
     progress, finished = directory / PROGRESS, directory / shards.MANIFEST
+    old: dict[str, Any] = {}
     if finished.exists():
-        manifest = shards.read_manifest(directory)
-        _check_same(directory, manifest, plan)
-        entries = [*manifest["shards"], *manifest["without_documents"]]
+        old = shards.read_manifest(directory)
+    elif (progress / PLAN).exists():
+        old = read_json(progress / PLAN)
+    if old and (different := _differences(old, plan)):
+        raise DataError(
+            f"{directory} holds other shards ({'; '.join(different)}): use another directory, or "
+            "remove this one"
+        )
+    if finished.exists():
+        entries = [*old["shards"], *old["without_documents"]]
         whole = [entry for entry in entries if _whole(directory, entry, dtype, verify=True)]
         if len(whole) == len(entries):
             return {entry["name"]: entry for entry in whole}
@@ -122,8 +130,6 @@ def claim(directory: Path, plan: Mapping[str, Any], dtype: np.dtype) -> dict[str
         for entry in whole:
             write_json(note(directory, entry["name"]), entry)
         finished.unlink()
-    if (progress / PLAN).exists():
-        _check_same(directory, read_json(progress / PLAN), plan)
     progress.mkdir(parents=True, exist_ok=True)
     for folder in (directory, progress):  # of processes that were killed
         for left in folder.glob(".*.partial.*"):
@@ -180,7 +186,7 @@ def finish(directory: Path, plan: Mapping[str, Any], entries: list[dict]) -> dic
     return manifest
 
 
-def _check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     different = []
     for key in ("tokenizer", "policy", "settings"):
         before, now = old.get(key, {}), new[key]
@@ -191,21 +197,11 @@ def _check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any])
     changed = [path for path in {**before, **now} if before.get(path) != now.get(path)]
     if changed or list(before) != list(now):
         different.append(f"other inputs: {', '.join(changed[:3]) or 'another order'}")
-    if different:
-        raise DataError(
-            f"{directory} holds other shards ({'; '.join(different)}): use another directory, or "
-            "remove this one"
-        )
+    return different
 
 
 def _whole(directory: Path, entry: Mapping[str, Any], dtype: np.dtype, verify: bool) -> bool:
-    if not entry["tokens"]:
-        return True
-    try:
-        shards.check_shard(directory, entry, dtype, verify=verify)
-    except DataError:
-        return False
-    return True
+    return not (entry["tokens"] and shards.damage(directory, entry, dtype, verify=verify))
 
 
 def up_to_limits(

@@ -74,7 +74,7 @@ def check_vocabulary(tokenizer: Any, model_size: int, model: str) -> None:
     """Refuses a tokenizer (of `transformers`) with ids that the model has no embedding for.
 
     Special tokens may lie beyond, but bos and eos may not: Gemma 3's tokenizer has one for images,
-    of which its text models know nothing. Should a text name it, `packing.check_ids` refuses that.
+    of which its text models know nothing. Should a text name it, `packing.unknown_token` finds it.
 
     Raises:
       DataError: names such a token, its id, and both sizes.
@@ -216,7 +216,11 @@ def open_corpus(path: str | Path, *, verify: bool = True) -> Corpus:
     label = "" if not verify or size < 1e9 else "checking shards"
     with bar(label, total=size, unit="B", unit_scale=True) as shown:
         for entry in manifest["shards"]:
-            check_shard(directory, entry, dtype, verify=verify)
+            if damaged := damage(directory, entry, dtype, verify=verify):
+                raise DataError(
+                    f"{damaged}; run scripts/prepare_data.py with the same settings again, which "
+                    "makes damaged shards anew, or copy the directory again"
+                )
             shown.update(entry["tokens"] * dtype.itemsize)
     shards = [
         Shard(directory, entry["name"], entry["documents"], dtype) for entry in manifest["shards"]
@@ -264,52 +268,27 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 48
 
 
-def check_shard(
+def damage(
     directory: Path, entry: Mapping[str, Any], dtype: np.dtype, *, verify: bool
-) -> None:
-    """Compares a shard's files with its entry.
-
-    Raises:
-      DataError: the file that differs, how, and the way out.
-    """
+) -> str | None:
+    """Name the file of a shard that differs from its entry, and how; None if none does."""
     sizes = (entry["tokens"] * dtype.itemsize, (entry["documents"] + 1) * _OFFSETS.itemsize)
     if not entry["tokens"] or not entry["documents"]:
-        raise _damaged(_path(directory, entry["name"], 0), "the manifest says that it is empty")
+        return f"{_path(directory, entry['name'], 0)}: the manifest says that it is empty"
     for i, expected in enumerate(sizes):
         path = _path(directory, entry["name"], i)
         if not path.is_file():
-            raise _damaged(path, "no such file")
+            return f"{path}: no such file"
         size = path.stat().st_size
         if size != expected:
             found = "empty" if not size else f"{size:,} bytes, but the manifest says {expected:,}"
-            raise _damaged(path, found + (" (truncated)" if 0 < size < expected else ""))
+            return f"{path}: {found}" + (" (truncated)" if 0 < size < expected else "")
         if verify:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != entry["sha256"][SUFFIXES[i]]:
-                raise _damaged(path, "its SHA-256 is not the manifest's: it was changed")
-
-
-def check_tokenizer(corpus: Corpus, tokenizer: Any) -> None:
-    """Refuses shards made with another tokenizer than the one the model has.
-
-    Raises:
-      DataError: names the shards' tokenizer and both sizes.
-    """
-    theirs, ours = corpus.manifest["tokenizer"], tokenizer_facts(tokenizer)
-    if theirs["fingerprint"] != ours["fingerprint"]:
-        raise DataError(
-            f"{corpus.directory}: made with the tokenizer of {theirs['name'] or 'another model'} "
-            f"({theirs['vocab_size']} ids), which is not this model's ({ours['vocab_size']} ids); "
-            "prepare the data with this model's tokenizer, or take the model that has theirs"
-        )
-
-
-def _damaged(path: Path, what: str) -> DataError:
-    return DataError(
-        f"{path}: {what}; run scripts/prepare_data.py with the same settings again, which makes "
-        "damaged shards anew, or copy the directory again"
-    )
+                return f"{path}: its SHA-256 is not the manifest's: it was changed"
+    return None
 
 
 def _path(directory: Path, name: str, suffix: int) -> Path:

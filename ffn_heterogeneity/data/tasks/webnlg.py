@@ -16,16 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ffn_heterogeneity.data.sources import DataError
-from ffn_heterogeneity.data.tasks.base import (
-    Example,
-    Fields,
-    Task,
-    list_of,
-    mapping_of,
-    text_of,
-    texts_of,
-    word_of,
-)
+from ffn_heterogeneity.data.tasks import base
 
 # Categories of the training set; those that the test set alone has.
 SEEN = (
@@ -43,20 +34,20 @@ SEEN = (
 UNSEEN = ("Artist", "Athlete", "CelestialBody", "MeanOfTransportation", "Politician")
 
 
-def example(record: Mapping[str, Any], fields: Fields) -> Example:
+def example(record: Mapping[str, Any], fields: base.Fields) -> base.Example:
     """The triples and the first good text; the space before it makes its first token " word"."""
     if any(fields):
         raise DataError(
             f"prompt_field, response_field and text_field are {tuple(fields)}; leave them empty: "
             "WebNLG has fixed fields"
         )
-    return Example(f"Triples: {triples(record)}\nText:", f" {good_texts(record)[0]}")
+    return base.Example(f"Triples: {triples(record)}\nText:", f" {good_texts(record)[0]}")
 
 
 def triples(record: Mapping[str, Any]) -> str:
     """ "subject : property : object", joined by " | "."""
     written = []
-    for triple in texts_of(record, "modifiedtripleset"):
+    for triple in base.texts_of(record, "modifiedtripleset"):
         parts = triple.split(" | ")
         if len(parts) != 3:
             raise DataError(f"triple {triple!r:.60} is not 'subject | property | object'")
@@ -68,16 +59,16 @@ def triples(record: Mapping[str, Any]) -> str:
 
 def good_texts(record: Mapping[str, Any]) -> list[str]:
     """The texts that the annotators called good."""
-    texts = list_of(record, "lex")
+    texts = base.list_of(record, "lex")
     if not texts:
         raise DataError(
             "field 'lex' is empty: a row without texts, neither to train on nor to compare with"
         )
     good = []
     for one in texts:
-        lexicalisation = mapping_of({"lex": one}, "lex")
-        if text_of(lexicalisation, "comment") == "good":
-            good.append(text_of(lexicalisation, "text").strip())
+        lexicalisation = base.mapping_of({"lex": one}, "lex")
+        if base.text_of(lexicalisation, "comment") == "good":
+            good.append(base.text_of(lexicalisation, "text").strip())
     if not all(good):
         raise DataError(f"text {good.index('') + 1} of the good ones in 'lex' is empty")
     return good
@@ -93,8 +84,10 @@ def good_records(row: Mapping[str, Any], training: bool) -> list[Mapping[str, An
 
 def reference(record: Mapping[str, Any]) -> dict[str, Any]:
     """All good texts, and the part of the test set that is reported on its own."""
-    category = word_of(record, (*SEEN, *UNSEEN), "category")
+    category = base.word_of(record, (*SEEN, *UNSEEN), "category")
     return {"texts": good_texts(record), "part": "seen" if category in SEEN else "unseen"}
 
 
-TASK = Task("webnlg", example, expand=good_records, reference=reference, metrics=("bleu", "ter"))
+TASK = base.Task(
+    "webnlg", example, expand=good_records, reference=reference, metrics=("bleu", "ter")
+)

@@ -34,7 +34,7 @@ from etils import epath
 
 from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
-from ffn_heterogeneity.evaluate.harness_tasks.tables import tables
+from ffn_heterogeneity.evaluate.harness_tasks.task_files import tables
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
 from ffn_heterogeneity.wording import check_choice, check_number, unknown
 

@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
-from ffn_heterogeneity.evaluate.harness_tasks.rows import ROWS
+from ffn_heterogeneity.evaluate.harness_tasks.questions import ROWS
 
 FEWSHOT_FROM = ("auto", "train", "evaluation")
 Rows = list[dict[str, Any]]

@@ -19,7 +19,7 @@ import shutil
 import sys
 from typing import NamedTuple
 
-from ffn_heterogeneity.evaluate.sandbox.run import (
+from ffn_heterogeneity.evaluate.sandbox.one_program import (
     NOT_SET_UP,
     Limits,
     Outcome,

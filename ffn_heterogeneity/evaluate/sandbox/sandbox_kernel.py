@@ -74,21 +74,20 @@ def machine() -> tuple[int, int]:
     return MACHINES[name]
 
 
-def call(name: str, *args) -> None:
-    """A function of the C library; its failure is an `OSError` with its name."""
+def call(name: str, *args, what: str = "", place: str = "") -> None:
+    """Call a function of the C library.
+
+    Raises:
+      OSError: it failed; the message is `what` (default: its name), why, and `place`.
+    """
     if getattr(LIBC, name)(*args):
-        _fail(name)
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what or name}: {os.strerror(number)}{place}")
 
 
 def syscall(name: str, *args) -> None:
     """A system call the C library has no function for."""
-    if LIBC.syscall(ctypes.c_long(SYSCALLS[name][machine()[0]]), *args):
-        _fail(name)
-
-
-def _fail(name: str) -> None:
-    number = ctypes.get_errno()
-    raise OSError(number, f"{name}: {os.strerror(number)}")
+    call("syscall", ctypes.c_long(SYSCALLS[name][machine()[0]]), *args, what=name)
 
 
 def prctl(option: int, *args: int) -> None:
@@ -103,10 +102,7 @@ def die_with_parent() -> None:
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     args = [text.encode() for text in (source, target, kind)]
-    try:
-        call("mount", *args, ctypes.c_ulong(flags), options.encode())
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} ({target})") from None
+    call("mount", *args, ctypes.c_ulong(flags), options.encode(), place=f" ({target})")
 
 
 def restrict_mount(path: str, flags: int, recursive: bool) -> None:

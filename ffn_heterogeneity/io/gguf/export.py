@@ -24,6 +24,7 @@ from ffn_heterogeneity.wording import check_choice, naming
 
 # general.file_type of each.
 TYPES = {"f32": 0, "f16": 1, "q8_0": 7}
+_CANNOT = "GGUF cannot express this {} model"
 
 
 def save_gguf(
@@ -62,7 +63,7 @@ def save_gguf(
         raise CheckpointError(f"{path} exists: choose another name, or pass overwrite=True")
     if any(layer.rope is None for layer in config.layers):
         raise CheckpointError(
-            f"GGUF cannot express this {config.family} model: its layers have no rotary embedding"
+            f"{_CANNOT.format(config.family)}: its layers have no rotary embedding"
         )
     family = family_by_name(config.family)
     leaves = checked_leaves(config, unstack(jax.tree.map(np.asarray, params)))
@@ -84,7 +85,12 @@ def save_gguf(
     told = {"name": hub_of(source) or public_text(source), "license": licence_of(source)}
     fields |= {f"general.{key}": value for key, value in told.items() if source and value}
     tensors = _tensors(config, family, leaves)
-    check_expressible(config, family, tensors)
+    back = _read_back(config, family, tensors)
+    names = [name for name in vars(config) if name not in ("eos_id", "generation")]
+    if differ := [name for name in names if getattr(back, name) != getattr(config, name)]:
+        raise CheckpointError(
+            f"{_CANNOT.format(config.family)}: {', '.join(differ)} would be read as something else"
+        )
     with atomic_path(path) as temporary:
         writer = GGUFWriter(os.fspath(temporary), architecture)
         for key, value in fields.items():
@@ -133,23 +139,14 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def check_expressible(config: ModelConfig, family: Family, tensors: dict[str, np.ndarray]) -> None:
-    """Refuses a model that a reader of the file would take for another.
-
-    Raises:
-      CheckpointError: names the fields that would differ.
-    """
+def _read_back(config: ModelConfig, family: Family, tensors: dict[str, np.ndarray]) -> ModelConfig:
+    """Return the config that a reader of the file makes of its metadata."""
     meta = metadata(config) | dict(zip(TOKEN_IDS, _ids(config), strict=True))
     meta["tied"] = "output.weight" not in tensors
     if "rope_freqs.weight" in tensors:
         meta["rope_freqs"] = tensors["rope_freqs.weight"]
-    cannot = f"GGUF cannot express this {config.family} model"
-    with naming(cannot, (ConfigError, KeyError), CheckpointError):
-        back = family.from_gguf({key: v for key, v in meta.items() if v is not None})
-    names = [name for name in vars(config) if name not in ("eos_id", "generation")]
-    differ = [name for name in names if getattr(back, name) != getattr(config, name)]
-    if differ:
-        raise CheckpointError(f"{cannot}: {', '.join(differ)} would be read as something else")
+    with naming(_CANNOT.format(config.family), (ConfigError, KeyError), CheckpointError):
+        return family.from_gguf({key: v for key, v in meta.items() if v is not None})
 
 
 def _ids(config: ModelConfig) -> tuple[int | None, ...]:
@@ -189,7 +186,6 @@ def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> No
     """One tensor in memory at a time beside the model."""
     from gguf import GGMLQuantizationType
     from gguf.constants import GGML_QUANT_SIZES
-    from gguf.quants import quantize
 
     kinds = {}
     for name, tensor in tensors.items():
@@ -204,10 +200,15 @@ def _write_tensors(writer: Any, tensors: dict[str, np.ndarray], type: str) -> No
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tensors.items():
-        largest = np.abs(tensor).max(initial=0)
-        if not largest <= (65_504 if kinds[name] != GGMLQuantizationType.F32 else np.inf):
-            raise CheckpointError(
-                f"{name}: {largest:g} is beyond float16: write it with type='f32'"
-            )
-        writer.write_tensor_data(quantize(np.ascontiguousarray(tensor), kinds[name]))
+        writer.write_tensor_data(_quantized(name, tensor, kinds[name]))
     writer.close()
+
+
+def _quantized(name: str, tensor: np.ndarray, kind: Any) -> np.ndarray:
+    """Return the tensor as a file stores it in that kind."""
+    from gguf.quants import quantize
+
+    largest = np.abs(tensor).max(initial=0)
+    if not largest <= (65_504 if kind.name != "F32" else np.inf):
+        raise CheckpointError(f"{name}: {largest:g} is beyond float16: write it with type='f32'")
+    return quantize(np.ascontiguousarray(tensor), kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.gguf.file import GGUFFile, open_gguf
@@ -41,16 +41,9 @@ def read_tokenizer(path: str | os.PathLike | GGUFFile) -> Any:
       CheckpointError: damaged file, no tokenizer inside, or a kind that is not known here.
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
-    fields, path = file.fields, file.path
-
-    def get(name: str, default: Any = None) -> Any:
-        return fields.get(f"tokenizer.ggml.{name}", default)
-
-    if get("tokens") is None:
-        raise CheckpointError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
-    _check(path, fields)
+    path, given = file.path, _given(file.path, file.fields)
     try:
-        return _build(path, fields, get)
+        return _build(path, file.fields, given.get)
     except (CheckpointError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the tokenizers library panics, which is no Exception
@@ -93,31 +86,33 @@ _VALUES |= {"add_eos_token": bool}
 _VALUES |= {f"{name}_token_id": int for name in ("bos", "eos", "unknown", "padding")}
 
 
-def _check(path: str, fields: dict[str, Any]) -> None:
-    """Fields of the kinds that they must be, lists as long as the vocabulary, ids inside it."""
+def _given(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields tokenizer.ggml.<name> that the file has, by name.
 
-    def refuse(name: str, what: str) -> NoReturn:
-        raise CheckpointError(f"{path}: tokenizer.ggml.{name}{what}")
-
-    given = {name: fields.get(f"tokenizer.ggml.{name}") for name in (*_LISTS, *_VALUES)}
-    tokens = given["tokens"]
-    for name, kind in _LISTS.items():
-        values = given[name]
-        if values is None:
-            continue
-        if not isinstance(values, list) or {*map(type, values)} - {kind}:
-            refuse(name, f" is no list of {kind.__name__}")
-        if name != "merges" and len(values) != len(tokens):
-            refuse(name, f" has {len(values)} entries for {len(tokens)} tokens")
-    for name, kind in _VALUES.items():
-        value = given[name]
-        if value is not None and type(value) is not kind:
-            refuse(name, f"={value!r:.60} is no {kind.__name__}")
-        if kind is int and value is not None and not 0 <= value < len(tokens):
-            refuse(name, f"={value} is outside the {len(tokens)} tokens")
-    template = fields.get("tokenizer.chat_template")
+    Raises:
+      CheckpointError: no tokens, a field of another kind than it must be, a list that is not as
+        long as the vocabulary, an id outside it.
+    """
+    place = "tokenizer.ggml."
+    names = [name for name in (*_LISTS, *_VALUES) if fields.get(f"{place}{name}") is not None]
+    given = {name: fields[f"{place}{name}"] for name in names}
+    if "tokens" not in given:
+        raise CheckpointError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
+    tokens, template = given["tokens"], fields.get("tokenizer.chat_template")
+    for name, value in given.items():
+        where, kind = f"{path}: {place}{name}", _LISTS.get(name) or _VALUES[name]
+        if name in _LISTS:
+            if not isinstance(value, list) or {*map(type, value)} - {kind}:
+                raise CheckpointError(f"{where} is no list of {kind.__name__}")
+            if name != "merges" and len(value) != len(tokens):
+                raise CheckpointError(f"{where} has {len(value)} entries for {len(tokens)} tokens")
+        elif type(value) is not kind:
+            raise CheckpointError(f"{where}={value!r:.60} is no {kind.__name__}")
+        elif kind is int and not 0 <= value < len(tokens):
+            raise CheckpointError(f"{where}={value} is outside the {len(tokens)} tokens")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{path}: tokenizer.chat_template is no text")
+    return given
 
 
 def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: str):

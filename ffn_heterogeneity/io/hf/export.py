@@ -35,15 +35,8 @@ from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 from ffn_heterogeneity.leaf import LeafError
+from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, check_count, config_to_dict
-from ffn_heterogeneity.models.families import (
-    Rule,
-    config_from_hf,
-    config_to_hf,
-    expected_shapes,
-    family_by_name,
-    to_deci,
-)
 from ffn_heterogeneity.models.families.common import token_id
 from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.models.linear import effective_kernel
@@ -118,9 +111,9 @@ def save_pretrained(
     if kept and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
     config, form = choose_form(config, export)
-    shapes = expected_shapes(config)
+    shapes = families.expected_shapes(config)
     leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
-    facts, rules, more = dict(extra or {}), family_by_name(config.family).rules(config), {}
+    facts, rules, more = dict(extra or {}), families.family_by_name(config.family).rules(config), {}
     if classifier:
         rules, more = classifiers.rules_of(config), classifiers.values_of(config, head)
         leaves |= cast(heads, dtype)
@@ -163,7 +156,7 @@ def checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
     """Flat leaves of an unstacked tree, adapters folded, held to the config's names and shapes."""
     with naming(f"a {config.family} checkpoint", LeafError, CheckpointError):
         leaves = flatten(fold(config, tree))
-    shapes = expected_shapes(config)
+    shapes = families.expected_shapes(config)
     if missing := [path for path in shapes if path not in leaves]:
         raise CheckpointError(f"the parameter tree lacks {missing[:5]}")
     if unknown := [path for path in leaves if path not in shapes]:
@@ -229,9 +222,9 @@ def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
     # A classifier's language-model head is left out by its class, not by a key.
     whole = dataclasses.replace(config, lm_head=not config.is_encoder, generation="")
-    expressible = config_from_hf(config_to_hf(config)) == whole
+    expressible = families.config_from_hf(families.config_to_hf(config)) == whole
     if export == "deci" and expressible:
-        to_deci(config, config_to_hf(config))
+        families.to_deci(config, families.config_to_hf(config))
     if export in ("padded", "deci") and not expressible:
         raise CheckpointError(
             f"the {config.family} config.json cannot express this model even with equal widths: "
@@ -294,7 +287,7 @@ def loads_in(output: str | os.PathLike) -> str:
     )
 
 
-def _specs(rules: list[Rule], leaves: dict[str, np.ndarray]) -> dict[str, Spec]:
+def _specs(rules: list[families.Rule], leaves: dict[str, np.ndarray]) -> dict[str, Spec]:
     """{tensor name: its shape and type}, file order."""
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     specs = {}
@@ -321,8 +314,8 @@ def write_configs(
     """
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
     dtype = str(jnp.result_type(*dtypes))
-    values = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
-    values = to_deci(config, values) if form == "deci" else values
+    values = families.config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    values = families.to_deci(config, values) if form == "deci" else values
     section = dict(extra or {})
     if form == "native":
         own = dataclasses.replace(config, generation="")  # it has a file of its own

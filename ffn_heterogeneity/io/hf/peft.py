@@ -116,8 +116,7 @@ def read_adapters(directory: Path, config: ModelConfig, params: dict) -> dict:
             f"{directory / WEIGHTS}: the base model, a {config.family}, has no "
             f"place for {name!r}: are these adapters for another?"
         )
-    _check(directory, leaves, added)
-    return restack(config, unflatten(leaves | added))
+    return restack(config, unflatten(_joined(directory, leaves, added)))
 
 
 def _modules(config: ModelConfig) -> Iterator[tuple[Rule, str]]:
@@ -189,7 +188,8 @@ def _matches(name: str, module: str, seconds: float, where: str) -> bool:
         raise ValueError(f"{where}: {name!r:.60} is no pattern: {error}") from None
 
 
-def _check(directory: Path, leaves: Mapping[str, Any], added: Mapping[str, np.ndarray]) -> None:
+def _joined(directory: Path, leaves: dict[str, Any], added: dict[str, Any]) -> dict:
+    """Return the base's leaves and the adapters', each of the shape that its kernel implies."""
     for path, leaf in added.items():
         module, _, name = path.rpartition("/")
         fan_in, fan_out = leaves[f"{module}/kernel"].shape
@@ -203,6 +203,7 @@ def _check(directory: Path, leaves: Mapping[str, Any], added: Mapping[str, np.nd
             )
         if not all_finite(leaf):
             raise CheckpointError(f"{directory / WEIGHTS}: {path} contains NaN or infinity")
+    return leaves | added
 
 
 def save_adapters(

@@ -95,8 +95,7 @@ def read_structure(
         )
     if _digest_of_files(folder) != section.get("files"):
         raise CheckpointError(f"{folder} was altered or cut: copy the directory again")
-    kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
-    _check(folder, config, kept)
+    kept = _read(folder, config)
     if _digest(leaves, _kernels(kept)) != section.get("folded"):
         raise CheckpointError(
             f"{directory}: the weights are not those that {FOLDER}/ was written with (trained by "
@@ -136,8 +135,13 @@ def _head_shapes(folder: Path, config: ModelConfig, kept: Mapping[str, Any]) -> 
     return shapes
 
 
-def _check(folder: Path, config: ModelConfig, kept: Mapping[str, np.ndarray]) -> None:
-    """Refuses leaves that nothing declares, of shapes, kinds or ranges that are not declared."""
+def _read(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Return the leaves in structure/, each with the shape, dtype and range that are declared.
+
+    Raises:
+      CheckpointError: names a leaf that is not declared, or not so.
+    """
+    kept = {path: np.array(view) for path, (view, _) in open_directory(folder).items()}
     modules: dict[str, dict[str, np.ndarray]] = {}
     heads = _head_shapes(folder, config, kept)
     for path, leaf in kept.items():
@@ -169,6 +173,7 @@ def _check(folder: Path, config: ModelConfig, kept: Mapping[str, np.ndarray]) ->
         ranks = {shape[axis] for shape, axis in found if axis is not None}
         if len(ranks) > 1:
             raise CheckpointError(f"{folder}: {module}: its leaves differ in rank {sorted(ranks)}")
+    return kept
 
 
 def _declared(

@@ -19,7 +19,7 @@ from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import cli
 from ffn_heterogeneity.models.stack import unstack
 
-COMMAND = (sys.executable, "-c", "from ffn_heterogeneity.launch.console import main; main()")
+COMMAND = (sys.executable, "-c", "from ffn_heterogeneity.launch.ffnh import main; main()")
 SCRIPTS = sorted(path.stem for path in (REPOSITORY / "scripts").glob("*.py"))
 
 
@@ -53,7 +53,7 @@ def test_everything_is_in_it(wheel):
         if file.suffix in (".py", ".json", ".yaml") or file.name == "py.typed":
             assert file.relative_to(REPOSITORY) in inside
     (entry,) = wheel.glob("*.dist-info/entry_points.txt")
-    assert "ffnh = ffn_heterogeneity.launch.console:main" in entry.read_text()
+    assert "ffnh = ffn_heterogeneity.launch.ffnh:main" in entry.read_text()
 
 
 def test_the_commands_of_the_wheel(wheel, tmp_path):

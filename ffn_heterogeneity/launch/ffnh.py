@@ -21,22 +21,31 @@ def main() -> None:
     """
     scripts = {path.stem: path for path in sorted((configs.home() / "scripts").glob("*.py"))}
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    script = scripts.get(name.replace("-", "_"))
-    if script is not None:
-        sys.argv = [str(script), *sys.argv[2:]]
-        runpy.run_path(str(script), run_name="__main__")
-    elif name == "--version":
+    if name == "--version":
         print(f"ffn_heterogeneity {fh.__version__}")
     elif name in (*cli.HELP_FLAGS, "help", "configs"):
         with cli.reader_may_leave():
             print(configs.listing() if name == "configs" else _usage(scripts))
     else:
         with cli.errors_in_one_line():
-            spec = name.removeprefix("--config=")
-            if configs.find_config(spec):
-                command = (*configs.commands_of(configs.load_config(spec)), "<command>")[0]
-                raise cli.UsageError(f"{name!r} is a config: write ffnh {command} --config={spec}")
-            raise cli.UsageError(unknown("command", name, [*scripts, "configs"]))
+            script = str(_script(name, scripts))
+        sys.argv = [script, *sys.argv[2:]]
+        runpy.run_path(script, run_name="__main__")
+
+
+def _script(name: str, scripts: dict[str, Path]) -> Path:
+    """Return the script that a command names.
+
+    Raises:
+      UsageError: there is none; names the nearest one, or the command of a config.
+    """
+    if script := scripts.get(name.replace("-", "_")):
+        return script
+    spec = name.removeprefix("--config=")
+    if configs.find_config(spec):
+        command = (*configs.commands_of(configs.load_config(spec)), "<command>")[0]
+        raise cli.UsageError(f"{name!r} is a config: write ffnh {command} --config={spec}")
+    raise cli.UsageError(unknown("command", name, [*scripts, "configs"]))
 
 
 def _usage(scripts: dict[str, Path]) -> str:
