@@ -21,7 +21,7 @@ from ffn_heterogeneity.paths import TEACHER, flatten, nodes, subtree
 from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.train.labels import labels
 from ffn_heterogeneity.train.language import language
-from ffn_heterogeneity.train.objectives import LANGUAGE, Objective, TaskSettings
+from ffn_heterogeneity.train.objectives import LANGUAGE, Objective, ObjectiveSettings
 from ffn_heterogeneity.train.settings import key_of_weight, loss_weights
 from ffn_heterogeneity.wording import check_choice, check_known, naming, some, unknown
 
@@ -32,7 +32,7 @@ AUTO_REMAT = ("dots", "attention_output", "full")
 # Among `train_only`: the blocks that have a teacher.
 TAUGHT = "@taught"
 # name in configs -> (what it is told of the config, the model's config) -> objective
-OBJECTIVES: dict[str, Callable[[TaskSettings, ModelConfig], Objective]] = {
+OBJECTIVES: dict[str, Callable[[ObjectiveSettings, ModelConfig], Objective]] = {
     LANGUAGE: language,
     "labels": labels,
 }
@@ -43,7 +43,7 @@ def auto_remat(platform: str | None) -> tuple[str, ...]:
     return ("none", *AUTO_REMAT) if platform == "gpu" else AUTO_REMAT
 
 
-def objective_of(task: TaskSettings, model: ModelConfig) -> Objective:
+def objective_of(task: ObjectiveSettings, model: ModelConfig) -> Objective:
     """The objective that the config names, on a model.
 
     Raises:

@@ -16,7 +16,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.label_metrics import task_metrics
 from ffn_heterogeneity.heads import classification as heads
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
-from ffn_heterogeneity.train.objectives import Data, Objective, TaskSettings
+from ffn_heterogeneity.train.objectives import Data, Objective, ObjectiveSettings
 from ffn_heterogeneity.wording import settings_of
 
 # Tokens of a batch's rows; one program each.
@@ -24,7 +24,7 @@ ENCODER_LENGTHS, DECODER_LENGTHS = (32, 64, 128), (64, 128, 256)
 MOST_LENGTHS = 3
 
 
-def labels(config: TaskSettings, model: ModelConfig) -> Objective:
+def labels(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     """Rows of `config.data` with their answers; the task's metrics over each held-out set.
 
     `config.own` may hold "pooling" and "final_norm" (of the head), "lambda_rate" (the learning rate
@@ -106,7 +106,7 @@ def metrics(task: LabelTask, rows: Mapping[str, np.ndarray]) -> dict[str, float]
 
 
 def _data(
-    config: TaskSettings,
+    config: ObjectiveSettings,
     model: ModelConfig,
     task: LabelTask,
     lengths: Sequence[int],
@@ -185,7 +185,7 @@ def check_targets(task: LabelTask, targets: np.ndarray) -> None:
 
 
 def check_together(
-    together: int, config: TaskSettings, lengths: Sequence[int], model: ModelConfig
+    together: int, config: ObjectiveSettings, lengths: Sequence[int], model: ModelConfig
 ) -> int:
     """`together`; of micro-batches that it divides and rows for which there are positions."""
     micro, places = config.batch_size // config.accumulation, together * max(lengths)

@@ -15,12 +15,12 @@ from ffn_heterogeneity.io.hf.card import compared, public_text
 from ffn_heterogeneity.models.causal_lm import require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.parallel.processes import say
-from ffn_heterogeneity.train.objectives import LANGUAGE, Data, Objective, TaskSettings
+from ffn_heterogeneity.train.objectives import LANGUAGE, Data, Objective, ObjectiveSettings
 
 _ROWS = ("B", "T")
 
 
-def language(config: TaskSettings, model: ModelConfig) -> Objective:
+def language(config: ObjectiveSettings, model: ModelConfig) -> Objective:
     """Rows of `config.seq_len` tokens of `config.data`; the mean NLL of the held-out ones.
 
     Raises:
@@ -51,7 +51,7 @@ def counts(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data(config: TaskSettings, vocab_size: int, tokenizer: Any, rows: Sequence[int]) -> Data:
+def _data(config: ObjectiveSettings, vocab_size: int, tokenizer: Any, rows: Sequence[int]) -> Data:
     """Training batches and the held-out part of `config.data`.
 
     Raises:
@@ -87,7 +87,7 @@ def _data(config: TaskSettings, vocab_size: int, tokenizer: Any, rows: Sequence[
 
 
 def _perplexities(
-    config: TaskSettings, pipeline: Pipeline, results: Mapping[str, Any]
+    config: ObjectiveSettings, pipeline: Pipeline, results: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Perplexity of the held-out rows before the first step and at the exported one; {}: unknown.
 

@@ -39,7 +39,7 @@ class Batches(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskSettings:
+class ObjectiveSettings:
     """The part of a run's config that an objective is told, named as in `settings.TrainConfig`."""
 
     model: str

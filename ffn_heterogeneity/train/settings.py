@@ -16,7 +16,7 @@ from ffn_heterogeneity.data.labelled import steps_of
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.loop import LoopConfig
-from ffn_heterogeneity.train.objectives import LANGUAGE, TaskSettings
+from ffn_heterogeneity.train.objectives import LANGUAGE, ObjectiveSettings
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
 from ffn_heterogeneity.train.profiler import parse_window
 from ffn_heterogeneity.train.source import Start
@@ -151,9 +151,9 @@ class TrainConfig:
         return settings_from(Start, vars(self))
 
     @property
-    def task(self) -> TaskSettings:
+    def task(self) -> ObjectiveSettings:
         """The part that the objective is told."""
-        return settings_from(TaskSettings, vars(self))
+        return settings_from(ObjectiveSettings, vars(self))
 
     def hyper(self, brought: Mapping[str, Mapping[str, Any]]) -> Callable[[int], dict[str, float]]:
         """step (0-based) -> {"learning_rate", "dropout", the losses' weights, refreshes' rates}.

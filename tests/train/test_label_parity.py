@@ -11,7 +11,6 @@ import pytest
 from tiny_models import config_of, starting_from
 
 from ffn_heterogeneity.io.hf.export import save_pretrained
-from ffn_heterogeneity.launch.train import open_data
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.train.plan import plan
@@ -32,7 +31,7 @@ class Ours:
         self.config = read(config_of("p32_glue", f"{minilm_dir},mrpc", compute_dtype=dtype, **own))
         mesh, self.model = partition.make_mesh(**self.config.mesh), starting_from(self.config)
         built = plan(self.config, mesh, self.model)
-        self.batches = open_data(self.config, built.objective, self.model.tokenizer, mesh).batches
+        self.batches = built.open_data(self.model.tokenizer).batches
         self.program, self.shardings = built.program(self.config), built.shardings
         given = (self.model.params, built.optimizer, built.trainable)
         self.state = create_state(*given, seed=0, shardings=self.shardings[0])
