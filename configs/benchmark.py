@@ -18,7 +18,7 @@ Hours:     nucl, nll, streaming a few minutes; model, all calls with the peer, t
 
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench.model import CALLS
+from ffn_heterogeneity.bench.cases import CALLS
 
 
 def get_config() -> ConfigDict:

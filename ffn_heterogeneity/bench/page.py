@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from etils import epath
 
 from ffn_heterogeneity.bench.peer import COMPILED
-from ffn_heterogeneity.bench.run import QUESTIONS
+from ffn_heterogeneity.bench.run import CASES
 from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table
@@ -34,9 +34,9 @@ def write_page(paths: Sequence[str], output: str | os.PathLike) -> str:
     """
     if not paths:
         raise ValueError("--benchmarks needs the results.json of one benchmark or more")
-    # Sections stand as the benchmarks have them, whatever the order of the files.
-    sections = {(name, how[0]): [] for one in QUESTIONS.values() for name, how in one.items()}
-    for path in map(epath.Path, paths):
+    # Sections in the order of `CASES`, then of the files' names.
+    sections = {(name, how[0]): [] for _, one in CASES.values() for name, how in one.items()}
+    for path in map(epath.Path, sorted(paths)):
         link = os.path.relpath(path, output)
         for section, machine, size, ratios in _answers(path):
             sections.setdefault(section, []).append((f"[{machine}]({link})", size, ratios))
@@ -47,7 +47,7 @@ def write_page(paths: Sequence[str], output: str | os.PathLike) -> str:
 def _answers(path: epath.Path) -> list[tuple]:
     """((question, what the ratios are of), machine, size, {column: ratio}), several of a file."""
     results, answers = read_object(path), []
-    results.setdefault("questions", QUESTIONS.get(str(results.get("benchmark"))))
+    results.setdefault("questions", CASES.get(str(results.get("benchmark")), (None, None))[1])
     if not all(results.get(key) for key in ("questions", "machine", "tables")):
         raise ValueError(f"{path} is not the results.json of scripts/benchmark.py")
     facts, tables = results["machine"], results["tables"]

@@ -1,4 +1,4 @@
-"""The calls of `bench.model` by torch `transformers`, on the same weights (extra `parity`)."""
+"""The calls of `cases.time_model` by torch `transformers`, on the same weights (extra `parity`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ffn_heterogeneity.models.config import ModelConfig
 
 COMPILED = "torch.compile"
 PEERS = ("transformers", COMPILED)  # as it comes, or compiled (generation excepted)
+# Of both sides: AdamW's rate; tokens per row of generation, given and new.
+LEARNING_RATE, PROMPT, NEW = 1e-6, 64, 32
 
 
 class Torch:
@@ -26,16 +28,7 @@ class Torch:
       ValueError: JAX computes on a GPU that this torch cannot use.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        params: dict,
-        *,
-        batch: int,
-        new: int,
-        learning_rate: float,
-        peer: str = PEERS[0],
-    ):
+    def __init__(self, model: ModelConfig, params: dict, batch: int, peer: str = PEERS[0]):
         import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM
 
@@ -51,10 +44,10 @@ class Torch:
             load, path = AutoModelForCausalLM.from_pretrained, f"{directory}/model"
             names = ("float32", "bfloat16")
             self.models = {name: load(path, dtype=name).to(self.device) for name in names}
-        self.model, self.batch, self.new = self.models["float32"], batch, new
+        self.model, self.batch = self.models["float32"], batch
         parameters = self.model.parameters()
         self.logits = torch.compile(self._logits) if peer == COMPILED else self._logits
-        self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
+        self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def about(self) -> dict[str, Any]:
         """Facts that the figures depend on."""
@@ -69,7 +62,7 @@ class Torch:
         }
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
-        """The counterpart of `bench.model.Ours.call`."""
+        """The counterpart of `cases.Ours.call`."""
         import torch  # pyright: ignore[reportMissingImports]
 
         tokens = torch.tensor(rows.astype(np.int64), device=self.device)
@@ -114,6 +107,6 @@ class Torch:
         return np.exp(np.mean(losses))
 
     def _generate(self, model, rows):
-        length = {"max_new_tokens": self.new, "min_new_tokens": self.new}
+        length = {"max_new_tokens": NEW, "min_new_tokens": NEW}
         greedy = {"do_sample": False, "pad_token_id": 0}
         return model.generate(rows, attention_mask=rows >= 0, **length, **greedy).cpu()

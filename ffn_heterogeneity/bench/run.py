@@ -1,4 +1,4 @@
-"""`scripts/benchmark.py`: every benchmark by name."""
+"""`scripts/benchmark.py`: every benchmark by name, and the questions that it answers."""
 
 from __future__ import annotations
 
@@ -8,39 +8,59 @@ from collections.abc import Callable
 from etils import epath
 from ml_collections import ConfigDict
 
-from ffn_heterogeneity.bench import fusion, losses, model, steps, streamed
+from ffn_heterogeneity.bench import cases, steps, streaming_cases
+from ffn_heterogeneity.bench.cases import STEP
+from ffn_heterogeneity.bench.peer import NEW, PROMPT
 from ffn_heterogeneity.bench.timing import Questions, machine
 from ffn_heterogeneity.io.rows import write_results
-from ffn_heterogeneity.models.families import preset
 
-# Each is given a config, a working directory, and what reads the config files that it names.
-BENCHMARKS: dict[str, Callable[..., dict]] = {
-    "model": lambda config, workdir, load: model.benchmark_model(config, workdir),
-    "nucl": lambda config, workdir, load: losses.benchmark_nucl(rounds=config.repetitions),
-    "nll": lambda config, workdir, load: losses.benchmark_nll(rounds=config.repetitions),
-    "fusion": lambda config, workdir, load: fusion.benchmark_fusion(
-        config.model, (config["batch"], config["seq_len"]), config.repetitions
-    ),
-    "steps": lambda config, workdir, load: steps.benchmark_steps(config, load),
-    "streaming": lambda config, workdir, load: streamed.benchmark_streaming(
-        preset(config.model)[0], config.repetitions, config.directory or None
-    ),
+SHAPE, WHOLE, SIZE = r"^[^,]+|\d+ x \d+ tokens", r"^[^;]+", r"\[B.*(?=;)"
+PEER, SPENT = "Torch's time / ours", "Times of the value and its gradient"
+GENERATED = f"{PEER}; `generate n` continues n prompts of {PROMPT} tokens by {NEW}"
+FUSED = "Time / the whole model's; three quarters of the FFNs' neurons, or weights, of the last "
+FUSED += "two thirds of its layers are gone; with LoRA none"
+PIECES = "Times of a whole step / that of the last config, on one model"
+MODEL: Questions = {
+    "Is a training step as fast as torch's?": (PEER, rf"{STEP}, (\w+)", SHAPE),
+    "Is a forward pass as fast as torch's?": (PEER, r"forward, (\w+)", SHAPE),
+    "Is perplexity as fast as torch's?": (PEER, r"perplexity, (\w+)", WHOLE),
+    "Is generating as fast as torch's?": (GENERATED, r"(generate \d+, \w+)", r"^[^,]+"),
+    "Do NUCL and JREG slow a step?": ("With / without", rf"{STEP} \+ (.*) / {STEP}, .*", SHAPE),
+    "Do MacDrop and DoRA slow LoRA steps?": ("Time / LoRA's", rf"{STEP} of (.*) / {STEP}.*", SHAPE),
+    # Of the calls themselves: those with a term have a "+".
+    "Is bfloat16 faster?": ("Time in float32 / bfloat16", r"([^+]+), float32 / bfloat16", WHOLE),
 }
-# The questions that each answers: kept in results.json, sections of docs/benchmarks.md.
-QUESTIONS: dict[str, Questions] = {
-    "model": model.QUESTIONS,
-    "nucl": losses.NUCL_QUESTIONS,
-    "nll": losses.NLL_QUESTIONS,
-    "fusion": fusion.QUESTIONS,
-    "steps": steps.QUESTIONS,
-    "streaming": streamed.QUESTIONS,
+NUCL: Questions = {
+    "What does NUCL add to an update?": ("Times added to the update", r"(.* / .*)", r"W \[.*?(?=;)")
+}
+NLL: Questions = {
+    "What does the loss cost beside bare products?": (SPENT, r"((?:plain|chunked) / .*)", SIZE),
+    "What do few target positions save?": (SPENT, r"(1 target in .* / .*)", SIZE),
+}
+FUSION: Questions = {
+    "Is a compressed model trained faster?": (FUSED, r"(\w+), step / .*", WHOLE),
+    "Does a compressed model answer faster?": (FUSED, r"(\w+), forward / .*", WHOLE),
+}
+STEPS: Questions = {"What do pieces of a training step cost?": (PIECES, r"(.* / .*)", WHOLE)}
+STREAMING: Questions = {
+    "What does surgery on disk cost beside a copy?": ("Times", r"(process / copy)", r"^[^,]+")
+}
+# name: ((config, working directory, reader of other config files) -> results, its questions: they
+# are saved with the results, and are the sections of docs/benchmarks.md, in this order).
+CASES: dict[str, tuple[Callable[..., dict], Questions]] = {
+    "model": (cases.time_model, MODEL),
+    "nucl": (cases.time_nucl, NUCL),
+    "nll": (cases.time_nll, NLL),
+    "fusion": (cases.time_fusion, FUSION),
+    "steps": (lambda config, _, load: steps.benchmark_steps(config, load), STEPS),
+    "streaming": (streaming_cases.time_streaming, STREAMING),
 }
 
 
 def run(
     config: ConfigDict, workdir: epath.Path, load: Callable[[str], ConfigDict] | None = None
 ) -> dict:
-    """Runs the benchmark `config.name`; returns what `results.json` holds.
+    """Run the benchmark `config.name`; return what is in `results.json`.
 
     Args:
       load: reads "configs/x.py:argument", which the benchmark "steps" names.
@@ -48,12 +68,11 @@ def run(
     Raises:
       ValueError: no such benchmark.
     """
-    if config.name not in BENCHMARKS:
-        raise ValueError(
-            f"benchmark {config.name!r}: write scripts/benchmark.py {'|'.join(BENCHMARKS)}"
-        )
-    results = {"benchmark": config.name, "questions": QUESTIONS[config.name], "machine": machine()}
-    results |= BENCHMARKS[config.name](config, workdir, load)
+    if config.name not in CASES:
+        raise ValueError(f"benchmark {config.name!r}: write scripts/benchmark.py {'|'.join(CASES)}")
+    case, questions = CASES[config.name]
+    results = {"benchmark": config.name, "questions": questions, "machine": machine()}
+    results |= case(config, workdir, load)
     write_results(workdir, results)
     print(workdir / "results.json", file=sys.stderr)
     return results

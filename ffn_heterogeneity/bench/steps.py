@@ -65,7 +65,7 @@ def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> di
         raise ValueError(f"configs={specs}: name two training configs or more")
     dtype, within, start = str(config["compute_dtype"]), float(config["compile_limit"]), time.time()
     rates, states = _rates(dtype), {}
-    programs, calls, facts, left_out = {}, {}, {}, {}
+    programs, facts, left_out = {}, {}, {}
     for spec in specs:
         name = re.sub(r"[^:,\s=]*/", "", spec)  # without directories
         late = 0 < within < time.time() - start
@@ -73,14 +73,14 @@ def benchmark_steps(config: ConfigDict, load: Callable[[str], ConfigDict]) -> di
         if step is None:
             left_out[name] = own or f"not compiled within compile_limit={within:g} s"
             continue
-        programs[name], calls[name], facts[name] = step[0], timing.stepping(*step), own
+        programs[name], facts[name] = step, own
         print(f"{name}: compiled in {own['compile_seconds']:.1f} s", file=sys.stderr, flush=True)
     if len(programs) < 2:
         raise ValueError(f"fewer than two steps to compare; left out: {left_out}")
     *others, base = programs
     title = f"{base}, {config['batch']} x {config['seq_len']} tokens; {dtype}"
     ratios = timing.ratios_of([(name, base) for name in others])
-    found = timing.compare(title, programs, calls, int(config["repetitions"]), ratios)
+    found = timing.compare(title, programs, int(config["repetitions"]), ratios)
     rows = [(name, why, UNKNOWN) for name, why in left_out.items()]
     for name, row in found["programs"].items():
         each = 1e3 / row["median_ms"]

@@ -63,12 +63,20 @@ def _seconds(name: str, program: Callable[[], Any], quiet: bool = False) -> floa
     return seconds
 
 
+def compiled(function: Any, held: list, *arguments: Any) -> tuple:
+    """A program for `compare`: (the compiled function, held, *arguments); `held` as `stepping`."""
+    return function.lower(*held, *arguments).compile(), held, *arguments
+
+
 def stepping(program: Callable, held: list, *arguments: Any) -> Callable[[], Any]:
-    """A call of a program that returns (state, metrics), and is given that state the next time.
+    """A call of a program.
 
     Args:
-      held: the state alone; programs with one list update one state, in the order of their calls.
+      held: empty, or a state, the program's first argument: it returns (state, metrics), and is
+        given that state the next time. Programs with one list update one state, in call order.
     """
+    if not held:
+        return functools.partial(program, *arguments)
 
     def call():
         held[0], metrics = program(held[0], *arguments)
@@ -115,9 +123,8 @@ def paired_interval(numerator: np.ndarray, denominator: np.ndarray) -> Interval:
 
     For small differences: what moves the machine's speed from round to round falls out.
     """
-    return _bootstrapped(
-        functools.partial(np.median, axis=-1), np.asarray(numerator) / np.asarray(denominator)
-    )
+    ratios = np.asarray(numerator) / np.asarray(denominator)
+    return _bootstrapped(functools.partial(np.median, axis=-1), ratios)
 
 
 def ratios_of(
@@ -139,34 +146,33 @@ def _ratio_of_medians(rows: np.ndarray) -> np.ndarray:
     return np.where(bottom > floor, (top - floor) / np.maximum(bottom - floor, 1e-12), np.inf)
 
 
-def figures(seconds: np.ndarray, compiled: jax.stages.Compiled) -> dict[str, float]:
-    """The reported figures of one program; temporary memory is that beside inputs and outputs."""
-    return {
-        "median_ms": 1e3 * float(np.median(seconds)),
-        "fastest_ms": 1e3 * float(np.min(seconds)),
-        "temporary_mb": compiled.memory_analysis().temp_size_in_bytes / 1e6,
-    }
-
-
 def compare(
     title: str,
-    compiled: Mapping[str, jax.stages.Compiled],
-    calls: Mapping[str, Callable[[], Any]],
+    programs: Mapping[str, tuple],
     rounds: int,
     ratios: Callable[[Mapping[str, np.ndarray]], Mapping[str, Interval]],
 ) -> dict[str, Any]:
-    """Programs in turn: {"programs": `figures` of each, "ratios", "tables": both}.
+    """Time programs interleaved: {"programs": figures of each, "ratios", "tables": both}.
+
+    "temporary_mb" is the memory of a program without its inputs and outputs.
 
     Args:
+      programs: {name: of `compiled`}.
       ratios: {name: seconds in each round} -> {label: ratio}.
     """
-    seconds = take_turns(calls, rounds)
-    programs = {name: figures(seconds[name], one) for name, one in compiled.items()}
-    names, found = list(next(iter(programs.values()))), dict(ratios(seconds))
-    rows = [(name, *(f"{row[key]:.2f}" for key in names)) for name, row in programs.items()]
-    columns = ("program", *(name.replace("_", " ") for name in names))
+    seconds = take_turns({name: stepping(*one) for name, one in programs.items()}, rounds)
+    figures = {
+        name: {
+            "median_ms": 1e3 * float(np.median(seconds[name])),
+            "fastest_ms": 1e3 * float(np.min(seconds[name])),
+            "temporary_mb": program.memory_analysis().temp_size_in_bytes / 1e6,
+        }
+        for name, (program, *_) in programs.items()
+    }
+    rows = [(name, *(f"{x:.2f}" for x in row.values())) for name, row in figures.items()]
+    columns, found = ("program", "median ms", "fastest ms", "temporary mb"), dict(ratios(seconds))
     tables = [table(f"{title}; {rounds} rounds", columns, rows), table_of_ratios(found)]
-    return {"programs": programs, "ratios": found, "tables": tables}
+    return {"programs": figures, "ratios": found, "tables": tables}
 
 
 def table_of_ratios(ratios: Mapping[str, Interval]) -> dict[str, Any]:

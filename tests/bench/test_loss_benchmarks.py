@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import tiny_of
+from ml_collections import ConfigDict
+from tiny_models import config_of, tiny_of
 
-from ffn_heterogeneity.bench import fusion, losses, timing
+from ffn_heterogeneity.bench import cases, timing
 from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
@@ -35,7 +36,7 @@ def test_paired_ratios_take_out_what_both_share():
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_nucl_adds_under_10_megabytes_to_a_donated_update(axis):
-    update = losses.donated_update(lambda w: nucl(w, "mstd", axis=axis))
+    update = cases.donated_update(lambda w: nucl(w, "mstd", axis=axis))
     w = jax.ShapeDtypeStruct(PROMISED, jnp.float32)
     memory = update.lower(w, w, jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 10e6
@@ -44,7 +45,7 @@ def test_nucl_adds_under_10_megabytes_to_a_donated_update(axis):
 
 @pytest.mark.slow
 def test_nucl_adds_an_eighth_of_the_listings_time():
-    programs = losses.benchmark_nucl(PROMISED, rounds=25)["programs"]
+    programs = cases.time_nucl(ConfigDict({"repetitions": 25}))["programs"]
     # The fastest round of each: what others do on the machine only ever adds time.
     fastest = {name: row["fastest_ms"] for name, row in programs.items()}
     listing = fastest["mstd listing"] - fastest["update alone"]
@@ -53,18 +54,17 @@ def test_nucl_adds_an_eighth_of_the_listings_time():
 
 
 def test_nucl_benchmark_prints_and_returns_its_figures(capsys):
-    result = losses.benchmark_nucl((2, 32, 64), variants=("mstd", "ent"), rounds=3)
+    result = cases.time_nucl(ConfigDict({"repetitions": 3}), shape=(2, 32, 64))
     printed = capsys.readouterr().out
-    for variant in ("mstd", "ent"):
-        assert f"{variant} listing" in printed and f"{variant} closed form" in printed
-        ratio, low, high = result["ratios"][f"{variant}: listing / closed form"]
-        assert low <= ratio <= high
+    assert "mstd listing" in printed and "mstd closed form" in printed
+    ratio, low, high = result["ratios"]["mstd: listing / closed form"]
+    assert low <= ratio <= high
     assert result["programs"]["row sum"]["median_ms"] > 0
     json.dumps(result)
 
 
 def test_nll_benchmark_prints_and_returns_its_figures(capsys):
-    result = losses.benchmark_nll((2, 16, 8, 64), rounds=2)
+    result = cases.time_nll(ConfigDict({"repetitions": 2}), shape=(2, 16, 8, 64))
     assert "chunked / three products" in capsys.readouterr().out
     few = {f"1 target in {share}" for share in (10, 100)}
     assert set(result["programs"]) == {"plain", "chunked", "three products", *few}
@@ -111,20 +111,14 @@ def test_the_tail_of_a_step_costs_little_more_than_the_optimiser(capsys):
         updates, opt_state = optimizer.update(grads, state[1], state[0], learning_rate=rate)
         return (optax.apply_updates(state[0], updates), opt_state), {}
 
-    programs, calls = {}, {}
+    programs = {}
     for function in (tail, alone):
         leaves = jax.tree.map(jnp.copy, train)
         state, name = (leaves, optimizer.init(leaves)), function.__name__
-        programs[name] = jax.jit(function, donate_argnums=0).lower(state, grads).compile()
-        calls[name] = timing.stepping(programs[name], [state], grads)
-    result = timing.compare(
-        "a step's tail",
-        programs,
-        calls,
-        12,
-        lambda seconds: {"ratio": timing.paired_interval(seconds["tail"], seconds["alone"])},
-    )
-    assert result["ratios"]["ratio"][0] <= 1.6
+        programs[name] = timing.compiled(jax.jit(function, donate_argnums=0), [state], grads)
+    ratios = timing.ratios_of([("tail", "alone")])
+    result = timing.compare("a step's tail", programs, 12, ratios)
+    assert result["ratios"]["tail / alone"][0] <= 1.6
     assert "alone" in capsys.readouterr().out
     temporary = {name: row["temporary_mb"] for name, row in result["programs"].items()}
     assert temporary["tail"] <= 1.01 * temporary["alone"]
@@ -135,10 +129,11 @@ def test_compressed_models_are_timed_beside_the_whole_one(family, capsys, monkey
     """Fewer operations and no more memory; LoRA's step needs no gradients of kernels."""
     shape = dataclasses.replace(tiny_of(family, 3), d_model=32)
     shape = shape.with_widths([256] * 3)
-    monkeypatch.setattr(fusion, "preset", lambda name: (shape, ""))
-    result = fusion.benchmark_fusion(family, (4, 8), 2)
+    monkeypatch.setattr(cases, "preset", lambda name: (shape, ""))
+    config = config_of("benchmark", model=family, batch=4, seq_len=8, repetitions=2)
+    result = cases.time_fusion(config)
     programs = result["programs"]
-    for name in ("LoRA", *fusion.METHODS):
+    for name in ("LoRA", *cases.METHODS):
         assert f"{name}, step / whole, step" in result["ratios"]
     assert "fusion, step / whole, step" in capsys.readouterr().out
     for kind in ("step", "forward"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, config_of
 
-from ffn_heterogeneity.bench import model as bench
+from ffn_heterogeneity.bench import cases as bench
 from ffn_heterogeneity.bench.page import write_page
 from ffn_heterogeneity.bench.peer import Torch
 from ffn_heterogeneity.io.files import write_json
@@ -22,8 +22,7 @@ SIZES = {"batch": 2, "seq_len": 12, "windows": 4, "window": 70, "repetitions": 2
 def both(torch):
     config = config_of("benchmark", **SIZES)
     ours = bench.Ours(MODEL, config)
-    settings = {"batch": 2, "new": bench.NEW, "learning_rate": bench.LEARNING_RATE}
-    return ours, Torch(MODEL, ours.params, **settings)
+    return ours, Torch(MODEL, ours.params, batch=2)
 
 
 OFTEN = ("forward", bench.STEP, "generate 1")
@@ -48,12 +47,12 @@ def test_the_peer_computes_the_same(both, call):
 def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
     calls = ("forward", "train step", "train step + JREG")
     config = config_of("benchmark", calls=calls, **SIZES)
-    results = bench.benchmark_model(config, tmp_path, MODEL)
+    results = bench.time_model(config, tmp_path, model=MODEL)
     assert "warm-up: forward, float32" in capsys.readouterr().err
     first, second = sorted((tmp_path / "rounds").iterdir())
     kept = first.read_text()
     second.unlink()
-    again = bench.benchmark_model(config, tmp_path, MODEL)
+    again = bench.time_model(config, tmp_path, model=MODEL)
     assert first.read_text() == kept and second.exists()
     for name, seconds in results["seconds"].items():
         assert again["seconds"][name][0] == seconds[0] and len(seconds) == 2
@@ -78,7 +77,7 @@ def test_rounds_are_kept_and_tables_made(tmp_path, capsys):
 @pytest.mark.slow
 def test_adapters_stand_beside_lora(tmp_path):
     config = config_of("benchmark", calls=tuple(bench.ADAPTED), **SIZES)
-    ratios = bench.benchmark_model(config, tmp_path, MODEL)["tables"][1]["rows"]
+    ratios = bench.time_model(config, tmp_path, model=MODEL)["tables"][1]["rows"]
     assert [row[0] for row in ratios if "bfloat16" not in row[0]] == [
         f"{name}, float32 / train step of LoRA, float32" for name in list(bench.ADAPTED)[1:]
     ]

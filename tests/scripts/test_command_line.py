@@ -136,7 +136,7 @@ def test_a_users_error_is_one_clear_line(script, arguments, words, tmp_path):
 def test_the_benchmarks_name_is_an_argument(monkeypatch, tmp_path):
     from ffn_heterogeneity.bench import run as benchmark
 
-    monkeypatch.setattr(benchmark, "BENCHMARKS", {"nll": lambda config, *_: config.to_dict()})
+    monkeypatch.setattr(benchmark, "CASES", {"nll": (lambda config, *_: config.to_dict(), {})})
     for i in (0, 1, 3):
         flags = ["--workdir", str(tmp_path / str(i)), "--config.batch=3"]
         arguments = [*flags[:i], "nll", *flags[i:]] if i != 1 else [flags[2], "nll", *flags[:2]]

@@ -25,7 +25,7 @@ from tiny_models import (
     tiny_of,
 )
 
-from ffn_heterogeneity.bench import streamed as benchmark
+from ffn_heterogeneity.bench.streaming_cases import time_streaming
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.hf.export import save_pretrained
@@ -306,7 +306,8 @@ def test_smollm2(tmp_path, smollm2_gguf, changes):
 
 
 def test_the_benchmark_measures_and_cleans_up(tmp_path, capsys):
-    figures = benchmark.benchmark_streaming(tiny_of("gemma2"), rounds=1, directory=tmp_path)
+    config = config_of("benchmark", repetitions=1, directory=str(tmp_path))
+    figures = time_streaming(config, model=tiny_of("gemma2"))
     assert not list(tmp_path.iterdir())
     assert figures["ratio"] == figures["process_seconds"][0] / figures["copy_seconds"][0]
     assert 0 < figures["streaming_seconds"][0] < figures["process_seconds"][0]

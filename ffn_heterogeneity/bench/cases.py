@@ -1,0 +1,327 @@
+"""Benchmarks of losses and models: each builds its programs, and `timing` interleaves them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from ffn_heterogeneity.adapters import REFRESHES
+from ffn_heterogeneity.bench import timing
+from ffn_heterogeneity.bench.peer import LEARNING_RATE, NEW, PEERS, PROMPT, Torch
+from ffn_heterogeneity.bench.timing import Interval, compiled, machine, ratio_interval
+from ffn_heterogeneity.evaluate.perplexity import perplexity
+from ffn_heterogeneity.heads import make_head, with_head
+from ffn_heterogeneity.heads.classification import Classification
+from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.losses.classification import classification_term
+from ffn_heterogeneity.losses.cross_entropy import chunked_nll
+from ffn_heterogeneity.losses.jreg import jreg_term
+from ffn_heterogeneity.losses.nll import nll_term
+from ffn_heterogeneity.losses.nucl import nucl, nucl_term
+from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
+from ffn_heterogeneity.losses.terms import TermContext
+from ffn_heterogeneity.models import causal_lm
+from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
+from ffn_heterogeneity.models.families import preset
+from ffn_heterogeneity.models.generate import Generator, Sampling
+from ffn_heterogeneity.models.leaves import declared
+from ffn_heterogeneity.models.options import RunOptions, choose_dtype, products
+from ffn_heterogeneity.parallel import partition
+from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
+from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.wording import check_choice
+
+# The leaves that train where there are adapters.
+ADAPTERS = r"/(lora_[ab]|dora_m)$|^task_head/"
+
+
+def time_nucl(config: Any, *_: Any, shape: tuple[int, ...] = (26, 2304, 576)) -> dict[str, Any]:
+    """Time and memory that NUCL (mstd) adds to a donated SGD update W <- W - lr (g + alpha dNUCL).
+
+    The programs are the update alone, with the paper's listing, and with the closed form; and a
+    bare row sum, which reads W once (the lower bound). Ratios are of the added times.
+
+    Args:
+      shape: [layers, m, n] of the float32 stack of outgoing kernels.
+    """
+    w = 0.02 * jax.random.normal(jax.random.key(0), shape, jnp.float32)
+    held, gradient, alpha = [w], 0.1 * w, jnp.float32(1e-3)
+    updates = {
+        "update alone": donated_update(),
+        "mstd listing": donated_update(lambda w: compute_nucl_listing(w)[2]),
+        "mstd closed form": donated_update(functools.partial(nucl, variant="mstd")),
+    }
+    programs = {name: compiled(one, held, gradient, alpha) for name, one in updates.items()}
+    row_sum = jax.jit(functools.partial(jnp.sum, axis=-1))
+    programs["row sum"] = compiled(row_sum, [], gradient)
+
+    def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, Interval]:
+        base, listing, closed, floor = seconds.values()
+        return {
+            "mstd: listing / closed form": ratio_interval(listing, closed, base),
+            "mstd: closed form / row sum": ratio_interval(closed - base, floor),
+        }
+
+    title = f"donated SGD update of W {list(shape)} float32; ratios of what is added to it"
+    return timing.compare(title, programs, config.repetitions, ratios)
+
+
+def donated_update(loss: Callable[[jax.Array], jax.Array] | None = None) -> Any:
+    """Jitted (W, gradient, alpha) -> (W after an SGD step on gradient + alpha * dloss/dW, {})."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(w, gradient, alpha):
+        if loss is not None:
+            gradient = gradient + jax.grad(lambda w, loss=loss: alpha * loss(w))(w)
+        return w - 1e-3 * gradient, {}
+
+    return update
+
+
+def time_nll(config: Any, *_: Any, shape: tuple[int, ...] = (4, 512, 576, 49_152)) -> dict:
+    """Value and gradient of the NLL of a tied head: chunked compared with plain, time and memory.
+
+    Also timed: three bare products of the same size (the lower bound), and the chunked form where
+    one position in 10 or in 100 is a target.
+
+    Args:
+      shape: [B, T, D, V], float32.
+    """
+    b, t, d, v = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, kernel = jax.random.normal(keys[0], (b, t, d)), jax.random.normal(keys[1], (v, d))
+    arguments = hidden, 0.02 * kernel, jax.random.randint(keys[2], (b, t), 0, v)
+    plain, chunked = (jax.jit(jax.value_and_grad(f, (0, 1))) for f in (_plain_nll, _chunked_nll))
+    programs = {
+        "plain": compiled(plain, [], *arguments),
+        "chunked": compiled(chunked, [], *arguments),
+        "three products": compiled(jax.jit(_products), [], *arguments[:2]),
+    }
+    pairs = [("plain", "chunked"), ("chunked", "three products")]
+    for every in (10, 100):
+        mask = jax.random.permutation(keys[2], jnp.arange(b * t) < b * t // every).reshape(b, t)
+        programs[f"1 target in {every}"] = compiled(chunked, [], *arguments, mask)
+        pairs.append((f"1 target in {every}", "chunked"))
+    title = f"value and gradient of the NLL, [B, T, D, V] = {list(shape)} float32"
+    ratios = timing.ratios_of(pairs, ratio_interval)
+    return timing.compare(title, programs, config.repetitions, ratios)
+
+
+def _plain_nll(hidden_btd, kernel_vd, targets_bt):
+    logits_btv = jnp.einsum("btd,vd->btv", hidden_btd, kernel_vd)
+    log_p_btv = jax.nn.log_softmax(logits_btv, axis=-1)
+    return -jnp.sum(jnp.take_along_axis(log_p_btv, targets_bt[..., None], axis=-1))
+
+
+def _chunked_nll(hidden_btd, kernel_vd, targets_bt, mask_bt=None):
+    return chunked_nll(hidden_btd, kernel_vd, targets_bt, mask_bt, layout="vd").total
+
+
+def _products(hidden_btd, kernel_vd):
+    hidden_nd = hidden_btd.reshape(-1, hidden_btd.shape[-1])
+    logits_nv = hidden_nd @ kernel_vd.T
+    return logits_nv @ kernel_vd, logits_nv.T @ hidden_nd
+
+
+def train_step(
+    model: Model, forward: Any, terms: list, batch: dict, held: list, **more: Any
+) -> tuple:
+    """(jitted AdamW step, `held` with its state, batch, hyper); adapters train alone if any.
+
+    Args:
+      held: empty, or with a state of this model, which is then shared.
+      more: of `make_train_step`.
+    """
+    leaves = declared(model.config, model.params)
+    only = (ADAPTERS,) if any(path.endswith("/lora_a") for path in leaves) else ()
+    trainable = partition.trainable_mask(leaves, (), only)
+    optimizer = make_optimizer(OptimizerConfig(name="adamw"), model.params, trainable)
+    if not held:
+        held.append(create_state(model.params, optimizer, trainable))
+    micro = {name: leaf[None] for name, leaf in batch.items()}
+    hyper = {"learning_rate": LEARNING_RATE, "macdrop": 0.8}
+    return make_train_step(forward, terms, optimizer, trainable, **more), held, micro, hyper
+
+
+METHODS = ("fusion", "structured", "svd", "unstructured")
+FFN_LORA = {"rank": 8, "alpha": 32.0, "targets": "ffn/"}  # as in MLP Fusion's Table VII
+
+
+def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
+    """Training steps and forward passes of compressed classifiers (MLP Fusion's Tables VII, VIII).
+
+    The preset `config.model` with random weights, on random rows [batch, seq_len]; float32, AdamW.
+    Each program also has its operations, "gflop", as XLA counts them.
+    """
+    rows, key = (config["batch"], config["seq_len"]), jax.random.key(0)
+    shape, head = preset(config.model)[0], HeadConfig.of("classification", vars(Classification()))
+    shape, params = with_head(shape, causal_lm.init(shape, key), head, key)
+    whole = Model(shape, jax.tree.map(np.asarray, params), None, config.model)
+    models = {"whole": whole, "LoRA": SURGERIES["lora"](whole, FFN_LORA)[0]}
+    layers = f"{shape.n_layers // 3}-{shape.n_layers - 1}"
+    for method in METHODS:
+        settings = {"method": method, "ratio": 0.75, "layers": layers}
+        models[method] = SURGERIES["fuse"](whole, settings)[0]
+    rng, programs = np.random.default_rng(0), {}
+    batch = {
+        "tokens": rng.integers(0, shape.vocab_size, rows, np.int32),
+        "segment_ids": np.ones(rows, np.int32),
+        "target": rng.integers(0, 2, rows[0]).astype(np.float32),
+        "valid": np.ones(rows[0], bool),
+    }
+    for method, model in models.items():
+        forward = functools.partial(_predict, model.config)
+        terms = [classification_term(TermContext("labels", model=model.config))]
+        programs[f"{method}, step"] = compiled(*train_step(model, forward, terms, batch, []))
+        predict = jax.jit(lambda *given, forward=forward: forward(*given)["predictions"])
+        placed = jax.device_put(model.params)
+        programs[f"{method}, forward"] = compiled(predict, [], placed, batch)
+    pairs = [(one, f"whole, {one.split(', ')[1]}") for one in list(programs)[2:]]
+    title = f"{config.model}, {rows[0]} x {rows[1]} tokens; float32"
+    found = timing.compare(title, programs, config.repetitions, timing.ratios_of(pairs))
+    for name, row in found["programs"].items():
+        row["gflop"] = programs[name][0].cost_analysis()["flops"] / 1e9
+    return found
+
+
+def _predict(model: ModelConfig, params: dict, batch: dict, **given: Any) -> dict:
+    # XLA counts the operations of a loop's body once.
+    outputs = causal_lm.forward(model, params, batch, options=RunOptions(unroll=True), **given)
+    head = make_head(model, model.head)
+    return outputs | {"predictions": head.apply(params, outputs, batch, lambda x: x)}
+
+
+STEP = "train step"
+TERMS = {f"{STEP} + NUCL": nucl_term, f"{STEP} + JREG": jreg_term}
+LORA = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/"}
+MACDROP = {"k": 5, "scope": "massive", "layer": 0, "token": 0}
+# Steps that train adapters alone.
+ADAPTED = {
+    f"{STEP} of LoRA": {"lora": LORA},
+    f"{STEP} of LoRA + MacDrop": {"lora": LORA, "macdrop": MACDROP},
+    f"{STEP} of DoRA": {"dora": LORA},
+}
+CALLS = ("forward", STEP, *TERMS, *ADAPTED, "perplexity", "generate 1", "generate 8", "generate 32")
+DTYPES = ("float32", "bfloat16")
+
+
+def time_model(
+    config: Any, workdir: epath.Path, *_: Any, model: ModelConfig | None = None
+) -> dict[str, Any]:
+    """Times `config.calls` in each of `config.dtypes`, ours and the peer's interleaved.
+
+    On random weights and tokens: "forward" gives the logits of a batch [batch, seq_len]; "train
+    step" is forward, backward and AdamW on it, with the NLL alone, NUCL (mstd) or JREG added, or
+    of adapters alone; "perplexity" is of `config.windows` windows; "generate n" continues n prompts
+    of 64 tokens by 32, greedily. Finished rounds are saved in `workdir`, and a rerun reads them.
+
+    Args:
+      model: None: the preset `config.model`.
+
+    Raises:
+      ValueError: an unknown peer, model, call or dtype.
+    """
+    check_choice("peer", config.peer, ("", *PEERS))
+    for key, choices in (("calls", CALLS), ("dtypes", DTYPES)):
+        for name in config[key]:
+            check_choice(key, name, choices)
+    model = model or preset(config.model)[0]
+    ours, peer, about, calls = Ours(model, config), None, machine(), {}
+    if config.peer:
+        peer = Torch(model, ours.params, config.batch, config.peer)
+        about |= {"peer": config.peer} | peer.about()
+    for call in config.calls:
+        for dtype in config.dtypes:
+            arguments = call, dtype, ours.rows(call)
+            calls[f"{call}, {dtype}"] = products(dtype)(ours.call(*arguments))
+            if peer and call not in (*TERMS, *ADAPTED):
+                calls[f"torch: {call}, {dtype}"] = peer.call(*arguments)
+    seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
+    return {"machine": about, "seconds": seconds, "tables": _tables(seconds, config)}
+
+
+class Ours:
+    """The calls of this package on a model of random weights."""
+
+    def __init__(self, model: ModelConfig, config: Any):
+        self.model, self.params = model, causal_lm.init(model, jax.random.key(0))
+        self.config, self.states = config, {}
+        draw = functools.partial(np.random.default_rng(0).integers, 0, model.vocab_size)
+        self.tokens = draw((config.batch, config.seq_len + 1), np.int32)
+        self.windows = draw((config.windows, config.window), np.int32)
+
+    def rows(self, call: str) -> np.ndarray:
+        """The tokens that a call reads."""
+        if call.startswith("generate"):
+            return np.resize(self.windows, (int(call.split()[1]), PROMPT))
+        return self.windows if call == "perplexity" else self.tokens
+
+    def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
+        """The call, which compiles the first time."""
+        remat, unroll, batch_size = (self.config[key] for key in ("remat", "unroll", "batch"))
+        options = RunOptions(remat=remat, unroll=unroll, compute_dtype=jnp.dtype(dtype))
+        given = self.model, self.params
+        if name == "perplexity":
+            more = {"batch_size": batch_size, "options": options, "progress": None}
+            return functools.partial(perplexity, *given, rows, **more)
+        if name.startswith("generate"):
+            generator = Generator(*given, options=options, batch_size=len(rows))
+            greedy = Sampling(max_new_tokens=NEW, eos=())
+            return functools.partial(generator, list(rows), greedy, progress=None)
+        forward = functools.partial(causal_lm.forward, self.model, options=options)
+        batch = {"tokens": rows[:, :-1]}
+        if name != "forward":
+            return self._step(name, forward, batch | {"targets": rows[:, 1:]})
+
+        def logits(params: dict) -> jax.Array:
+            return causal_lm.logits(self.model, params, forward(params, batch)["hidden"])
+
+        return functools.partial(jax.jit(logits), self.params)
+
+    def _step(self, name: str, forward: Callable[..., dict], batch: dict) -> Callable[[], Any]:
+        model, surgeries = Model(self.model, self.params, None, ""), ADAPTED.get(name, {})
+        for surgery, settings in surgeries.items():
+            model = SURGERIES[surgery](model, settings)[0]
+        terms = [nll_term(TermContext("nll", model=self.model))]
+        terms += [TERMS[name](TermContext("added"))] if name in TERMS else []
+        drops = REFRESHES["macdrop"]({}) if "macdrop" in surgeries else None
+        # Steps that train all leaves share one state, which they donate.
+        held = self.states.setdefault(name if surgeries else STEP, [])
+        batch = batch | {"loss_mask": np.ones(batch["targets"].shape, bool)}
+        step = timing.stepping(*train_step(model, forward, terms, batch, held, refresh=drops))
+        return lambda: step()[1]["loss"]
+
+
+def _tables(seconds: Mapping[str, np.ndarray], config: Any) -> list[dict]:
+    """Medians and the peer's; ratios of ours: with and without a term, float32 and bfloat16."""
+    rows, ratios, lora = [], {}, next(iter(ADAPTED))
+    bases = dict.fromkeys(TERMS, STEP) | dict.fromkeys([*ADAPTED][1:], lora)
+    # On a machine without such units bfloat16 is emulated, by torch as by XLA.
+    emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
+    for call in config.calls:
+        for dtype in config.dtypes:
+            name, base, cells = f"{call}, {dtype}", f"{bases.get(call)}, {dtype}", ("-", "-")
+            if (peer := seconds.get(f"torch: {name}")) is not None:
+                ratio = timing.paired_interval(peer, seconds[name])
+                cells = f"{np.median(peer):.3f}", timing.said(ratio)
+            label = name + emulated if dtype == "bfloat16" else name
+            rows.append((label, f"{np.median(seconds[name]):.3f}", *cells))
+            if base in seconds:
+                ratios[f"{name} / {base}"] = timing.paired_interval(seconds[name], seconds[base])
+        if set(DTYPES) <= set(config.dtypes):
+            both = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)
+            ratios[f"{call}, float32 / bfloat16"] = timing.paired_interval(*both)
+    size = f"{config.batch} x {config.seq_len} tokens"
+    title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
+    title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"
+    columns = ("call", "ours", "peer", "peer / ours (95% interval)")
+    made = [timing.table(title, columns, rows)]
+    return [*made, timing.table_of_ratios(ratios)] if ratios else made
