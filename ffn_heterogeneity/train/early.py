@@ -44,8 +44,13 @@ def check_early(config: TrainConfig) -> None:
                 task_of(settings_of(LabelSettings, config.data), config.own).texts(rows[0])
     if config.objective == LANGUAGE and "task" in config.data and not config.data.get("mixture"):
         place_of(get_task(config.data["task"]), config.data["path"])
-    if config.loop.wandb:
-        _check_login(config.loop.wandb)
+    if project := config.loop.wandb:
+        wandb = importlib.import_module("wandb")
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+            raise ValueError(
+                f"wandb={project!r}: no login is known; run `wandb login`, or set "
+                "WANDB_MODE=offline"
+            )
 
 
 def _paths(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -59,11 +64,3 @@ def _paths(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(given, str) and key != "path":
             given = list(named_paths(given).values())
         yield from ((key, path) for path in ([given] if isinstance(given, str) else given))
-
-
-def _check_login(project: str) -> None:
-    wandb = importlib.import_module("wandb")
-    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-        raise ValueError(
-            f"wandb={project!r}: no login is known; run `wandb login`, or set WANDB_MODE=offline"
-        )

@@ -277,7 +277,7 @@ class TrainLoop:
         self.stopping.hear(metrics.pop("stop", 0))
         finite, by_leaf = metrics.pop("finite"), metrics.pop("gradient_finite")
         if not finite or not np.isfinite(metrics["update_norm"]):
-            self._diverged(step, metrics, by_leaf)
+            raise self._diverged(step, metrics, by_leaf)
         row = {f"train/{name}": value for name, value in metrics.items()}
         row |= {f"train/{name}": float(value) for name, value in hyper.items()}
         if timed and seconds > 0:
@@ -294,7 +294,7 @@ class TrainLoop:
         if timed and (line := self.throughput.first_word(self.config.steps - step)):
             self._say(line)
 
-    def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> None:
+    def _diverged(self, step: int, metrics: dict, by_leaf: np.ndarray) -> TrainingDiverged:
         terms = [
             f"{name}={float(value)}"
             for name, value in metrics.items()
@@ -309,7 +309,7 @@ class TrainLoop:
             what = f"the gradient of {leaves[0] if leaves else 'a leaf'} is not finite"
         else:
             what = "the update is not finite"
-        raise TrainingDiverged(
+        return TrainingDiverged(
             f"step {step}: {what}; {self._last_checkpoint()}. Lower the learning rate or the "
             "term's weight, or look at the batch of that step"
         )
