@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ffn_heterogeneity.data.source import ClassName, DataError
+from ffn_heterogeneity.data.record_source import ClassName, DataError
 from ffn_heterogeneity.data.tasks.base import text_of, value_of
 from ffn_heterogeneity.wording import check_known, some
 

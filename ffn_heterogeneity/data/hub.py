@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ffn_heterogeneity.data.source import DataError, Source, is_saved
+from ffn_heterogeneity.data.record_source import DataError, Source, is_saved
 from ffn_heterogeneity.wording import first_line, some
 
 

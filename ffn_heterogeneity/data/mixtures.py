@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.data.source import DataError, Source
+from ffn_heterogeneity.data.record_source import DataError, Source
 from ffn_heterogeneity.data.sources import ListSource, Subset, named_place, open_source, read_each
 from ffn_heterogeneity.data.tasks import Fields, MixedTask, Task, get_task
 from ffn_heterogeneity.data.tasks.base import Expand

@@ -21,7 +21,7 @@ from etils import epath
 
 from ffn_heterogeneity.data.hub import HubSource, ParquetSource
 from ffn_heterogeneity.data.passages import PASSAGE_CHARS, passages
-from ffn_heterogeneity.data.source import DataError, Source, is_saved
+from ffn_heterogeneity.data.record_source import DataError, Source, is_saved
 from ffn_heterogeneity.io.read import open_regular, parse_json
 from ffn_heterogeneity.wording import check_number
 

@@ -114,8 +114,9 @@ def operate(surgery: Surgery, settings: Any, model: Model, seed: int = 0) -> tup
       ValueError: as `compress.run`.
     """
     if settings is None:
-        nothing = RemovalPlan(UNPRUNED, ratio=0.0)
-        return model, results_of(nothing, (model.config, model.config), {}, [])
+        nothing = RemovalPlan("random", ratio=0.0)
+        results = results_of(nothing, (model.config, model.config), {}, [])
+        return model, results | {"criterion": UNPRUNED}
     changed, results = surgery(model, settings, key=jax.random.key(seed))
     for name in LARGEST:
         values = [report.get(name) for report in results.get("compensated", ())]

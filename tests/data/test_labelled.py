@@ -14,7 +14,7 @@ from tiny_runs import read_rows, refused, write_rows
 from ffn_heterogeneity.data import labelled
 from ffn_heterogeneity.data.glue import TASKS, get_task, label_number
 from ffn_heterogeneity.data.labelled import Encoded, Form, LabelSettings, Shuffled
-from ffn_heterogeneity.data.source import ClassName, DataError
+from ffn_heterogeneity.data.record_source import ClassName, DataError
 from ffn_heterogeneity.io.load import load_tokenizer
 
 # Of GLUE's own files; CoLA's are without theirs.

@@ -32,7 +32,7 @@ from ffn_heterogeneity.data.corpus.documents import (
     read_range,
     size_of,
 )
-from ffn_heterogeneity.data.source import DataError, is_saved
+from ffn_heterogeneity.data.record_source import DataError, is_saved
 from ffn_heterogeneity.data.sources import TEXT_SUFFIXES, kind_of
 from ffn_heterogeneity.wording import check_numbers
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ffn_heterogeneity.data.hub import HubSource, HubStream
-from ffn_heterogeneity.data.source import DataError, is_saved
+from ffn_heterogeneity.data.record_source import DataError, is_saved
 from ffn_heterogeneity.data.sources import decode_utf8, parse_object
 from ffn_heterogeneity.data.tasks.base import text_of
 from ffn_heterogeneity.wording import first_line
