@@ -130,7 +130,11 @@ def _data(
 
     train, sets = _sets(settings, task, read)
     tests = {"test": read(settings.test_path, "test")} if settings.test_path else {}
-    check_targets(task, train.targets)
+    if len(np.unique(train.targets)) < 2:
+        first = train.targets[0] if task.regression else repr(task.labels[int(train.targets[0])])
+        raise DataError(
+            f"all {len(train)} training rows have the answer {first}: there is nothing to learn"
+        )
     train = labelled.chosen_rows(
         train, labelled.part_of(len(train), settings.fraction, config.seed)
     )
@@ -173,15 +177,6 @@ def _sets(
         sets = {"validation": labelled.chosen_rows(train, out)}
         train = labelled.chosen_rows(train, kept)
     return train, sets
-
-
-def check_targets(task: LabelTask, targets: np.ndarray) -> None:
-    """Refuses training rows that all have the same answer."""
-    if len(np.unique(targets)) < 2:
-        what = targets[0] if task.regression else repr(task.labels[int(targets[0])])
-        raise DataError(
-            f"all {len(targets)} training rows have the answer {what}: there is nothing to learn"
-        )
 
 
 def check_together(
