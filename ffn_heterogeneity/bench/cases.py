@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,11 +20,9 @@ from ffn_heterogeneity.evaluate.perplexity import perplexity
 from ffn_heterogeneity.heads import make_head, with_head
 from ffn_heterogeneity.heads.classification import Classification
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.losses.classification import classification_term
+from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.cross_entropy import chunked_nll
-from ffn_heterogeneity.losses.jreg import jreg_term
-from ffn_heterogeneity.losses.nll import nll_term
-from ffn_heterogeneity.losses.nucl import nucl, nucl_term
+from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.losses.nucl_listing import compute_nucl_listing
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
@@ -132,11 +131,12 @@ def _products(hidden_btd, kernel_vd):
 
 
 def train_step(
-    model: Model, forward: Any, terms: list, batch: dict, held: list, **more: Any
+    model: Model, forward: Any, names: list[str], batch: dict, held: list, **more: Any
 ) -> tuple:
     """(jitted AdamW step, `held` with its state, batch, hyper); adapters train alone if any.
 
     Args:
+      names: of `losses.TERMS`.
       held: empty, or with a state of this model, which is then shared.
       more: of `make_train_step`.
     """
@@ -144,6 +144,7 @@ def train_step(
     only = (ADAPTERS,) if any(path.endswith("/lora_a") for path in leaves) else ()
     trainable = partition.trainable_mask(leaves, (), only)
     optimizer = make_optimizer(OptimizerConfig(name="adamw"), model.params, trainable)
+    terms = [TERMS[name](TermContext(name, model=model.config)) for name in names]
     if not held:
         held.append(create_state(model.params, optimizer, trainable))
     micro = {name: leaf[None] for name, leaf in batch.items()}
@@ -179,8 +180,8 @@ def time_fusion(config: Any, *_: Any) -> dict[str, Any]:
     }
     for method, model in models.items():
         forward = functools.partial(_predict, model.config)
-        terms = [classification_term(TermContext("labels", model=model.config))]
-        programs[f"{method}, step"] = compiled(*train_step(model, forward, terms, batch, []))
+        step = train_step(model, forward, ["classification"], batch, [])
+        programs[f"{method}, step"] = compiled(*step)
         predict = jax.jit(lambda *given, forward=forward: forward(*given)["predictions"])
         placed = jax.device_put(model.params)
         programs[f"{method}, forward"] = compiled(predict, [], placed, batch)
@@ -199,17 +200,19 @@ def _predict(model: ModelConfig, params: dict, batch: dict, **given: Any) -> dic
     return outputs | {"predictions": head.apply(params, outputs, batch, lambda x: x)}
 
 
-STEP = "train step"
-TERMS = {f"{STEP} + NUCL": nucl_term, f"{STEP} + JREG": jreg_term}
 LORA = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/"}
-MACDROP = {"k": 5, "scope": "massive", "layer": 0, "token": 0}
-# Steps that train adapters alone.
-ADAPTED = {
-    f"{STEP} of LoRA": {"lora": LORA},
-    f"{STEP} of LoRA + MacDrop": {"lora": LORA, "macdrop": MACDROP},
-    f"{STEP} of DoRA": {"dora": LORA},
+DROP = {"k": 5, "scope": "massive", "layer": 0, "token": 0}
+OF_LORA = "train step of LoRA"
+# name -> (terms, surgeries with their settings, the step that it is compared with).
+STEPS = {
+    "train step": (["nll"], {}, ""),
+    "train step + NUCL": (["nll", "nucl"], {}, "train step"),
+    "train step + JREG": (["nll", "jreg"], {}, "train step"),
+    OF_LORA: (["nll"], {"lora": LORA}, ""),
+    "train step of LoRA + MacDrop": (["nll"], {"lora": LORA, "macdrop": DROP}, OF_LORA),
+    "train step of DoRA": (["nll"], {"dora": LORA}, OF_LORA),
 }
-CALLS = ("forward", STEP, *TERMS, *ADAPTED, "perplexity", "generate 1", "generate 8", "generate 32")
+CALLS = ("forward", *STEPS, "perplexity", "generate 1", "generate 8", "generate 32")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -238,12 +241,11 @@ def time_model(
     if config.peer:
         peer = Torch(model, ours.params, config.batch, config.peer)
         about |= {"peer": config.peer} | peer.about()
-    for call in config.calls:
-        for dtype in config.dtypes:
-            arguments = call, dtype, ours.rows(call)
-            calls[f"{call}, {dtype}"] = products(dtype)(ours.call(*arguments))
-            if peer and call not in (*TERMS, *ADAPTED):
-                calls[f"torch: {call}, {dtype}"] = peer.call(*arguments)
+    for call, dtype in itertools.product(config.calls, config.dtypes):
+        rows = ours.rows(call)
+        calls[f"{call}, {dtype}"] = products(dtype)(ours.call(call, dtype, rows))
+        if peer and call not in [*STEPS][1:]:
+            calls[f"torch: {call}, {dtype}"] = peer.call(call, dtype, rows)
     seconds = timing.take_turns(calls, config.repetitions, workdir / "rounds")
     return {"machine": about, "seconds": seconds, "tables": _tables(seconds, config)}
 
@@ -266,59 +268,52 @@ class Ours:
 
     def call(self, name: str, dtype: str, rows: np.ndarray) -> Callable[[], Any]:
         """The call, which compiles the first time."""
-        remat, unroll, batch_size = (self.config[key] for key in ("remat", "unroll", "batch"))
-        options = RunOptions(remat=remat, unroll=unroll, compute_dtype=jnp.dtype(dtype))
-        given = self.model, self.params
+        own, config, kind = (self.model, self.params), self.config, jnp.dtype(dtype)
+        options = RunOptions(remat=config.remat, unroll=config.unroll, compute_dtype=kind)
         if name == "perplexity":
-            more = {"batch_size": batch_size, "options": options, "progress": None}
-            return functools.partial(perplexity, *given, rows, **more)
+            more = {"batch_size": config.batch, "options": options, "progress": None}
+            return functools.partial(perplexity, *own, rows, **more)
         if name.startswith("generate"):
-            generator = Generator(*given, options=options, batch_size=len(rows))
+            generator = Generator(*own, options=options, batch_size=len(rows))
             greedy = Sampling(max_new_tokens=NEW, eos=())
             return functools.partial(generator, list(rows), greedy, progress=None)
         forward = functools.partial(causal_lm.forward, self.model, options=options)
-        batch = {"tokens": rows[:, :-1]}
-        if name != "forward":
-            return self._step(name, forward, batch | {"targets": rows[:, 1:]})
-
-        def logits(params: dict) -> jax.Array:
-            return causal_lm.logits(self.model, params, forward(params, batch)["hidden"])
-
-        return functools.partial(jax.jit(logits), self.params)
-
-    def _step(self, name: str, forward: Callable[..., dict], batch: dict) -> Callable[[], Any]:
-        model, surgeries = Model(self.model, self.params, None, ""), ADAPTED.get(name, {})
+        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        if name == "forward":
+            return functools.partial(_logits, self.model, options, self.params, batch["tokens"])
+        batch["loss_mask"] = np.ones(batch["tokens"].shape, bool)
+        (terms, surgeries, _base), model = STEPS[name], Model(*own, None, "")
         for surgery, settings in surgeries.items():
             model = SURGERIES[surgery](model, settings)[0]
-        terms = [nll_term(TermContext("nll", model=self.model))]
-        terms += [TERMS[name](TermContext("added"))] if name in TERMS else []
         drops = REFRESHES["macdrop"]({}) if "macdrop" in surgeries else None
-        # Steps that train all leaves share one state, which they donate.
-        held = self.states.setdefault(name if surgeries else STEP, [])
-        batch = batch | {"loss_mask": np.ones(batch["targets"].shape, bool)}
+        # Steps of one tree share one state, which they donate.
+        held = self.states.setdefault(tuple(surgeries), [])
         step = timing.stepping(*train_step(model, forward, terms, batch, held, refresh=drops))
         return lambda: step()[1]["loss"]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits(model, options, params, tokens):
+    hidden = causal_lm.forward(model, params, {"tokens": tokens}, options=options)["hidden"]
+    return causal_lm.logits(model, params, hidden)
+
+
 def _tables(seconds: Mapping[str, np.ndarray], config: Any) -> list[dict]:
     """Medians and the peer's; ratios of ours: with and without a term, float32 and bfloat16."""
-    rows, ratios, lora = [], {}, next(iter(ADAPTED))
-    bases = dict.fromkeys(TERMS, STEP) | dict.fromkeys([*ADAPTED][1:], lora)
+    rows, ratios, paired = [], {}, timing.paired_interval
     # On a machine without such units bfloat16 is emulated, by torch as by XLA.
     emulated = "" if choose_dtype("auto") == jnp.bfloat16 else " (no bfloat16 units)"
-    for call in config.calls:
-        for dtype in config.dtypes:
-            name, base, cells = f"{call}, {dtype}", f"{bases.get(call)}, {dtype}", ("-", "-")
-            if (peer := seconds.get(f"torch: {name}")) is not None:
-                ratio = timing.paired_interval(peer, seconds[name])
-                cells = f"{np.median(peer):.3f}", timing.said(ratio)
-            label = name + emulated if dtype == "bfloat16" else name
-            rows.append((label, f"{np.median(seconds[name]):.3f}", *cells))
-            if base in seconds:
-                ratios[f"{name} / {base}"] = timing.paired_interval(seconds[name], seconds[base])
-        if set(DTYPES) <= set(config.dtypes):
-            both = (seconds[f"{call}, {dtype}"] for dtype in DTYPES)
-            ratios[f"{call}, float32 / bfloat16"] = timing.paired_interval(*both)
+    for call, dtype in itertools.product(config.calls, config.dtypes):
+        name, full, cells = f"{call}, {dtype}", f"{call}, float32", ("-", "-")
+        ours, peer, half = seconds[name], seconds.get(f"torch: {name}"), dtype == "bfloat16"
+        if peer is not None:
+            cells = f"{np.median(peer):.3f}", timing.said(paired(peer, ours))
+        rows.append((name + emulated if half else name, f"{np.median(ours):.3f}", *cells))
+        base = f"{STEPS[call][-1]}, {dtype}" if call in STEPS else ""
+        if base in seconds:
+            ratios[f"{name} / {base}"] = paired(ours, seconds[base])
+        if half and full in seconds:
+            ratios[f"{full} / {dtype}"] = paired(seconds[full], ours)
     size = f"{config.batch} x {config.seq_len} tokens"
     title = f"{config.model}, {size}, perplexity of {config.windows} windows of {config.window}; "
     title += f"{config.repetitions} rounds, medians in seconds, ratios of each round's own"
