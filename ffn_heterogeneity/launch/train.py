@@ -131,8 +131,9 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     model = starting_model(config.source, built.objective.head, shared.load)
     say(model.source)
     if other := built.differs(model):
-        # Only weights tell where some surgeries go, and what is not here yet has no headers.
-        say(f"planned again, with {other} as it was read ({'; '.join(built.assumed) or 'a slip'})")
+        # Only weights tell where some surgeries go, and what was not here had no headers.
+        if not built.assumed:
+            say(f"planned again: {other} is not as its header said")
         built = plan(config, built.mesh, model, shared.plans)
     if built.unread:
         say(f"{built.objective.name} does not read {some(built.unread)}: they stay as they are")
