@@ -243,12 +243,12 @@ def plan_evaluation(
     """The plan of a run that evaluates alone; errors as `plan`."""
     terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
-    check_names(evaluated)
     packed = config.data.get("packing", True)
     options = run_options(
         config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout
     )
     refresh = make_refresh(config.refresh)
+    check_names(evaluated)
     forward, whole = make_forward(objective, model.config, options), partition.replicated(mesh)
 
     def settled(params, step, hyper):
@@ -279,6 +279,7 @@ def _build(
     params = seen.params
     check_quantised(params, config.train_only)
     only = patterns_that_train(params, config.train_only)
+    whole = made_whole(params, seen.terms)
     mask = partition.trainable_mask(seen.leaves, config.freeze, only, layer_names(params))
     check_terms(seen.terms, mask)
     hyper = jax.eval_shape(lambda: config.hyper(objective.terms)(0))
@@ -301,7 +302,7 @@ def _build(
         hyper=hyper,
         trainable=mask,
         unread=unread,
-        whole=made_whole(params, seen.terms),
+        whole=whole,
         dropout=config.dropout > 0 or (config.adapter_dropout > 0 and "adapters"),
         optimizer=optimizer,
         train_step=None,

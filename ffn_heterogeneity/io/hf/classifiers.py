@@ -43,9 +43,9 @@ def is_published(config: ModelConfig, export: str = "auto") -> bool:
     return fits
 
 
-def as_class(config: ModelConfig) -> ModelConfig:
+def as_class(config: ModelConfig, family: Family) -> ModelConfig:
     """The config of the class's model: without heads, and with a pooler iff the class reads one."""
-    pooler = config.is_encoder and not family_by_name(config.family).dense
+    pooler = config.is_encoder and not family.dense
     return dataclasses.replace(config, head=None, lm_head=False, pooler=pooler)
 
 
@@ -53,44 +53,44 @@ def leaves_of_class(config: ModelConfig, tree: dict, head: dict) -> tuple[dict, 
     """(unstacked tree, flat head leaves) with exactly the parts that the class has.
 
     The dense layer of a head on a BERT without a pooler becomes that pooler.
+
+    Args:
+      config: as `as_class` gives it.
     """
     dense, pooler = f"{ROOT}/dense/", tree.get("pooler")
     tree = {name: part for name, part in tree.items() if name not in ("head", "pooler")}
-    if as_class(config).pooler:
+    if config.pooler:
         moved = {path: leaf for path, leaf in head.items() if path.startswith(dense)}
         tree["pooler"] = pooler or {path.removeprefix(dense): x for path, x in moved.items()}
         head = {path: leaf for path, leaf in head.items() if path not in moved}
     return tree, head
 
 
-def class_of(config: ModelConfig) -> str:
+def class_of(family: Family) -> str:
     """The class's name."""
-    family = family_by_name(config.family)
     stem = family.architecture.removesuffix("Model").removesuffix("ForCausalLM")
     return f"{family.classifier_stem or stem}{CLASS}"
 
 
-def rules_of(config: ModelConfig) -> list[Rule]:
+def rules_of(config: ModelConfig, family: Family) -> list[Rule]:
     """The rules of a classifier's tensors: the model's, behind their prefix, and the head's.
 
     Args:
       config: as `as_class` gives it.
     """
-    family = family_by_name(config.family)
     prefixed = [
         dataclasses.replace(rule, names=tuple(f"{family.prefix}{name}" for name in rule.names))
         for rule in family.rules(config)
     ]
-    return [*prefixed, *head_rules(config)]
+    return [*prefixed, *head_rules(family)]
 
 
-def head_rules(config: ModelConfig) -> list[Rule]:
+def head_rules(family: Family) -> list[Rule]:
     """The rules of the head's tensors."""
-    tensors = family_by_name(config.family).classifier
-    return [one_tensor(f"{ROOT}/{path}", name) for path, name in tensors.items()]
+    return [one_tensor(f"{ROOT}/{path}", name) for path, name in family.classifier.items()]
 
 
-def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:
+def values_of(config: ModelConfig, family: Family, head: HeadConfig) -> dict[str, Any]:
     """The keys of config.json that speak of it.
 
     A decoder's class refuses batches without a padding id, and pools the rightmost token that is
@@ -100,7 +100,7 @@ def values_of(config: ModelConfig, head: HeadConfig) -> dict[str, Any]:
     problem = "single_label_classification" if labels else "regression"
     names = labels or [f"LABEL_{i}" for i in range(head.settings["outputs"])]
     return {
-        "architectures": [class_of(config)],
+        "architectures": [class_of(family)],
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
         "problem_type": head.settings.get("problem") or problem,
@@ -157,16 +157,13 @@ def torch_lines(config: ModelConfig, directory: str) -> list[str]:
         return []
     place = "0" if config.is_encoder else "rows['attention_mask'].sum(1) - 1"
     weights = "torch.softmax(head['lambda'], 0)" if pooling == "p32" else "1 / len(states)"
-    final = family_by_name(config.family).torch_final_norm
-    raw = not config.is_encoder and norm != "hidden_states"
+    family, raw = family_by_name(config.family), not config.is_encoder and norm != "hidden_states"
     read = "[first], [second]" if len((head.settings["fields"] or [[""]])[0]) > 1 else "[first]"
     kind, part = "AutoModel" if config.is_encoder else "AutoModelForCausalLM", ""
     if pooling == "last":
         kind = f"AutoModel{CLASS}"
     elif not config.is_encoder:  # AutoModel of transformers 4 does not find Gemma 3's weights
-        names = {
-            rule.paths[0]: rule.names[0] for rule in family_by_name(config.family).rules(config)
-        }
+        names = {rule.paths[0]: rule.names[0] for rule in family.rules(config)}
         part = "." + names["embed/embedding"].partition(".")[0]
     lines = [
         f"from transformers import {kind}, AutoTokenizer",
@@ -188,7 +185,8 @@ def torch_lines(config: ModelConfig, directory: str) -> list[str]:
     if pooling == "last":
         return [*lines, "logits = model(**rows).logits"]
     if raw:  # the library hands the last state out behind the norm
-        lines += ["last = []", f"{final}.register_forward_pre_hook(lambda m, x: last.append(x[0]))"]
+        hook = "register_forward_pre_hook(lambda m, x: last.append(x[0]))"
+        lines += ["last = []", f"{family.torch_final_norm}.{hook}"]
     lines.append("states = model(**rows, output_hidden_states=True).hidden_states[1:]")
     if raw:
         lines.append("states = (*states[:-1], last[0])")
@@ -197,8 +195,8 @@ def torch_lines(config: ModelConfig, directory: str) -> list[str]:
         f"pooled = (states * ({weights}{'[:, None, None]' if pooling == 'p32' else ''})).sum(0)",
     ]
     if raw and norm == "pooled":
-        lines.append(f"pooled = {final}(pooled)")
-    if config.pooler and not family_by_name(config.family).dense:
+        lines.append(f"pooled = {family.torch_final_norm}(pooled)")
+    if config.pooler and not family.dense:
         lines.append("pooled = torch.tanh(model.pooler.dense(pooled))")
     elif config.is_encoder:
         lines.append("pooled = torch.tanh(pooled @ head['dense/kernel'] + head['dense/bias'])")

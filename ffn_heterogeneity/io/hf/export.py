@@ -102,10 +102,10 @@ def save_pretrained(
     tree = unstack(jax.tree.map(np.asarray, params))
     head, classifier = config.head, classifiers.is_published(config, export)
     heads = flatten({ROOT: tree.pop(ROOT)}) if head else {}
-    config = dataclasses.replace(config, head=None)
+    config, family = dataclasses.replace(config, head=None), families.family_by_name(config.family)
     if classifier:
+        config = classifiers.as_class(config, family)
         tree, heads = classifiers.leaves_of_class(config, tree, heads)
-        config = classifiers.as_class(config)
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
     leaves = checked_leaves(config, tree)
     if kept and export == "padded":
@@ -113,9 +113,10 @@ def save_pretrained(
     config, form = choose_form(config, export)
     shapes = families.expected_shapes(config)
     leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
-    facts, rules, more = dict(extra or {}), families.family_by_name(config.family).rules(config), {}
+    facts, rules, more = dict(extra or {}), family.rules(config), {}
     if classifier:
-        rules, more = classifiers.rules_of(config), classifiers.values_of(config, head)
+        rules = classifiers.rules_of(config, family)
+        more = classifiers.values_of(config, family, head)
         leaves |= cast(heads, dtype)
     else:
         kept |= heads  # in no other tool's form

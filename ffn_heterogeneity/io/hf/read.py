@@ -58,7 +58,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         head, family = config.head, family_by_name(config.family)
         names = () if values.get("architectures") else _names(directory, family)
         if classifiers.is_class(values, family, names):
-            head, config = classifiers.read_head(values), classifiers.as_class(config)
+            head, config = classifiers.read_head(values), classifiers.as_class(config, family)
         if ROOT in native:
             head = HeadConfig.of(native[ROOT]["name"], native[ROOT]["settings"])
         config = dataclasses.replace(config, head=head)
@@ -124,7 +124,7 @@ def _tables(directory: str | os.PathLike, config: ModelConfig, told: bool = True
     family = family_by_name(config.family)
     tensors, rules = stored_tensors(directory, config, told), family.rules(config)
     if classifiers.is_class(read_object(Path(directory) / "config.json"), family, tensors):
-        rules = [*rules, *classifiers.head_rules(config)]
+        rules = [*rules, *classifiers.head_rules(family)]
         return rules, tensors, family.redundant, head_shapes(config)
     return rules, tensors, family.redundant, {}
 
