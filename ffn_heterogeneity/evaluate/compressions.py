@@ -63,7 +63,7 @@ class NtkSettings(ModelSettings):
 
     @classmethod
     def of(cls, config: ConfigDict) -> NtkSettings:
-        """Those of a config, whose keys of `Fusion` stand beside the others."""
+        """The settings in a config, where keys of `Fusion` are among the others."""
         shared = functools.partial(settings_from, Fusion, config, layers=str(config.layer))
         fusions = tuple(shared(method=method) for method in config.methods)
         data = settings_of(LabelSettings, config.data)

@@ -96,7 +96,7 @@ def describe(psi: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DisplacementSettings(TextSettings):
-    """Those of a text, or the documents in field `text_field` of a JSONL file.
+    """Settings of a text, or of the documents in field `text_field` of a JSONL file.
 
     Attributes:
       max_documents: the first so many; 0: all.

@@ -41,7 +41,7 @@ def restart_with_huge_pages() -> None:
 
 
 def _is_own_command() -> bool:
-    """Whether the line that started Python ends in this script, or `ffnh <script>`, and its flags.
+    """True if the line that started Python ends in this script, or `ffnh <script>`, and its flags.
 
     So not where something else runs the script inside its own process.
     """

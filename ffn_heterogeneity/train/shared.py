@@ -39,8 +39,8 @@ class Shared:
 
     @property
     def programs(self) -> int:
-        """Different train steps so far."""
-        return len(self.plans)
+        """Different train steps that were compiled so far."""
+        return sum(plan.train_step._cache_size() > 0 for plan in self.plans.values())
 
     @property
     def compilations(self) -> int:

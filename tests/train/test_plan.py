@@ -33,7 +33,7 @@ from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
-from ffn_heterogeneity.train import build, fit, plan
+from ffn_heterogeneity.train import build, fit, plan, shared
 from ffn_heterogeneity.train.settings import read
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -44,7 +44,7 @@ def kinds(params) -> dict:
 
 
 def agree(path) -> None:
-    """What headers tell is what is read; that it has more than one dtype is the caller's affair."""
+    """Headers tell the very shapes and dtypes that are read."""
     shapes, assumed = load_shapes(path)
     model = load_model(path)
     assert shapes.config == model.config and kinds(shapes.params) == kinds(model.params)
@@ -133,7 +133,9 @@ def test_a_file_of_another_dtype_than_its_header_said(files, tmp_path, made, cap
 def test_only_weights_tell_where_fusion_goes(files, tmp_path, made, capsys):
     config = config_for(*files, "text,fuse", steps=1)
     config.fuse.update(ratio=0.5, skip="massive")
-    training.run(config, tmp_path / "run")
+    together = shared.Shared(keep_model=False)
+    training.run(config, tmp_path / "run", together)
+    assert (together.programs, together.compilations) == (1, 1)
     assert len(made) == 2 and "planned again" not in capsys.readouterr().err
     assert "no weights are read" in plan.plan(read(config)).assumed[0]
 
@@ -193,7 +195,7 @@ def test_gpus_keep_all_where_it_fits():
 
 
 def test_the_next_run_begins_with_what_fits(files, tmp_path, made, monkeypatch):
-    """Where memory holds only the last choice of remat="auto", it is found once."""
+    """The last choice of remat="auto", which alone fits in memory, is found once."""
     tried, inner = [], fit.compile_step
 
     def small(planned, *given):

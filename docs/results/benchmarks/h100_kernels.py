@@ -1,4 +1,4 @@
-"""The programs of h100_experts.json and h100_softcap.json, beside this file.
+"""The programs of h100_experts.json and h100_softcap.json, next to this file.
 
 python docs/results/benchmarks/h100_kernels.py experts|softcap <out.json> [tiny]
 

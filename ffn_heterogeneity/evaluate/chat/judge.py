@@ -87,7 +87,7 @@ class JudgeSettings:
 
     @classmethod
     def of(cls, config: ConfigDict) -> JudgeSettings:
-        """Those of a config; the endpoint's key is read from the environment.
+        """The settings in a config; the endpoint's key is read from the environment.
 
         Raises:
           ValueError: the key is not there; or a setting is unusable.
