@@ -21,7 +21,7 @@ from ffn_heterogeneity.evaluate.classify import classify as classify
 from ffn_heterogeneity.evaluate.hidden import hidden_states as hidden_states
 from ffn_heterogeneity.evaluate.inputs import one_text, prompt_rows, tokenizer_of
 from ffn_heterogeneity.io.gguf.export import save_gguf
-from ffn_heterogeneity.io.hf.card import push as push
+from ffn_heterogeneity.io.hf.card import push_directory
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.load import load_model as load_model
@@ -57,6 +57,25 @@ def save_model(
         return epath.Path(save_gguf(model.config, model.params, directory, **options))
     options = {"tokenizer": model.tokenizer, "structure": structure, **options}
     return save_pretrained(model.config, model.params, directory, **options)
+
+
+def push(model: Model | str | os.PathLike, repository: str, *, private: bool = True) -> str:
+    """Upload a model, or a model directory, to the Hugging Face hub; return its address there.
+
+    The repository is made where it is missing. The token is that of `hf auth login`.
+
+    Args:
+      model: a model is saved first, in a temporary directory, with its structure.
+      repository: "owner/name".
+
+    Raises:
+      CheckpointError: no such directory, no valid name, no network, not logged in, not allowed.
+      ValueError: neither a model nor a path.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        return push_directory(model, repository, private=private)
+    with tempfile.TemporaryDirectory() as folder:
+        return push_directory(save_model(model, f"{folder}/model"), repository, private=private)
 
 
 @products()

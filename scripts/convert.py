@@ -14,7 +14,7 @@ import sys
 from absl import flags
 
 from ffn_heterogeneity.io.gguf.export import TYPES, save_gguf
-from ffn_heterogeneity.io.hf.card import check_repository, push
+from ffn_heterogeneity.io.hf.card import check_repository, push_directory
 from ffn_heterogeneity.io.hf.export import EXPORTS, loads_in, save_pretrained
 from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import load_model
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"{model.source} -> {output}: {model.config.family}, {total:,} parameters")
     print(loads_in(output))
     if _PUSH.value:
-        print(push(output, _PUSH.value))
+        print(push_directory(output, _PUSH.value))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES, kmeans
 from ffn_heterogeneity.train.hlo import collectives
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.tree import flatten
 
 distributed.give_fake_devices_threads()
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8))

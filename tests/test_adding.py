@@ -13,7 +13,7 @@ from tiny_models import REPOSITORY, TEXT, save_tiny
 from tiny_runs import flags_of, run_program
 
 from ffn_heterogeneity.io.load import load_model
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 SMALL = {"steps": 2, "batch_size": 2, "eval.max_batches": 1, "tensorboard": "false"}
 
@@ -149,7 +149,7 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError
 from ffn_heterogeneity.models.leaves import count_parameters, declared
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 model = fh.load_model("tiny")
 config = dataclasses.replace(model.config, head_scales=True)

@@ -13,14 +13,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "ffn_heterogeneity"
 # Every room: one may import those before it, and its own, so that any two have ONE direction.
-ORDER = ("paths", "wording", "progress", "memory", "leaf", "adapters", "parallel", "models")
+ORDER = ("tree", "wording", "progress", "adapters", "parallel", "models")
 ORDER += ("probes", "heads", "losses", "data", "io", "surgery", "report", "papers", "evaluate")
 ORDER += ("train", "bench", "launch", "api", "__main__")
 # Rooms that import no other (adapters and data: pure parts), but those.
-ALONE = {"data": set(), "report": {"io"}, "adapters": {"leaf"}, "papers": {"report"}}
+ALONE = {"data": set(), "report": {"io"}, "adapters": {"tree"}, "papers": {"report"}}
 ONLY_FOR = {"papers": "papers"}  # a room that no other imports: the command joins it to reports
 # Leaf helpers everyone may use: writing a file whole is not an upward arrow.
-SHARED = {"paths", "wording", "progress", "io.files", "io.errors", "io.read", "io.child"}
+SHARED = {"tree", "wording", "progress", "io.files", "io.errors", "io.read", "io.child"}
 # Longer than files (390 lines) and functions (60) may be: none may be added.
 TO_BE_CUT: set[str] = set()
 

@@ -31,6 +31,7 @@ from tiny_models import (
 import ffn_heterogeneity.probes
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.load import Model
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.help import comment_of, comments_of
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
@@ -39,10 +40,10 @@ from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import unused_leaves
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, flatten_config
 from ffn_heterogeneity.probes.base import NEEDS, Probe
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.criteria import CRITERIA, layer_scores
+from ffn_heterogeneity.tree import flatten
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -16,7 +16,6 @@ from tiny_models import LLAMA, batch_of, config_of, random_params, save_tiny
 
 from ffn_heterogeneity import adapters
 from ffn_heterogeneity.launch import cli, compress
-from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models import causal_lm
@@ -26,6 +25,7 @@ from ffn_heterogeneity.surgery.criteria import CRITERIA
 from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.train.source import prepared
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
+from ffn_heterogeneity.tree import Leaf
 
 ONE = jnp.float32(1)
 

@@ -26,7 +26,6 @@ from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models.stack import tree_segments, unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.fuse import METHODS
@@ -36,6 +35,7 @@ from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import starting_model
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import values_of
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ALL = ("fuse", "dora", "macdrop", "p32", "nucl", "jreg", "layerwise")

@@ -25,10 +25,10 @@ from ffn_heterogeneity.io.hf.peft import save_adapters
 from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.io.workdir import finished, prepare_workdir
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.report.compare import write_report
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.calibration import read_rows, write_rows
+from ffn_heterogeneity.tree import flatten
 
 HOSTILE = [None, True, -1, 0, 0.5, 10**12, 2**63, 10**23, 10**400, 1e308, "", "x", "nan", "\ud800"]
 HOSTILE += ["<b>|[a](b)", "../../x", "a\nb", "x" * 5000, [], [7], [[1.0], [2.0, 3.0]], [None], {}]

@@ -22,11 +22,11 @@ from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, state_shardings
 from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.tree import flatten
 
 GEMMA2 = tiny_of("gemma2", layers=4)
 

@@ -14,7 +14,7 @@ from tiny_runs import run_program
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/python.md").read_text(), re.DOTALL)

@@ -22,12 +22,13 @@ import numpy as np
 from tiny_runs import REPOSITORY, Finished, flags_of
 
 from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten_config, unflatten
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.source import starting_model
+from ffn_heterogeneity.tree import unflatten
 
 TEXT = topics["lambda"] + topics["yield"]
 _SIZES = {"vocab_size": 258, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "head_dim": 4}
@@ -290,8 +291,8 @@ def stopped_and_resumed(config, workdir, monkeypatch):
     from ffn_heterogeneity.io.load import load_model
     from ffn_heterogeneity.io.metrics import read_metrics
     from ffn_heterogeneity.launch import train as training
-    from ffn_heterogeneity.paths import flatten
     from ffn_heterogeneity.train.loop import TrainLoop
+    from ffn_heterogeneity.tree import flatten
 
     train_one = TrainLoop._train_one
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.adapters import dora, gates, lora, low_rank, macdrop, mask, nf4
-from ffn_heterogeneity.leaf import Leaf, data, weights
+from ffn_heterogeneity.tree import Leaf, data, weights
 
 Leaves = Mapping[str, jax.Array]
 # What a `Linear` has without any adapter.

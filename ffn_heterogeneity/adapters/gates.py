@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ffn_heterogeneity.paths import nodes, replaced
+from ffn_heterogeneity.tree import nodes, replaced
 
 A, B, LOG_ALPHA = "gates_a", "gates_b", "gates_log_alpha"
 DRAW, MULTIPLIERS = "gates_draw", "gates_multipliers"

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ffn_heterogeneity.paths import nodes, replaced
+from ffn_heterogeneity.tree import nodes, replaced
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 CURRICULA = ("step", "epoch_before", "epoch_after", "exp", "constant")

@@ -130,7 +130,7 @@ def _step(config: TrainConfig, states: dict[str, list[TrainState]]) -> tuple:
         most = built.model.vocab_size if name == "tokens" else 2  # all ones, except the tokens
         batch[name] = rng.integers(1, most, leaf.shape).astype(leaf.dtype)
     batch = place_batch(cut(batch, config.accumulation), built.shardings[1])
-    hyper = {k: np.float32(x) for k, x in config.hyper(built.objective.terms)(0).items()}
+    hyper = {k: np.float32(x) for k, x in built.hyper(0).items()}
     hyper = place_scalars(hyper, built.shardings[2])
     shapes, given = repr(built.state), (built.optimizer, built.trainable)
     if shapes not in states:

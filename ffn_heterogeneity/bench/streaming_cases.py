@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from ffn_heterogeneity.bench.timing import ratio_interval, table, table_of_ratios
-from ffn_heterogeneity.io.hf.export import MAX_SHARD_BYTES, write_configs
+from ffn_heterogeneity.io.hf.export import MAX_SHARD_BYTES, choose_form, write_configs
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import expected_shapes, family_by_name, preset
@@ -83,7 +83,7 @@ def write_random(config: ModelConfig, directory: Path) -> None:
         for name in bar("random weights", pieces.order, unit="tensor", mininterval=1.0):
             weights = rng.standard_normal(specs[name].shape, np.float32)
             pieces.write(name, np.multiply(weights, 0.02, out=weights))
-    write_configs(directory, config, {dtype}, "plain")
+    write_configs(directory, choose_form(config, "auto"), {dtype})
 
 
 def _cold(function: Callable[[Path, Path], Any], source: Path, target: Path) -> tuple[float, Any]:

@@ -20,7 +20,6 @@ from ffn_heterogeneity.models.causal_lm import forward, require_language_model
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import restack, slots, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks
-from ffn_heterogeneity.paths import replaced
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.progress import bar
@@ -28,6 +27,7 @@ from ffn_heterogeneity.report.figures import Line, Panel, draw, save
 from ffn_heterogeneity.surgery.adapt import fold_all
 from ffn_heterogeneity.surgery.attack import massive_weights
 from ffn_heterogeneity.surgery.criteria import layer_scores
+from ffn_heterogeneity.tree import replaced
 from ffn_heterogeneity.wording import check_numbers
 
 BLOCK_INPUT = Probe("block_input", lambda seen, batch, per_layer: seen.block_input, kind="example")

@@ -18,7 +18,7 @@ from ffn_heterogeneity.heads.base import ROOT, Head
 from ffn_heterogeneity.heads.classification import classification_head
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.models.leaves import ROOTS, drawn, shape_of, sizes
-from ffn_heterogeneity.paths import unflatten
+from ffn_heterogeneity.tree import unflatten
 from ffn_heterogeneity.wording import unknown
 
 # name -> (the model's config, the head's settings) -> Head

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ffn_heterogeneity.leaf import Leaf
+from ffn_heterogeneity.tree import Leaf
 
 ROOT = "task_head"
 

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from ffn_heterogeneity.heads.base import ROOT, Head
-from ffn_heterogeneity.leaf import Leaf, weights
 from ffn_heterogeneity.models.causal_lm import finish
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import family_by_name
 from ffn_heterogeneity.models.linear import Linear
 from ffn_heterogeneity.probes.pooled import pooled, pooled_probe
+from ffn_heterogeneity.tree import Leaf, weights
 from ffn_heterogeneity.wording import check_choice, check_numbers, settings_of
 
 # The last layer alone; the paper's; all layers alike; ELMo's (Peters et al. 2018), a rival.

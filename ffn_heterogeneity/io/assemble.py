@@ -15,7 +15,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import Rule, expected_shapes
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.paths import unflatten
+from ffn_heterogeneity.tree import unflatten
 from ffn_heterogeneity.wording import some
 
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")  # of any family, any file

@@ -19,7 +19,7 @@ from orbax.checkpoint.path import atomicity
 from ffn_heterogeneity.io import seals
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import is_bucket
-from ffn_heterogeneity.paths import path_str
+from ffn_heterogeneity.tree import path_str
 from ffn_heterogeneity.wording import check_number, first_line
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, user_cache
-from ffn_heterogeneity.wording import check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,8 @@ def fetch_model(name: str, directory: str | os.PathLike | None = None) -> Path:
     Raises:
       CheckpointError: unknown name, no network, or a download that fails its checksum.
     """
-    check_choice("model", name, SOURCES, CheckpointError)
+    if name not in SOURCES:
+        raise CheckpointError(f"model={name!r:.80}: choose one of {tuple(SOURCES)}")
     source, directory = SOURCES[name], Path(directory or models_directory())
     path = directory / source.target
     if path.exists():

@@ -35,7 +35,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.models.generate import check_vocabulary
 from ffn_heterogeneity.models.options import products
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import naming, nearest
 
 ASSUMED = jnp.bfloat16  # how models are published

@@ -70,6 +70,15 @@ _NO_MEASUREMENTS = (
 )
 
 
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"optimizer.name": "adamw"}` of a nested config; an empty group is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flatten_config(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
 def write_results(workdir: str | os.PathLike, results: Mapping[str, Any]) -> None:
     """Writes rows.jsonl, then results.json: where that is, the other is whole."""
     folder = epath.Path(workdir)

@@ -99,45 +99,41 @@ def open_directory(directory: str | os.PathLike) -> dict[str, tuple[np.ndarray, 
       CheckpointError: no safetensors; a shard missing; a tensor that index and shards disagree on.
     """
     directory = Path(directory)
-    if (directory / SINGLE).is_file():
-        file = directory / SINGLE
-        return {name: (view, file) for name, view in open_file(file).items()}
-    if not (directory / INDEX).is_file():
-        raise CheckpointError(_nothing_there(directory))
-    index = read_object(directory / INDEX).get("weight_map")
-    if (
-        not isinstance(index, dict)
-        or not index
-        or not all(isinstance(file, str) for file in index.values())
-    ):
-        raise CheckpointError(
-            f"{directory / INDEX} is not a shard index: weight_map is due, {{tensor: file}}"
-        )
+    index = None if (directory / SINGLE).is_file() else _index(directory)
     tensors: dict[str, tuple[np.ndarray, Path]] = {}
-    for shard in sorted(set(index.values())):
+    for shard in [SINGLE] if index is None else sorted(set(index.values())):
         file = directory / shard
         if not shard.isprintable() or Path(shard).name != shard or not file.is_file():
             raise CheckpointError(f"{directory / INDEX} lists the shard {shard!r}: no such file")
         for name, view in open_file(file).items():
-            if index.get(name) != shard:
+            if index is not None and index.get(name) != shard:
                 raise CheckpointError(
                     f"{file} holds tensor {name!r}, the index places it in {index.get(name)!r}"
                 )
             tensors[name] = (view, file)
-    if lost := sorted(set(index) - set(tensors)):
+    if lost := sorted(set(index or ()) - set(tensors)):
         raise CheckpointError(f"{directory / INDEX}: tensors {some(lost)} are in no shard")
     return tensors
 
 
-def _nothing_there(directory: Path) -> str:
+def _index(directory: Path) -> dict[str, str]:
+    """{tensor: its file} of a directory with shards."""
+    if (directory / INDEX).is_file():
+        index = read_object(directory / INDEX).get("weight_map")
+        named = isinstance(index, dict) and all(isinstance(file, str) for file in index.values())
+        if not (index and named):
+            raise CheckpointError(
+                f"{directory / INDEX} is not a shard index: weight_map is due, {{tensor: file}}"
+            )
+        return index
     pickles = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
-        return (
+        raise CheckpointError(
             f"{directory} holds only pickled weights ({some(pickles)}), which can run code when "
             "opened and are never read: convert them to safetensors first (save_pretrained in "
             "transformers does)"
         )
-    return f"{directory} has neither {SINGLE} nor {INDEX}"
+    raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}")
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:

@@ -17,8 +17,8 @@ from ffn_heterogeneity.io.files import check_opens, is_bucket, lock, plain, writ
 from ffn_heterogeneity.io.fingerprint import fingerprint
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.io.read import read_bytes, read_object
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.parallel.processes import on_main
-from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import shell_line
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "transformers")

@@ -17,6 +17,7 @@ from absl import app, flags, logging
 from etils import epath
 from ml_collections import ConfigDict, FieldReference, config_flags
 
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import working_in
 from ffn_heterogeneity.launch import configs
 from ffn_heterogeneity.launch.compilation import keep_compiled
@@ -25,7 +26,6 @@ from ffn_heterogeneity.launch.help import help_text
 from ffn_heterogeneity.launch.huge_pages import restart_with_huge_pages
 from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.parallel import processes as distributed
-from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import check_known, naming, nearest, unknown
 
 # What a user can cause and mend; anything else keeps its traceback.

@@ -13,8 +13,14 @@ from ml_collections import ConfigDict
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.files import atomic_path, write_json
 from ffn_heterogeneity.io.fingerprint import of_model
-from ffn_heterogeneity.io.hf.card import check_repository, compared, published, push, write_card
-from ffn_heterogeneity.io.hf.export import EXPORTS, loads_in, save_pretrained
+from ffn_heterogeneity.io.hf.card import (
+    check_repository,
+    compared,
+    published,
+    push_directory,
+    write_card,
+)
+from ffn_heterogeneity.io.hf.export import EXPORTS, save_pretrained
 from ffn_heterogeneity.io.load import load_model, model_directory
 from ffn_heterogeneity.io.rows import write_results
 from ffn_heterogeneity.models.options import choose_dtype
@@ -51,31 +57,31 @@ def run(config: ConfigDict, workdir: epath.Path, score: Callable[..., dict] | No
     else:
         key = jax.random.key(config.get("seed", 0))
         changed, results = surgery(model, settings, key=key)
-        keep_own_text(workdir, results)
         written = changed.config
         check_leaves(changed.config, changed.params, beside=ROOT)
         form = {"export": config.export, "dtype": dtype, "tokenizer": model.tokenizer}
         form["structure"] = "fold" if config.export == "padded" else "keep"
         save_pretrained(changed.config, changed.params, target, overwrite=True, **form)
-        if "removed" in results:
-            write_json(target / "removed_neurons.json", published(results))
+    keep_own_text(workdir, results)
+    told = describe(surgery.name, results)
+    if written and "removed" in results:
+        write_json(target / "removed_neurons.json", published(results))
     if score and before:
         after = score(load_model(str(target)))
         protocol = {"text": config.text or config.token_ids}
         protocol |= {key: after[key] for key in ("windows", "tokens", "bos")}
         protocol["dtype"] = str(choose_dtype(config.compute_dtype))
         results |= compared(before["perplexity"], after["perplexity"], **protocol)
-    told = describe(surgery.name, results)
-    write_card(target, config.model, told, results, written, config.get("push", ""))
+    loads = write_card(target, config.model, told, results, written, config.get("push", ""))
     results |= of_model(target)
     write_results(workdir, results)
     print(told)
     if "perplexity_after" in results:
         print("perplexity {perplexity_before:,.4f} -> {perplexity_after:,.4f}".format(**results))
     print(target, file=sys.stderr)
-    print(loads_in(target), file=sys.stderr)
+    print(loads, file=sys.stderr)
     if config.get("push"):
-        print(push(target, config.push), file=sys.stderr)
+        print(push_directory(target, config.push), file=sys.stderr)
     return results
 
 

@@ -11,12 +11,12 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import finished
 from ffn_heterogeneity.launch import cli, configs
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.stages import Stage, run_stages
 from ffn_heterogeneity.parallel.processes import answer, on_main, say
-from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.stats import student
 from ffn_heterogeneity.train.early import check_early
 from ffn_heterogeneity.train.settings import read

@@ -12,8 +12,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
-from ffn_heterogeneity.paths import flatten_config
 
 COLUMN = 36  # where comments begin
 

@@ -25,11 +25,11 @@ from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.models.leaves import Place, declared_at, neuron_axis
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import folded
 from ffn_heterogeneity.surgery.reduce import results_of
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import settings_from
 
 # The criterion of the row that all others are compared with: the model as it is.

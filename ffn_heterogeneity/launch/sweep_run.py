@@ -16,13 +16,13 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.io.files import write_json
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.runs import SWEEP, read_listing
 from ffn_heterogeneity.io.workdir import WorkdirError, prepare_workdir, working_in
 from ffn_heterogeneity.launch import cli, experiment, slurm
 from ffn_heterogeneity.launch.commands import COMMANDS
 from ffn_heterogeneity.launch.sweep import Point, Sweep, check_sweep
 from ffn_heterogeneity.parallel.processes import ALONE
-from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.progress import bar, say_above
 from ffn_heterogeneity.train.shared import Shared
 from ffn_heterogeneity.wording import check_choice, check_known, shell_line, some

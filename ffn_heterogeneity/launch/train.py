@@ -23,12 +23,12 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from ffn_heterogeneity.data.corpus.shards import check_vocabulary
-from ffn_heterogeneity.heads import ROOT, make_head
+from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.fingerprint import of_model
 from ffn_heterogeneity.io.hf.card import write_card
-from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import Model, load_tokenizer
 from ffn_heterogeneity.io.metrics import missing_steps, read_metrics
 from ffn_heterogeneity.io.read import read_json
@@ -44,7 +44,7 @@ from ffn_heterogeneity.train.evaluation import PREFIX, validation
 from ffn_heterogeneity.train.fit import compile_checked, described
 from ffn_heterogeneity.train.hooks import Hook
 from ffn_heterogeneity.train.loop import LoopResult, Program, TrainingDiverged, TrainLoop
-from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.train.objectives import Data
 from ffn_heterogeneity.train.plan import Plan, plan, plan_evaluation
 from ffn_heterogeneity.train.settings import TrainConfig, read
 from ffn_heterogeneity.train.shared import Shared
@@ -128,7 +128,8 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
     built = plan(config, cache=shared.plans)
     say(described(built, config.loop.steps))
     say(f"loading {config.model} ..." if config.model else "making a new model ...")
-    model = starting_model(config.source, built.objective.head, shared.load)
+    head = built.objective.head
+    model = starting_model(config.source, head, shared.load)
     say(model.source)
     if other := built.differs(model):
         # Only weights tell where some surgeries go, and what was not here had no headers.
@@ -149,29 +150,32 @@ def train(config: TrainConfig, workdir: epath.Path, shared: Shared, start: float
         result = loop.run()
     if result.stopped:
         raise SystemExit(128 + signal.Signals[result.stopped])
-    params, step = final_params(config, built, workdir, result)
-    hyper = loop.program.hyper(result.step)
+    again = functools.partial(starting_model, config.source, head, shared.load)
+    params, step = final_params(config, again, workdir, result)
+    hyper = built.hyper(result.step)
     params = built.settled(params, step, hyper)
+    tested = validation(built, data.at_end, at_end=True)(params) if data.at_end else {}
+    params = to_host(params)
     facts = facts_of(built, model.source, hyper)
     facts |= {"exported_step": step, "compile_seconds": seconds or result.compile_seconds}
-    if data.at_end:
-        facts |= validation(built, data.at_end, at_end=True)(params)
-    params = to_host(params)
+    facts |= tested
 
     def finish() -> None:
         export(config.export, model, params, workdir / "model")
         results = facts | summary(workdir, result)
-        results |= data.says(results) | head_facts(built.objective, model, params)
+        results |= data.says(results)
+        if head := built.forward.head:
+            results |= plain(head.says(params[ROOT]))
         if config.retries:
             results |= {"seed": config.seed, "retries": len(diverged(workdir))}
         results["seconds"] = time.time() - start
         method = f"trained with {', '.join(facts['losses'])}"
-        write_card(workdir / "model", config.model, method, results, model.config)
+        loads = write_card(workdir / "model", config.model, method, results, model.config)
         write_results(workdir, results | of_model(workdir / "model"))
         if "constant_loss" in results and (said := unlearnt(workdir, results["constant_loss"])):
             print(said, file=sys.stderr)
         print(f"model: {workdir}/model, numbers: {workdir}/results.json", file=sys.stderr)
-        print(loads_in(workdir / "model"), file=sys.stderr)
+        print(loads, file=sys.stderr)
 
     on_main(finish)
 
@@ -203,12 +207,6 @@ def facts_of(built: Plan, source: str, weights: Mapping[str, float]) -> dict[str
     }
 
 
-def head_facts(objective: Objective, model: Model, params: dict) -> dict[str, Any]:
-    """The head's facts of its leaves."""
-    head = make_head(model.config, objective.head) if objective.head else None
-    return {} if head is None else plain(head.says(params[ROOT]))
-
-
 def make_loop(
     config: TrainConfig, built: Plan, model: Model, data: Data, workdir: epath.Path, shared: Shared
 ) -> tuple[TrainLoop, Plan, float | None]:
@@ -223,19 +221,17 @@ def make_loop(
     loop = dataclasses.replace(config.loop, best_metric=metric, best_mode=mode or "min")
     program = Program(
         built.train_step,
-        config.hyper(built.objective.terms),
+        built.hyper,
         shardings=built.shardings,
         gradient_paths=tuple(sorted(path for path, own in built.trainable.items() if own)),
         lengths=len(built.objective.lengths),
         terms=tuple(term.name for term in built.terms),
     )
-    hooks = validation_hooks(built, data, config.eval_every, program.hyper)
+    hooks = validation_hooks(built, data, config.eval_every)
     return TrainLoop(loop, program, state, data.batches, workdir, hooks), built, seconds
 
 
-def validation_hooks(
-    built: Plan, data: Data, every: int, hyper: Callable[[int], dict[str, float]]
-) -> tuple[Hook, ...]:
+def validation_hooks(built: Plan, data: Data, every: int) -> tuple[Hook, ...]:
     """The measurements between steps: every held-out set, on the weights as an export has them."""
     if not data.held_out:
         say("no validation data: nothing is evaluated and no checkpoint is the best")
@@ -243,23 +239,23 @@ def validation_hooks(
     evaluate = validation(built, data.held_out)
 
     def measure(state, check_stop):
-        params = built.settled(state.params, state.step, hyper(int(state.step)))
+        params = built.settled(state.params, state.step, built.hyper(int(state.step)))
         return evaluate(params, check_stop)
 
     return (Hook(measure, every),)
 
 
 def final_params(
-    config: TrainConfig, built: Plan, workdir: epath.Path, result: LoopResult
+    config: TrainConfig, start: Callable[[], Model], workdir: epath.Path, result: LoopResult
 ) -> tuple[dict, int]:
-    """(parameters, their step): the last; or the best, which are a checkpoint's, or the input's if
-    nothing beat it."""
+    """(parameters, their step): the last; or the best, which are a checkpoint's, or those of
+    `start()` if nothing beat them."""
     best = result.best
     if config.export["weights"] != "best" or not best or best["step"] == result.step:
         return result.state.params, result.step
     if best["step"] == 0:
         say("no evaluation was better than the model as it was loaded: that one is exported")
-        return starting_model(config.source, built.objective.head).params, 0
+        return start().params, 0
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.loop.keep)
     state, _ = checkpoints.restore(result.state, best["step"])
     checkpoints.close()

@@ -9,7 +9,7 @@ import jax
 
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import slots
-from ffn_heterogeneity.paths import subtree
+from ffn_heterogeneity.tree import subtree
 
 
 class Kernels(NamedTuple):

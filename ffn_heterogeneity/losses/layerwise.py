@@ -21,9 +21,9 @@ from ffn_heterogeneity.losses.classification import classification_term, regress
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.stack import slots
-from ffn_heterogeneity.paths import TEACHER, replaced, subtree
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import counted_tokens
+from ffn_heterogeneity.tree import TEACHER, replaced, subtree
 from ffn_heterogeneity.wording import check_choice
 
 # The residual stream after the block (layer-wise tuning), or what the FFN returns ("maintain

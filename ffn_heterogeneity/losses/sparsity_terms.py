@@ -11,7 +11,7 @@ from ffn_heterogeneity.adapters import gates
 from ffn_heterogeneity.adapters.mask import binary
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue
 from ffn_heterogeneity.models.stack import slots
-from ffn_heterogeneity.paths import nodes
+from ffn_heterogeneity.tree import nodes
 from ffn_heterogeneity.wording import check_number
 
 

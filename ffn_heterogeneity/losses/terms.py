@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
-from ffn_heterogeneity.wording import check_choice, check_known
+from ffn_heterogeneity.tree import flatten
+from ffn_heterogeneity.wording import check_choice, check_known, check_number
 
 
 class TermValue(NamedTuple):
@@ -110,6 +110,27 @@ class LossTerm:
                 "(losses/terms.py)"
             )
         return value
+
+
+def key_of_weight(name: str) -> str:
+    """The key of `hyper`, and of the config, that holds a loss's weight."""
+    return f"losses.{name}.weight"
+
+
+def weights_of(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """`{"losses.<name>.weight": weight}` of the groups of losses that are built."""
+    built = {name: group for name, group in losses.items() if group["weight"] is not None}
+    return {key_of_weight(name): float(group["weight"]) for name, group in built.items()}
+
+
+def check_weights(losses: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError where a group has no weight, or one that is negative or not finite."""
+    for name, group in losses.items():
+        if "weight" not in group:
+            key = key_of_weight(name)
+            raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
+        if group["weight"] is not None:
+            check_number(key_of_weight(name), group["weight"], "[0, inf)")
 
 
 def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:

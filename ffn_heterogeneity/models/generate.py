@@ -26,8 +26,8 @@ from ffn_heterogeneity.models.decoding import forward_cached, layers_apart, make
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.sampling import AnswerSoFar, Generation, Sampling, choose
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import path_str
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.tree import path_str
 from ffn_heterogeneity.wording import check_number
 
 CHUNK, MIN_BUCKET = 16, 16

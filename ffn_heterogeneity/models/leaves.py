@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
-from ffn_heterogeneity.leaf import Leaf, LeafError, weights
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import segmentation, slots
-from ffn_heterogeneity.paths import AUXILIARY, flatten, unflatten
+from ffn_heterogeneity.tree import AUXILIARY, Leaf, LeafError, flatten, unflatten, weights
 
 Declared = Iterator[tuple[str, Leaf]]
 # Further roots of a tree -> what declares the leaves below them (heads add theirs).

@@ -21,7 +21,7 @@ from ffn_heterogeneity.models.blocked import ATTENTION_RESIDUALS
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.kept import BLOCK_INPUT
 from ffn_heterogeneity.models.linear import WIDE_PRODUCT
-from ffn_heterogeneity.paths import flatten, subtree
+from ffn_heterogeneity.tree import flatten, subtree
 from ffn_heterogeneity.wording import check_choice
 
 MAX_PATTERN = 8

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ffn_heterogeneity.adapters import ADAPTERS
 from ffn_heterogeneity.models.causal_lm import forward, logits
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 
 def unused_leaves(

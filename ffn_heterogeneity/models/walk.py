@@ -15,7 +15,7 @@ from ffn_heterogeneity.adapters import FFN_LEAVES, is_linear
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place, declared_at
 from ffn_heterogeneity.models.stack import layer_leaves, stack_leaves, unstack
-from ffn_heterogeneity.paths import flatten, nodes, replaced, subtree, unflatten
+from ffn_heterogeneity.tree import flatten, nodes, replaced, subtree, unflatten
 from ffn_heterogeneity.wording import naming
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.leaf import Leaf
-from ffn_heterogeneity.paths import flatten, is_auxiliary
+from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary
 from ffn_heterogeneity.wording import naming
 
 MESH_AXES = ("data", "fsdp", "tensor")

@@ -16,6 +16,7 @@ from ffn_heterogeneity.io.rows import (
     FIELDS,
     RESULTS,
     ROWS,
+    flatten_config,
     is_count,
     measurement,
     read_results,
@@ -32,7 +33,6 @@ from ffn_heterogeneity.io.runs import (
     folders,
     read_text,
 )
-from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
 
 if TYPE_CHECKING:

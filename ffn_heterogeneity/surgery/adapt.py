@@ -12,13 +12,13 @@ import jax
 import numpy as np
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, dora, lora, macdrop, nf4
-from ffn_heterogeneity.io.hf.export import fold
+from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
-from ffn_heterogeneity.paths import flatten, is_abstract
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.tree import flatten, is_abstract
 from ffn_heterogeneity.wording import check_numbers, naming, settings_of
 
 

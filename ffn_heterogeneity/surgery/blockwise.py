@@ -25,10 +25,10 @@ from ffn_heterogeneity.models.feed_forward import FeedForward
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.states import METHODS, Moments
+from ffn_heterogeneity.tree import flatten
 
 BATCH = 8  # rows at once
 HELD_OUT = 4  # every fourth row chooses what the others are fitted with

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.io.pieces import by_rows
 from ffn_heterogeneity.losses.nucl_exact import STATISTICS, distributions
-from ffn_heterogeneity.surgery.weights import CACHED, blocks, by_rows, finite_kernel, outgoing
+from ffn_heterogeneity.surgery.weights import CACHED, blocks, finite_kernel, outgoing
 from ffn_heterogeneity.wording import check_known, naming
 
 # What `seen.seen_states` says of a layer; None: nothing was looked at.

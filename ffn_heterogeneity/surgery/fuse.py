@@ -33,8 +33,6 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
-from ffn_heterogeneity.parallel.partition import make_mesh
-from ffn_heterogeneity.paths import is_abstract
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery import neurons, states
 from ffn_heterogeneity.surgery.attack import massive_weights
@@ -45,6 +43,7 @@ from ffn_heterogeneity.surgery.kmeans import cluster
 from ffn_heterogeneity.surgery.mmd import support_points
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.selection import highest, layer_subset, removal_count
+from ffn_heterogeneity.tree import is_abstract
 from ffn_heterogeneity.wording import check_choice, check_numbers, naming, settings_of
 
 
@@ -264,7 +263,9 @@ def fuse_block(
 
 def _clustered(rows: dict, c: int, asked: Fusion, seed: int) -> tuple[dict, np.ndarray, dict]:
     """(centroids, cluster sizes, facts), on all devices of this process."""
-    mesh = make_mesh(tensor=-1, devices=jax.local_devices())
+    here = jax.local_devices()
+    axis = {"axis_names": ("columns",), "axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((len(here),), **axis, devices=here)
     found = cluster(
         neurons.joined(rows), c, starts=asked.n_init, seed=seed, mesh=mesh, label="k-means"
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from ffn_heterogeneity.adapters import KERNEL_LEAVES
 from ffn_heterogeneity.io.assemble import all_finite
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 # A part of a neuron's row: what it is of the block.
 Part = tuple[str, str]

@@ -112,11 +112,11 @@ def reduce_layer(
     if not gone.size:
         return ffn, gone, None
     kept = np.setdiff1d(np.arange(ffn["down"]["kernel"].shape[0]), gone)
+    smaller = take_neurons(config, place, ffn, kept)
     if plan.compensation not in OF_WEIGHTS:
-        return take_neurons(config, place, ffn, kept), gone, None
+        return smaller, gone, None
     with naming(f"layer {place.layer}"):
         kernel, report = outgoing_of_survivors(plan.compensation, ffn, gone, merges)
-    smaller = take_neurons(config, place, ffn, kept)
     smaller = {name: leaf for name, leaf in smaller.items() if name not in FFN_LEAVES}
     bias = {name: leaf for name, leaf in ffn["down"].items() if name == "bias"}
     return smaller | {"down": {"kernel": kernel} | bias}, gone, {"layer": place.layer} | report

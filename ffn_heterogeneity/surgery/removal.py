@@ -8,7 +8,7 @@ import numpy as np
 
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place, declared_at, neuron_axis
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 
 def take_neurons(config: ModelConfig, place: Place, ffn: dict, kept: np.ndarray) -> dict:

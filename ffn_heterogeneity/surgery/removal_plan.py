@@ -106,9 +106,12 @@ class RemovalPlan:
         return select_global(scores, **how_much)
 
     def _with_lost(
-        self, scores: np.ndarray, ffn: dict, place: Place, cut: int, seen: criteria.Seen
+        self, scores: np.ndarray, place: Place, cut: int, named: np.ndarray | None
     ) -> np.ndarray:
         """The neurons that go by their scores, those of `lose` first.
+
+        Args:
+          named: those that `lose` names, None where it draws them.
 
         Raises:
           ValueError: more are to be lost than go, or than would stay.
@@ -116,16 +119,15 @@ class RemovalPlan:
         gone = highest(scores, cut)
         if not self.lose:
             return gone
-        kind, size = criteria.check_named("lose", self.lose)
-        if kind == "random":
+        if named is None:
+            size = float(self.lose.partition(":")[2])
             own = [1] if place.expert is None else [1, place.expert]
             rng = np.random.default_rng([self.seed, place.layer, *own])
             stay = np.setdiff1d(np.arange(len(scores)), gone)
             count = int(size) if size >= 1 else math.ceil(size * len(scores))
             lost = rng.permutation(stay)[:count]
         else:
-            lost = criteria.named(kind, size, ffn, seen)
-            count = len(lost)
+            lost, count = named, len(named)
         if not len(lost) == count <= cut:
             raise ValueError(
                 f"lose={self.lose!r}: {count} of layer {place.layer}'s {len(scores)} neurons, of "
@@ -150,8 +152,10 @@ class RemovalPlan:
         if self.criterion != criteria.SIMILARITY:
             options = {"seed": self.seed, "reverse": self.reverse, "protect": self.protect}
             options |= {"layer": place.layer, "expert": place.expert, "activations": seen}
-            scores = criteria.layer_scores(self.criterion, ffn, **options)
-            return self._with_lost(scores, ffn, place, cut, seen), None
+            scores, named = criteria.layer_scores(self.criterion, ffn, **options), None
+            if self.lose and not self.lose.startswith("random:"):
+                named = criteria.named(*criteria.check_named("lose", self.lose), ffn, seen)
+            return self._with_lost(scores, place, cut, named), None
         width = ffn["down"]["kernel"].shape[0]
         with naming(f"layer {place.layer}"):
             steps = merges(ffn, width - 1 if self.reverse else cut)

@@ -18,7 +18,6 @@ import numpy as np
 
 from ffn_heterogeneity.surgery.neighbours import Neighbours, duplicate_groups
 from ffn_heterogeneity.surgery.weights import Outgoing, incoming, outgoing, power_of_two
-from ffn_heterogeneity.wording import check_number
 
 
 def merges(ffn: dict, count: int) -> np.ndarray:
@@ -27,9 +26,10 @@ def merges(ffn: dict, count: int) -> np.ndarray:
     Raises:
       ValueError: non-finite weights, or nothing would stay.
     """
-    vectors, _ = incoming(ffn)
-    check_number("count", count, f"[0, {len(vectors)})")
-    state = _Merging(vectors, outgoing(ffn))
+    (vectors, _), weights = incoming(ffn), outgoing(ffn)
+    if not 0 <= count < len(vectors):
+        raise ValueError(f"count={count} must be a number in [0, {len(vectors)})")
+    state = _Merging(vectors, weights)
     return np.array([state.step() for _ in range(count)], np.int64).reshape(-1, 2)
 
 

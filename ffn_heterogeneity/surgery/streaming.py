@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ import numpy as np
 from etils import epath
 
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, checked, leaf_shapes, without_tied
-from ffn_heterogeneity.io.errors import CheckpointError
+from ffn_heterogeneity.io.assemble import Stored, checked
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.hf import read as huggingface
 from ffn_heterogeneity.io.hf.card import published
@@ -34,13 +33,12 @@ from ffn_heterogeneity.io.hf.export import (
 from ffn_heterogeneity.io.pieces import Pieces, Spec, open_pieces
 from ffn_heterogeneity.io.read_ahead import read_ahead
 from ffn_heterogeneity.models.config import ModelConfig
-from ffn_heterogeneity.models.families import Family, Rule, expected_shapes, family_by_name
+from ffn_heterogeneity.models.families import Family, Rule, expected_shapes
 from ffn_heterogeneity.models.leaves import Place
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.surgery.reduce import reduce_layer, results_of
 from ffn_heterogeneity.surgery.removal_plan import Cut, RemovalPlan
-from ffn_heterogeneity.surgery.weights import by_rows
+from ffn_heterogeneity.tree import flatten, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +85,10 @@ def open_checkpoint(directory: str | os.PathLike) -> Checkpoint:
     """Opens a directory; no value is read but those of a head beside tied embeddings.
 
     Raises:
-      CheckpointError: as `huggingface.read_pretrained`, values apart.
+      CheckpointError: as `huggingface.open_pretrained`.
     """
     directory = Path(directory)
-    config = huggingface.read_config(directory)
-    family = family_by_name(config.family)
-    rules = family.rules(config)
-    tensors = huggingface.stored_tensors(directory, config)
-    leaf_shapes(config, rules, tensors, family.redundant)
-    tensors = without_tied(config, rules, tensors)
+    config, family, rules, tensors = huggingface.open_pretrained(directory)
     by_layer: dict[int, list[Rule]] = {}
     for rule in rules:
         for layer in {int(m[1]) for p in rule.paths if (m := re.match(r"layers/(\d+)/ffn/", p))}:
@@ -139,21 +132,19 @@ def compress_directory(
       ValueError, CheckpointError: as `compress.run`.
     """
     check_streamed(plan)
-    if huggingface.structure_section(source):
-        raise CheckpointError(
-            f"{source} keeps structure (masks, adapters, P), which surgery from checkpoint to "
-            "checkpoint does not read: leave streaming=true out"
-        )
     checkpoint = open_checkpoint(source)
     cuts = plan.cuts(checkpoint.config.ffn_widths, checkpoint.ffn)
     widths = enumerate(checkpoint.config.ffn_widths)
     smaller = checkpoint.config.with_widths([w - _size(cuts.get(i, 0)) for i, w in widths])
-    written, form = choose_form(smaller, export)
-    specs = _specs(checkpoint, written, dtype)
+    form = choose_form(smaller, export)
+    shapes = expected_shapes(form.config)
+    specs = _specs(checkpoint, form.config, shapes, dtype)
     with local_directory(epath.Path(target)) as temporary:
         with open_pieces(temporary, specs, max_shard_bytes) as pieces:
-            removed, reports = _write(checkpoint, written, plan, cuts, pieces)
-        write_configs(temporary, written, {spec.dtype for spec in specs.values()}, form)
+            removed, reports = _write(
+                checkpoint, shapes, form.config.ffn_widths, plan, cuts, pieces
+            )
+        write_configs(temporary, form, {spec.dtype for spec in specs.values()})
         for pattern in ("generation_config.json", *tokenizer_files.FILES):
             for file in filter(Path.is_file, checkpoint.directory.glob(pattern)):
                 shutil.copyfile(file, temporary / file.name)
@@ -162,39 +153,46 @@ def compress_directory(
     return results
 
 
-def _specs(checkpoint: Checkpoint, written: ModelConfig, dtype: Any) -> dict[str, Spec]:
-    shapes = expected_shapes(written)
+def _specs(
+    checkpoint: Checkpoint, written: ModelConfig, shapes: Mapping[str, tuple], dtype: Any
+) -> dict[str, Spec]:
     specs = {}
     for rule in checkpoint.family.rules(written):
         for name, shape in zip(rule.names, rule.stored_shapes(shapes), strict=True):
-            stored = checkpoint.tensors[name].load().dtype
+            stored = checkpoint.tensors[name].dtype
             specs[name] = Spec(shape, np.dtype(stored if dtype is None else dtype))
     return specs
 
 
 def _write(
     checkpoint: Checkpoint,
-    written: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    widths: Sequence[int],
     plan: RemovalPlan,
-    cuts: dict[int, Cut],
+    cuts: Mapping[int, Cut],
     pieces: Pieces,
 ) -> tuple[dict[int, np.ndarray], list[dict]]:
-    """All tensors, file by file; (removed neurons by layer, reports of the compensation)."""
-    shapes = expected_shapes(written)
+    """All tensors, file by file; (removed neurons by layer, reports of the compensation).
+
+    Args:
+      shapes, widths: of the leaves that are written, and of their FFNs.
+    """
     removed = {layer: np.zeros(0, np.int64) for layer in cuts}
     reports = {}
     changed = {layer for layer, cut in cuts.items() if _size(cut)}
-    widths = zip(written.ffn_widths, checkpoint.config.ffn_widths, strict=True)
-    rewritten = changed | {layer for layer, (new, old) in enumerate(widths) if new != old}
+    both = zip(widths, checkpoint.config.ffn_widths, strict=True)
+    rewritten = changed | {layer for layer, (new, old) in enumerate(both) if new != old}
     turns = _turns(checkpoint, rewritten, pieces.order)
     order = [name for _, names in turns for name in names]
+    places = [checkpoint.place(name) for name in order]
     shown = bar("writing", total=len(order), unit="tensor")
-    with shown, read_ahead([checkpoint.place(name) for name in order]) as reach:
+    with shown, read_ahead(places) as reach:
         for layer, names in turns:
             reach(order.index(names[0]))
             shown.update(len(names))
             if layer is None:
-                pieces.write(names[0], checkpoint.read(names[0]))
+                array = checkpoint.read(names[0])
+                pieces.write(names[0], array)
                 continue
             leaves = checkpoint.leaves(layer)
             ffn = _ffn_of(leaves, layer)
@@ -209,7 +207,7 @@ def _write(
             for rule in checkpoint.by_layer[layer]:
                 saved = rule.save([leaves[path] for path in rule.paths])
                 for name, array in zip(rule.names, saved, strict=True):
-                    pieces.write(name, by_rows(array))
+                    pieces.write(name, array)
     return removed, [reports[layer] for layer in sorted(reports) if reports[layer]]
 
 

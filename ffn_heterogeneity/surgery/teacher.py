@@ -12,7 +12,7 @@ import numpy as np
 from ffn_heterogeneity.io.load import Model, load_config, load_model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import slots, stack_leaves, unstack
-from ffn_heterogeneity.paths import TEACHER, flatten, is_abstract, unflatten
+from ffn_heterogeneity.tree import TEACHER, flatten, is_abstract, unflatten
 from ffn_heterogeneity.wording import settings_of
 
 

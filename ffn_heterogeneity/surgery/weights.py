@@ -13,12 +13,12 @@ import numpy as np
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, neuron_factor
 from ffn_heterogeneity.io.assemble import all_finite
+from ffn_heterogeneity.io.pieces import by_rows, copy_tiles
 from ffn_heterogeneity.losses.nucl_exact import exact_kernel
 from ffn_heterogeneity.models.linear import effective_kernel
 
 # float64 numbers of a block: it and what is computed of it stay in a core's cache.
 CACHED = 1 << 15
-_TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +105,6 @@ def finite_kernel(leaves: dict, name: str) -> np.ndarray:
     if not all_finite(kernel if kernel.flags.c_contiguous else kernel.T):
         exact_kernel(leaves, name)
     return kernel
-
-
-def by_rows(kernel: np.ndarray) -> np.ndarray:
-    """`kernel` with contiguous rows: itself, or a copy."""
-    if kernel.flags.c_contiguous:
-        return kernel
-    copy = np.empty(kernel.shape, kernel.dtype)
-    copy_tiles(copy, kernel)
-    return copy
-
-
-def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
-    """target[:] = source, five times faster where one is stored as the other's transpose."""
-    for a in range(0, source.shape[0], _TILE):
-        for b in range(0, source.shape[1], _TILE):
-            tile = (slice(a, a + _TILE), slice(b, b + _TILE))
-            target[tile] = source[tile]
 
 
 def blocks(shape: tuple[int, ...], elements: int) -> list[slice]:

@@ -10,20 +10,23 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ffn_heterogeneity.adapters import REFRESHES, adapter_leaves, is_linear, kernel_readers
-from ffn_heterogeneity.losses import TERMS
-from ffn_heterogeneity.losses.terms import LossTerm, TermContext, probe_term, strict
+from ffn_heterogeneity.losses import term_of
+from ffn_heterogeneity.losses.terms import (
+    LossTerm,
+    TermContext,
+    key_of_weight,
+    weights_of,
+)
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import choose_dtype
-from ffn_heterogeneity.models.stack import slots
+from ffn_heterogeneity.models.stack import Slot, layer_names, slots
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import TEACHER, flatten, nodes, subtree
-from ffn_heterogeneity.probes import PROBES
 from ffn_heterogeneity.train.labels import labels
 from ffn_heterogeneity.train.language import language
 from ffn_heterogeneity.train.objectives import LANGUAGE, Objective, ObjectiveSettings
-from ffn_heterogeneity.train.settings import key_of_weight, loss_weights
-from ffn_heterogeneity.wording import check_choice, check_known, naming, some, unknown
+from ffn_heterogeneity.tree import TEACHER, Leaf, nodes, subtree
+from ffn_heterogeneity.wording import naming, some
 
 # remat="auto" is the first of these that fits (train/fit.py). With the products' outputs kept 3% of
 # the operations are done again; to keep everything takes three times the memory for those. GPUs
@@ -47,17 +50,20 @@ def objective_of(task: ObjectiveSettings, model: ModelConfig) -> Objective:
     """The objective that the config names, on a model.
 
     Raises:
-      ValueError: there is none of that name, or what it is given does not fit.
+      ValueError: what it is given does not fit.
     """
-    check_choice("objective", task.objective, tuple(OBJECTIVES))
     return OBJECTIVES[task.objective](task, model)
 
 
-def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
+def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
     """The kernels made whole in the step though their factors have a product of their own,
-    and what reads them."""
+    and what reads them.
+
+    Args:
+      layers: `models.stack.slots` of the tree.
+    """
     readers: dict[tuple[str, ...], list[str]] = {}
-    for slot in slots(params):
+    for slot in layers:
         for name, leaves in nodes(slot.tree, is_linear):
             beside = kernel_readers(leaves)
             if beside is None:
@@ -71,25 +77,17 @@ def made_whole(params: Any, terms: Sequence[LossTerm]) -> list[str]:
     return [f"{some(paths)} whole for {', '.join(why)}" for why, paths in readers.items() if why]
 
 
-def patterns_that_train(params: dict, train_only: Sequence[str]) -> list[str]:
-    """The patterns, with that of the blocks with a teacher in the place of `TAUGHT`.
+def what_trains(
+    params: dict, leaves: Mapping[str, Leaf], freeze: Sequence[str], train_only: Sequence[str]
+) -> dict[str, Any]:
+    """Return `partition.trainable_mask` of a config's patterns; `TAUGHT` among `train_only` stands
+    for the blocks that have a teacher.
 
     Raises:
-      ValueError: there is none.
+      RuleError: as there; a quantised model without adapters would train, and no pattern says so.
+      ValueError: no block has a teacher.
     """
-    if TAUGHT not in train_only:
-        return [*train_only]
-    taught = [slot for slot in slots(params) if subtree(params.get(TEACHER, {}), slot.path)]
-    if not taught:
-        raise ValueError(f"train_only={TAUGHT!r}: no block has a teacher (config.prepare)")
-    layers = "|".join(str(layer) for slot in taught for layer in slot.layers)
-    pattern = rf"^layers/({layers})/ffn/(gate|up|down)/"
-    return [pattern if own == TAUGHT else own for own in train_only]
-
-
-def check_quantised(params: Any, train_only: Sequence[str]) -> None:
-    """Refuses to train what is left of a quantised model without adapters, unless that is said."""
-    names = {path.rpartition("/")[2]: path for path in flatten(params)}
+    names, by_layer = {path.rpartition("/")[2]: path for path in leaves}, layer_names(params)
     learned = {name for name, leaf in adapter_leaves().items() if leaf.trains}
     if "nf4_codes" in names and not train_only and not learned & set(names):
         raise partition.RuleError(
@@ -97,6 +95,14 @@ def check_quantised(params: Any, train_only: Sequence[str]) -> None:
             "dora to the config's argument, name what trains (train_only), or fold it "
             "(configs/adapt.py:fold)"
         )
+    if TAUGHT in train_only:
+        taught = [slot for slot in slots(params) if subtree(params.get(TEACHER, {}), slot.path)]
+        if not taught:
+            raise ValueError(f"train_only={TAUGHT!r}: no block has a teacher (config.prepare)")
+        layers = "|".join(str(layer) for slot in taught for layer in slot.layers)
+        pattern = rf"^layers/({layers})/ffn/(gate|up|down)/"
+        train_only = [pattern if own == TAUGHT else own for own in train_only]
+    return partition.trainable_mask(leaves, freeze, train_only, by_layer)
 
 
 def make_refresh(groups: Mapping[str, Mapping[str, Any]]) -> Callable[..., Any] | None:
@@ -131,38 +137,18 @@ def make_terms(
     of their names: a config's own order is lost when it is iterated.
 
     Raises:
-      ValueError: an unknown term or setting, or a weight that is none.
+      ValueError: an unknown term or setting.
     """
-    built = loss_weights(groups) if trained else {}
+    built = weights_of(groups) if trained else {}
     kind, made = "losses" if trained else "monitors", {}
     for name, group in groups.items():
         weight = key_of_weight(name) if trained else 0.0
         if trained and weight not in built:
             continue
         with naming(f"{kind}.{name}"):
-            place, term = _term(TermContext(name, weight, model, mesh), group, not trained)
+            place, term = term_of(TermContext(name, weight, model, mesh), group, not trained)
         made[place, name] = term
     return tuple(made[key] for key in sorted(made))
-
-
-def _term(context: TermContext, group: Mapping[str, Any], monitor: bool) -> tuple[int, LossTerm]:
-    """(its place in the sum, the term of one group)."""
-    name, settings = group.get("term", context.name), dict(group)
-    if monitor and "probe" in group:
-        if group["probe"] not in PROBES:
-            new = "a new one needs a line in PROBES (probes/__init__.py)"
-            raise ValueError(f"{unknown('probe', group['probe'], tuple(PROBES))}; {new}")
-        check_known(group, ("probe",))
-        return len(TERMS), probe_term(context, PROBES[group["probe"]])
-    if name not in TERMS:
-        new = "a new one needs a line in TERMS (losses/__init__.py), a probe probe=<its name>"
-        raise ValueError(f"{unknown('term', name, tuple(TERMS))}; {new}")
-    for key in ("term", "weight"):
-        settings.pop(key, None)
-    term = strict(TERMS[name])(context, **settings)
-    if not isinstance(term, LossTerm):
-        raise ValueError(f"term {name!r} returned {term!r:.60}: it must return a LossTerm")
-    return list(TERMS).index(name), term
 
 
 def run_options(

@@ -33,7 +33,8 @@ def validation(
       built: its `accumulation` cuts the batches, too: no more memory than training needs.
       at_end: the sets are those of `Data.at_end`: their metrics are "<set>/<metric>".
     """
-    sharding, objective = partition.batch_sharding(built.mesh, accumulated=False), built.objective
+    sharding = partition.batch_sharding(built.mesh, accumulated=False)
+    objective = built.objective
     evaluators = [
         make_evaluator(
             built.eval_step,

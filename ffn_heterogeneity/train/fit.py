@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -59,7 +59,7 @@ def compile_step(
     shapes = plan.objective.shapes(rows, length or plan.objective.longest)
     batch = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
     batch, platforms = cut(batch, plan.accumulation), None
-    hyper = dict.fromkeys(plan.hyper, np.float32(0))
+    hyper = dict.fromkeys(plan.hyper(0), np.float32(0))
     if state is None:
         state, platforms = plan.state, (plan.options.platform,)
     else:
@@ -89,13 +89,23 @@ def compile_plan(
     """(the plan with the least rematerialisation whose step needs at most `room` bytes a device,
     and the results of `compile_step`); where none fits, the one with the most."""
     remats = plan.remats[plan.remats.index(plan.options.remat) :]
-    for remat in remats:
-        if remat != plan.options.remat:
-            plan = plan.changed(remat=remat)
-        compiled, memory = compile_step(plan, state)
+    return _first_that_fits(plan, room, [(remat, plan.accumulation) for remat in remats], state)
+
+
+def _first_that_fits(
+    plan: Plan,
+    room: float,
+    choices: Sequence[tuple[str, int]],
+    state: TrainState | None = None,
+) -> tuple[Plan, jax.stages.Compiled | None, dict[str, float]]:
+    """Return the result of `compile_plan` for the first (remat, accumulation) that fits, else for
+    the last one."""
+    for remat, accumulation in choices:
+        made = plan.changed(remat, accumulation)
+        compiled, memory = compile_step(made, state)
         if memory["together"] <= room:
             break
-    return plan, compiled, memory
+    return made, compiled, memory
 
 
 def what_would_fit(plan: Plan, room: float) -> str:
@@ -103,9 +113,11 @@ def what_would_fit(plan: Plan, room: float) -> str:
     fewest micro-batches that fit, each number compiled to be sure."""
     print("looking for a batch that fits ...", file=sys.stderr, flush=True)
     most = plan.batch_size // (plan.mesh.shape["data"] * plan.mesh.shape["fsdp"])
-    for n in (n for n in range(plan.accumulation + 1, most + 1) if most % n == 0):
-        if compile_step(plan.changed(accumulation=n))[1]["together"] <= room:
-            smaller = plan.batch_size // n * plan.accumulation
+    larger = [n for n in range(plan.accumulation + 1, most + 1) if most % n == 0]
+    if larger:
+        made, _, memory = _first_that_fits(plan, room, [(plan.options.remat, n) for n in larger])
+        n, smaller = made.accumulation, plan.batch_size // made.accumulation * plan.accumulation
+        if memory["together"] <= room:
             return f"accumulation={n} fits, with the same updates, or batch_size={smaller}"
     return f"not even accumulation={most} fits: {LESS}"
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ffn_heterogeneity.memory import memory_for_this_process
+from ffn_heterogeneity.train.memory import memory_for_this_process
 
 GIB = 2**30
 # Bytes that Python, its libraries and the compiler hold beside a run's arrays.

@@ -20,12 +20,12 @@ from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.io.workdir import resume_command
 from ffn_heterogeneity.parallel.placement import cut, place_batch, place_scalars
 from ffn_heterogeneity.parallel.processes import say
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.console import Progress, StopRequested, catch_signals
 from ffn_heterogeneity.train.hooks import Best, Hook, Stopping, Throughput
 from ffn_heterogeneity.train.objectives import Batches
 from ffn_heterogeneity.train.profiler import Profiler
 from ffn_heterogeneity.train.state import TrainState
+from ffn_heterogeneity.tree import flatten
 from ffn_heterogeneity.wording import check_numbers
 
 

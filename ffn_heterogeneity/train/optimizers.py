@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.models.stack import layer_names
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import Leaf, flatten
 from ffn_heterogeneity.wording import check_choice, check_number
 
 OPTIMIZERS = ("adamw", "adafactor", "sgd")

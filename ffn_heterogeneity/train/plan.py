@@ -9,48 +9,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ffn_heterogeneity.heads import ROOT
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.losses.terms import LossTerm
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import declared
-from ffn_heterogeneity.models.stack import layer_names
+from ffn_heterogeneity.models.stack import slots
 from ffn_heterogeneity.models.unused import refuse_unused, unused_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import local_rows
-from ffn_heterogeneity.paths import flatten, is_auxiliary, unflatten
 from ffn_heterogeneity.train.build import (
     auto_remat,
-    check_quantised,
     made_whole,
     make_refresh,
     make_terms,
     objective_of,
-    patterns_that_train,
     run_options,
+    what_trains,
 )
 from ffn_heterogeneity.train.objectives import Data, Objective, make_forward
-from ffn_heterogeneity.train.optimizers import make_optimizer
+from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.settings import TrainConfig
 from ffn_heterogeneity.train.source import found_shapes, headed, prepared
 from ffn_heterogeneity.train.state import TrainState, abstract_state, state_shardings
 from ffn_heterogeneity.train.step import (
-    check_names,
-    check_terms,
     make_eval_step,
     make_params_metrics,
     make_train_step,
     values_of,
 )
+from ffn_heterogeneity.tree import Leaf, flatten, is_auxiliary, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +88,11 @@ class Evaluation:
         return self.batch_size * self.objective.positions
 
     @functools.cached_property
+    def rows(self) -> NamedSharding:
+        """The sharding of a step's batches [A, B / A, ...]."""
+        return partition.batch_sharding(self.mesh)
+
+    @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
         """Every leaf's declaration, by its path."""
         return declared(self.model, self.params)
@@ -107,10 +108,8 @@ class Evaluation:
 
     def open_data(self, tokenizer: Any) -> Data:
         """The run's data, of which this process reads the rows of its devices."""
-        sharding = partition.batch_sharding(self.mesh)
-        return self.objective.data(
-            tokenizer, local_rows(sharding, self.batch_size, self.accumulation)
-        )
+        own = local_rows(self.rows, self.batch_size, self.accumulation)
+        return self.objective.data(tokenizer, own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Plan(Evaluation):
     """A plan of a run that trains.
 
     Attributes:
-      hyper: shapes of what changes from step to step.
+      hyper: step (0-based) -> what changes from step to step (`TrainConfig.hyper`).
       trainable: `{path: trains}`, or one bool a layer, see `partition.trainable_mask`.
       unread: leaves that stay as they are because the objective does not read them.
       whole: of `made_whole`.
@@ -131,7 +130,7 @@ class Plan(Evaluation):
       key: plans of one key share their programs (`Shared`).
     """
 
-    hyper: dict[str, jax.ShapeDtypeStruct]
+    hyper: Callable[[int], dict[str, float]]
     trainable: dict[str, Any]
     unread: tuple[str, ...]
     whole: list[str]
@@ -144,18 +143,20 @@ class Plan(Evaluation):
     assumed: tuple[str, ...] = ()
     key: Hashable = None
 
-    def changed(self, **changes: Any) -> Plan:
-        """The plan of the same run with other programs.
-
-        Args:
-          changes: `remat` of the options, `accumulation`.
-        """
-        options = dataclasses.replace(self.options, remat=changes.pop("remat", self.options.remat))
+    def changed(self, remat: str, accumulation: int) -> Plan:
+        """The plan of the same run with other programs; itself where nothing changes."""
+        if (remat, accumulation) == (self.options.remat, self.accumulation):
+            return self
+        options = dataclasses.replace(self.options, remat=remat)
         forward, whole = make_forward(self.objective, self.model, options), self.shardings[2]
         predictions = self.objective.predictions
         evaluated = make_eval_step(forward, self.evaluated_terms, whole, predictions)
         made = dataclasses.replace(
-            self, options=options, forward=forward, eval_step=evaluated, **changes
+            self,
+            options=options,
+            accumulation=accumulation,
+            forward=forward,
+            eval_step=evaluated,
         )
         return dataclasses.replace(made, train_step=made._step())
 
@@ -211,11 +212,13 @@ def plan(
         head = objective_of(config.task, found.config).head
         model = jax.eval_shape(functools.partial(headed, start, head), found)
     objective = objective_of(config.task, model.config)
-    key = static_key(config, objective.rates, model, mesh)
+    optimizer, hyper = config.optimizer_with(objective.rates), config.hyper(objective.terms)
+    key = static_key(config.static, optimizer, model, mesh)
     if cache is not None and key in cache:
         # Its programs, and this run's own data: seeds and schedules are not part of the key.
-        return dataclasses.replace(cache[key], objective=objective, assumed=assumed)
-    made = _build(config, objective, model, mesh)
+        return dataclasses.replace(cache[key], objective=objective, hyper=hyper, assumed=assumed)
+    seen = plan_evaluation(config, objective, model, mesh)
+    made = _build(config, seen, optimizer, hyper)
     made = dataclasses.replace(made, assumed=assumed, key=key)
     if cache is not None:
         cache[key] = made
@@ -223,32 +226,28 @@ def plan(
 
 
 def static_key(
-    config: TrainConfig,
-    rates: Sequence[tuple[str, float]],
-    model: Model,
-    mesh: Mesh | AbstractMesh,
+    static: Hashable, optimizer: OptimizerConfig, model: Model, mesh: Mesh | AbstractMesh
 ) -> Hashable:
     """The parts that a plan makes programs of: runs with equal keys can use the same ones.
 
-    Everything in the config that is not free, leaves' own rates beside the run's, the model's
-    config, the names, shapes and dtypes of its leaves, the mesh.
+    Everything in the config that is not free (`TrainConfig.static`), the optimizer with the
+    leaves' own rates, the model's config, the names, shapes and dtypes of its leaves, the mesh.
     """
     leaves = ((path, x.shape, str(x.dtype)) for path, x in flatten(model.params).items())
-    return config.static, config.optimizer_with(rates), model.config, tuple(leaves), mesh
+    return static, optimizer, model.config, tuple(leaves), mesh
 
 
 def plan_evaluation(
     config: TrainConfig, objective: Objective, model: Model, mesh: Mesh | AbstractMesh
 ) -> Evaluation:
     """The plan of a run that evaluates alone; errors as `plan`."""
-    terms = make_terms(config.losses_with(objective.terms), model.config, mesh)
+    terms = make_terms({**objective.terms, **config.losses}, model.config, mesh)
     evaluated = (*terms, *make_terms(config.monitors, model.config, mesh, trained=False))
     packed = config.data.get("packing", True)
     options = run_options(
         config.compute_dtype, config.remat, config.unroll, mesh, packed, config.adapter_dropout
     )
     refresh = make_refresh(config.refresh)
-    check_names(evaluated)
     forward, whole = make_forward(objective, model.config, options), partition.replicated(mesh)
 
     def settled(params, step, hyper):
@@ -273,23 +272,21 @@ def plan_evaluation(
 
 
 def _build(
-    config: TrainConfig, objective: Objective, model: Model, mesh: Mesh | AbstractMesh
+    config: TrainConfig,
+    seen: Evaluation,
+    optimizer_config: OptimizerConfig,
+    hyper: Callable[[int], dict[str, float]],
 ) -> Plan:
-    seen = plan_evaluation(config, objective, model, mesh)
-    params = seen.params
-    check_quantised(params, config.train_only)
-    only = patterns_that_train(params, config.train_only)
-    whole = made_whole(params, seen.terms)
-    mask = partition.trainable_mask(seen.leaves, config.freeze, only, layer_names(params))
-    check_terms(seen.terms, mask)
-    hyper = jax.eval_shape(lambda: config.hyper(objective.terms)(0))
-    settled = jax.eval_shape(seen.settled, params, 0, hyper)
+    params, mesh = seen.params, seen.mesh
+    whole = made_whole(slots(params), seen.terms)
+    mask = what_trains(params, seen.leaves, config.freeze, config.train_only)
+    settled = jax.eval_shape(seen.settled, params, 0, hyper(0))
     mask, unread = _frozen_where_unread(seen, settled, mask)
-    optimizer = make_optimizer(config.optimizer_with(objective.rates), params, mask, seen.leaves)
+    optimizer = make_optimizer(optimizer_config, params, mask, seen.leaves)
     state = abstract_state(params, optimizer, mask)
     placed = (
         state_shardings(mesh, state, seen.leaves),
-        partition.batch_sharding(mesh),
+        seen.rows,
         partition.replicated(mesh),
     )
     if seen.refresh is not None:

@@ -13,8 +13,10 @@ from ml_collections import ConfigDict
 
 from ffn_heterogeneity.adapters import RATES, REFRESHES
 from ffn_heterogeneity.data.labelled import steps_of
+from ffn_heterogeneity.losses.terms import check_weights, weights_of
 from ffn_heterogeneity.models.options import COMPUTE_DTYPES
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.build import OBJECTIVES
 from ffn_heterogeneity.train.loop import LoopConfig
 from ffn_heterogeneity.train.objectives import LANGUAGE, ObjectiveSettings
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_schedule
@@ -97,6 +99,7 @@ class TrainConfig:
         if not self.model and self.shape is None:
             raise ValueError("model is empty: give a directory, a .gguf file, a hub id or a preset")
         for key, value, choices in (
+            ("objective", self.objective, tuple(OBJECTIVES)),
             ("compute_dtype", self.compute_dtype, COMPUTE_DTYPES),
             ("export.dtype", self.export["dtype"], EXPORT_DTYPES),
             ("export.form", self.export["form"], ("auto", "padded", "native")),
@@ -113,6 +116,7 @@ class TrainConfig:
             SURGERIES[name].check(settings)
         for name in self.refresh:
             check_choice("refresh", name, tuple(REFRESHES))
+        check_weights(self.losses)
         self.hyper({})
         if self.batch_size % self.accumulation:
             raise ValueError(
@@ -131,13 +135,6 @@ class TrainConfig:
         """The rate of that group of the prepared adapters which has one, else 0."""
         rates = [settings.get("dropout", 0.0) for settings in self.prepare.values()]
         return max(rates, default=0.0)
-
-    def losses_with(self, brought: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The groups of losses, with those that an objective brings and the config does not name.
-
-        (Never kept: runs with equal programs differ in their weights.)
-        """
-        return {**brought, **self.losses}
 
     def optimizer_with(self, rates: Sequence[tuple[str, float]]) -> OptimizerConfig:
         """The optimiser with those leaves' own peak learning rates, as factors of the run's."""
@@ -165,7 +162,7 @@ class TrainConfig:
         rate = make_schedule(
             schedule.pop("schedule"), schedule.pop("learning_rate"), total_steps=steps, **schedule
         )
-        constant = {"dropout": self.dropout} | loss_weights(self.losses_with(brought))
+        constant = {"dropout": self.dropout} | weights_of({**brought, **self.losses})
         rates = {
             name: RATES[name](settings, steps)
             for name, settings in self.refresh.items()
@@ -246,26 +243,3 @@ def _steps(values: Mapping[str, Any]) -> int:
         return values["steps"]
     steps = steps_of(values["data"], values["epochs"], values["batch_size"])
     return max(steps, values.get("least_steps", 0))
-
-
-def key_of_weight(name: str) -> str:
-    """The key of `hyper`, and of the config, that holds a loss's weight."""
-    return f"losses.{name}.weight"
-
-
-def loss_weights(losses: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """`{"losses.<name>.weight": weight}` of the losses that are built.
-
-    Raises:
-      ValueError: a weight that is negative or not finite, a group without one.
-    """
-    weights = {}
-    for name, group in losses.items():
-        key = key_of_weight(name)
-        if "weight" not in group:
-            raise ValueError(f"{key} is not given: a loss needs one (None: it is left out)")
-        if group["weight"] is None:
-            continue
-        check_number(key, group["weight"], "[0, inf)")
-        weights[key] = float(group["weight"])
-    return weights

@@ -12,9 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ffn_heterogeneity.leaf import Leaf
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import Leaf, flatten, unflatten
 
 
 @jax.tree_util.register_dataclass

@@ -296,7 +296,9 @@ def make_eval_step(
 
     `replicated` is the sharding of what comes back on a mesh, so that every process can read it.
     Sum the values of several batches with `jax.tree.map`, then `averaged_metrics`: token-exact.
+    Raises ValueError where two terms have one name.
     """
+    check_names(terms)
 
     def eval_step(params, batch):
         values, outputs = values_of(forward_fn, terms, params, batch, dropout=None)

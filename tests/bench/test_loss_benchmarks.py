@@ -18,9 +18,9 @@ from ffn_heterogeneity.losses.nucl import nucl
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.leaves import declared
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.step import update_leaves
+from ffn_heterogeneity.tree import flatten
 
 PROMISED = (26, 2304, 576)
 

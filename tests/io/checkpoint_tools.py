@@ -11,7 +11,7 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf.read import read_pretrained
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.paths import unflatten
+from ffn_heterogeneity.tree import unflatten
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 

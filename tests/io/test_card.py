@@ -20,7 +20,7 @@ from tiny_runs import flags_of, run_program
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.run import score
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.hf.card import hub_of, licence_of, published, push, write_card
+from ffn_heterogeneity.io.hf.card import hub_of, licence_of, published, push_directory, write_card
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import in_memory
 from ffn_heterogeneity.models.config import HeadConfig
@@ -109,7 +109,7 @@ def test_bad_names_are_refused_before_anything_is_done(tmp_path, model, name):
     assert repr(name) in run_script("compress", *run).error
     assert not (tmp_path / "run").exists()
     with pytest.raises(CheckpointError, match="config.json"):
-        push(tmp_path, "me/tiny")
+        push_directory(tmp_path, "me/tiny")
 
 
 def test_licences(tmp_path):

@@ -18,7 +18,7 @@ from ffn_heterogeneity.io.load import Model, load_model
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import FAMILIES
 from ffn_heterogeneity.models.options import RunOptions
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 
 def predicted_logits(model: Model, batch: dict) -> np.ndarray:

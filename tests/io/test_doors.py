@@ -37,11 +37,11 @@ from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 from ffn_heterogeneity.models.config import HeadConfig
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.report.paper import _not_begun
 from ffn_heterogeneity.report.tables import as_text
 from ffn_heterogeneity.surgery.calibration import WINDOW, read_rows
+from ffn_heterogeneity.tree import flatten, unflatten
 
 # ---- archives
 

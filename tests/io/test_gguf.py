@@ -14,7 +14,7 @@ from ffn_heterogeneity.io.gguf.read import read_gguf
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 # leaf of a layer -> name after "blk.<i>."
 NAMES = {

@@ -17,7 +17,7 @@ from ffn_heterogeneity.io.gguf.file import open_gguf
 from ffn_heterogeneity.io.gguf.read import read_gguf
 from ffn_heterogeneity.io.load import load_config, load_model, load_tokenizer
 from ffn_heterogeneity.models.config import RopeConfig
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 CASES = [
     ("llama2_7b", 3, {}),

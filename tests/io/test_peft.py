@@ -22,8 +22,8 @@ from ffn_heterogeneity.io.load import (
 )
 from ffn_heterogeneity.io.safetensors import open_file
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TOKENS = np.arange(2, 20)[None]

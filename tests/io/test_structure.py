@@ -12,13 +12,14 @@ from tiny_models import LLAMA, our_logits, random_params, structured
 
 from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves
 from ffn_heterogeneity.io.errors import CheckpointError
-from ffn_heterogeneity.io.hf.export import fold, save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.hf.read import read_pretrained
+from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
 from ffn_heterogeneity.surgery.streaming import compress_directory
+from ffn_heterogeneity.tree import flatten
 
 DATA = {k for k, leaf in adapter_leaves().items() if not leaf.trains} | {*FFN_LEAVES}
 TOKENS = np.random.default_rng(1).integers(0, 258, (2, 9)).astype(np.int32)

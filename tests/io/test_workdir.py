@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from ffn_heterogeneity.io.files import plain
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import WorkdirError, finished, prepare_workdir, working_in
-from ffn_heterogeneity.paths import flatten_config
 
 CONFIG = {"steps": 10, "optimizer": {"name": "adamw", "betas": (0.9, 0.99)}, "path": None}
 

@@ -24,7 +24,7 @@ from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import experiment
 from ffn_heterogeneity.launch.commands import COMMANDS
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 TIMES = ("seconds", "tokens_per_second", "compile_seconds", "model", "device")

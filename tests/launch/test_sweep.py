@@ -217,7 +217,12 @@ def test_free_keys_are_in_no_program():
     params = jax.eval_shape(lambda: causal_lm.init(LLAMA, jax.random.key(0)))
     model = Model(LLAMA, params, None, "")
     mesh = partition.make_mesh(data=1, fsdp=1, tensor=1)
-    keys = [static_key(read(config), (), model, mesh) for config in (one, other)]
+
+    def key_of(config, model=model):
+        settings = read(config)
+        return static_key(settings.static, settings.optimizer_with(()), model, mesh)
+
+    keys = [key_of(config) for config in (one, other)]
     assert keys[0] == keys[1] and hash(keys[0]) == hash(keys[1])
 
     def text(config):
@@ -235,6 +240,6 @@ def test_free_keys_are_in_no_program():
     fixed |= {"data__packing": False, "losses__nll__reduction": "sum", "compute_dtype": "bfloat16"}
     for key, value in fixed.items():
         changed = config_of("nucl_finetune", "smollm2_135m,text", **small | {key: value})
-        assert static_key(read(changed), (), model, mesh) != keys[0], key
+        assert key_of(changed) != keys[0], key
     narrower = dataclasses.replace(model, config=LLAMA.with_widths([24, 24, 24, 23]))
-    assert static_key(read(one), (), narrower, mesh) != keys[0]
+    assert key_of(one, narrower) != keys[0]

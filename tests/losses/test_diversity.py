@@ -16,10 +16,10 @@ from ffn_heterogeneity.losses.diversity import diversity_term, similarity
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import create_state
+from ffn_heterogeneity.tree import flatten
 
 GEMMA = tiny_of("gemma2", layers=4)
 

@@ -20,7 +20,6 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.block_cosine import cosine
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import jump_rates
 from ffn_heterogeneity.surgery import SURGERIES
@@ -28,6 +27,7 @@ from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state
 from ffn_heterogeneity.train.step import make_eval_step, make_train_step
+from ffn_heterogeneity.tree import flatten, unflatten
 
 GEMMA = tiny_of("gemma2", layers=3)
 SMALL = dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])

@@ -22,7 +22,7 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import flatten, unflatten
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

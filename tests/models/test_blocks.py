@@ -22,9 +22,9 @@ from ffn_heterogeneity.models.norms import Norm
 from ffn_heterogeneity.models.rotary import apply_rotary, inverse_frequencies, rotary_tables
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.unused import check_leaves
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 NEOX, OLMO = tiny_of("gpt_neox", layers=3), tiny_of("olmo", layers=3)

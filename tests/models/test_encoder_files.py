@@ -21,9 +21,9 @@ from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import ConfigError
 from ffn_heterogeneity.models.families import config_from_hf, config_to_hf, family_from_gguf
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 WEIGHTS = "model.safetensors"

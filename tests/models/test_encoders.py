@@ -35,10 +35,10 @@ from ffn_heterogeneity.models.config import (
 from ffn_heterogeneity.models.families import family_by_name
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, AxisType
 from tiny_models import LLAMA, WIDE, random_params, tiny_of
 
 from ffn_heterogeneity.adapters import nf4
-from ffn_heterogeneity.io.hf.export import fold, save_pretrained
+from ffn_heterogeneity.io.hf.export import save_pretrained
+from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.leaf import LeafError
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.nucl_exact import distributions, row_statistics
 from ffn_heterogeneity.losses.terms import TermContext
@@ -27,11 +27,11 @@ from ffn_heterogeneity.models.leaves import Place, count_parameters, declared
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks, linears
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.tree import LeafError, flatten
 
 E, L, M, D = 4, 4, 24, 16  # as many experts as layers, so that a mistaken axis has the right size
 

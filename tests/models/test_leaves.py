@@ -21,7 +21,6 @@ from tiny_models import tiny_of
 from ffn_heterogeneity.adapters import macdrop
 from ffn_heterogeneity.heads import with_head
 from ffn_heterogeneity.io.load import Model
-from ffn_heterogeneity.leaf import Leaf, LeafError
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.config import HeadConfig, ModelConfig
 from ffn_heterogeneity.models.leaves import declared, neuron_axis
@@ -29,8 +28,8 @@ from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import layer_names, restack, unstack
 from ffn_heterogeneity.models.walk import linears, write
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import adapt, sparsity
+from ffn_heterogeneity.tree import Leaf, LeafError, flatten
 
 FILE = Path(__file__).with_name("leaves.json")
 MESH = AbstractMesh((2, 2, 2), partition.MESH_AXES, axis_types=(AxisType.Auto,) * 3)

@@ -13,14 +13,14 @@ from tiny_models import LLAMA, random_params
 import ffn_heterogeneity.adapters as adapters
 import ffn_heterogeneity.models.linear as linear
 from ffn_heterogeneity.adapters import Adapter, dora, kernel_readers, lora
-from ffn_heterogeneity.io.hf.export import fold
-from ffn_heterogeneity.leaf import weights
+from ffn_heterogeneity.io.hf.structure import fold
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
-from ffn_heterogeneity.models.stack import restack, unstack
+from ffn_heterogeneity.models.stack import restack, slots, unstack
 from ffn_heterogeneity.train.build import made_whole
+from ffn_heterogeneity.tree import weights
 
 SIZE, RANK, ROWS = 1024, 64, 256
 THIN = Adapter(
@@ -116,8 +116,8 @@ def test_nucl_over_it_by_finite_differences():
         gradient = jax.jit(jax.grad(lambda p: term.function(p).total))(params)
     down = gradient["stack"]["segment_0"]["slot_0"]["ffn"]["down"]
     assert all(np.abs(down[name]).max() > 0 for name in THIN.leaves)
-    assert made_whole(params, [term]) == ["'stack/segment_0/slot_0/ffn/down' whole for nucl"]
-    assert made_whole(params, []) == []
+    assert made_whole(slots(params), [term]) == ["'stack/segment_0/slot_0/ffn/down' whole for nucl"]
+    assert made_whole(slots(params), []) == []
 
 
 def test_a_model_of_factors_is_the_folded_one():

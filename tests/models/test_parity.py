@@ -19,7 +19,7 @@ from ffn_heterogeneity.io.safetensors import open_directory
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import expected_shapes, family_by_name
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

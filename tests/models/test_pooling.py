@@ -18,8 +18,8 @@ from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.families import PRESETS, count_parameters
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.pooled import pooled_places
+from ffn_heterogeneity.tree import flatten, unflatten
 
 FAMILIES = ("bert", "roberta", "llama")
 PAPER = printed("p32")["tables"]

@@ -30,9 +30,9 @@ from ffn_heterogeneity.models.stack import (
     unstack,
 )
 from ffn_heterogeneity.models.unused import check_leaves
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.displacement import DISPLACEMENT
+from ffn_heterogeneity.tree import flatten, unflatten
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -17,7 +17,7 @@ from tiny_models import batch_of
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.parallel.placement import local_rows, place_batch, place_scalars, to_host
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import flatten
 
 ROWS, ACCUMULATION = 8, 2
 

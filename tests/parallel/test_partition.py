@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ffn_heterogeneity.leaf import Leaf, LeafError, data
 from ffn_heterogeneity.losses.cross_entropy import KERNEL_SPECS
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.leaves import declared, outer_leaves
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.partition import RuleError, match_rules, trainable_mask
-from ffn_heterogeneity.paths import flatten
+from ffn_heterogeneity.tree import Leaf, LeafError, data, flatten
 
 PATHS = ["embed/embedding", "stack/a/ffn/down/kernel", "stack/a/ffn/down/bias"]
 

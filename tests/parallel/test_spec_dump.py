@@ -26,10 +26,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ffn_heterogeneity.models import causal_lm, families
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import abstract_state, create_state, state_shardings
+from ffn_heterogeneity.tree import flatten
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("specs.json")

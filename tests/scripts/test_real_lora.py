@@ -22,8 +22,8 @@ from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.families import preset
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.tree import flatten, unflatten
 
 pytestmark = pytest.mark.slow
 STEPS, SAVES = 20, 10

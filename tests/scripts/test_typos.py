@@ -11,8 +11,8 @@ from absl.flags._helpers import _damerau_levenshtein as distance
 from tiny_models import REPOSITORY, config_of
 from tiny_runs import flags_of, run_program
 
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.cli import UsageError, add_stage_keys, check_keys
-from ffn_heterogeneity.paths import flatten_config
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.py"))
 TRAIN = (sys.executable, REPOSITORY / "scripts" / "train.py")

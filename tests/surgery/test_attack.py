@@ -10,9 +10,9 @@ from tiny_models import LLAMA, our_logits, random_params, save_tiny, tiny_of, to
 
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.tree import flatten
 
 TOKENS = np.arange(2, 14)[None]
 

@@ -17,11 +17,11 @@ from ffn_heterogeneity.models.families import count_parameters
 from ffn_heterogeneity.models.feed_forward import ACTIVATIONS
 from ffn_heterogeneity.models.linear import effective_kernel
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.entries import ENTRIES
 from ffn_heterogeneity.surgery.fuse import METHODS
 from ffn_heterogeneity.surgery.mmd import discrepancy, support_points
+from ffn_heterogeneity.tree import flatten
 
 # ---- support points
 

@@ -21,11 +21,11 @@ from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.sparsity_terms import score_norm_term, size_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models.linear import Linear, effective_kernel
-from ffn_heterogeneity.models.stack import unstack
+from ffn_heterogeneity.models.stack import slots, unstack
 from ffn_heterogeneity.models.walk import linears
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.build import made_whole
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 IN, OUT, RANK = 9, 6, 4
@@ -136,7 +136,7 @@ def test_the_losses_are_their_formulas():
         slopes = [leaf.reshape(-1, 2) for leaf in slopes.values()]
         wanted = np.tile([-off / 16, -(off**2) / 16], (16, 1))
         np.testing.assert_allclose(np.concatenate(slopes), wanted, rtol=1e-4)
-    assert made_whole(params, [term]) == []
+    assert made_whole(slots(params), [term]) == []
     scored, _ = SURGERIES["scores"](model_of(), {})
     scores = [np.asarray(x, float) for path, x in flatten(scored.params).items() if "score" in path]
     found = score_norm_term(TermContext("norm")).function(scored.params)

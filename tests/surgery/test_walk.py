@@ -16,11 +16,11 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.models.walk import ffn_blocks, linears, write
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.tree import flatten
 
 
 def with_experts(layer: int = 1, experts: int = 3) -> dict:

@@ -22,13 +22,13 @@ from tiny_models import config_of
 from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.heads import HEADS, ROOT, Head
 from ffn_heterogeneity.launch import train as training
-from ffn_heterogeneity.leaf import weights
 from ffn_heterogeneity.losses import TERMS
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.parallel import processes as distributed
 from ffn_heterogeneity.train import build, loop
 from ffn_heterogeneity.train.objectives import Data, Objective
+from ffn_heterogeneity.tree import weights
 
 KINDS, LENGTHS = 3, (16, 32)
 

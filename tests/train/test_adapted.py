@@ -27,12 +27,12 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.stack import layer_names, unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.tree import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LORA = {"rank": 3, "alpha": 6.0, "targets": "attention/|ffn/"}

@@ -31,10 +31,10 @@ from ffn_heterogeneity.losses.nll import nll_term
 from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm, families
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state
 from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.tree import flatten
 
 DEPTHS = (12, 26, 46)
 B, T, V, D, M, HEADS, KV_HEADS, HEAD = 2, 64, 256, 64, 128, 4, 2, 16

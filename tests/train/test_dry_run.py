@@ -18,12 +18,12 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig, ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train import dry_run, fit, hardware, hlo
 from ffn_heterogeneity.train.build import AUTO_REMAT
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

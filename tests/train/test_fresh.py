@@ -13,9 +13,9 @@ from ffn_heterogeneity.io.load import load_model, load_tokenizer
 from ffn_heterogeneity.io.metrics import read_metrics
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.leaves import count_parameters
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.source import found_shapes, starting_model
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SHAPE = {"layers": 3, "d_model": 16, "ffn_width": 24, "n_heads": 2, "vocab_size": 260}

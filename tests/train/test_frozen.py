@@ -21,10 +21,10 @@ from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel.partition import trainable_mask
-from ffn_heterogeneity.paths import flatten, unflatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state
 from ffn_heterogeneity.train.step import make_train_step
+from ffn_heterogeneity.tree import flatten, unflatten
 
 V, D, M, LAYERS = 16_384, 64, 48, 3
 GRADIENT = 4 * V * D  # bytes of the embedding's, float32

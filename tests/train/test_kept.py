@@ -16,11 +16,10 @@ import test_loop
 from tiny_models import REPOSITORY, TEXT, no_file_beyond, run_script, save_tiny
 from tiny_runs import flags_of, small_run
 
-from ffn_heterogeneity import memory
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.metrics import MetricsWriter
 from ffn_heterogeneity.launch import train as training
-from ffn_heterogeneity.train import fit
+from ffn_heterogeneity.train import fit, memory
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_quickly"),

@@ -20,11 +20,11 @@ from ffn_heterogeneity.losses.terms import TermContext
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.models.stack import layer_leaves, unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.step import values_of
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LAYERS = (1, 2)  # those compressed, of three

@@ -16,7 +16,6 @@ from ffn_heterogeneity.losses.nucl import nucl_term
 from ffn_heterogeneity.losses.terms import LossTerm, TermContext, TermValue, probe_term
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.train.build import make_terms
 from ffn_heterogeneity.train.evaluation import make_evaluator
@@ -25,6 +24,7 @@ from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_eval_step, make_train_step
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 LLAMA = tiny_of("llama", layers=3)

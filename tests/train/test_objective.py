@@ -24,9 +24,9 @@ from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.models.options import RunOptions
 from ffn_heterogeneity.models.stack import layer_leaves, restack, unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.objectives import make_forward
 from ffn_heterogeneity.train.settings import read
+from ffn_heterogeneity.tree import flatten
 
 PROGRAM = Path(outside_task.__file__)
 PLACES = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"

@@ -9,9 +9,8 @@ import optax
 import pytest
 from tiny_runs import refused
 
-from ffn_heterogeneity.leaf import Leaf
-from ffn_heterogeneity.paths import unflatten
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from ffn_heterogeneity.tree import Leaf, unflatten
 
 SHAPES = {
     "embed/embedding": (9, 5),

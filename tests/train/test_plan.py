@@ -31,10 +31,10 @@ from ffn_heterogeneity.launch import experiment, sweep_run
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.families import FAMILIES
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery.adapt import insert_lora
 from ffn_heterogeneity.train import build, fit, plan, shared
 from ffn_heterogeneity.train.settings import read
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

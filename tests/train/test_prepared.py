@@ -20,13 +20,13 @@ from ffn_heterogeneity.models.config import LayerConfig
 from ffn_heterogeneity.models.leaves import Place
 from ffn_heterogeneity.models.stack import restack, unstack
 from ffn_heterogeneity.parallel import partition
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES, Surgery
 from ffn_heterogeneity.surgery.adapt import Nothing
 from ffn_heterogeneity.surgery.removal import take_neurons
 from ffn_heterogeneity.train import dry_run, fit
 from ffn_heterogeneity.train.plan import plan
 from ffn_heterogeneity.train.settings import read
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # The top two of four layers, in every way wider than the student.

@@ -12,8 +12,8 @@ from tiny_runs import refused, small_run
 from ffn_heterogeneity.io.load import load_model
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -20,12 +20,13 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.io.checkpoints import Checkpoints
 from ffn_heterogeneity.io.hf.export import save_pretrained
 from ffn_heterogeneity.io.load import load_model
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.io.workdir import WorkdirError
 from ffn_heterogeneity.launch import train as training
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.models import causal_lm
 from ffn_heterogeneity.parallel.partition import RuleError
-from ffn_heterogeneity.paths import flatten, flatten_config
+from ffn_heterogeneity.tree import flatten
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "nucl_finetune.py"

@@ -12,13 +12,13 @@ from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.losses.terms import LossTerm, TermValue
 from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.parallel.partition import make_mesh, trainable_mask
-from ffn_heterogeneity.paths import flatten
 from ffn_heterogeneity.train.build import make_refresh
 from ffn_heterogeneity.train.evaluation import make_evaluator
 from ffn_heterogeneity.train.language import counts
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import abstract_state, create_state, merge_params, split_params
 from ffn_heterogeneity.train.step import make_eval_step, make_params_metrics, make_train_step
+from ffn_heterogeneity.tree import flatten
 
 # Nothing here is large.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

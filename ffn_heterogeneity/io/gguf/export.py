@@ -15,7 +15,7 @@ from ffn_heterogeneity.io.files import atomic_path
 from ffn_heterogeneity.io.gguf.read import TOKEN_IDS
 from ffn_heterogeneity.io.gguf.tokenizer_export import tokenizer_fields
 from ffn_heterogeneity.io.hf.card import hub_of, licence_of, public_text
-from ffn_heterogeneity.io.hf.export import checked_leaves
+from ffn_heterogeneity.io.hf.structure import checked_leaves
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import Family, family_by_name
 from ffn_heterogeneity.models.families.llama import rope_factors

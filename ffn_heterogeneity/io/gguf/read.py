@@ -18,7 +18,7 @@ from ffn_heterogeneity.models.config import ConfigError, ModelConfig
 from ffn_heterogeneity.models.families import Family, family_from_gguf
 from ffn_heterogeneity.models.families.common import token_id
 from ffn_heterogeneity.models.stack import restack
-from ffn_heterogeneity.paths import unflatten
+from ffn_heterogeneity.tree import unflatten
 
 TOKEN_IDS = {
     "bos_id": "tokenizer.ggml.bos_token_id",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
 from ffn_heterogeneity.io.hf.classifiers import torch_lines
-from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained, transformers_class
-from ffn_heterogeneity.io.load import Model, one_model
+from ffn_heterogeneity.io.hf.export import loads_in, transformers_class
 from ffn_heterogeneity.io.read import read_text
+from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import PRESETS
-from ffn_heterogeneity.paths import flatten_config
 from ffn_heterogeneity.wording import first_line, some
 
 CARD = "README.md"
@@ -43,7 +41,7 @@ def write_card(
     facts: Mapping[str, Any],
     config: ModelConfig | None = None,
     place: str = "",
-):
+) -> str:
     """Writes `<directory>/README.md`: base, method, who loads it, the labels and the lines of torch
     of a task's head, every number of `facts` to three digits; what was measured also where the
     hub looks for it. Of a path here its last part alone: a card is published.
@@ -54,11 +52,16 @@ def write_card(
       facts: results.json's content; lists and texts are left out, nested numbers get "a/b" names.
       config: the model's, for its head.
       place: <owner>/<name>, where it goes to the hub.
+
+    Returns:
+      `export.loads_in` of the directory.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    licence, loader, name = licence_of(base), transformers_class(directory), public_text(base)
-    head, facts = config and config.head, plain(facts)  # "inf" and "nan" are texts
+    loader, loads = transformers_class(directory), loads_in(directory)
+    facts = plain(facts)  # "inf" and "nan" are texts
+    flat = {key.replace(".", "/"): value for key, value in flatten_config(facts).items()}
+    licence, name, head = licence_of(base), public_text(base), config and config.head
     lines = torch_lines(config, "<this directory>") if config else []
     measured = _measured(facts)
     data = ModelCardData(
@@ -79,8 +82,7 @@ def write_card(
     elif not head:
         about.append("- perplexity: not measured by this run")
     about.append(f"- licence: {licence or 'not known here'} (the base model's)")
-    about.append(f"- {loads_in(directory)}")
-    flat = {key.replace(".", "/"): value for key, value in flatten_config(facts).items()}
+    about.append(f"- {loads}")
     flat = {k: x for k, x in flat.items() if type(x) in (int, float)}
     table = ["| number (results.json) | value |", "|:--|--:|"]
     table += [f"| {key} | {_digits(value)} |" for key, value in flat.items()]
@@ -91,6 +93,7 @@ def write_card(
     title = ["---", data.to_yaml(), "---", f"# {name or 'model'}, {method.split(':')[0]}"]
     text = "\n".join([*title, "", *about, "", *code, *table, ""])
     (epath.Path(directory) / CARD).write_text(str(ModelCard(text)))
+    return loads
 
 
 def _digits(value: Any) -> str:
@@ -184,27 +187,20 @@ def licence_of(base: str) -> str:
     return next((licence for key, licence in _LICENCES.items() if name.startswith(key)), "")
 
 
-def push(model: Model | str | os.PathLike, repository: str, *, private: bool = True) -> str:
-    """Uploads a model, or a model directory, to the Hugging Face hub; returns its address there.
+def push_directory(directory: str | os.PathLike, repository: str, *, private: bool = True) -> str:
+    """Upload a model directory to the Hugging Face hub; return its address there.
 
     The repository is made where it is missing. The token is that of `hf auth login`.
 
     Args:
-      model: a model is saved first, in a temporary directory, as `fh.save_model` does.
       repository: "owner/name".
 
     Raises:
       CheckpointError: no such directory, no valid name, no network, not logged in, not allowed.
-      ValueError: neither a model nor a path.
     """
     import huggingface_hub
 
-    if not isinstance(model, (str, os.PathLike)):
-        model, options = one_model(model), {"tokenizer": model.tokenizer, "structure": "keep"}
-        with tempfile.TemporaryDirectory() as folder:
-            place = save_pretrained(model.config, model.params, Path(folder, "model"), **options)
-            return push(place, repository, private=private)
-    directory = Path(model)
+    directory = Path(directory)
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} holds no model: give a directory with config.json")
     check_repository(repository)

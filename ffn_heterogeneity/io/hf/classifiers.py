@@ -49,21 +49,21 @@ def as_class(config: ModelConfig, family: Family) -> ModelConfig:
     return dataclasses.replace(config, head=None, lm_head=False, pooler=pooler)
 
 
-def leaves_of_class(config: ModelConfig, tree: dict, head: dict) -> tuple[dict, dict]:
-    """(unstacked tree, flat head leaves) with exactly the parts that the class has.
+def parts_of_class(
+    config: ModelConfig, family: Family, tree: dict, head: dict
+) -> tuple[ModelConfig, dict, dict]:
+    """(`as_class`, unstacked tree, flat head leaves) with exactly the parts that the class has.
 
     The dense layer of a head on a BERT without a pooler becomes that pooler.
-
-    Args:
-      config: as `as_class` gives it.
     """
+    config = as_class(config, family)
     dense, pooler = f"{ROOT}/dense/", tree.get("pooler")
     tree = {name: part for name, part in tree.items() if name not in ("head", "pooler")}
     if config.pooler:
         moved = {path: leaf for path, leaf in head.items() if path.startswith(dense)}
         tree["pooler"] = pooler or {path.removeprefix(dense): x for path, x in moved.items()}
         head = {path: leaf for path, leaf in head.items() if path not in moved}
-    return tree, head
+    return config, tree, head
 
 
 def class_of(family: Family) -> str:
@@ -72,8 +72,14 @@ def class_of(family: Family) -> str:
     return f"{family.classifier_stem or stem}{CLASS}"
 
 
-def rules_of(config: ModelConfig, family: Family) -> list[Rule]:
-    """The rules of a classifier's tensors: the model's, behind their prefix, and the head's.
+def files_of_class(
+    config: ModelConfig, family: Family, head: HeadConfig
+) -> tuple[list[Rule], dict[str, Any]]:
+    """(the rules of a classifier's tensors: the model's, behind their prefix, and the head's; the
+    keys of config.json that speak of the head).
+
+    A decoder's class refuses batches without a padding id, and pools the rightmost token that is
+    none: where the model has no such id it is the end of a text, which no row holds.
 
     Args:
       config: as `as_class` gives it.
@@ -82,30 +88,21 @@ def rules_of(config: ModelConfig, family: Family) -> list[Rule]:
         dataclasses.replace(rule, names=tuple(f"{family.prefix}{name}" for name in rule.names))
         for rule in family.rules(config)
     ]
-    return [*prefixed, *head_rules(family)]
-
-
-def head_rules(family: Family) -> list[Rule]:
-    """The rules of the head's tensors."""
-    return [one_tensor(f"{ROOT}/{path}", name) for path, name in family.classifier.items()]
-
-
-def values_of(config: ModelConfig, family: Family, head: HeadConfig) -> dict[str, Any]:
-    """The keys of config.json that speak of it.
-
-    A decoder's class refuses batches without a padding id, and pools the rightmost token that is
-    none: where the model has no such id it is the end of a text, which no row holds.
-    """
     labels = head.settings["labels"]
     problem = "single_label_classification" if labels else "regression"
     names = labels or [f"LABEL_{i}" for i in range(head.settings["outputs"])]
-    return {
+    return [*prefixed, *head_rules(family)], {
         "architectures": [class_of(family)],
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
         "problem_type": head.settings.get("problem") or problem,
         "pad_token_id": config.padding_id,
     }
+
+
+def head_rules(family: Family) -> list[Rule]:
+    """The rules of the head's tensors."""
+    return [one_tensor(f"{ROOT}/{path}", name) for path, name in family.classifier.items()]
 
 
 def is_class(values: Mapping[str, Any], family: Family, names: Collection[str]) -> bool:

@@ -17,32 +17,32 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.adapters import FFN_LEAVES, adapters_of, neuron_factor
 from ffn_heterogeneity.heads import ROOT
-from ffn_heterogeneity.io.assemble import narrowed
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.files import atomic_path, copy_tree, is_bucket
 from ffn_heterogeneity.io.hf import classifiers
-from ffn_heterogeneity.io.hf.structure import KEY, cast, structural_leaves, write_structure
+from ffn_heterogeneity.io.hf.structure import (
+    KEY,
+    cast,
+    checked_leaves,
+    structural_leaves,
+    write_structure,
+)
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
-from ffn_heterogeneity.leaf import LeafError
 from ffn_heterogeneity.models import families
 from ffn_heterogeneity.models.config import ConfigError, ModelConfig, check_count, config_to_dict
 from ffn_heterogeneity.models.families.common import token_id
-from ffn_heterogeneity.models.leaves import Place, declared_at
-from ffn_heterogeneity.models.linear import effective_kernel
-from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import unstack
-from ffn_heterogeneity.paths import AUXILIARY, flatten
+from ffn_heterogeneity.tree import AUXILIARY, flatten
 from ffn_heterogeneity.wording import check_choice, naming
 
 # Key of config.json under which the native form keeps what no other library can express.
@@ -100,27 +100,27 @@ def save_pretrained(
         )
     params = {name: part for name, part in params.items() if name not in AUXILIARY}
     tree = unstack(jax.tree.map(np.asarray, params))
-    head, classifier = config.head, classifiers.is_published(config, export)
+    head, family = config.head, families.family_by_name(config.family)
     heads = flatten({ROOT: tree.pop(ROOT)}) if head else {}
-    config, family = dataclasses.replace(config, head=None), families.family_by_name(config.family)
+    classifier = classifiers.is_published(config, export)
+    config = dataclasses.replace(config, head=None)
     if classifier:
-        config = classifiers.as_class(config, family)
-        tree, heads = classifiers.leaves_of_class(config, tree, heads)
+        config, tree, heads = classifiers.parts_of_class(config, family, tree, heads)
     kept = structural_leaves(flatten(tree)) if structure == "keep" else {}
     leaves = checked_leaves(config, tree)
     if kept and export == "padded":
         raise CheckpointError("structure='keep' and export='padded': fold it, or do not pad")
-    config, form = choose_form(config, export)
-    shapes = families.expected_shapes(config)
-    leaves = cast({path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}, dtype)
-    facts, rules, more = dict(extra or {}), family.rules(config), {}
+    form = choose_form(config, export)
+    shapes = families.expected_shapes(form.config)
+    leaves = {path: pad(leaf, shapes[path]) for path, leaf in leaves.items()}
+    rules, more = family.rules(form.config), {}
     if classifier:
-        rules = classifiers.rules_of(config, family)
-        more = classifiers.values_of(config, family, head)
-        leaves |= cast(heads, dtype)
+        rules, more = classifiers.files_of_class(form.config, family, head)
+        leaves |= heads
     else:
         kept |= heads  # in no other tool's form
-    kept = cast(kept, dtype)
+    leaves, kept = cast(leaves, dtype), cast(kept, dtype)
+    facts = dict(extra or {})
     with local_directory(directory) as temporary:
         with open_pieces(temporary, _specs(rules, leaves), max_shard_bytes) as pieces:
             for rule in rules:
@@ -132,7 +132,7 @@ def save_pretrained(
         if head:
             facts[ROOT] = {"name": head.name, "settings": head.settings}
         dtypes = {leaf.dtype for leaf in leaves.values()}
-        write_configs(temporary, config, dtypes, form, facts, more)
+        write_configs(temporary, form, dtypes, facts, more)
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary, config.token_types > 1)
     return directory
@@ -153,87 +153,43 @@ def local_directory(directory: epath.Path) -> Iterator[Path]:
         copy_tree(epath.Path(temporary), directory, last="config.json")
 
 
-def checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
-    """Flat leaves of an unstacked tree, adapters folded, held to the config's names and shapes."""
-    with naming(f"a {config.family} checkpoint", LeafError, CheckpointError):
-        leaves = flatten(fold(config, tree))
-    shapes = families.expected_shapes(config)
-    if missing := [path for path in shapes if path not in leaves]:
-        raise CheckpointError(f"the parameter tree lacks {missing[:5]}")
-    if unknown := [path for path in leaves if path not in shapes]:
-        raise CheckpointError(f"a {config.family} checkpoint has no place for {unknown[:5]}")
-    for path, shape in shapes.items():
-        if leaves[path].shape != shape:
-            raise CheckpointError(f"{path} has shape {leaves[path].shape}, the config asks {shape}")
-    return leaves
+class WrittenForm(NamedTuple):
+    """A model as it is written.
 
-
-@products()
-def fold(config: ModelConfig, tree: dict) -> dict:
-    """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is.
-
-    Args:
-      tree: unstacked.
-
-    Raises:
-      LeafError: a leaf in the layers that nothing declares, or of other axes than are declared.
+    Attributes:
+      config: of the leaves that are written: with "padded" wider than the model, see `pad`.
+      name: of config.json: "plain", "native" or "deci".
+      values: of config.json, in that form.
     """
-    for layer, own in enumerate(tree["layers"]):
-        declared_at(config, Place(layer, None, ""), own)
-    return _folded(tree)
+
+    config: ModelConfig
+    name: str
+    values: dict[str, Any]
 
 
-def _folded(node: Any, place: str = "") -> Any:
-    if isinstance(node, list):
-        return [_folded(item, f"{place}{i}/") for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    adapters = {name for adapter in adapters_of(node) for name in adapter.leaves}
-    if adapters:
-        dtype = node["kernel"].dtype if "kernel" in node else np.float32
-        kernel = narrowed(f"{place}kernel", np.asarray(effective_kernel(node)), dtype)
-        # What is no adapter's stays, for the check of names to refuse.
-        return {"kernel": kernel} | {
-            k: v for k, v in node.items() if k != "kernel" and k not in adapters
-        }
-    node = {key: _folded(value, f"{place}{key}/") for key, value in node.items()}
-    factor = neuron_factor(node)
-    if factor is not None and "down" in node:
-        down = node["down"]["kernel"]
-        # "neurons" is the factor's last axis and the kernel's last but one, experts before both.
-        scaled = down.astype(np.float32) * np.asarray(factor, np.float32)[..., None]
-        scaled = narrowed(f"{place}down/kernel", scaled, down.dtype)
-        node["down"] = node["down"] | {"kernel": scaled}
-        node = {name: leaf for name, leaf in node.items() if name not in FFN_LEAVES}
-    return node
-
-
-def choose_form(config: ModelConfig, export: str) -> tuple[ModelConfig, str]:
-    """(config to write, form of config.json: "plain", "native" or "deci").
-
-    With "padded" the config to write is wider, and leaves are to be filled up by `pad`.
+def choose_form(config: ModelConfig, export: str) -> WrittenForm:
+    """The form in which `export` writes a model.
 
     Raises:
       CheckpointError, ConfigError: an unknown form, or one that cannot express the model.
     """
     check_choice("export", export, EXPORTS, CheckpointError)
-    if export == "native":
-        return config, export
     if export == "padded" and not config.uniform_width:
         config = config.with_widths([max(config.ffn_widths)] * config.n_layers)
+    values = families.config_to_hf(config)
+    if export == "native":
+        return WrittenForm(config, export, values)
     # A classifier's language-model head is left out by its class, not by a key.
     whole = dataclasses.replace(config, lm_head=not config.is_encoder, generation="")
-    expressible = families.config_from_hf(families.config_to_hf(config)) == whole
-    if export == "deci" and expressible:
-        families.to_deci(config, families.config_to_hf(config))
+    expressible = families.config_from_hf(values) == whole
     if export in ("padded", "deci") and not expressible:
         raise CheckpointError(
             f"the {config.family} config.json cannot express this model even with equal widths: "
             "use export='native'"
         )
     if export == "deci":
-        return config, export
-    return config, "plain" if expressible else "native"
+        return WrittenForm(config, export, families.to_deci(config, values))
+    return WrittenForm(config, "plain" if expressible else "native", values)
 
 
 def pad(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -301,9 +257,8 @@ def _specs(rules: list[families.Rule], leaves: dict[str, np.ndarray]) -> dict[st
 
 def write_configs(
     directory: Path,
-    config: ModelConfig,
+    form: WrittenForm,
     dtypes: set[np.dtype],
-    form: str,
     extra: dict | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
@@ -315,10 +270,9 @@ def write_configs(
     """
     # The narrowest type that holds every leaf: transformers casts all to the one it finds here.
     dtype = str(jnp.result_type(*dtypes))
-    values = families.config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
-    values = families.to_deci(config, values) if form == "deci" else values
+    config, values = form.config, form.values | {"dtype": dtype, "torch_dtype": dtype}
     section = dict(extra or {})
-    if form == "native":
+    if form.name == "native":
         own = dataclasses.replace(config, generation="")  # it has a file of its own
         section |= {"config": config_to_dict(own), "ffn_widths": list(config.ffn_widths)}
     values |= {NATIVE_KEY: section} if section else {}

@@ -30,7 +30,7 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.families import family_by_name
 from ffn_heterogeneity.models.families.rules import Rule
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import flatten, unflatten
 from ffn_heterogeneity.wording import naming
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

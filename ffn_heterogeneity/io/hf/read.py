@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes, make_head
 from ffn_heterogeneity.io import safetensors, tokenizer_files
-from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes
+from ffn_heterogeneity.io.assemble import Stored, assemble, leaf_shapes, without_tied
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.hf import classifiers
 from ffn_heterogeneity.io.hf.export import GENERATION, NATIVE_KEY, with_generation
@@ -27,7 +27,7 @@ from ffn_heterogeneity.io.hf.structure import FOLDER, KEY, put_back, read_struct
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.io.safetensors import open_directory
 from ffn_heterogeneity.models.config import ConfigError, HeadConfig, ModelConfig, config_from_dict
-from ffn_heterogeneity.models.families import Family, config_from_hf, family_by_name
+from ffn_heterogeneity.models.families import Family, Rule, config_from_hf, family_by_name
 from ffn_heterogeneity.wording import first_line, some
 
 _HUB_PATTERNS = [
@@ -47,6 +47,11 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     Raises:
       CheckpointError: no config.json, not JSON, an unknown kind of model, or missing fields.
     """
+    return _described(directory)[0]
+
+
+def _described(directory: str | os.PathLike) -> tuple[ModelConfig, Family, dict[str, Any]]:
+    """(the model's config, its family, the contents of config.json)."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json: not a Hugging Face model directory")
@@ -54,9 +59,15 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     try:
         native = values.get(NATIVE_KEY, {})
         own = "config" in native
-        config = config_from_dict(native["config"]) if own else _config_of(directory, values)
-        head, family = config.head, family_by_name(config.family)
-        names = () if values.get("architectures") else _names(directory, family)
+        config = config_from_dict(native["config"]) if own else config_from_hf(values)
+        family = family_by_name(config.family)
+        by_tensors = None if own else family.by_tensors
+        # Names of the tensors decide what config.json leaves open.
+        asked = by_tensors is not None or not values.get("architectures")
+        names = _names(directory, family) if asked else set()
+        if by_tensors is not None and names:
+            config = by_tensors(config, values, names)
+        head = config.head
         if classifiers.is_class(values, family, names):
             head, config = classifiers.read_head(values), classifiers.as_class(config, family)
         if ROOT in native:
@@ -70,16 +81,7 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
         raise CheckpointError(f"{path} is incomplete or malformed: {error!r}") from None
     if own and list(config.ffn_widths) != native.get("ffn_widths", list(config.ffn_widths)):
         raise CheckpointError(f"{path}: {NATIVE_KEY}.ffn_widths disagrees with its config")
-    return with_generation(config, Path(directory))
-
-
-def _config_of(directory: str | os.PathLike, values: dict[str, Any]) -> ModelConfig:
-    """What config.json says, and where it leaves something open the names of the tensors."""
-    config = config_from_hf(values)
-    family = family_by_name(config.family)
-    if family.by_tensors is None or not (names := _names(directory, family)):
-        return config
-    return family.by_tensors(config, values, names)
+    return with_generation(config, Path(directory)), family, values
 
 
 def _names(directory: str | os.PathLike, family: Family) -> set[str]:
@@ -101,9 +103,10 @@ def read_pretrained(
       CheckpointError: see `read_config`, `safetensors.open_directory`, `assemble` and
         `structure.read_structure`.
     """
-    config, section = read_config(directory), structure_section(directory)
+    config, family, values = _described(directory)
+    section = _structure_section(directory, values)
     options = {"check_finite": check_finite, "dtype": None if section else dtype}
-    params = assemble(config, *_tables(directory, config), **options)
+    params = assemble(config, *_tables(directory, config, family, values), **options)
     if section:
         params = read_structure(Path(directory), config, params, section, dtype)
     return config, params
@@ -112,34 +115,59 @@ def read_pretrained(
 def read_shapes(directory: str | os.PathLike) -> tuple[ModelConfig, dict]:
     """The result of `read_pretrained` with shapes and dtypes for leaves: only headers are read.
     Errors are the same, but for those of values."""
-    config = read_config(directory)
-    leaves = leaf_shapes(config, *_tables(directory, config, told=False))
-    kept = open_directory(Path(directory) / FOLDER) if structure_section(directory) else {}
+    config, family, values = _described(directory)
+    section = _structure_section(directory, values)
+    leaves = leaf_shapes(config, *_tables(directory, config, family, values, told=False))
+    kept = open_directory(Path(directory) / FOLDER) if section else {}
     own = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, (leaf, _) in kept.items()}
     return config, jax.eval_shape(functools.partial(put_back, config), leaves, own)
 
 
-def _tables(directory: str | os.PathLike, config: ModelConfig, told: bool = True) -> tuple:
+def _tables(
+    directory: str | os.PathLike,
+    config: ModelConfig,
+    family: Family,
+    values: Mapping[str, Any],
+    told: bool = True,
+) -> tuple:
     """(rules, tensors, regexes of redundant ones, shapes of leaves beside the model's own)."""
-    family = family_by_name(config.family)
-    tensors, rules = stored_tensors(directory, config, told), family.rules(config)
-    if classifiers.is_class(read_object(Path(directory) / "config.json"), family, tensors):
+    tensors, rules = _stored(directory, config, family, told), family.rules(config)
+    if classifiers.is_class(values, family, tensors):
         rules = [*rules, *classifiers.head_rules(family)]
         return rules, tensors, family.redundant, head_shapes(config)
     return rules, tensors, family.redundant, {}
 
 
-def structure_section(directory: str | os.PathLike) -> dict:
+def open_pretrained(
+    directory: str | os.PathLike,
+) -> tuple[ModelConfig, Family, list[Rule], dict[str, Stored]]:
+    """(config, family, its rules, its tensors) of a directory whose tensors are read one by one.
+
+    Raises:
+      CheckpointError: as `read_pretrained`, values apart; the directory keeps structure.
+    """
+    config, family, values = _described(directory)
+    if _structure_section(directory, values):
+        raise CheckpointError(
+            f"{directory} keeps structure (masks, adapters, P), which surgery from checkpoint to "
+            "checkpoint does not read: leave streaming=true out"
+        )
+    rules, tensors = family.rules(config), _stored(directory, config, family)
+    leaf_shapes(config, rules, tensors, family.redundant)
+    return config, family, rules, without_tied(config, rules, tensors)
+
+
+def _structure_section(directory: str | os.PathLike, values: Mapping[str, Any]) -> dict:
     """The section of config.json on kept structure (io/hf/structure.py); empty: there is none."""
-    own = read_object(Path(directory) / "config.json").get(NATIVE_KEY, {})
+    own = values.get(NATIVE_KEY, {})
     section = own.get(KEY, {}) if isinstance(own, dict) else None
     if not isinstance(section, dict):
         raise CheckpointError(f"{directory}/config.json: {NATIVE_KEY}.{KEY} is no object")
     return section
 
 
-def stored_tensors(
-    directory: str | os.PathLike, config: ModelConfig, told: bool = True
+def _stored(
+    directory: str | os.PathLike, config: ModelConfig, family: Family, told: bool = True
 ) -> dict[str, Stored]:
     """The directory's tensors by the family's own names, without unused ones (`told`: listed on
     stderr): heads of pre-training, and a pooler that the model's class does not read.
@@ -148,7 +176,7 @@ def stored_tensors(
       CheckpointError: a tensor under two names; and as `safetensors.open_directory`.
     """
     tensors: dict[str, Stored] = {}
-    family, left_out = family_by_name(config.family), []
+    left_out = []
     unused = (*family.left_out, *(() if config.pooler else (r"pooler\..*",)))
     for name, (view, file) in safetensors.open_directory(directory).items():
         own = family.own_name(name)

@@ -21,18 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, adapters_of
+from ffn_heterogeneity.adapters import FFN_LEAVES, adapter_leaves, adapters_of, neuron_factor
 from ffn_heterogeneity.adapters.nf4 import BLOCK, SCALES
 from ffn_heterogeneity.heads import HEADS, ROOT, head_shapes
 from ffn_heterogeneity.io.assemble import FLOATS, all_finite, narrowed
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.pieces import Spec, open_pieces
 from ffn_heterogeneity.io.safetensors import open_directory
-from ffn_heterogeneity.leaf import Leaf, LeafError
 from ffn_heterogeneity.models.config import ModelConfig
+from ffn_heterogeneity.models.families import expected_shapes
 from ffn_heterogeneity.models.leaves import Place, declared_at, sizes
+from ffn_heterogeneity.models.linear import effective_kernel
+from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import restack, unstack
-from ffn_heterogeneity.paths import flatten, unflatten
+from ffn_heterogeneity.tree import Leaf, LeafError, flatten, unflatten
 from ffn_heterogeneity.wording import naming
 
 FOLDER, KEY = "structure", "structure"
@@ -53,6 +55,61 @@ def structural_leaves(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
         return name in FFN_LEAVES or module in touched and name in {*own, "kernel"}
 
     return {path: leaf for path, leaf in leaves.items() if structural(path)}
+
+
+def checked_leaves(config: ModelConfig, tree: dict) -> dict[str, np.ndarray]:
+    """Flat leaves of an unstacked tree, adapters folded, held to the config's names and shapes."""
+    with naming(f"a {config.family} checkpoint", LeafError, CheckpointError):
+        leaves = flatten(fold(config, tree))
+    shapes = expected_shapes(config)
+    if missing := [path for path in shapes if path not in leaves]:
+        raise CheckpointError(f"the parameter tree lacks {missing[:5]}")
+    if unknown := [path for path in leaves if path not in shapes]:
+        raise CheckpointError(f"a {config.family} checkpoint has no place for {unknown[:5]}")
+    for path, shape in shapes.items():
+        if leaves[path].shape != shape:
+            raise CheckpointError(f"{path} has shape {leaves[path].shape}, the config asks {shape}")
+    return leaves
+
+
+@products()
+def fold(config: ModelConfig, tree: dict) -> dict:
+    """Masks and adapters into kernels, factors of neurons into the rows of down; the rest as is.
+
+    Args:
+      tree: unstacked.
+
+    Raises:
+      LeafError: a leaf in the layers that nothing declares, or of other axes than are declared.
+    """
+    for layer, own in enumerate(tree["layers"]):
+        declared_at(config, Place(layer, None, ""), own)
+    return _folded(tree)
+
+
+def _folded(node: Any, place: str = "") -> Any:
+    if isinstance(node, list):
+        return [_folded(item, f"{place}{i}/") for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    adapters = {name for adapter in adapters_of(node) for name in adapter.leaves}
+    if adapters:
+        dtype = node["kernel"].dtype if "kernel" in node else np.float32
+        kernel = narrowed(f"{place}kernel", np.asarray(effective_kernel(node)), dtype)
+        # What is no adapter's stays, for the check of names to refuse.
+        return {"kernel": kernel} | {
+            k: v for k, v in node.items() if k != "kernel" and k not in adapters
+        }
+    node = {key: _folded(value, f"{place}{key}/") for key, value in node.items()}
+    factor = neuron_factor(node)
+    if factor is not None and "down" in node:
+        down = node["down"]["kernel"]
+        # "neurons" is the factor's last axis and the kernel's last but one, experts before both.
+        scaled = down.astype(np.float32) * np.asarray(factor, np.float32)[..., None]
+        scaled = narrowed(f"{place}down/kernel", scaled, down.dtype)
+        node["down"] = node["down"] | {"kernel": scaled}
+        node = {name: leaf for name, leaf in node.items() if name not in FFN_LEAVES}
+    return node
 
 
 def write_structure(

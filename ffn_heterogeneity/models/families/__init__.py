@@ -46,7 +46,8 @@ def family_by_name(name: str) -> Family:
     Raises:
       ConfigError: unknown; the message lists the known ones.
     """
-    check_choice("family", name, FAMILIES, ConfigError)
+    if name not in FAMILIES:
+        raise ConfigError(f"family={name!r:.80}: choose one of {tuple(FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -66,11 +66,12 @@ def from_hf(
         if values.get(key):
             raise ConfigError(f"{key}=true: {family} is read as an encoder alone")
     own = {"rms_norm_eps": values["layer_norm_eps"], "num_key_value_heads": None, "head_dim": None}
+    fields = common.base_from_hf({**values, **own, "tie_word_embeddings": True}, {})
+    fields["activation"] = common.activation_from_hf(values["hidden_act"])
     return encoder(
         family,
         [values["intermediate_size"]] * values["num_hidden_layers"],
-        common.base_from_hf({**values, **own, "tie_word_embeddings": True}, {}),
-        activation=common.activation_from_hf(values["hidden_act"]),
+        fields,
         token_types=values["type_vocab_size"],
         pooler=bool(values.get(_POOLER, pooler)),
         attention_dropout=values["attention_probs_dropout_prob"] > 0,

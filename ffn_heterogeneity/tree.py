@@ -1,0 +1,175 @@
+"""The parameter tree: what a leaf declares (its axes by name), and the paths of leaves.
+
+Each leaf is declared once. The model's own leaves name the dimensions that their axes run over:
+"d_model", "neurons" (of a feed-forward block), "queries" and "keys" (heads times their width),
+"head" (one head's width), "vocab", "expert", "route" (columns of a router), "positions", "types",
+"pooled". An adapter's leaves name roles in the `Linear` that holds them: "in" and "out", the
+dimensions of its kernel; "half" and "block", so many inputs together; "picked", some of the
+outputs; any other name ("rank", "one") is an axis of the adapter's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+class LeafError(ValueError):
+    """A leaf that nothing declares, or of axes that an operation does not handle; it is named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The declaration of one leaf.
+
+    Attributes:
+      axes: the names of its axes, in order; of a stacked leaf "layer" comes first.
+      init: a fresh model's values: None is N(0, 0.02^2), a number that number everywhere.
+      trains: False: it is data, which never trains and is never cast.
+      decays: whether weight decay applies (to kernels and tables; not to biases and norms).
+      cut: False: whole on every device of a mesh.
+      sums: dimensions that its VALUES sum over, so that they change when one of those is cut short.
+      numbers: the dimension whose places its values are.
+      dtype: of data that are no real numbers.
+      optional: a surgery puts it there: no file and no fresh model has it.
+      broadcasts: it may lack leading axes; then it stands for the last ones.
+      holds: parameters that one element stands for.
+      reads: of its parameters, the share that a token is multiplied by (an expert's: top_k / E).
+    """
+
+    axes: tuple[str, ...]
+    init: float | None = None
+    trains: bool = True
+    decays: bool = False
+    cut: bool = True
+    sums: tuple[str, ...] = ()
+    numbers: str = ""
+    dtype: Any = None
+    optional: bool = False
+    broadcasts: bool = False
+    holds: int = 1
+    reads: float = 0.0
+
+    def of(self, **changes: Any) -> Leaf:
+        """The same leaf but for these fields."""
+        return dataclasses.replace(self, **changes)
+
+    def beside(self, kernel: Leaf) -> Leaf:
+        """This leaf of an adapter on the `Linear` with that kernel: its roles as dimensions.
+
+        The kernel's leading axes (of experts) are its own too.
+        """
+        *lead, fan_in, fan_out = kernel.axes
+        roles = {"in": fan_in, "out": fan_out, "half": f"{fan_in}/half"}
+        roles |= {"block": f"{fan_in}/block", "picked": f"{fan_out}/picked"}
+
+        def dimensions(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(roles.get(name, name) for name in names)
+
+        return self.of(
+            axes=(*lead, *dimensions(self.axes)),
+            sums=dimensions(self.sums),
+            numbers=roles.get(self.numbers, self.numbers),
+            reads=self.reads * kernel.reads,
+        )
+
+    def axis(self, dimension: str) -> int | None:
+        """The axis that runs over the dimension, counted from the right; None: none does."""
+        return self.axes.index(dimension) - len(self.axes) if dimension in self.axes else None
+
+    def depends_on(self, dimension: str) -> bool:
+        """True if its values mean something else once part of the dimension is gone: sums over it,
+        numbers of its places, axes that run over several of them together."""
+        apart = any(axis.startswith(f"{dimension}/") for axis in self.axes)
+        return apart or dimension in self.sums or self.numbers == dimension
+
+
+def weights(*axes: str, **more: Any) -> Leaf:
+    """A kernel's declaration, or a factor's: it decays, and every token is multiplied by it."""
+    return Leaf(axes, **{"decays": True, "reads": 1.0} | more)
+
+
+def data(*axes: str, **more: Any) -> Leaf:
+    """The declaration of data, which no file of another library has."""
+    return Leaf(axes, **{"trains": False, "optional": True, "holds": 0} | more)
+
+
+# ---- paths
+
+# Roots of a tree beside the model, which a surgery puts there and a loss reads (a teacher): frozen,
+# sealed in checkpoints with the frozen leaves, never exported. No walk over layers and no pattern
+# of a config sees them.
+TEACHER = "teacher"
+AUXILIARY = (TEACHER,)
+
+
+def is_auxiliary(path: str) -> bool:
+    """True if a leaf belongs to one of those roots."""
+    return path.split("/")[0] in AUXILIARY
+
+
+def is_abstract(tree: Any) -> bool:
+    """True of a tree of shapes alone, as a surgery sees it under `jax.eval_shape`."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def path_str(key_path: tuple) -> str:
+    """A jax key path as "stack/segment_0/slot_1/ffn/down/kernel"; list indices become numbers."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """`{path: leaf}` in tree order."""
+    return {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def unflatten(leaves: dict[str, Any]) -> dict:
+    """Inverse of `flatten`; a dict whose keys are exactly 0..n-1 becomes a list again."""
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"path {path!r} passes through the leaf at {part!r}")
+        if last in node:
+            raise ValueError(f"path {path!r} is given twice, or is both a leaf and a node")
+        node[last] = leaf
+    return _lists(tree)
+
+
+def _lists(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if node and all(key.isdigit() for key in node) and len(node) == 1 + max(map(int, node)):
+        return [_lists(node[str(i)]) for i in range(len(node))]
+    return {key: _lists(value) for key, value in node.items()}
+
+
+def subtree(tree: Any, path: str) -> Any:
+    """The node at "a/b/c" of nested dicts; the tree itself at ""; None: nothing is there."""
+    for name in path.split("/") if path else ():
+        if name not in tree:
+            return None
+        tree = tree[name]
+    return tree
+
+
+def replaced(tree: dict, path: str, value: Any) -> dict:
+    """The tree with `value` at that path; dicts on the way are new, the tree given is untouched."""
+    name, _, rest = path.partition("/")
+    return {**tree, name: replaced(tree[name], rest, value) if rest else value}
+
+
+def nodes(tree: dict, wanted: Callable[[dict], bool], path: str = "") -> Iterator[tuple[str, dict]]:
+    """(path, node) of the outermost dicts of nested dicts that are wanted; they are the tree's."""
+    if wanted(tree):
+        yield path, tree
+        return
+    for name, child in tree.items():
+        if isinstance(child, dict):
+            yield from nodes(child, wanted, f"{path}/{name}" if path else name)
