@@ -42,10 +42,9 @@ def get_config() -> ConfigDict:
             "key_env": "OPENAI_API_KEY",
             "temperature": temperature,  # None: not sent
             "max_tokens": 2048,  # 0: not sent
-            # Seconds for a call, further tries, and seconds before the second (then twice as long).
+            # Seconds for each try, and further tries (after 0.5 s, then twice as long, up to 8 s).
             "timeout": 120.0,
             "retries": 5,
-            "backoff": 2.0,
             "workers": 4,  # calls at once
             # So many failures in a row end the run (0: none does).
             "give_up_after": 10,
