@@ -68,7 +68,7 @@ class Endpoint:
         if self.max_tokens:
             self._body["max_tokens"] = self.max_tokens
         self._stopped = threading.Event()
-        _clients()
+        _library()
 
     def ask(self, system: str, user: str) -> str:
         """The text that answers the two messages.
@@ -88,17 +88,12 @@ class Endpoint:
 
     async def _answer(self, messages: list[dict[str, str]]) -> str:
         """The body of the answer."""
-        openai, httpx2 = _clients()
-        http = _client_class()(timeout=self.timeout, stopped=self._stopped)
+        openai, httpx2, http_client = _library()
+        http = http_client(timeout=self.timeout, stopped=self._stopped)
         # Without a key nothing is sent in its place, not even another one of the environment.
         headers = {} if self.key else {"Authorization": openai.Omit()}
-        client = openai.AsyncOpenAI(
-            api_key=self.key or "none",
-            base_url=self.url,
-            timeout=self.timeout,
-            max_retries=self.retries,
-            http_client=http,
-        )
+        own = {"api_key": self.key or "none", "base_url": self.url, "timeout": self.timeout}
+        client = openai.AsyncOpenAI(**own, max_retries=self.retries, http_client=http)
         async with client:
             try:
                 create = client.chat.completions.with_raw_response.create
@@ -109,22 +104,22 @@ class Endpoint:
                 body, status = self._redacted(error.response.text), error.response
                 why = f"HTTP {status.status_code} {status.reason_phrase} of {self.url}: "
                 why += " ".join(body.split())[:200]
-                body = body[:SHOWN]
+            except openai.APITimeoutError:
+                why, body = f"no answer within {self.timeout:g} s from {self.url}", ""
+                why += ": is it there? (--config.timeout gives it longer)"
             except (openai.OpenAIError, httpx2.HTTPError) as error:
                 why, body = f"no connection to {self.url}: {error.__cause__ or error!r}", ""
-                if isinstance(error, openai.APITimeoutError):
-                    why = (
-                        f"no answer within {self.timeout:g} s from {self.url}: is it there? "
-                        "(--config.timeout gives it longer)"
-                    )
-        raise EndpointError(why + (f" ({http.tries} tries)" if http.tries > 1 else ""), body)
+        tries = f" ({http.tries} tries)" if http.tries > 1 else ""
+        raise EndpointError(why + tries, body[:SHOWN])
 
     def _redacted(self, text: str) -> str:
         return text.replace(self.key, "<key>") if self.key else text
 
 
-def _clients() -> tuple[Any, Any]:
-    """The `openai` module and its HTTP client's."""
+@functools.cache
+def _library() -> tuple[Any, Any, Any]:
+    """The `openai` module, its HTTP client's, and a class of these with a wall clock and a longest
+    answer."""
     try:
         import httpx2
         import openai
@@ -132,13 +127,6 @@ def _clients() -> tuple[Any, Any]:
         raise ImportError(
             "a judge needs the openai client: pip install 'ffn-heterogeneity[judge]'"
         ) from error
-    return openai, httpx2
-
-
-@functools.cache
-def _client_class() -> Any:
-    """The class of an HTTP client with a wall clock and a longest answer."""
-    openai, httpx2 = _clients()
 
     class Client(httpx2.AsyncClient):
         """Follows no redirect, which could take the key elsewhere."""
@@ -175,7 +163,7 @@ def _client_class() -> Any:
                 extensions=response.extensions,
             )
 
-    return Client
+    return openai, httpx2, Client
 
 
 def _text_of(body: str) -> str:
