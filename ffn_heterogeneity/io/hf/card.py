@@ -15,7 +15,7 @@ from etils import epath
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
-from ffn_heterogeneity.io.hf.classifiers import torch_lines
+from ffn_heterogeneity.io.hf.classifiers import torch_facts
 from ffn_heterogeneity.io.hf.export import loads_in, save_pretrained, transformers_class
 from ffn_heterogeneity.io.load import Model, one_model
 from ffn_heterogeneity.io.read import read_text
@@ -84,7 +84,7 @@ def write_card(
         loads_in=loads_in(directory),
         place=place,
         loader=loader,
-        torch_lines=torch_lines(config, "<this directory>") if config else [],
+        torch=torch_facts(config) if config else {},
         numbers={k: _digits(x) for k, x in flat.items() if type(x) in (int, float)},
     )
     (epath.Path(directory) / CARD).write_text(f"{card}\n")
