@@ -5,8 +5,8 @@ Command:   python scripts/evaluate.py --config=configs/judge.py --config.benchma
              --config.url=http://localhost:8000 --config.judge_model=<name> --workdir=runs/judged
            --config.mode=pairwise --config.baseline=<other answers>: which of two models is better,
            asked twice with the places swapped. The same command asks again what failed.
-Hardware:  none but a network; a judge of one's own (vLLM, llama.cpp and others serve the endpoint)
-           needs what it needs.
+Hardware:  none but a network (and the extra `judge`); a judge of one's own (vLLM, llama.cpp and
+           others serve the endpoint) needs what it needs.
 Hours:     MT-bench is 160 calls, 320 pairwise.
 Paper:     JREG: MT-bench, Vicuna and WizardLM questions judged by GPT-4. The prompts here are ours
            (MT-bench's protocol of "[[8]]" and "[[A]]"): scores are comparable among runs of this

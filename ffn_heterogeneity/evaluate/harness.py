@@ -12,13 +12,10 @@ from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.wording import extra
 
-try:
+with extra("eval"):
     from lm_eval.api.model import TemplateLM
-except ImportError as error:
-    raise ImportError(
-        "lm-evaluation-harness is not installed: pip install 'ffn-heterogeneity[eval]'"
-    ) from error
 
 MAX_NEW_TOKENS = 256
 

@@ -10,7 +10,7 @@ import urllib.parse
 from typing import Any
 
 from ffn_heterogeneity.io.read import parse_json
-from ffn_heterogeneity.wording import check_numbers
+from ffn_heterogeneity.wording import check_numbers, extra
 
 LONGEST_BODY = 2**22  # bytes
 SHOWN = 2000  # characters of an error's body that are reported
@@ -120,13 +120,9 @@ class Endpoint:
 def _library() -> tuple[Any, Any, Any]:
     """The `openai` module, its HTTP client's, and a class of these with a wall clock and a longest
     answer."""
-    try:
+    with extra("judge"):
         import httpx2
         import openai
-    except ImportError as error:
-        raise ImportError(
-            "a judge needs the openai client: pip install 'ffn-heterogeneity[judge]'"
-        ) from error
 
     class Client(httpx2.AsyncClient):
         """Follows no redirect, which could take the key elsewhere."""

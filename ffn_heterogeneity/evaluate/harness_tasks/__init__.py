@@ -34,7 +34,7 @@ from ffn_heterogeneity.data.sources import DataError
 from ffn_heterogeneity.evaluate.harness_tasks.forms import TASKS
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
-from ffn_heterogeneity.wording import check_choice, check_number, unknown
+from ffn_heterogeneity.wording import check_choice, check_number, extra, unknown
 
 __all__ = ["TaskPack", "checked_names", "make_task_pack"]
 
@@ -86,13 +86,9 @@ def make_task_pack(
 @functools.cache
 def _index() -> Mapping[str, Any]:
     """{name: the harness's entry} of the tasks, groups and tags in the folders that are used."""
-    try:
+    with extra("eval"):
         import lm_eval
         from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ImportError(
-            "lm-evaluation-harness is not installed: pip install 'ffn-heterogeneity[eval]'"
-        ) from error
     stock = Path(lm_eval.__file__).parent / "tasks"
     folders = {str(stock / one.stock) for one in TASKS.values() if one.stock}
     paths: Any = [*sorted(folders), str(Path(__file__).parent)]
