@@ -1,8 +1,8 @@
 """The harness's tasks that may grade what a model wrote: those whose graders were read.
 
 A grader that calls `eval`, sympy's `parse_expr` or a program runs a model's answer as code in this
-process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not refused by
-their mark:
+process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not rejected
+by their mark:
 
   a question without a text    multiple choice, log-likelihoods: graders see numbers alone
   the harness's own graders    metrics, aggregations and filters of lm_eval/api and lm_eval/filters,
@@ -23,7 +23,7 @@ from typing import Any
 from ffn_heterogeneity.evaluate.harness_tasks import grading
 
 # SHA-256 of files of lm_eval 0.4.13 that somebody read from the first line to the last, with all
-# that they import beside numpy and the standard library, and found that what a model wrote is only
+# that they import except numpy and the standard library, and found that what a model wrote is only
 # cut, counted, matched and compared: never evaluated, parsed by sympy, run, unpickled, written to a
 # file or sent. They import no other task's code. The digest of one more, once it was read:
 #   sha256sum "$(python -c 'import lm_eval; print(lm_eval.__path__[0])')"/tasks/drop/utils.py

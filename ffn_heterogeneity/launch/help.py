@@ -76,7 +76,7 @@ def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
 
 
 def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Key of a config -> comment, beside it or right above it: in the file and what it imports of
+    """Key of a config -> comment, on its line or right above it: in the file and what it imports of
     configs/, and in all configs.
 
     A key is named as in its file ("steps", "data.packing"), in a part's function with the

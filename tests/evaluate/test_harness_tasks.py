@@ -230,7 +230,7 @@ def test_without_a_training_file_the_question_is_never_its_own_example(tmp_path,
         assert prompt.endswith(f"Q: number {i}?\nA:")
     with pytest.raises(DataError, match="no such file: .*nq_open/train.jsonl$"):
         make_task_pack(str(tmp_path), "nq_open", fewshot_from="train")
-    with pytest.raises(DataError, match="6 examples asked for, but beside the question only 5"):
+    with pytest.raises(DataError, match="6 examples asked for, but only 5 rows without"):
         make_task_pack(str(tmp_path), "nq_open", num_fewshot=6)
 
 

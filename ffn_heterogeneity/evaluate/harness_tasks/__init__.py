@@ -15,7 +15,7 @@ asked: a warning says so, and `metadata.fewshot_file` of the results names the f
 makes it "train" (or an error) or "evaluation". MBPP's are tasks 2, 3 and 4 first, MMLU's the first
 of the subject, all others are drawn by the harness's seed.
 
-Numbers of examples unless told otherwise: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP
+Numbers of examples by default: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP
 3, all others 0.
 """
 
@@ -153,8 +153,8 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
             settings |= {"training_split": None, "fewshot_split": settings.get("test_split")}
         else:
             raise DataError(
-                f"{path}: {count} examples asked for, but beside the question only "
-                f"{len(rows) - 1} rows"
+                f"{path}: {count} examples asked for, but only {len(rows) - 1} rows without the "
+                "question"
             )
     settings["metadata"] = {**settings["metadata"], **files}
     settings.pop("tag", None)
@@ -163,7 +163,7 @@ def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the harness's warnings of its own task files, two for each task."""
+    """A context without the harness's warnings about its task files, two per task."""
     log = logging.getLogger("lm_eval.api.task")
     before, log.disabled = log.disabled, True
     try:

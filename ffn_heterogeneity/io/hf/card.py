@@ -202,6 +202,6 @@ def push(model: Model | str | os.PathLike, repository: str, *, private: bool = T
 
 
 def check_repository(repository: str) -> None:
-    """Refuses what cannot be a repository, before anything is computed for it."""
+    """Reject an invalid repository name before anything is computed."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise CheckpointError(f"push={repository!r}: write <owner>/<name> of the Hugging Face hub")
