@@ -88,12 +88,12 @@ def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
 def _comments(paths: Iterable[Path]) -> dict[str, str]:
     said, last = {}, {}
     for text in (path.read_text(encoding="utf-8") for path in paths):
-        for function in re.findall(r"^def .*\n(?:\W.*\n|\n)*", text, re.M):
-            part = re.match(r"def (?:get_\w+|(\w+))", function)[1]
-            for above, item, name, rest in _KEY.findall(function):
+        for function, body in re.findall(r"^def (\w+)(.*\n(?:\W.*\n|\n)*)", text, re.M):
+            part = "" if function.startswith("get_") else f"{function}."
+            for above, item, name, rest in _KEY.findall(body):
                 comment = rest.partition("# ")[2] or " ".join(re.findall("# (.*)", above))
                 if comment:
-                    name = name or (f"{part}.{item}" if part else item)
+                    name = name or part + item
                     said.setdefault(name, comment)
                     last.setdefault(name.split(".")[-1], comment)
     return last | said
