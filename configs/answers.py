@@ -40,11 +40,9 @@ def get_config() -> ConfigDict:
             "limit": 0,
             "bos": "auto",  # as of training: auto | segment | document | none
             "max_new_tokens": 32,  # of an answer
-            # Prompts answered at once, and the dtype of the computation.
-            "batch_size": 8,
-            "compute_dtype": "auto",
-            # Resamples of the questions for the 95% intervals, and the seed of their draws.
-            "bootstrap": 1000,
-            "seed": 0,
+            "batch_size": 8,  # prompts answered at once
+            "compute_dtype": "auto",  # dtype of the computation
+            "bootstrap": 1000,  # resamples of the questions, for the 95% intervals
+            "seed": 0,  # of these draws
         }
     )

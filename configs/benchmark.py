@@ -28,9 +28,8 @@ def get_config() -> ConfigDict:
             "name": "",
             # Of model, fusion, streaming: a preset (random weights).
             "model": "smollm2_135m",
-            # Of model: what is timed, and in what it is computed.
-            "calls": CALLS,
-            "dtypes": ("float32", "bfloat16"),
+            "calls": CALLS,  # of model: what is timed
+            "dtypes": ("float32", "bfloat16"),  # of model: what it is computed in
             # Of steps: training configs, the last of which the others are compared with; settings
             # may follow each: "<file>:<argument> remat=none batch_size=64".
             "configs": (),
@@ -40,8 +39,8 @@ def get_config() -> ConfigDict:
             "seq_len": 512,  # tokens a row
             "windows": 40,  # of perplexity
             "window": 128,  # tokens a window
-            "remat": "dots",
-            "unroll": 1,
+            "remat": "dots",  # of the training step
+            "unroll": 1,  # layers a scan step
             # transformers | torch.compile: torch on the same weights, interleaved (extra `parity`).
             "peer": "",
             # Measured rounds, after one that compiles.

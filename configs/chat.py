@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
             # mt_bench (80 questions of two turns) | vicuna_bench (80) | wizardlm_testset (218) |
             # spec_bench (480: MT-bench's, and 400 of one turn).
             "benchmark": "mt_bench",
-            "data_root": "",
+            "data_root": "",  # directory of <benchmark>/test.jsonl or question.jsonl
             # The first so many questions; 0: all.
             "limit": 0,
             # A message of the system before each conversation; "": none.
@@ -42,12 +42,11 @@ def get_config() -> ConfigDict:
             # Unset: by the question's category (MT-bench, Vicuna), 0 for WizardLM's and for what
             # Spec-Bench adds to MT-bench. Spec-Bench's own runs are all at 0.
             "temperature": placeholder(float),
-            "top_p": 1.0,
-            "seed": 0,
+            "top_p": 1.0,  # below 1: only the likeliest tokens with this total
+            "seed": 0,  # of the draws
             # Tokens of an answer, or as many as the model has positions left for.
             "max_new_tokens": 1024,
-            # Questions answered at once, and the dtype of the computation.
-            "batch_size": 8,
-            "compute_dtype": "auto",
+            "batch_size": 8,  # questions answered at once
+            "compute_dtype": "auto",  # dtype of the computation
         }
     )

@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
             "steps": Fusion.steps,  # of mmd's AdamW
             "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
             "skip": Fusion.skip,  # massive: that layer stays as it is
-            "seed": Fusion.seed,
+            "seed": Fusion.seed,  # of the draws
             # Of unstructured: whose weights stand under the masks, in the place of its own (LTH).
             "rewind": Fusion.rewind,
             # Then: none | state_ridge (ours) | gram | bias, with the keys of configs/prune.py.

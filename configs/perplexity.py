@@ -20,13 +20,11 @@ def get_config() -> ConfigDict:
             "text": "",
             # ... or integers [windows, length] in a .npy file, used whole, bos already in place.
             "token_ids": "",
-            # Predictions in a window, and how many windows at most (0: all).
-            "window": 512,
-            "max_windows": 0,
+            "window": 512,  # predictions in a window
+            "max_windows": 0,  # how many windows at most; 0: all
             # segment: bos first in every window (Gemma needs it) | stream: once | none.
             "bos": "segment",
-            # Windows computed at once, and the dtype of the computation.
-            "batch_size": 4,
-            "compute_dtype": "auto",
+            "batch_size": 4,  # windows computed at once
+            "compute_dtype": "auto",  # dtype of the computation
         }
     )

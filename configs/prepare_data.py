@@ -21,10 +21,9 @@ def get_config() -> ConfigDict:
             # Files (text and .jsonl also as .gz), directories (all files, of one kind), globs, hub
             # names (owner/name[:config]); several with commas.
             "input": "",
-            # Of JSONL, parquet and hub data: where the text is. Of hub data: split and revision.
-            "text_field": "text",
-            "split": "train",
-            "data_revision": placeholder(str),
+            "text_field": "text",  # of JSONL, parquet and hub data: where the text is
+            "split": "train",  # of hub data
+            "data_revision": placeholder(str),  # branch, tag or commit of hub data
             # Hub data are read as they come and not stored; each process reads all of them.
             "stream": False,
             # No more shards are made once there are so many; 0: all. Of hub data not a row more.

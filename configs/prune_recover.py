@@ -55,7 +55,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
                 "kind": "train",
                 "base": f"nucl_finetune:{model},{data}",
                 "seed": 0,
-                "steps": 1000,
+                "steps": 1000,  # of the training
                 "batch_size": 16,  # rows a step
                 "accumulation": 1,
                 "seq_len": 512,

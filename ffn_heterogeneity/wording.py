@@ -83,6 +83,16 @@ def naming(
         raise raised(f"{place}: {error}") from None
 
 
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """A context whose errors of imports name the extra to install."""
+    try:
+        yield
+    except ImportError as error:
+        way = f"pip install 'ffn-heterogeneity[{name}]'"
+        raise ImportError(f"{first_line(error)}: {way}") from error
+
+
 def settings_of(kind: type[Kind], given: Any) -> Kind:
     """The frozen dataclass `kind` of the settings given, with its defaults for those left out.
 

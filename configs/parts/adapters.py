@@ -130,5 +130,6 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
         if settings is lora:
             config[name].dropout = Lora.dropout  # of what A reads, in training
         if name in REFRESHES:
+            # What redraws leaves in every step.
             config.refresh = (*config.get("refresh", ()), name)
     return [name for name in names if name not in PARTS]

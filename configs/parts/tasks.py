@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
             "data_root": "",
             # Examples before each question, for all tasks; unset: each task's own number.
             "num_fewshot": placeholder(int),
-            "fewshot_seed": 1234,
+            "fewshot_seed": 1234,  # of the draw of examples
             # auto: from the training file where it is there; train | evaluation.
             "fewshot_from": "auto",
             # The first so many questions of each task or group, or all there are; 0: all.
@@ -36,9 +36,8 @@ def get_config() -> ConfigDict:
             "allow_code_execution": False,
             # Write every question with its answers to <workdir>/samples/<task>.jsonl.
             "save_samples": True,
-            # Tokens scored at once, prompts continued at once, dtype of the computation.
-            "batch_tokens": 2048,
-            "generation_batch_size": 8,
-            "compute_dtype": "auto",
+            "batch_tokens": 2048,  # tokens scored at once
+            "generation_batch_size": 8,  # prompts continued at once
+            "compute_dtype": "auto",  # dtype of the computation
         }
     )

@@ -30,9 +30,8 @@ def get_config() -> ConfigDict:
     config.accumulation = 1  # micro-batches a step
     config.seq_len = 512  # tokens a row
 
-    # One group a loss (configs/parts/losses.py), and what is only measured.
-    config.losses = ConfigDict()
-    config.monitors = ConfigDict()
+    config.losses = ConfigDict()  # one group per loss (configs/parts/losses.py)
+    config.monitors = ConfigDict()  # what is only measured
     config.dropout = 0.0  # on the outputs of the residual branches; 0 compiles none
 
     config.optimizer = ConfigDict()

@@ -1,15 +1,14 @@
 """The harness's tasks that may grade what a model wrote: those whose graders were read.
 
 A grader that calls `eval`, sympy's `parse_expr` or a program runs a model's answer as code in this
-process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not refused by
-their mark:
+process, and few tasks say so (`unsafe_code`). So tasks are allowed by what they are, not rejected
+by their mark:
 
   a question without a text    multiple choice, log-likelihoods: graders see numbers alone
   the harness's own graders    metrics, aggregations and filters of lm_eval/api and lm_eval/filters,
                                of any version
   code of a task               where its file was read, as `READ` says
-
-The tasks of our pack (`data_root`) do not come here: their graders stand in harness_tasks/task.py.
+  graders of this package      harness_tasks/grading.py, where programs run in the sandbox
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ffn_heterogeneity.evaluate.harness_tasks import grading
+
 # SHA-256 of files of lm_eval 0.4.13 that somebody read from the first line to the last, with all
-# that they import beside numpy and the standard library, and found that what a model wrote is only
+# that they import except numpy and the standard library, and found that what a model wrote is only
 # cut, counted, matched and compared: never evaluated, parsed by sympy, run, unpickled, written to a
 # file or sent. They import no other task's code. The digest of one more, once it was read:
 #   sha256sum "$(python -c 'import lm_eval; print(lm_eval.__path__[0])')"/tasks/drop/utils.py
@@ -33,13 +34,16 @@ READ = {
     "hendrycks_math": "8332e42f23c62043b23d74ee6d3934f997b209cd60a1ad45b7882d6b00929d5c",
 }
 
+OURS = Path(grading.__file__)
+
 
 def running(task: Any) -> str:
     """The way in which a task's grader could run what the model wrote; "" if it cannot."""
-    for file in map(_file, _graders(task)):
-        if not _was_read(file):
+    files = [*map(_file, _graders(task))]
+    for file in files:
+        if file != OURS and not _was_read(file):
             return f"is graded by {file}, which nobody read: it could run"
-    return "runs" if getattr(task, "UNSAFE_CODE", False) else ""
+    return "runs" if getattr(task, "UNSAFE_CODE", False) and OURS not in files else ""
 
 
 def _graders(task: Any) -> Iterator[Any]:

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from ffn_heterogeneity.data.templates import render_template
-from ffn_heterogeneity.evaluate.harness_tasks.task_files import tables
 from ffn_heterogeneity.evaluate.inputs import tokenizer_of
 from ffn_heterogeneity.evaluate.scoring import score
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.models.causal_lm import RunOptions
 from ffn_heterogeneity.models.generate import Generator, Sampling
 from ffn_heterogeneity.progress import bar
+from ffn_heterogeneity.wording import extra
 
-try:
+with extra("eval"):
     from lm_eval.api.model import TemplateLM
-except ImportError as error:
-    raise ImportError(
-        "lm-evaluation-harness is not installed: pip install 'ffn-heterogeneity[eval]'"
-    ) from error
 
 MAX_NEW_TOKENS = 256
 
@@ -186,12 +182,14 @@ class HarnessLM(TemplateLM):
           ValueError: a request that asks for what is not offered (beams, top-k ...), or for more
             tokens than `max_length` has room for.
         """
-        samplings = [self._sampling(dict(request.args[1])) for request in requests]
-        middle = {name for name, one in tables().tasks.items() if "cut" in one["local"]}
-        prompts = [
-            self._prompt(request.args[0], sampling.max_new_tokens, request.task_name in middle)
-            for request, sampling in zip(requests, samplings, strict=True)
-        ]
+        samplings, prompts = [], []
+        for request in requests:
+            # A row of LongBench says how long its answer may be, and what a long prompt loses.
+            own = {key: request.doc[key] for key in ("max_gen_toks",) if key in request.doc}
+            sampling = self._sampling(request.args[1] | own)
+            middle = request.doc.get("cut") == "middle"
+            prompts.append(self._prompt(request.args[0], sampling.max_new_tokens, middle))
+            samplings.append(sampling)
         found = self.generator(
             prompts, samplings, truncate=True, progress=None if disable_tqdm else "generate"
         )

@@ -146,15 +146,14 @@ def _load(names: list[str], pack: TaskPack | None) -> tuple[Any, dict[str, Named
     manager = pack.task_manager if pack else TaskManager()
     specs = pack.tasks if pack else names
     jobs = {name: _job(manager.load([spec])) for name, spec in zip(names, specs, strict=True)}
-    if pack is None:
-        for job in jobs.values():
-            for name, task in job.tasks.items():
-                if how := running(task):
-                    raise ValueError(
-                        f"{name} {how} programs that the model wrote, as the harness's own task "
-                        "without a sandbox: use a task with data_root, or leave it out (a grader "
-                        "that was read has its digest in evaluate/graders.py)"
-                    )
+    for job in jobs.values():
+        for name, task in job.tasks.items():
+            if how := running(task):
+                raise ValueError(
+                    f"{name} {how} programs that the model wrote, without a sandbox: use a task "
+                    "with data_root, or leave it out (a grader that was read has its digest in "
+                    "evaluate/graders.py)"
+                )
     return manager, jobs
 
 

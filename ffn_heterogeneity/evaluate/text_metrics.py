@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ffn_heterogeneity.wording import extra
+
 References = Sequence[Mapping[str, Any]]
 
 
@@ -64,10 +66,6 @@ def _each(name: str, predictions: Sequence[str], references: References) -> list
 
 def _metric(name: str) -> Any:
     """sacrebleu's "BLEU" or "TER", with its defaults."""
-    try:
+    with extra("text"):
         from sacrebleu import metrics
-    except ImportError as error:
-        raise ImportError(
-            f"{name} needs sacrebleu: pip install 'ffn-heterogeneity[text]'"
-        ) from error
     return getattr(metrics, name)()

@@ -180,11 +180,6 @@ class Checkpoints:
         problem, record, leaves = None, {}, {}
         try:
             record = self._restore(step, info=ocp.args.JsonRestore())["info"]
-            if "frozen" not in record:
-                raise CheckpointError(
-                    f"checkpoint {name} was written by an older version, with the frozen leaves "
-                    "in it: start again in a new work directory"
-                )
             frozen = record["frozen"]["tree"]
             if unlike := _difference(record["tree"] | frozen, _describe(wanted)):
                 raise CheckpointError(

@@ -7,6 +7,7 @@ import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,8 @@ def report(workdir: epath.Path, results: Mapping[str, Any]) -> None:
     )
     numbers = results["settings"] | {"tokens": before["tokens"], "seconds": results["seconds"]}
     tables = {"removal": removal_table(before, removal), "training": training_table}
-    report = REPORT.format(**tables, bought=results["bought"], **numbers)
+    template = Path(__file__).with_name("demo.md").read_text()
+    report = template.format(**tables, bought=results["bought"], **numbers)
     write_text(workdir / "report.md", report)
     print(f"\n{training_table}\n\n{results['bought']}\n")
     say(f"report: {workdir}/report.md ({results['seconds']:.0f} s)")
@@ -246,36 +248,6 @@ PANELS = {
     f"validation/{ENTROPY}": "outgoing entropy, mean per neuron (nats)",
     "validation/nll": "held-out NLL (nats a token)",
 }
-
-REPORT = """# Demo: SmolLM2-135M-Instruct on two CPU cores
-
-Text: the language reference that every CPython ships; every 8th topic is held out. Perplexity:
-{windows} windows of {window} predictions, bos first in each ({tokens:,} tokens).
-Took {seconds:.0f} s.
-
-## Removing the most uniform neurons hurts least
-
-A quarter of every layer's inner neurons removed, no data used, no training after (NUCL, Table 4).
-
-{removal}
-
-![removal](removal.png)
-
-## NUCL lowers the entropy of the outgoing connections while the text loss behaves
-
-{steps} steps of 2 x {window} tokens, AdamW, with NUCL (mstd, alpha = {alpha:g}) and without,
-everything else equal (NUCL paper, Figures 2 and 3).
-
-{training}
-
-![training](training.png)
-
-## What that buys
-
-{bought} (The interval is Student's at 95%, of the windows' differences.)
-
-Entropy, gini and mstd of each layer's outgoing connections: ![connectivity](connectivity.png)
-"""
 
 
 def training_row(label: str, results: Mapping[str, Any]) -> tuple[str, ...]:

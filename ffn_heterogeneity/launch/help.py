@@ -6,7 +6,7 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ffn_heterogeneity.io.rows import flatten_config
 from ffn_heterogeneity.launch.configs import as_typed, home, shown
 
 COLUMN = 36  # where comments begin
+# Lines of comment, a key of a dictionary or of `config`, and the rest of its line.
+_KEY = re.compile(r'((?:^ *# .*\n)*)^ +(?:"(\w+)": |(?:config\.)?(\w[\w.]*) = )(.*)', re.M)
 
 
 def help_text(doc: str, flags: Sequence[Any], config: ConfigDict | None, spec: str) -> str:
@@ -70,26 +72,31 @@ def _group(key: str) -> str:
 def comment_of(key: str, said: Sequence[Mapping[str, str]]) -> str:
     """The comment of the dotted key's longest end that has one, in the first mapping with any."""
     ends = [key.split(".", i)[-1] for i in range(key.count(".") + 1)]
-    names = [name for end in ends for name in (f"config.{end}", end)]
-    return next((tier[name] for tier in said for name in names if name in tier), "")
+    return next((tier[end] for tier in said for end in ends if end in tier), "")
 
 
-def comments_of(file: str) -> tuple[dict[str, str], ...]:
-    """Key of a config -> comment: beside or right above it, and above a group it is in, in the file
-    and what it imports of configs/; then the same of the other configs.
+def comments_of(file: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Key of a config -> comment, on its line or right above it: in the file and what it imports of
+    configs/, and in all configs.
 
-    A key is named as it stands there: "config.steps", "data.packing"; of a dictionary in a part's
-    function by both ("nucl.weight"), in `get_config` alone. By its last part too, where nothing
-    says more.
+    A key is named as in its file ("steps", "data.packing"), in a part's function with the
+    function's name ("nucl.weight"); where nothing else is said, by its last part.
     """
-    own = list(_imported(Path(file)))
-    folder = home() / "configs"
-    others = [p for p in sorted([*folder.glob("*.py"), *folder.glob("parts/*.py")]) if p not in own]
-    tiers: list[dict[str, str]] = [{}, {}, {}, {}]
-    for number, paths in enumerate((own, others)):
-        for path in paths:
-            _comments(path.read_text(encoding="utf-8"), *tiers[2 * number : 2 * number + 2])
-    return tuple(tiers)
+    return _comments([*_imported(Path(file))]), _comments((home() / "configs").glob("**/*.py"))
+
+
+def _comments(paths: Iterable[Path]) -> dict[str, str]:
+    said, last = {}, {}
+    for text in (path.read_text(encoding="utf-8") for path in paths):
+        for function, body in re.findall(r"^def (\w+)(.*\n(?:\W.*\n|\n)*)", text, re.M):
+            part = "" if function.startswith("get_") else f"{function}."
+            for above, item, name, rest in _KEY.findall(body):
+                comment = rest.partition("# ")[2] or " ".join(re.findall("# (.*)", above))
+                if comment:
+                    name = name or part + item
+                    said.setdefault(name, comment)
+                    last.setdefault(name.split(".")[-1], comment)
+    return last | said
 
 
 def _imported(path: Path) -> Iterator[Path]:
@@ -99,27 +106,3 @@ def _imported(path: Path) -> Iterator[Path]:
     for parts, names in re.findall(pattern, path.read_text(encoding="utf-8"), re.M):
         for name in names.split(", "):
             yield from _imported(home() / "configs" / ("parts" if parts else "") / f"{name}.py")
-
-
-def _comments(text: str, direct: dict[str, str], inherited: dict[str, str]) -> None:
-    above, function, commented = [], "", False
-    for line in text.splitlines():
-        code, _, comment = line.partition("# ")
-        if code[:1].strip():  # a new function, or what is in none
-            function = match[1] if (match := re.match(r"def (\w+)", code)) else ""
-        key = re.match(r'\s+(?:"(\w+)": |([\w.]+) = )', code)
-        if function and key and (comment or above):
-            in_dictionary = key[1] and not function.startswith("get_")
-            name = f"{function}.{key[1]}" if in_dictionary else key[1] or key[2]
-            tier = direct if comment or commented else inherited
-            for end in (name, name.split(".")[-1]):
-                tier.setdefault(end, comment.strip() or " ".join(above))
-        alone = not code.strip()
-        # What stands above holds until the next comment, empty line or dictionary.
-        if code.rstrip().endswith("{") or (alone and not commented):
-            above = []
-        commented = alone and bool(comment)
-        if commented:
-            above = [*above, comment]
-        elif alone:
-            above = []

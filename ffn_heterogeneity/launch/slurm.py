@@ -12,7 +12,7 @@ from typing import Any
 from ffn_heterogeneity.io.files import write_json
 from ffn_heterogeneity.io.read import read_object
 from ffn_heterogeneity.progress import bar, say_above
-from ffn_heterogeneity.wording import naming
+from ffn_heterogeneity.wording import extra, naming
 
 # Ours; all others are submitit's own ("timeout_min", "gpus_per_node", "slurm_partition").
 OWN_OPTIONS = ("cluster", "parallel")
@@ -47,12 +47,8 @@ def run_jobs(
       ImportError: submitit is not installed.
       ValueError: the options are not understood.
     """
-    try:
+    with extra("slurm"):
         import submitit
-    except ImportError:
-        raise ImportError(
-            "--launcher=submitit needs the package submitit: pip install 'ffn-heterogeneity[slurm]'"
-        ) from None
     values = parse_options(options)
     own = {key: values.pop(key) for key in OWN_OPTIONS if key in values}
     executor = submitit.AutoExecutor(folder=os.fspath(folder), cluster=own.get("cluster"))

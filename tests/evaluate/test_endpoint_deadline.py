@@ -80,6 +80,12 @@ def test_a_flood_ends_as_well(name):
     assert seconds < 3
 
 
+def test_an_answer_without_end_is_not_read():
+    with serving(OK + b"\r\n", b" " * 2**18, pause=0.0) as address:
+        why, _ = asked(address, timeout=20.0)
+    assert "the answer is longer than 4194304 bytes" in why
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -6,16 +6,17 @@ import http.server
 import json
 import os
 import re
+import sys
 import threading
 import time
 
+import anyio
 import numpy as np
 import pytest
 from tiny_models import config_of, run_script
 from tiny_runs import read_rows, write_rows
 
-from ffn_heterogeneity.evaluate.chat import endpoint as endpoints
-from ffn_heterogeneity.evaluate.chat import judge
+from ffn_heterogeneity.evaluate.chat import endpoint, judge
 from ffn_heterogeneity.evaluate.chat.endpoint import Endpoint, EndpointError
 from ffn_heterogeneity.evaluate.run import check_config
 
@@ -38,7 +39,8 @@ class Server:
                 data = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer._lock:
                     number = len(outer.requests)
-                    outer.requests.append((self.path, dict(self.headers), data))
+                    headers = {name.lower(): value for name, value in self.headers.items()}
+                    outer.requests.append((self.path, headers, data))
                 status, headers, body = outer.behave(number, data)
                 self.send_response(status)
                 for name, value in headers.items():
@@ -103,7 +105,7 @@ def files(tmp_path):
 def config_for(server, files, **changes):
     defaults = {"benchmark": "mt_bench", "data_root": files["data_root"], "answers": files["ours"]}
     defaults |= {"url": server.url, "judge_model": "the/judge", "key_env": "JUDGE_KEY"}
-    defaults |= {"backoff": 0.01, "timeout": 5.0, "retries": 2, "workers": 2}
+    defaults |= {"timeout": 5.0, "retries": 2, "workers": 2}
     return config_of("judge", **{**defaults, **changes})
 
 
@@ -146,7 +148,7 @@ def test_ratings(server, files, tmp_path):
     assert "And 0 {x}" in prompts[0, 2] and "gold" not in prompts[0, 2]
     assert "gold says 1" in prompts[1, 1] and "gold adds 1" not in prompts[1, 1]
     path, headers, data = server.requests[0]
-    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert path == "/v1/chat/completions" and headers["authorization"] == f"Bearer {KEY}"
     assert data["model"] == "the/judge" and data["temperature"] == 0.0
     assert data["max_tokens"] == 2048
     assert nowhere(tmp_path / "out", KEY) and "Key <key>." in rows[0]["judgment"]
@@ -250,26 +252,27 @@ def test_failures_are_kept_and_asked_again(server, files, tmp_path, name, capsys
 
 
 def test_busy_servers_are_tried_again(server, monkeypatch):
-    """429 and then well; waits are doubled, or as long as the server says, within a bound."""
-    waits = []
-    made = Endpoint(url=server.url + "/v1/", model="m", backoff=3.0, retries=4)
-    monkeypatch.setattr(made._stopped, "wait", lambda seconds: waits.append(seconds))
-    heads = [{}, {"Retry-After": "7"}, {"Retry-After": "1e9"}, {"Retry-After": "Fri, 1 Jan"}]
+    """429 and then well, after the client's waits or the server's; a refusal is final."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # not sent to an endpoint that wants none
+    waits, sleep = [], anyio.sleep
+    monkeypatch.setattr(anyio, "sleep", lambda seconds: waits.append(seconds) or sleep(0))
+    made = Endpoint(url=server.url + "/v1/", model="m", retries=4)
+    heads = [{}, {"Retry-After": "7"}, {"Retry-After": "nan"}, {"Retry-After": "Fri, 1 Jan"}]
     server.behave = lambda n, d: (429, heads[n], b"slow down") if n < 4 else chat("[[7]]")
     assert made.ask("s", "u") == "[[7]]"
-    assert waits == [3.0, 7.0, endpoints.LONGEST_WAIT, 24.0]
+    assert len(waits) == 4 and waits[1] == 7.0 and 0.3 < waits[0] < waits[2] < waits[3] <= 8
     path, headers, data = server.requests[-1]
-    assert path == "/v1/chat/completions" and "Authorization" not in headers
+    assert path == "/v1/chat/completions" and "authorization" not in headers
     assert [m["role"] for m in data["messages"]] == ["system", "user"]
     assert "max_tokens" not in data
-    # Never well: it says how often it was tried. A refusal is final.
     server.behave = lambda n, d: (503, {}, b"")
     with pytest.raises(EndpointError, match=r"HTTP 503 .*\(5 tries\)"):
         made.ask("s", "u")
-    server.behave, before = (lambda n, d: (400, {}, b"no such model")), len(server.requests)
-    with pytest.raises(EndpointError, match="HTTP 400 .*no such model$"):
-        made.ask("s", "u")
-    assert len(server.requests) == before + 1
+    server.behave = lambda n, d: (400, {}, b"no such model")
+    for message in ("HTTP 400 .*no such model$", "not asked: the run was ended"):
+        with pytest.raises(EndpointError, match=message):
+            made.ask("s", "u")
+        made.stop()
 
 
 def test_nobody_there(server, files, tmp_path, capsys):
@@ -342,6 +345,24 @@ def test_a_key_that_is_none_is_not_shown(server, files, monkeypatch):
     with pytest.raises(ValueError, match="characters that no key has") as caught:
         check_config(config_for(server, files))
     assert "secret" not in str(caught.value)
+
+
+def test_a_key_is_in_no_log_and_no_repr(server, caplog):
+    """With the client's own debugging on."""
+    server.behave = lambda n, data: (401, {}, f"bad key {KEY}".encode())
+    made = Endpoint(url=server.url, model="m", key=KEY, retries=0)
+    with caplog.at_level("DEBUG"), pytest.raises(EndpointError) as failed:
+        made.ask("s", "u")
+    assert server.url in str(failed.value) and len(caplog.records) > 3
+    for text in (caplog.text, repr(made), str(failed.value), failed.value.body):
+        assert KEY not in text
+
+
+def test_without_the_client(server, files, monkeypatch):
+    endpoint._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ImportError, match=r"pip install 'ffn-heterogeneity\[judge\]'"):
+        check_config(config_for(server, files))
 
 
 def test_answers_that_lack(server, files, tmp_path, capsys):

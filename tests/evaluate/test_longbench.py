@@ -55,17 +55,21 @@ def test_news_are_asked_for_as_by_longbench(lm_eval, shared_data):
     assert "max_gen_toks: 512" in stock.read_text()
 
 
-def test_questions_are_the_published_prompts(shared_data):
+def test_questions_are_the_published_prompts(model, shared_data):
     """English questions alone, each with its own length of answer."""
+    from ffn_heterogeneity.evaluate.harness import HarnessLM
+
     [task] = make_task_pack(str(shared_data), "minilongbench_qa").tasks
     rows = read_rows(shared_data / "longbench" / "minilongbench.jsonl")
     rows = [row for row in rows if row["dataset"] in QA]
     assert collections.Counter(row["dataset"] for row in rows) == {k: n for k, (_, n) in QA.items()}
     found = requests_of(task, None)
     assert [asked[:2] for asked in found] == [("generate_until", x["origin_prompt"]) for x in rows]
-    for row, (*_, settings) in zip(rows, found, strict=True):
-        length = QA[row["dataset"]][0]
-        assert settings == {"until": [], "do_sample": False, "max_gen_toks": length}
+    lm, asked = HarnessLM(model, max_length=16_000), []
+    lm.generator = lambda prompts, samplings, **_: asked.extend(samplings) or []
+    with pytest.raises(ValueError, match="zip"):  # nothing is answered
+        lm.generate_until(task.instances)
+    assert [one.max_new_tokens for one in asked] == [QA[row["dataset"]][0] for row in rows]
     assert [doc["answers"] for doc in task.eval_docs] == [row["gold"] for row in rows]
 
 
@@ -165,13 +169,13 @@ def test_long_prompts_lose_their_middle(model, shared_data):
         found = lm._prompt(text, new, middle=True)
         assert found == [*ids[:first], *ids[len(ids) - last :]]
     assert lm._prompt("short", 80, middle=True) == lm.tok_encode("short")
-    # Told by the task's name, and by nothing else.
+    # Told by the row.
     asked, answer = [], Generation("x", [5], "eos")
     lm.generator = lambda prompts, *_, **__: asked.extend(prompts) or [answer] * len(prompts)
-    requests = [instance(text, {"max_gen_toks": 80}) for _ in range(3)]
-    requests[1].task_name, requests[2].task_name = "minilongbench_qa", "triviaqa"
+    requests = [instance(text, {"max_gen_toks": 80}) for _ in range(2)]
+    requests[1].doc = {"cut": "middle"}
     lm.generate_until(requests)
-    assert asked == [ids[-20:], [*ids[:10], *ids[-10:]], ids[-20:]]
+    assert asked == [ids[-20:], [*ids[:10], *ids[-10:]]]
 
 
 def test_a_run(model, shared_data, tmp_path):

@@ -29,6 +29,8 @@ PROMISES = {
     "A call of a judge's endpoint": [
         ("evaluate/test_endpoint_deadline", "test_a_drip_does_not_outlast_the_deadline"),
         ("evaluate/test_endpoint_deadline", "test_whatever_is_answered_is_that_answers_failure"),
+        ("evaluate/test_judge", "test_a_key_is_in_no_log_and_no_repr"),
+        ("evaluate/test_judge", "test_half_a_key_is_not_kept"),
     ],
     "Patterns in PEFT's files": [
         ("io/test_peft", "test_what_cannot_be_read"),

@@ -313,12 +313,3 @@ def test_frozen_leaves_that_are_damaged_or_anothers_are_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="c_frozen/0 is damaged: .* bytes instead of"):
         checkpoints.restore(make_state())
-
-
-def test_an_older_versions_checkpoint_is_refused_in_one_line(tmp_path, monkeypatch):
-    save = module.ocp.args.JsonSave
-    without = lambda record: save({k: v for k, v in record.items() if k != "frozen"})  # noqa: E731
-    monkeypatch.setattr(module.ocp.args, "JsonSave", without)
-    checkpoints = filled(tmp_path)
-    with pytest.raises(CheckpointError, match="^checkpoint .*3 was written by an older version"):
-        checkpoints.restore(make_state())

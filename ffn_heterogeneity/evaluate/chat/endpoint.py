@@ -1,34 +1,27 @@
-"""Calls of an OpenAI-compatible chat endpoint, with time-outs and tries (standard library only)."""
+"""Calls of an OpenAI-compatible chat endpoint, by the `openai` client (extra `judge`)."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
-import http.client
-import json
-import socket
+import functools
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Any
 
 from ffn_heterogeneity.io.read import parse_json
-from ffn_heterogeneity.wording import check_numbers
+from ffn_heterogeneity.wording import check_numbers, extra
 
-# Worth another try: the server is busy, or a gateway before it failed.
-TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-LONGEST_WAIT = 120.0  # seconds, whatever the server asks for
 LONGEST_BODY = 2**22  # bytes
-SHOWN = 2000  # characters of an error's body that are kept
+SHOWN = 2000  # characters of an error's body that are reported
 
 
 class EndpointError(Exception):
-    """No text came: why (one line), and the body of the answer where there was one."""
+    """A call without a text: why (one line), and the body of the answer if there was one."""
 
-    def __init__(self, why: str, body: str = "", again: bool = False, wait: float = 0.0):
+    def __init__(self, why: str, body: str = ""):
         super().__init__(why)
-        self.body, self.again, self.wait = body, again, wait
+        self.body = body
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -37,17 +30,16 @@ class Endpoint:
 
     Args:
       url: http or https; with or without "/v1" or the whole path.
-      key: sent as bearer token, and taken out of all that comes back; "": none.
+      key: sent as bearer token, and replaced in everything that comes back; "": none.
       temperature, max_tokens: None and 0: not sent.
-      timeout: seconds for a whole call, from the connection to the last byte (finding out the
-        host's address is the system's own affair).
-      retries: further tries after a time-out, a broken connection, a busy server (`TRY_AGAIN`) or a
-        body that is no chat completion.
-      backoff: seconds before the second try; twice as long before each next one, or as long as the
-        server asks for (Retry-After), never above `LONGEST_WAIT`.
+      timeout: seconds for a whole try, from the connection to the last byte (except the look-up of
+        the host's address, which the system alone can end).
+      retries: further tries after a time-out, a broken connection or a busy server, by the client's
+        own rules: waits of 0.5 s, doubled up to 8 s, or the server's Retry-After up to 2 minutes.
 
     Raises:
-      ValueError: the address or the key cannot be one.
+      ValueError: an unusable address or key.
+      ImportError: the client is not installed.
     """
 
     url: str
@@ -57,25 +49,26 @@ class Endpoint:
     max_tokens: int = 0
     timeout: float = 120.0
     retries: int = 5
-    backoff: float = 2.0
 
     def __post_init__(self):
         counts = dict.fromkeys(("retries", "max_tokens"), "[0, inf)")
-        check_numbers(self, timeout="(0, inf)", backoff="(0, inf)", **counts)
-        url = self.url
-        parts = urllib.parse.urlsplit(url)
+        check_numbers(self, timeout="(0, inf)", **counts)
+        parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url={url!r} is no address: write http://<host>:<port> or https://..")
+            raise ValueError(
+                f"url={self.url!r} is no address: write http://<host>:<port> or https://.."
+            )
         if not (self.key.isascii() and self.key.isprintable()):
             raise ValueError("the key holds characters that no key has (is it the right variable?)")
         path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        self.url = parts._replace(path=f"{path}/v1/chat/completions", fragment="").geturl()
+        self.url = parts._replace(path=f"{path}/v1", fragment="").geturl()
         self._body: dict[str, Any] = {"model": self.model}
         if self.temperature is not None:
             self._body["temperature"] = self.temperature
         if self.max_tokens:
             self._body["max_tokens"] = self.max_tokens
         self._stopped = threading.Event()
+        _library()
 
     def ask(self, system: str, user: str) -> str:
         """The text that answers the two messages.
@@ -84,120 +77,89 @@ class Endpoint:
           EndpointError: there is none after all tries.
         """
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        data = json.dumps(self._body | {"messages": messages}).encode()
-        for number in range(self.retries + 1):
-            if self._stopped.is_set():
-                raise EndpointError("not asked: the run was ended")
-            try:
-                return self._redacted(_text_of(self._call(data)))
-            except EndpointError as error:
-                why, body = self._redacted(str(error)), self._redacted(error.body)
-                if not error.again or number == self.retries:
-                    tries = f" ({number + 1} tries)" if number else ""
-                    raise EndpointError(why + tries, body) from None
-                wait = error.wait or self.backoff * 2**number
-            self._stopped.wait(min(wait, LONGEST_WAIT))
-        raise AssertionError("unreachable")
+        try:
+            return _text_of(self._redacted(asyncio.run(self._answer(messages))))
+        except EndpointError as error:
+            raise EndpointError(self._redacted(str(error)), error.body) from None
 
     def stop(self) -> None:
-        """Calls that wait for another try give up."""
+        """Make calls that wait for another try give up."""
         self._stopped.set()
 
-    def _call(self, data: bytes) -> str:
-        headers = {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(self.url, data, headers, method="POST")
-        with _Deadline(self.timeout) as deadline:
+    async def _answer(self, messages: list[dict[str, str]]) -> str:
+        """The body of the answer."""
+        openai, httpx2, http_client = _library()
+        http = http_client(timeout=self.timeout, stopped=self._stopped)
+        # Without a key nothing is sent in its place, not even another one of the environment.
+        headers = {} if self.key else {"Authorization": openai.Omit()}
+        own = {"api_key": self.key or "none", "base_url": self.url, "timeout": self.timeout}
+        client = openai.AsyncOpenAI(**own, max_retries=self.retries, http_client=http)
+        async with client:
             try:
-                with deadline.opener.open(request, timeout=self.timeout) as response:
-                    text = _read(response)
-            except urllib.error.HTTPError as error:
+                create = client.chat.completions.with_raw_response.create
+                body = self._body | {"messages": messages, "extra_headers": headers}
+                return (await create(**body)).http_response.text
+            except openai.APIStatusError as error:
                 # Redacted before anything is cut: half a key would not be found any more.
-                body = ""
-                with contextlib.suppress(OSError, http.client.HTTPException, EndpointError):
-                    body = self._redacted(_read(error))
-                why = f"HTTP {error.code} {error.reason}: {' '.join(body.split())[:200]}"
-                wait = _seconds(error.headers.get("Retry-After"))
-                raise EndpointError(why, body[:SHOWN], error.code in TRY_AGAIN, wait) from None
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = getattr(error, "reason", error)
-                why = f"no connection: {reason!r}"
-                if deadline.over.is_set() or isinstance(reason, TimeoutError):
-                    why = self._late()
-                raise EndpointError(why, again=True) from None
-            if deadline.over.is_set():  # what was read may be its beginning
-                raise EndpointError(self._late(), again=True)
-            return self._redacted(text)
-
-    def _late(self) -> str:
-        return f"no answer within {self.timeout:g} s"
+                body, status = self._redacted(error.response.text), error.response
+                why = f"HTTP {status.status_code} {status.reason_phrase} of {self.url}: "
+                why += " ".join(body.split())[:200]
+            except openai.APITimeoutError:
+                why, body = f"no answer within {self.timeout:g} s from {self.url}", ""
+                why += ": is it there? (--config.timeout gives it longer)"
+            except (openai.OpenAIError, httpx2.HTTPError) as error:
+                why, body = f"no connection to {self.url}: {error.__cause__ or error!r}", ""
+        tries = f" ({http.tries} tries)" if http.tries > 1 else ""
+        raise EndpointError(why + tries, body[:SHOWN])
 
     def _redacted(self, text: str) -> str:
         return text.replace(self.key, "<key>") if self.key else text
 
 
-class _Deadline:
-    """A wall clock over a call: when it has run out, the call's connections are shut down, whatever
-    they wait for. A time-out of a socket would begin anew with every byte.
+@functools.cache
+def _library() -> tuple[Any, Any, Any]:
+    """The `openai` module, its HTTP client's, and a class of these with a wall clock and a longest
+    answer."""
+    with extra("judge"):
+        import httpx2
+        import openai
 
-    Attributes:
-      opener: of urllib; its connections are watched, and no redirect takes the key elsewhere.
-      over: set when the time is.
-    """
+    class Client(httpx2.AsyncClient):
+        """Follows no redirect, which could take the key elsewhere."""
 
-    def __init__(self, seconds: float):
-        self.over, self._watched = threading.Event(), []
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-        self.opener = urllib.request.build_opener(
-            _NoRedirects, _handler("http", self._connect), _handler("https", self._connect)
-        )
+        def __init__(self, *, stopped: threading.Event, timeout: float):
+            super().__init__(timeout=timeout)
+            self.seconds, self.stopped, self.tries = timeout, stopped, 0
 
-    def _connect(self, *address: Any, **options: Any) -> socket.socket:
-        made = socket.create_connection(*address, **options)
-        self._watched.append(made.dup())  # TLS takes the first one away
-        if self.over.is_set():
-            self._end()
-        return made
+        async def send(self, request: Any, **options: Any) -> Any:
+            """One try: the whole answer, read here: httpx's time-outs restart with every byte."""
+            if self.stopped.is_set():
+                raise openai.OpenAIError("not asked: the run was ended")
+            self.tries += 1
+            response, body = None, bytearray()
+            try:
+                async with asyncio.timeout(self.seconds):
+                    response = await super().send(request, **options | {"stream": True})
+                    async for part in response.aiter_bytes():
+                        body += part
+                        if len(body) > LONGEST_BODY:
+                            raise ValueError(f"the answer is longer than {LONGEST_BODY} bytes")
+            except TimeoutError:
+                if response is None or response.is_success:
+                    raise httpx2.ReadTimeout("", request=request) from None
+            except (ValueError, LookupError, OSError) as error:  # headers that no parser expects
+                raise httpx2.RemoteProtocolError(str(error)[:SHOWN], request=request) from None
+            framing = ("content-encoding", "content-length", "transfer-encoding")
+            headers = [(k, v) for k, v in response.headers.items() if k not in framing]
+            return httpx2.Response(
+                response.status_code,
+                headers=headers,
+                content=bytes(body),
+                request=request,
+                extensions=response.extensions,
+            )
 
-    def _end(self) -> None:
-        self.over.set()
-        for one in self._watched:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> _Deadline:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._timer.cancel()
-        for one in self._watched:
-            one.close()
-
-
-def _handler(scheme: str, connect: Any) -> urllib.request.BaseHandler:
-    """urllib's own for a scheme, but for what makes the sockets."""
-    base = {"http": urllib.request.HTTPHandler, "https": urllib.request.HTTPSHandler}[scheme]
-    kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[scheme]
-
-    def connection(*given: Any, **options: Any) -> http.client.HTTPConnection:
-        made = kind(*given, **options)
-        made._create_connection = connect
-        return made
-
-    def open_(self: Any, request: urllib.request.Request) -> Any:
-        return self.do_open(connection, request)
-
-    return type(f"_{scheme}", (base,), {f"{scheme}_open": open_})()
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def _none(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any) -> None:
-        return None
-
-    http_error_301 = http_error_302 = http_error_303 = http_error_307 = http_error_308 = _none
+    return openai, httpx2, Client
 
 
 def _text_of(body: str) -> str:
@@ -206,30 +168,8 @@ def _text_of(body: str) -> str:
         text = parse_json(body, "", lax=True)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
         kind = "no JSON" if isinstance(error, ValueError) else "no chat completion"
-        raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN], True) from None
+        raise EndpointError(f"the answer is {kind}: {body[:100]!r}", body[:SHOWN]) from None
     if not isinstance(text, str) or not text.strip():
-        raise EndpointError("the answer holds no text", body[:SHOWN], True)
+        raise EndpointError("the answer holds no text", body[:SHOWN])
     # Half of a surrogate pair ("\ud83d" in JSON) is no character: no file could hold it.
     return text.encode("utf-8", "replace").decode()
-
-
-def _read(response: Any) -> str:
-    """The whole body."""
-    parts, size = [], 0
-    while part := response.read1(65_536):
-        parts.append(part)
-        size += len(part)
-        if size > LONGEST_BODY:
-            raise EndpointError(f"the answer is longer than {LONGEST_BODY} bytes")
-    if missing := getattr(response, "length", None):
-        raise http.client.IncompleteRead(b"", missing)
-    return b"".join(parts).decode("utf-8", "replace")
-
-
-def _seconds(value: str | None) -> float:
-    """A Retry-After in seconds; 0 for dates and nonsense."""
-    try:
-        seconds = float(value or 0)
-    except ValueError:
-        return 0.0
-    return seconds if 0 < seconds < float("inf") else 0.0

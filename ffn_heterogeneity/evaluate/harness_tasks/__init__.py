@@ -1,42 +1,40 @@
-"""Tasks of lm-evaluation-harness over local JSONL files, in its own prompts and metrics, offline.
+"""Tasks of lm-evaluation-harness over local JSONL files, offline.
 
     pack = make_task_pack("data", ["piqa", "gsm8k", "mmlu"])
     lm_eval.simple_evaluate(model=lm, **pack._asdict())
 
-`<name>.yaml` holds a task: the harness's settings, and under `local` where its rows are.
+Prompts, metrics and splits are those of the harness's own task files, as installed. Three tasks
+have files here: MBPP, whose programs run in the sandbox, and two of LongBench. `forms.TASKS` lists
+the tasks, the folders of their rows and the forms that are read: the data set's on the hub, and
+others in which it is published.
 
-  folder              under the root given
-  evaluation, fewshot names of the .jsonl files of the two parts, the first that exists is used
-  rows                function of rows.py that reads a row
-  split               "validation" where the stock task has no test split
-  first_shots         {field, values}: these rows are the first few-shot examples, in this order
-  runs_code           programs written by the model are run
-  cut                 "middle": what a prompt too long for the model loses, else its beginning
+Questions are in `<folder>/<split>.jsonl`, where the split is the one that the harness evaluates.
+Few-shot examples come from the training file (`train`, MMLU's `dev`, MBPP's `prompt`). If there is
+none, or its rows have another form, they come from the evaluation file without the question being
+asked: a warning says so, and `metadata.fewshot_file` of the results names the file. `fewshot_from`
+makes it "train" (or an error) or "evaluation". MBPP's are tasks 2, 3 and 4 first, MMLU's the first
+of the subject, all others are drawn by the harness's seed.
 
-Few-shot examples come from the training file (`fewshot`). Where there is none, or its rows have
-another form (HellaSwag in a form without activity labels), they come from the evaluation file
-without the question being asked, as the harness itself does for sets without training data: a
-warning says so and `metadata.fewshot_file` of the results names the file. `fewshot_from` makes it
-"train" (or an error) or "evaluation". MBPP's are tasks 2, 3 and 4 of `prompt.jsonl`, MMLU's the
-first of the subject in `dev.jsonl`, all others are drawn by the harness's seed.
-
-Numbers of examples unless told otherwise: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP
+Numbers of examples by default: MMLU, TriviaQA, NQ-open and GSM8K 5, HellaSwag 10, MBPP
 3, all others 0.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from etils import epath
 
 from ffn_heterogeneity.data.sources import DataError
+from ffn_heterogeneity.evaluate.harness_tasks.forms import TASKS
 from ffn_heterogeneity.evaluate.harness_tasks.reading import FEWSHOT_FROM, Reader
-from ffn_heterogeneity.evaluate.harness_tasks.task_files import tables
 from ffn_heterogeneity.evaluate.sandbox import programs as sandbox
-from ffn_heterogeneity.wording import check_choice, check_number, unknown
+from ffn_heterogeneity.wording import check_choice, check_number, extra, unknown
 
 __all__ = ["TaskPack", "checked_names", "make_task_pack"]
 
@@ -61,12 +59,11 @@ def make_task_pack(
 
     Args:
       data_root: directory with a folder for every task.
-      names: of the files beside this one; "mmlu" is all subjects, "mmlu_stem" a group,
-        "mmlu_virology" one.
+      names: of `forms.TASKS`; "mmlu" is all subjects, "mmlu_stem" a group, "mmlu_virology" one.
       num_fewshot: examples before every question; None: each task's own number.
       fewshot_from: "auto", "train" or "evaluation", see above.
       allow_code: whether programs written by the model may be run (in the sandbox); without it
-        MBPP is refused.
+        MBPP is rejected.
 
     Raises:
       DataError: an unknown name (with the nearest ones), a missing file (with the path expected),
@@ -79,62 +76,115 @@ def make_task_pack(
         list(dict.fromkeys(names)), data_root, num_fewshot, fewshot_from, allow_code
     )
     reader = Reader(str(data_root), fewshot_from)
-    built = [_build(reader, name, num_fewshot) for name in names]
     from lm_eval.tasks import TaskManager
 
+    with _quietly():
+        built = [_build(reader, name, num_fewshot) for name in names]
     return TaskPack(built, TaskManager(include_defaults=False), allow_code)
 
 
+@functools.cache
+def _index() -> Mapping[str, Any]:
+    """{name: the harness's entry} of the tasks, groups and tags in the folders that are used."""
+    with extra("eval"):
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    stock = Path(lm_eval.__file__).parent / "tasks"
+    folders = {str(stock / one.stock) for one in TASKS.values() if one.stock}
+    paths: Any = [*sorted(folders), str(Path(__file__).parent)]
+    return TaskManager(include_defaults=False, include_path=paths).task_index
+
+
+def _members(name: str) -> list[str]:
+    """The tasks and groups in a group of MMLU's; none of a task."""
+    entry = _index()[name]
+    found = []
+    for member in entry.cfg["task"] if "group" in (entry.cfg or {}) else ():
+        tasks = sorted(_index()[member].tags)  # a tag is its tasks
+        found += tasks if _index()[member].yaml_path is None else [member]
+    return found
+
+
+def _leaves(names: Sequence[str]) -> list[str]:
+    """The tasks that tasks and groups are made of, in order."""
+    return [leaf for name in names for leaf in _leaves(_members(name)) or [name]]
+
+
 def _build(reader: Reader, name: str, num_fewshot: int | None) -> Any:
-    """A `LocalTask`, or the harness's `Group` of them."""
-    group = tables().groups.get(name)
-    if group is None:
+    """The harness's task, or its `Group` of them."""
+    members = _members(name)
+    if not members:
         return _task(reader, name, num_fewshot)
     from lm_eval.api.group import Group
     from lm_eval.config.group import GroupConfig
 
-    made = Group.from_config(GroupConfig(group=name, **copy.deepcopy(group.settings)))
-    for member in group.members:
+    made = Group.from_config(GroupConfig(**_index()[name].cfg))
+    for member in members:
         made.add(_build(reader, member, num_fewshot))
     return made
 
 
 def _task(reader: Reader, name: str, num_fewshot: int | None) -> Any:
-    from ffn_heterogeneity.evaluate.harness_tasks.task import EVALUATION, FEWSHOT, LocalTask
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    settings = copy.deepcopy(tables().tasks[name])
-    if num_fewshot is not None:
-        settings["num_fewshot"] = num_fewshot
-    local, count = settings.pop("local"), settings["num_fewshot"]
-    questions, path = reader.evaluation(local)
-    rows, files = {EVALUATION: questions}, {"evaluation_file": path}
-    if count:
-        examples, source = reader.fewshot(local, count)
-        if examples is not None:
-            rows[FEWSHOT] = examples
-        elif len(questions) <= count:
-            raise DataError(
-                f"{path}: {count} examples asked for, but beside the question only "
-                f"{len(questions) - 1} rows"
-            )
+    local = TASKS["mmlu" if name.startswith("mmlu_") else name]
+    settings = load_yaml(_index()[name].yaml_path)
+    count = settings.get("num_fewshot", 0) if local.shots is None else local.shots
+    settings["num_fewshot"] = count = count if num_fewshot is None else num_fewshot
+    subject = settings["dataset_name"] if name.startswith("mmlu_") else ""
+    split = settings.get("test_split") or settings["validation_split"]
+    rows, path = reader.evaluation(local, split, subject)
+    process = settings.pop("process_docs", lambda rows: rows)
+    data, files = {split: process(datasets.Dataset.from_list(rows))}, {"evaluation_file": path}
+    if not count:  # or the harness would read the training file
+        settings |= {"training_split": None, "fewshot_split": None}
+        settings["fewshot_config"] = {"samples": []}
+    else:
+        train = settings.get("fewshot_split") or settings.get("training_split")
+        examples, source = reader.fewshot(local, train or "train", count, subject)
         files["fewshot_file"] = source or path
+        if examples is not None:
+            data[train or "train"] = process(datasets.Dataset.from_list(examples))
+            settings["fewshot_split"] = settings.get("fewshot_split") if train else "train"
+        elif len(rows) > count:
+            # The harness leaves the question out where both splits agree, also if both are None.
+            settings |= {"training_split": None, "fewshot_split": settings.get("test_split")}
+        else:
+            raise DataError(
+                f"{path}: {count} examples asked for, but only {len(rows) - 1} rows without the "
+                "question"
+            )
     settings["metadata"] = {**settings["metadata"], **files}
-    return LocalTask(settings, rows, leave_out=local.get("split") == "validation")
+    settings.pop("tag", None)
+    return ConfigurableTask(config=settings | {"custom_dataset": lambda **_: data})
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A context without the harness's warnings about its task files, two per task."""
+    log = logging.getLogger("lm_eval.api.task")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def checked_names(
     names: list[str], data_root: str, num_fewshot: int | None, fewshot_from: str, allow_code: bool
 ) -> list[str]:
     """The names, if `make_task_pack` can make them; no row is read. Arguments, errors as there."""
-    known = tables().names()
+    groups = [name for name in _index() if name.startswith("mmlu_") and _index()[name].yaml_path]
+    known = sorted({*TASKS, *groups})
     for name in names:
         if name not in known:
-            few = [one for one in known if not one.startswith("mmlu_")]
-            few = ", ".join([*few, "mmlu_<subject or group>"])
+            few = ", ".join([*TASKS, "mmlu_<subject or group>"])
             raise DataError(unknown("task", name, known, few))
     if not names:
         raise DataError(f"no tasks asked for: there are {', '.join(known)}")
-    leaves = tables().leaves(names)
+    leaves = _leaves(names)
     twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
     if twice:
         raise DataError(f"{twice[0]} is asked for twice, alone and in a group: {', '.join(names)}")
@@ -142,16 +192,16 @@ def checked_names(
     check_choice("fewshot_from", fewshot_from, FEWSHOT_FROM, DataError)
     if not epath.Path(data_root).is_dir():
         raise DataError(f"{data_root}: no such directory; it holds a folder for every task")
-    for code in tables().running_code(names)[:1]:
+    if "mbpp" in leaves:
         if not allow_code:
             raise DataError(
-                f"{code} runs programs written by the model; set allow_code=True (--config."
+                "mbpp runs programs written by the model; set allow_code=True (--config."
                 "allow_code_execution=true) to allow it, in a sandbox, or leave the task out"
             )
         # Tried now: it would be missed only after everything has been generated.
         if (mechanism := sandbox.available()).name == "none":
             raise DataError(
-                f"{code} runs programs that the model wrote, and nothing here can lock them in "
+                "mbpp runs programs that the model wrote, and nothing here can lock them in "
                 f"({mechanism.reason}): {sandbox.WAY_OUT}, or leave the task out"
             )
     return names

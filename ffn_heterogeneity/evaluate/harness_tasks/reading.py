@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
 
 from ffn_heterogeneity.data.sources import DataError, read_each, read_jsonl
-from ffn_heterogeneity.evaluate.harness_tasks.questions import ROWS
+from ffn_heterogeneity.evaluate.harness_tasks.forms import LocalTask
 
 FEWSHOT_FROM = ("auto", "train", "evaluation")
+MBPP_SHOTS = (2, 3, 4)  # task ids of its first examples
 Rows = list[dict[str, Any]]
 
 _log = logging.getLogger(__name__)
@@ -32,32 +33,43 @@ class Reader:
         self._all_rows = functools.cache(self._read)
         self._warned: set[str] = set()
 
-    def evaluation(self, local: Mapping[str, Any]) -> tuple[Rows, str]:
+    def evaluation(self, local: LocalTask, split: str, subject: str = "") -> tuple[Rows, str]:
         """The questions, and the file they are in."""
-        path = self._first(local, "evaluation")
-        return self._rows(path, local), path
+        path = self._first(local.folder, (split, *local.also))
+        return self._rows(path, local, subject), path
 
-    def fewshot(self, local: Mapping[str, Any], count: int) -> tuple[Rows | None, str]:
+    def fewshot(
+        self, local: LocalTask, split: str, count: int, subject: str = ""
+    ) -> tuple[Rows | None, str]:
         """The examples and their file; None: they are to come from the evaluation rows."""
         if self.fewshot_from == "evaluation":
             return None, ""
-        path = self._first(local, "fewshot", required=self.fewshot_from == "train")
+        path = self._first(local.folder, (split,), required=self.fewshot_from == "train")
         # Another form altogether is no mistake; a file that cannot be read, or a bad row further
         # down, is one.
         other = self._other_form(path, local) if path else "no training file"
         if other and self.fewshot_from == "auto":
-            self._warn(local, other)
+            if local.folder not in self._warned:
+                self._warned.add(local.folder)
+                _log.warning(
+                    "%s: few-shot examples come from the evaluation file, without the question "
+                    "being asked (%s)",
+                    local.folder,
+                    other,
+                )
             return None, ""
-        rows = self._rows(path, local)
-        if "first_shots" in local:
-            rows = _put_first(rows, path, **local["first_shots"])
+        rows = self._rows(path, local, subject)
+        if local.folder == "mbpp":
+            first = [row for number in MBPP_SHOTS for row in rows if row["task_id"] == number]
+            if len(first) < len(MBPP_SHOTS):
+                raise DataError(f"{path}: its examples are the rows of task_id {MBPP_SHOTS}")
+            rows = first + [row for row in rows if row not in first]
         if len(rows) < count:
             raise DataError(f"{path}: {count} examples asked for, but only {len(rows)} rows")
         return rows, path
 
-    def _first(self, local: Mapping[str, Any], part: str, required: bool = True) -> str:
-        folder = epath.Path(self.root) / local["folder"]
-        paths = [folder / f"{name}.jsonl" for name in local[part]]
+    def _first(self, folder: str, names: Sequence[str], required: bool = True) -> str:
+        paths = [epath.Path(self.root) / folder / f"{name}.jsonl" for name in names]
         for path in paths:
             if path.exists():
                 return str(path)
@@ -65,41 +77,25 @@ class Reader:
             raise DataError(f"no such file: {' or '.join(map(str, paths))}")
         return ""
 
-    def _other_form(self, path: str, local: Mapping[str, Any]) -> str:
+    def _other_form(self, path: str, local: LocalTask) -> str:
         """Why the first row is none of the forms that the task knows; "" if it is one."""
         source = self._source(path)
         try:
-            ROWS[local["rows"]](source[0])
+            local.form(source[0])
         except DataError as error:
             return f"{source.where(0)}: {error}"
         return ""
 
-    def _read(self, path: str, form: str) -> Rows:
-        """The rows of a file that are part of the task, in one of the forms of rows.py."""
-        return [dict(row) for row in read_each(self._source(path), ROWS[form]) if row is not None]
+    def _read(self, path: str, local: LocalTask) -> Rows:
+        rows = read_each(self._source(path), local.form)
+        return [dict(row) for row in rows if row is not None]
 
-    def _rows(self, path: str, local: Mapping[str, Any]) -> Rows:
-        rows, only = self._all_rows(path, local["rows"]), local.get("only")
-        if only:
-            rows = [row for row in rows if row[only["field"]] == only["value"]]
+    def _rows(self, path: str, local: LocalTask, subject: str) -> Rows:
+        """The rows of a file that are part of the task (of one subject of MMLU)."""
+        rows = self._all_rows(path, local)
+        if subject:
+            rows = [row for row in rows if row["subject"] == subject]
         if not rows:
-            wanted = f" with {only['field']} {only['value']!r}" if only else ""
+            wanted = f" with subject {subject!r}" if subject else ""
             raise DataError(f"{path}: no question{wanted} in it for this task")
         return rows
-
-    def _warn(self, local: Mapping[str, Any], why: str) -> None:
-        folder = local["folder"]
-        if folder not in self._warned:
-            self._warned.add(folder)
-            what = (
-                "few-shot examples come from the evaluation file, without the question being asked"
-            )
-            _log.warning("%s: %s (%s)", folder, what, why)
-
-
-def _put_first(rows: Rows, path: str, field: str, values: list[Any]) -> Rows:
-    found = {row[field]: row for row in rows}
-    missing = [value for value in values if value not in found]
-    if missing:
-        raise DataError(f"{path}: no row with {field} {missing[0]}, which is an example")
-    return [found[value] for value in values] + [row for row in rows if row[field] not in values]

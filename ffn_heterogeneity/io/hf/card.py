@@ -14,7 +14,7 @@ from etils import epath
 from ffn_heterogeneity.io.errors import CheckpointError
 from ffn_heterogeneity.io.fetch import SOURCES
 from ffn_heterogeneity.io.files import plain
-from ffn_heterogeneity.io.hf.classifiers import torch_lines
+from ffn_heterogeneity.io.hf.classifiers import torch_facts
 from ffn_heterogeneity.io.hf.export import loads_in, transformers_class
 from ffn_heterogeneity.io.read import read_text
 from ffn_heterogeneity.io.rows import flatten_config
@@ -25,13 +25,12 @@ from ffn_heterogeneity.wording import first_line, some
 CARD = "README.md"
 _LICENCES = {"smollm2": "apache-2.0", "gemma": "gemma", "minilm": "apache-2.0"}
 _LICENCES |= {"qwen2.5-coder-0.5b": "apache-2.0"}
-# Class of transformers -> what a directory is for, by the hub's name; its lines behind `model`.
+# Class of transformers -> what a directory is for, by the hub's name.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModel": "feature-extraction",
 }
-_GENERATED = "print(tokenizer.decode(model.generate(**ids, max_new_tokens=8)[0]))"
 
 
 def write_card(
@@ -62,7 +61,6 @@ def write_card(
     facts = plain(facts)  # "inf" and "nan" are texts
     flat = {key.replace(".", "/"): value for key, value in flatten_config(facts).items()}
     licence, name, head = licence_of(base), public_text(base), config and config.head
-    lines = torch_lines(config, "<this directory>") if config else []
     measured = _measured(facts)
     data = ModelCardData(
         library_name="transformers" if loader else "ffn_heterogeneity",
@@ -72,27 +70,26 @@ def write_card(
         model_name=(name or "model") if measured else None,
         eval_results=measured,
     )
-    about = [f"- base: `{name}`", f"- method: {method}", *_widths(facts)]
-    if head and (labels := head.settings.get("labels")):
-        about.append(f"- labels: {some(labels, 20)}")
-    if "protocol" in facts:
-        how = ", ".join(f"{key} {public_text(value)}" for key, value in facts["protocol"].items())
-        before, after = (_digits(facts[f"perplexity_{name}"]) for name in ("before", "after"))
-        about += [f"- perplexity: {before} before, {after} after", f"- measured on: {how}"]
-    elif not head:
-        about.append("- perplexity: not measured by this run")
-    about.append(f"- licence: {licence or 'not known here'} (the base model's)")
-    about.append(f"- {loads}")
-    flat = {k: x for k, x in flat.items() if type(x) in (int, float)}
-    table = ["| number (results.json) | value |", "|:--|--:|"]
-    table += [f"| {key} | {_digits(value)} |" for key, value in flat.items()]
-    code = ["Load it:", "", "```python", *_loading(loader, place, not lines), "```", ""]
-    if lines:
-        told = "The head in torch, of texts `first` (and `second`):"
-        code += [told, "", "```python", *lines, "```", ""]
-    title = ["---", data.to_yaml(), "---", f"# {name or 'model'}, {method.split(':')[0]}"]
-    text = "\n".join([*title, "", *about, "", *code, *table, ""])
-    (epath.Path(directory) / CARD).write_text(str(ModelCard(text)))
+    protocol = {key: public_text(value) for key, value in facts.get("protocol", {}).items()}
+    card = ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("card.md")),
+        name=name,
+        method=method,
+        widths=_widths(facts),
+        head=head,
+        labels=some(head.settings.get("labels") or (), 20) if head else "",
+        protocol=", ".join(f"{key} {value}" for key, value in protocol.items()),
+        before=_digits(facts.get("perplexity_before")),
+        after=_digits(facts.get("perplexity_after")),
+        licence=licence,
+        loads_in=loads,
+        place=place,
+        loader=loader,
+        torch=torch_facts(config) if config else {},
+        numbers={k: _digits(x) for k, x in flat.items() if type(x) in (int, float)},
+    )
+    (epath.Path(directory) / CARD).write_text(f"{card}\n")
     return loads
 
 
@@ -131,21 +128,6 @@ def hub_of(base: str) -> str:
     return PRESETS[base][1] if base in PRESETS else base if _is_hub_id(base) else ""
 
 
-def _loading(loader: str, place: str, example: bool) -> list[str]:
-    """Lines of Python that load a directory with transformers, where it can, and with us."""
-    where = f'place = "{place or "."}"' + ("" if place else "  # this directory")
-    ours = ["import ffn_heterogeneity as fh", "", "model = fh.load_model(place)"]
-    if not loader:
-        return [where, *ours]
-    theirs = [f"from transformers import {loader}, AutoTokenizer", "", where]
-    theirs += ["tokenizer = AutoTokenizer.from_pretrained(place)"]
-    theirs += [f"model = {loader}.from_pretrained(place)"]
-    if example:
-        theirs += ['ids = tokenizer("The three primary colours are", return_tensors="pt")']
-        theirs += [_GENERATED if loader == "AutoModelForCausalLM" else "print(model(**ids)[0])"]
-    return [*theirs, "", "# Or, to go on with it:", *ours]
-
-
 def compared(before: float, after: float, **protocol: Any) -> dict[str, Any]:
     """The facts in `results.json`, and so on the card, of a model made from another.
 
@@ -171,11 +153,11 @@ def _is_hub_id(text: str) -> bool:
     return re.fullmatch(r"[\w-]+/[\w.-]+", text) is not None and not Path(text).exists()
 
 
-def _widths(facts: Mapping[str, Any]) -> list[str]:
-    """ "15 layers of 1,536, 15 of 1,152", where neurons went."""
+def _widths(facts: Mapping[str, Any]) -> str:
+    """ "15 layers of 1,536, 15 of 1,152", where neurons were removed."""
     widths = collections.Counter(facts.get("ffn_widths_after", ()))
     told = ", ".join(f"{count:,} of {width:,}" for width, count in widths.items())
-    return [f"- FFN widths: {told.replace(' of', ' layers of', 1)}"] if widths else []
+    return told.replace(" of", " layers of", 1)
 
 
 def licence_of(base: str) -> str:
@@ -216,6 +198,6 @@ def push_directory(directory: str | os.PathLike, repository: str, *, private: bo
 
 
 def check_repository(repository: str) -> None:
-    """Refuses what cannot be a repository, before anything is computed for it."""
+    """Reject an invalid repository name before anything is computed."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
         raise CheckpointError(f"push={repository!r}: write <owner>/<name> of the Hugging Face hub")

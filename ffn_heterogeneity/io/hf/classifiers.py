@@ -1,7 +1,7 @@
 """Heads of labels on the last layer, as transformers has them: `...ForSequenceClassification`.
 
 Other poolings over depth have no class there. They are saved in structure/, with a plain model,
-and the model card prints the lines of torch that compute them (`torch_lines`).
+and the model card prints the lines of torch that compute them (`torch_facts`).
 """
 
 from __future__ import annotations
@@ -143,59 +143,31 @@ def read_head(values: Mapping[str, Any]) -> HeadConfig:
     return HeadConfig.of(NAME, settings)
 
 
-def torch_lines(config: ModelConfig, directory: str) -> list[str]:
-    """Lines of torch that give a depth-wise head's outputs, or a decoder's, whose rows are not what
-    its tokenizer makes by default; [] where none are needed."""
+def torch_facts(config: ModelConfig) -> dict[str, Any]:
+    """The facts behind the model card's lines of torch, for a depth-wise head, or a decoder whose
+    rows are not what its tokenizer makes by default; {} if none are needed."""
     head = config.head
     if head is None or head.name != NAME or head.settings["pooling"] == "scalar_mix":
-        return []
+        return {}
     pooling, norm = head.settings["pooling"], head.settings["final_norm"]
     if pooling == "last" and (config.is_encoder or not head.settings["task"]):
-        return []
-    place = "0" if config.is_encoder else "rows['attention_mask'].sum(1) - 1"
-    weights = "torch.softmax(head['lambda'], 0)" if pooling == "p32" else "1 / len(states)"
-    family, raw = family_by_name(config.family), not config.is_encoder and norm != "hidden_states"
-    read = "[first], [second]" if len((head.settings["fields"] or [[""]])[0]) > 1 else "[first]"
-    kind, part = "AutoModel" if config.is_encoder else "AutoModelForCausalLM", ""
+        return {}
+    family, kind, part = family_by_name(config.family), "AutoModel", ""
     if pooling == "last":
         kind = f"AutoModel{CLASS}"
     elif not config.is_encoder:  # AutoModel of transformers 4 does not find Gemma 3's weights
         names = {rule.paths[0]: rule.names[0] for rule in family.rules(config)}
-        part = "." + names["embed/embedding"].partition(".")[0]
-    lines = [
-        f"from transformers import {kind}, AutoTokenizer",
-        f"model = {kind}.from_pretrained({directory!r}){part}",
-        f"tokenizer = AutoTokenizer.from_pretrained({directory!r})",
-    ]
-    if pooling != "last":
-        lines = ["import torch", "from safetensors.torch import load_file", *lines]
-        lines += [
-            f"head = load_file({directory + '/structure/model.safetensors'!r})",
-            "head = {k[10:]: v for k, v in head.items() if k.startswith('task_head/')}",
-        ]
-    joined = "first + '\\n' + second" if "second" in read else "first"
-    bos = "" if config.bos_id is None else "tokenizer.bos_token + "
-    given = f"{read}, padding=True"
-    if not config.is_encoder:
-        given = f"[{bos}{joined}], add_special_tokens=False"
-    lines.append(f"rows = tokenizer({given}, return_tensors='pt')")
-    if pooling == "last":
-        return [*lines, "logits = model(**rows).logits"]
-    if raw:  # the library hands the last state out behind the norm
-        hook = "register_forward_pre_hook(lambda m, x: last.append(x[0]))"
-        lines += ["last = []", f"{family.torch_final_norm}.{hook}"]
-    lines.append("states = model(**rows, output_hidden_states=True).hidden_states[1:]")
-    if raw:
-        lines.append("states = (*states[:-1], last[0])")
-    lines += [
-        f"states = torch.stack([s[range(len(s)), {place}] for s in states])",
-        f"pooled = (states * ({weights}{'[:, None, None]' if pooling == 'p32' else ''})).sum(0)",
-    ]
-    if raw and norm == "pooled":
-        lines.append(f"pooled = {family.torch_final_norm}(pooled)")
-    if config.pooler and not family.dense:
-        lines.append("pooled = torch.tanh(model.pooler.dense(pooled))")
-    elif config.is_encoder:
-        lines.append("pooled = torch.tanh(pooled @ head['dense/kernel'] + head['dense/bias'])")
-    bias = " + head['out/bias']" if config.is_encoder else ""
-    return [*lines, f"logits = pooled @ head['out/kernel']{bias}"]
+        kind, part = "AutoModelForCausalLM", "." + names["embed/embedding"].partition(".")[0]
+    return {
+        "kind": kind,
+        "part": part,
+        "pooling": pooling,
+        "pair": len((head.settings["fields"] or [[""]])[0]) > 1,
+        "encoder": config.is_encoder,
+        "bos": config.bos_id is not None,
+        # The library hands the last state out behind the norm.
+        "raw": not config.is_encoder and norm != "hidden_states",
+        "normed": norm == "pooled",
+        "final_norm": family.torch_final_norm,
+        "pooler": config.pooler and not family.dense,
+    }
