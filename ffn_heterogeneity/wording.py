@@ -1,4 +1,5 @@
-"""Wording that errors share: choices, intervals of numbers, the nearest name, the place, one line.
+"""Wording that errors share: choices, intervals of numbers, the nearest name, the place, one line;
+and tables as text.
 
 Settings that come as a mapping become a frozen dataclass here, so that a slip is refused.
 """
@@ -169,3 +170,29 @@ def first_line(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(" See full")[0][:200]
+
+
+def as_text(value: object, links: bool = False) -> str:
+    """One line of Markdown that shows the text: no HTML, no link (unless `links`), no end of a
+    cell. Names of runs and settings are whatever somebody wrote."""
+    text = re.sub(r"[\\|<]", r"\\\g<0>", " ".join(str(value).split()))
+    return text if links else text.replace("](", "]\\(")
+
+
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], links: bool = False
+) -> str:
+    """A Markdown table with aligned columns: first column left, others right.
+
+    Raises:
+      ValueError: a row has another number of cells than the header.
+    """
+    cells = [[as_text(cell, links) for cell in row] for row in (header, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        return "| " + " | ".join([row[0].ljust(widths[0]), *padded[1:]]) + " |"
+
+    return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from ffn_heterogeneity.adapters import REFRESHES
 from ffn_heterogeneity.bench import timing
 from ffn_heterogeneity.bench.peer import LEARNING_RATE, NEW, PEERS, PROMPT, Torch
 from ffn_heterogeneity.bench.timing import Interval, compiled, machine, ratio_interval
@@ -33,6 +32,7 @@ from ffn_heterogeneity.models.leaves import declared
 from ffn_heterogeneity.models.options import RunOptions, choose_dtype, products
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.surgery import SURGERIES
+from ffn_heterogeneity.train.build import make_refresh
 from ffn_heterogeneity.train.optimizers import OptimizerConfig, make_optimizer
 from ffn_heterogeneity.train.state import create_state
 from ffn_heterogeneity.train.step import make_train_step
@@ -285,7 +285,7 @@ class Ours:
         (terms, surgeries, _base), model = STEPS[name], Model(*own, None, "")
         for surgery, settings in surgeries.items():
             model = SURGERIES[surgery](model, settings)[0]
-        drops = REFRESHES["macdrop"]({}) if "macdrop" in surgeries else None
+        drops = make_refresh({"macdrop": {}} if "macdrop" in surgeries else {})
         # Steps of one tree share one state, which they donate.
         held = self.states.setdefault(tuple(surgeries), [])
         step = timing.stepping(*train_step(model, forward, terms, batch, held, refresh=drops))

@@ -12,7 +12,8 @@ from ffn_heterogeneity.bench.peer import COMPILED
 from ffn_heterogeneity.bench.run import CASES
 from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.read import read_object
-from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table
+from ffn_heterogeneity.report.tables import UNKNOWN
+from ffn_heterogeneity.wording import markdown_table
 
 INTRODUCTION = """# Benchmarks
 

@@ -22,7 +22,7 @@ from etils import epath
 
 from ffn_heterogeneity.io.files import once
 from ffn_heterogeneity.report import stats
-from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.wording import markdown_table
 
 # (value, 2.5% bound, 97.5% bound)
 Interval = tuple[float, float, float]

@@ -28,10 +28,10 @@ from ffn_heterogeneity.models.stack import layer_leaves, restack
 from ffn_heterogeneity.models.walk import ffn_blocks, write
 from ffn_heterogeneity.probes.observe import token_batches
 from ffn_heterogeneity.report.figures import bar_figure
-from ffn_heterogeneity.report.tables import markdown_table, number
+from ffn_heterogeneity.report.tables import number
 from ffn_heterogeneity.surgery.fuse import Fusion, fuse
 from ffn_heterogeneity.tree import replaced
-from ffn_heterogeneity.wording import check_numbers, settings_from, settings_of
+from ffn_heterogeneity.wording import check_numbers, markdown_table, settings_from, settings_of
 
 # The block that returns its bias alone: what an output's error is worth is seen beside its.
 BIAS = "bias_only"

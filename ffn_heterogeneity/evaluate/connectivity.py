@@ -11,7 +11,7 @@ from ffn_heterogeneity.evaluate.inputs import ModelSettings
 from ffn_heterogeneity.io.load import Model
 from ffn_heterogeneity.losses.nucl import layer_statistics
 from ffn_heterogeneity.report.figures import curves_figure
-from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.wording import markdown_table
 
 STATISTICS = ("entropy", "gini", "mstd")
 

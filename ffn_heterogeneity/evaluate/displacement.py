@@ -31,8 +31,7 @@ from ffn_heterogeneity.probes.displacement import (
 )
 from ffn_heterogeneity.probes.observe import observe, token_batches
 from ffn_heterogeneity.report.figures import curves_figure
-from ffn_heterogeneity.report.tables import markdown_table
-from ffn_heterogeneity.wording import check_choice, check_number
+from ffn_heterogeneity.wording import check_choice, check_number, markdown_table
 
 READINGS = {"before_final_norm": DISPLACEMENT, "after_final_norm": DISPLACEMENT_AFTER_NORM}
 RATES = ("zeta_L", "zeta_L-1", "zeta_L-2")

@@ -15,8 +15,8 @@ from ffn_heterogeneity.probes.base import Probe
 from ffn_heterogeneity.probes.massive import MAGNITUDES, SINKS, STATES, TOP
 from ffn_heterogeneity.probes.observe import observe
 from ffn_heterogeneity.report.figures import curves_figure
-from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.surgery.attack import massive_weights
+from ffn_heterogeneity.wording import markdown_table
 
 SHOWN = 3  # the paper's figures: the three largest and the median
 # Where bos stands in a sentence of n tokens (Figure 2).

@@ -29,9 +29,9 @@ from ffn_heterogeneity.models.options import products
 from ffn_heterogeneity.models.stack import restack
 from ffn_heterogeneity.report.figures import bar_figure, curves_figure
 from ffn_heterogeneity.report.stats import student
-from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.surgery.reduce import reduce_model
 from ffn_heterogeneity.surgery.removal_plan import RemovalPlan
+from ffn_heterogeneity.wording import markdown_table
 
 WINDOW = 256
 WINDOWS = 16

@@ -14,8 +14,9 @@ from ffn_heterogeneity.report import stats, tables
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
 from ffn_heterogeneity.report.frame import SETTINGS, everything
 from ffn_heterogeneity.report.stats import middle
-from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
+from ffn_heterogeneity.report.tables import UNKNOWN, number
 from ffn_heterogeneity.report.tidy import Frame, last, plain, progress, spread, text_of
+from ffn_heterogeneity.wording import markdown_table
 
 FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")

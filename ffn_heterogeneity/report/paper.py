@@ -17,8 +17,9 @@ from ffn_heterogeneity.io.runs import SWEEP, read_listing
 from ffn_heterogeneity.report import frame, stats, tables, tidy
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle
-from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
+from ffn_heterogeneity.report.tables import UNKNOWN, number
 from ffn_heterogeneity.report.tidy import Frame, is_missing, spread
+from ffn_heterogeneity.wording import markdown_table
 
 Runs = Mapping[str, Frame]
 MEASURED = ("value", "low", "high", "n", "how")  # fields that `tidy.spread` reads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,32 +23,6 @@ def number(value: Any, digits: int = 4) -> str:
     if isinstance(value, (str, bool)):
         return str(value)
     return f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def as_text(value: object, links: bool = False) -> str:
-    """One line of Markdown that shows the text: no HTML, no link (unless `links`), no end of a
-    cell. Names of runs and settings are whatever somebody wrote."""
-    text = re.sub(r"[\\|<]", r"\\\g<0>", " ".join(str(value).split()))
-    return text if links else text.replace("](", "]\\(")
-
-
-def markdown_table(
-    header: Sequence[str], rows: Sequence[Sequence[object]], links: bool = False
-) -> str:
-    """A Markdown table with aligned columns: first column left, others right.
-
-    Raises:
-      ValueError: a row has another number of cells than the header.
-    """
-    cells = [[as_text(cell, links) for cell in row] for row in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        return "| " + " | ".join([row[0].ljust(widths[0]), *padded[1:]]) + " |"
-
-    return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
 def legend(text: str) -> list[str]:

@@ -23,13 +23,13 @@ from ffn_heterogeneity.models.config import ModelConfig
 from ffn_heterogeneity.models.options import choose_dtype
 from ffn_heterogeneity.parallel import partition
 from ffn_heterogeneity.parallel.placement import rows_of_micro_batch
-from ffn_heterogeneity.report.tables import markdown_table
 from ffn_heterogeneity.train import hlo
 from ffn_heterogeneity.train.fit import LESS, compile_plan, state_bytes, what_would_fit
 from ffn_heterogeneity.train.hardware import EXPECTED, GIB, Target, find_target
 from ffn_heterogeneity.train.plan import Plan, plan
 from ffn_heterogeneity.train.settings import TrainConfig
 from ffn_heterogeneity.tree import flatten
+from ffn_heterogeneity.wording import markdown_table
 
 
 def dry_run(config: TrainConfig, workdir: str | os.PathLike) -> dict:

@@ -39,9 +39,9 @@ from ffn_heterogeneity.io.tokenizer_files import save_tokenizer
 from ffn_heterogeneity.models.config import HeadConfig
 from ffn_heterogeneity.progress import bar
 from ffn_heterogeneity.report.paper import _not_begun
-from ffn_heterogeneity.report.tables import as_text
 from ffn_heterogeneity.surgery.calibration import WINDOW, read_rows
 from ffn_heterogeneity.tree import flatten, unflatten
+from ffn_heterogeneity.wording import as_text
 
 # ---- archives
 

@@ -9,7 +9,7 @@ import pytest
 
 from ffn_heterogeneity.launch.demo import bought
 from ffn_heterogeneity.report.figures import Line, Panel, draw
-from ffn_heterogeneity.report.tables import markdown_table
+from ffn_heterogeneity.wording import markdown_table
 
 
 def drawn(x, y, lines=1):
