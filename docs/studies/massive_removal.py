@@ -18,8 +18,8 @@ from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame, by_seed
 from ffn_heterogeneity.report.stats import Spread, middle
 
-LABELS = ["model", "share of neurons", "method", "from"]
-ON = ["model", "share of neurons", "from"]
+LABELS = ["model", "share of neurons", "method", "place"]
+ON = ["model", "share of neurons", "place"]
 # What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
 LOST = {
     "massive:2": "massive layer's 2 loudest",
@@ -87,7 +87,7 @@ def than(rows: Frame, base: str, every: Frame, index: list[str], how: Any = None
 def harm(rows: Frame, every: Frame, index: list[str]) -> Any:
     """The loss against the dense model's, window by window."""
     free = (*nucl.REMOVAL, *nucl.SIZE, "method", "removed", "share of neurons")
-    base, on = of(every, "Pre-trained baseline"), ["model", "from"]
+    base, on = of(every, "Pre-trained baseline"), ["model", "place"]
     return c.against(rows[rows.what == "nll"], base, index, on, free, c.paired_units)
 
 
@@ -112,7 +112,7 @@ def removal(runs: Frame) -> Frame:
 
 
 def needed(runs: Frame) -> Frame:
-    every, index = removals(runs), ["model", "share of neurons", "lost", "from"]
+    every, index = removals(runs), ["model", "share of neurons", "lost", "place"]
     plain = every.method.str.startswith("Entropy-based") & (every.protect == "")
     rows = every[plain & ~every.reverse.astype(bool) & (every.calibration == "")]
     rows = rows.assign(lost=rows.lose.replace("", "none"))
@@ -124,7 +124,7 @@ def needed(runs: Frame) -> Frame:
 
 
 def explained(runs: Frame) -> Frame:
-    every, index = removals(runs), ["model", "share of neurons", "spared", "from"]
+    every, index = removals(runs), ["model", "share of neurons", "spared", "place"]
     rows = every[(every.criterion == "random") & (every.compensation == "none")]
     rows = rows.assign(spared=rows.protect.replace("", "nobody"))
     columns = {"NLL": "nll", "Δ vs chance": than(rows, "Random", every, index)}
@@ -158,5 +158,5 @@ def by_entropy(runs: Frame) -> Frame:
     every = removals(runs)
     rows = of(every, "Entropy-based")
     place = rows.model + ", " + rows["share of neurons"]
-    rows = rows.assign(part="entropy", **{"run on": place})
-    return c.judged(than(rows, "Random, bos:5 spared", every, ["run on", "part"]), -1)
+    rows = rows.assign(part="entropy", run_on=place)
+    return c.judged(than(rows, "Random, bos:5 spared", every, ["run_on", "part"]), -1)

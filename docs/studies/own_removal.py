@@ -15,8 +15,8 @@ from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
 
 TASKS = {name: (name, None) for name in ("hellaswag", "piqa", "arc_easy", "winogrande", "sciq")}
-LABELS = ["model", "share", "rule", "text", "tokens", "compensation", "from"]
-MERGED = ["model", "share", "neurons", "compensation", "from"]
+LABELS = ["model", "share", "rule", "text", "tokens", "compensation", "place"]
+MERGED = ["model", "share", "neurons", "compensation", "place"]
 HOW = ("method", "compensation", "calibration", "calibration_tokens", "n_init", "ratio")
 
 
@@ -53,9 +53,9 @@ def own(runs: Frame) -> Frame:
     every = removals(runs)
     losses, columns = every[every.what == "nll"], {"NLL": "nll"}
     base = losses[losses.method == "Pre-trained baseline"]
-    columns["Δ vs unpruned"] = minus(labelled(losses), labelled(base), LABELS, ["model", "from"])
+    columns["Δ vs unpruned"] = minus(labelled(losses), labelled(base), LABELS, ["model", "place"])
     base = losses[losses.method == "Entropy-based"]
-    on = ["model", "share", "from"]
+    on = ["model", "share", "place"]
     columns["Δ vs entropy"] = minus(labelled(losses), labelled(base), LABELS, on)
     every = labelled(every)
     columns["left"] = mean_over_layers(every, "compensated/held_residual", LABELS)
@@ -70,7 +70,7 @@ def tasks(runs: Frame) -> Frame:
         its = every[every.column == task]
         base = its[its.method == "Entropy-based"]
         columns[task] = c.cells(its, LABELS)
-        columns[f"{task}, Δ vs entropy"] = minus(its, base, LABELS, ["model", "share", "from"])
+        columns[f"{task}, Δ vs entropy"] = minus(its, base, LABELS, ["model", "share", "place"])
     return c.table(every, LABELS, columns)
 
 
@@ -85,7 +85,7 @@ def clusters(runs: Frame) -> Frame:
         share=c.label(rows, "{:g}".format, "ratio").fillna("-"),
         neurons=rows.method.where(~whole, "none"),
         compensation=rows.compensation.fillna("-"),
-        **{"from": "here"},
+        place="here",
     )
 
 

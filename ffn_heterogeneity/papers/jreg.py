@@ -27,9 +27,10 @@ SHAPE = ["shape.layers", "shape.d_model", "shape.ffn_width"]
 SIZES = {"12x768/2048": "170M", "16x2048/5376": "1B", "30x3072/8192": "3.4B"}  # the paper's
 TABLE_1 = (7.16, 22.2)  # zeta_L of its models: the lowest, the highest
 TASKS = printed("jreg")["tasks"]
+SETUP = [JREG + key for key in ("weight", "final_norm", "positions", "term")]
 RATE = "optimizer.learning_rate"
-LABELS = ["size", "loss", "steps", "from"]
-CLAIM = ["run on", "part"]
+LABELS = ["size", "loss", "steps", "place"]
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
@@ -56,7 +57,7 @@ def displacements(runs: Frame) -> Frame:
     windows = ", windows of " + c.label(rows, "{:g}".format, "window")
     place = "here: h_L " + rows.h_L + windows
     curve = rows.model + ", h_L " + rows.h_L + windows
-    return rows.assign(curve=curve, windows=windows, **{"from": place})
+    return rows.assign(curve=curve, windows=windows, place=place)
 
 
 def two_names(rows: Frame) -> Any:
@@ -72,18 +73,13 @@ def trainings(runs: Frame) -> Frame:
     rows = c.need(runs, *SHAPE, WEIGHT, ALPHA, "steps", "batch_size", "seq_len")
     rows = c.need(rows, RATE)
     rows = rows[rows["shape.layers"].notna()].fillna({WEIGHT: 0.0})
-    rows = c.without_idle_losses(
-        rows, [WEIGHT, JREG + "final", JREG + "pos", JREG + "term", "losses.nll."]
-    )
-    loss = c.label(
-        rows, lambda x, a: f"lambda {x:g}, alpha {a:g}" if x else "baseline", WEIGHT, ALPHA
-    )
+    rows = c.without_idle_losses(rows, [*SETUP, "losses.nll."])
+    loss = c.label(rows, "lambda {:g}, alpha {}".format, WEIGHT, ALPHA)
+    loss = loss.where(rows[WEIGHT] > 0, "baseline")
     steps, rates = c.label(rows, "{:,g}".format, "steps"), c.label(rows, "{:g}".format, RATE)
     setup = c.label(rows, "{:,g} steps of {:g} x {:g}".format, "steps", "batch_size", "seq_len")
     sizes = c.label(rows, "{:g}x{:g}/{:g}".format, *SHAPE)
-    rows = rows.assign(
-        size=sizes, loss=loss, setup=setup, **{"from": "here, learning rate " + rates}
-    )
+    rows = rows.assign(size=sizes, loss=loss, setup=setup, place="here, learning rate " + rates)
     curve = rows.loss + ", " + steps + " steps, learning rate " + rates
     rows = rows.assign(curve=curve, steps=steps, total=rows.steps)
     rows["Method"] = (rows[WEIGHT] > 0).map({True: "JREG (ours)", False: "Baseline"})
@@ -103,22 +99,22 @@ def over_steps(runs: Frame, curves: Frame) -> Frame:
 def as_printed(rows: Frame) -> Frame:
     """Rows with the labels of Tables 2 and 3."""
     place = "here: lambda " + c.label(rows, "{:g}".format, WEIGHT) + ", " + rows.setup
-    place += rows["from"].str.removeprefix("here")
-    return rows.assign(Size=rows["size"].replace(SIZES), **{"from": place})
+    place += rows.place.str.removeprefix("here")
+    return rows.assign(Size=rows["size"].replace(SIZES), place=place)
 
 
 def table_1(runs: Frame) -> Frame:
     rows = displacements(runs)
-    return c.table(rows[~rows.series].assign(Model=rows.model), ["Model", "from"], RATES)
+    return c.table(rows[~rows.series].assign(Model=rows.model), ["Model", "place"], RATES)
 
 
 def table_2(runs: Frame) -> Frame:
     rows = c.accuracies(as_printed(trainings(runs)), TASKS, MEAN)
-    return c.pivot(rows, ["Size", "Method", "alpha", "from"])
+    return c.pivot(rows, ["Size", "Method", "alpha", "place"])
 
 
 def table_3(runs: Frame) -> Frame:
-    return c.table(as_printed(trainings(runs)), ["Size", "Method", "alpha", "from"], RATES)
+    return c.table(as_printed(trainings(runs)), ["Size", "Method", "alpha", "place"], RATES)
 
 
 def table_7(runs: Frame, curves: Frame) -> Frame:
@@ -130,16 +126,14 @@ def table_7(runs: Frame, curves: Frame) -> Frame:
     rows = rows.assign(column=(20 * fifth).map("{:g}%".format))
     rows = rows[(rows["step"] == (fifth / 5 * total.astype(float)).round()) & (fifth > 0)]
     rows = rows.assign(Model=rows.model.where(rows.series.notna(), "trained here"))
-    rows = rows.assign(
-        Size=rows["size"].replace(SIZES).fillna("-"), **{"from": "here: " + rows.curve}
-    )
-    return c.pivot(rows.sort_values("step", kind="stable"), ["Model", "Size", "from"])
+    rows = rows.assign(Size=rows["size"].replace(SIZES).fillna("-"), place="here: " + rows.curve)
+    return c.pivot(rows.sort_values("step", kind="stable"), ["Model", "Size", "place"])
 
 
 def figure_5(runs: Frame) -> Frame:
     rows = as_printed(trainings(runs))
     rows = rows[rows.Method == "Baseline"]
-    return c.table(rows, ["Size", "steps", "from"], {"zeta_L": ZETA})
+    return c.table(rows, ["Size", "steps", "place"], {"zeta_L": ZETA})
 
 
 def pretraining(runs: Frame) -> Frame:
@@ -157,7 +151,7 @@ def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
     rows = c.last(rows[rows.what == what])
     ours, base = (rows[rows.Method == x] for x in ("JREG (ours)", "Baseline"))
     free = (WEIGHT, ALPHA, "loss", "alpha", "Method", "curve")
-    return c.against(ours, base, index, ["size", "setup", "from"], free)
+    return c.against(ours, base, index, ["size", "setup", "place"], free)
 
 
 def paired(runs: Frame) -> Frame:
@@ -167,8 +161,8 @@ def paired(runs: Frame) -> Frame:
 
 
 def models(runs: Frame) -> Frame:
-    rows, index = displacements(runs), ["model", "h_L", "from"]
-    rows = rows.assign(**{"from": "here" + rows.windows})
+    rows, index = displacements(runs), ["model", "h_L", "place"]
+    rows = rows.assign(place="here" + rows.windows)
     first = rows.drop_duplicates(index)
     layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float)
     columns = {**RATES, "layers": layers.astype(object), "tokens": "tokens"}
@@ -231,8 +225,8 @@ def claimed(runs: Frame, what: str, sign: int = 1) -> Frame:
 
 def named(rows: Frame) -> Frame:
     """Rows with the labels of a claim on trainings."""
-    place = rows["size"] + ", " + rows.steps + " steps" + rows["from"].str.removeprefix("here")
-    return rows.assign(part=rows.loss, **{"run on": place})
+    place = rows["size"] + ", " + rows.steps + " steps" + rows.place.str.removeprefix("here")
+    return rows.assign(part=rows.loss, run_on=place)
 
 
 mean_accuracy = partial(claimed, what=MEAN)
@@ -242,14 +236,12 @@ no_worse = partial(claimed, what=NLL, sign=-1)
 
 def no_jump(runs: Frame) -> Frame:
     rows = named(trainings(runs))
-    return within(
-        rows[(rows.Method == "JREG (ours)") & (rows[ALPHA].astype(float) >= 0.5)], 0.0, 0.005
-    )
+    return within(rows[rows[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
 
 
 def published(runs: Frame) -> Frame:
     rows = displacements(runs)
-    rows = rows.assign(part=rows.model, **{"run on": rows.h_L + rows.windows})
+    rows = rows.assign(part=rows.model, run_on=rows.h_L + rows.windows)
     return within(rows[~rows.series & ~rows.trained], *TABLE_1)
 
 
@@ -272,7 +264,7 @@ def rising(runs: Frame, curves: Frame) -> Frame:
     rows = over_steps(runs, curves)
     finished = rows["run"].isin(runs["run"]) & (rows.Method == "Baseline")
     rows, made = rows[(rows.what == ZETA) & (rows.series.notna() | finished)], []
-    places = rows["size"] + ", " + rows.steps + " steps" + rows["from"].str[4:]
+    places = rows["size"] + ", " + rows.steps + " steps" + rows.place.str[4:]
     places = places.where(rows.series.isna(), rows.curve)
     for place, its in rows.groupby(places, sort=False):
         table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)

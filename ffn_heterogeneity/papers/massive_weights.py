@@ -23,8 +23,8 @@ DROP = "trained.macdrop."
 SCOPE, CURRICULUM, A, P0 = (DROP + key for key in ("scope", "curriculum", "a", "p0"))
 # Settings of a curriculum that the others do not read.
 READ_BY = {"macdrop.a": ["exp"], "macdrop.epochs": ["epoch_before", "epoch_after"]}
-LABELS = ["model", "text", "method", "attacked", "from"]
-CLAIM = ["run on", "part"]
+LABELS = ["model", "text", "method", "attacked", "place"]
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
@@ -39,7 +39,7 @@ def evaluations(runs: Frame) -> Frame:
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
     windows = ", windows of " + c.label(rows, "{:g}".format, "window")
     text = rows.text.where(rows.text.astype(bool), rows.token_ids).map(corpus)
-    rows = rows.assign(attacked=attacked, text=text, **{"from": "here" + layers + windows})
+    rows = rows.assign(attacked=attacked, text=text, place="here" + layers + windows)
     return rows.sort_values(["model", "text", "k"], kind="stable")
 
 
@@ -107,10 +107,10 @@ def analyses(runs: Frame) -> Frame:
 
 
 def table_1(runs: Frame) -> Frame:
-    rows, index = untrained(runs), ["Models", "Attack", "from"]
+    rows, index = untrained(runs), ["Models", "Attack", "place"]
     rows = rows[rows.attacked.isin(list(ATTACKS))]
-    place = "here: " + rows["from"].str.removeprefix("here, ")
-    rows = rows.assign(Models=rows.model, Attack=rows.attacked.map(ATTACKS), **{"from": place})
+    place = "here: " + rows.place.str.removeprefix("here, ")
+    rows = rows.assign(Models=rows.model, Attack=rows.attacked.map(ATTACKS), place=place)
     read = rows[(rows.what == "perplexity") & rows.text.isin(list(TEXTS))]
     read = c.pivot(read.assign(column=read.text.map(TEXTS)), index)
     means = read.reindex(columns=list(TEXTS.values())).map(lambda x: getattr(x, "mean", x))
@@ -120,9 +120,9 @@ def table_1(runs: Frame) -> Frame:
 
 
 def table_7(runs: Frame) -> Frame:
-    rows = analyses(runs).drop_duplicates(["model", "five"]).assign(**{"from": "here"})
+    rows = analyses(runs).drop_duplicates(["model", "five"]).assign(place="here")
     rows = rows.rename(columns={"model": "Models", "found": "Layer", "five": "Indices"})
-    return rows.set_index(["Models", "from"])[["Layer", "Indices"]]
+    return rows.set_index(["Models", "place"])[["Layer", "Indices"]]
 
 
 def answers(runs: Frame, attack: str, names: tuple[str, ...]) -> Frame:
@@ -131,7 +131,7 @@ def answers(runs: Frame, attack: str, names: tuple[str, ...]) -> Frame:
     rows = c.accuracies(rows[rows.attacked == attack], TASKS, "Avg.")
     rows["column"] = rows["column"].replace(dict(zip(TASKS, names, strict=True)))
     rows = rows.assign(Model=rows.model, Method=rows.method)
-    return c.pivot(rows, ["Model", "Method", "from"], ["text"])
+    return c.pivot(rows, ["Model", "Method", "place"], ["text"])
 
 
 table_4 = partial(answers, attack="zero 3", names=tuple(TASKS))
@@ -144,10 +144,9 @@ def table_5(runs: Frame) -> Frame:
     rows = c.accuracies(rows[rows[SCOPE] == "massive"], TASKS, MEAN)
     exp = "exp, a = " + c.label(rows, "{:.2f}".format, A)
     names = rows[CURRICULUM].where(rows[CURRICULUM] != "exp", exp)
-    rows = rows[rows.column == MEAN].assign(
-        column=c.label(rows, "{:.1f}".format, P0), Curriculum=names
-    )
-    return c.pivot(rows.assign(**{"from": "here: " + rows.model}), ["Curriculum", "from"], ["text"])
+    columns = c.label(rows, "{:.1f}".format, P0)
+    rows = rows[rows.column == MEAN].assign(column=columns, Curriculum=names)
+    return c.pivot(rows.assign(place="here: " + rows.model), ["Curriculum", "place"], ["text"])
 
 
 # ---- ours
@@ -162,7 +161,7 @@ def with_answers(rows: Frame) -> Frame:
 def alone(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
     """Adapters trained with MacDrop against those without it."""
     rows = rows[rows.what == what]
-    base, on = rows[rows[P0].isna()], ["model", "text", "trained.adapter", "attacked", "from"]
+    base, on = rows[rows[P0].isna()], ["model", "text", "trained.adapter", "attacked", "place"]
     return c.against(rows, base, index, on, (DROP, "method", "limit"), how)
 
 
@@ -171,7 +170,7 @@ def unattacked(rows: Frame, what: str, index: list[str], how: Any = None, only: 
     rows = rows[rows.what == what]
     ours = rows[rows.attacked == only] if only else rows
     on = [x for x in ("model", "text", "method", "window") if x in rows]
-    free = ("attack", "k", "attacked", "config.layer", "limit", "from")
+    free = ("attack", "k", "attacked", "config.layer", "limit", "place")
     return c.against(ours, rows[rows.attacked == "-"], index, on, free, how)
 
 
@@ -179,9 +178,8 @@ def macdrop(runs: Frame) -> Frame:
     rows = with_answers(adapted(runs))
     columns = {"NLL": "nll", "Δ vs adapter alone": alone(rows, "nll", LABELS)}
     columns |= {"Δ vs unattacked": unattacked(rows, "nll", LABELS), "accuracy": MEAN}
-    return c.table(
-        rows, LABELS, columns | {"Δ accuracy vs adapter alone": alone(rows, MEAN, LABELS)}
-    )
+    columns |= {"Δ accuracy vs adapter alone": alone(rows, MEAN, LABELS)}
+    return c.table(rows, LABELS, columns)
 
 
 def macdrop_questions(runs: Frame) -> Frame:
@@ -190,7 +188,7 @@ def macdrop_questions(runs: Frame) -> Frame:
 
 
 def attacks(runs: Frame) -> Frame:
-    rows, index = with_answers(untrained(runs)), ["model", "text", "attack", "k", "from"]
+    rows, index = with_answers(untrained(runs)), ["model", "text", "attack", "k", "place"]
     columns = {"perplexity": "perplexity"}
     columns["Δ NLL vs unattacked"] = unattacked(rows, "nll", index, c.paired_units)
     for name in TASKS:
@@ -223,13 +221,13 @@ def figure_3(runs: Frame) -> Frame:
 def figure_4(runs: Frame) -> Frame:
     rows = with_answers(untrained(runs))
     rows = rows[rows.what == MEAN]
-    return at(rows, MEAN, rows.model, rows.attack + rows["from"].str[4:], "k")
+    return at(rows, MEAN, rows.model, rows.attack + rows.place.str[4:], "k")
 
 
 def perplexity_by_k(runs: Frame) -> Frame:
     rows = untrained(runs)
     rows = rows[rows.what == "perplexity"]
-    line = rows.attack + ", " + rows.text + rows["from"].str[4:]
+    line = rows.attack + ", " + rows.text + rows.place.str[4:]
     return at(rows, "perplexity", rows.model, line, "k")
 
 
@@ -251,9 +249,8 @@ def figure_7(curves: Frame) -> Frame:
     exp = "exp, a = " + c.label(rows, "{:.2f}".format, "macdrop.a")
     line = rows["macdrop.curriculum"].where(rows["macdrop.curriculum"] != "exp", exp)
     panel = "p0 " + c.label(rows, "{:.1f}".format, "macdrop.p0")
-    return c.points(rows, "p", panel, rows.model + ", " + rows.adapter + ", " + line).assign(
-        seed=None
-    )
+    line = rows.model + ", " + rows.adapter + ", " + line
+    return c.points(rows.assign(seed=None), "p", panel, line)
 
 
 # ---- claims
@@ -265,13 +262,13 @@ def as_printed(runs: Frame) -> Frame:
     rows = rows[rows.model.isin(list(table))]
     rows = rows.assign(text=c.label(rows, "{}; {}".format, "found", "five"))
     told = (rows.text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
-    return rows.assign(part=rows.model, value=rows.text, verdict=told, **{"run on": rows.model})
+    return rows.assign(part=rows.model, value=rows.text, verdict=told, run_on=rows.model)
 
 
 def zeroing_and_retaining(runs: Frame) -> Frame:
     rows = untrained(runs)
     rows = rows[(rows.what == "nll") & rows["config.layer"].isna()]
-    rows = rows.assign(part=rows.text, **{"run on": rows.model + ", " + rows.text})
+    rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
     five, retain = (rows[rows.attacked == x] for x in ("zero 5", "retain 5"))
     on = ["model", "text", "window"]
     return c.judged(c.against(five, retain, CLAIM, on, ("attack", "attacked", "limit")))
@@ -279,7 +276,7 @@ def zeroing_and_retaining(runs: Frame) -> Frame:
 
 def zeroing_three(runs: Frame) -> Frame:
     rows = untrained(runs)
-    rows = rows.assign(part=rows.text, **{"run on": rows.model + ", " + rows.text})
+    rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
     return c.judged(unattacked(rows, "nll", CLAIM, only="zero 3"))
 
 
@@ -289,7 +286,7 @@ def of_adapters(runs: Frame, what: str, attack: str, drop: tuple, sign: int) -> 
     mine = (rows[[SCOPE, CURRICULUM, P0]] == list(drop)).all(axis="columns")
     rows = rows[(rows.attacked == attack) & (rows[P0].isna() | mine)]
     place = c.label(rows, "{}, {}, {}".format, "model", "trained.adapter", "text")
-    found = alone(rows.assign(part=rows.method, **{"run on": place}), what, CLAIM)
+    found = alone(rows.assign(part=rows.method, run_on=place), what, CLAIM)
     return c.judged(found, sign)
 
 

@@ -35,7 +35,7 @@ STAGES += tuple(f"{kind}_{i}." for kind in ("mask", "round") for i in (1, 2, 3))
 FREE = (*STAGES, "optimizer.learning_rate", "method", "size", "layers", "neurons")
 SIZED = ("size", "neurons", "optimizer.learning_rate")
 DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
-CLAIM = ["run on", "part"]
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
@@ -44,7 +44,7 @@ CLAIM = ["run on", "part"]
 def finetunings(runs: Frame) -> Frame:
     """Last stages of jobs on labelled rows: "score" in percent, of the best evaluation.
 
-    Runs of less than three epochs choose the learning rate, which their "from" has.
+    Runs of less than three epochs choose the learning rate, which their "place" has.
     """
     rows = c.need(runs, *METHOD, "objective", "compress.ratio", LAYERS, "mask_3.layers")
     rows = c.need(rows, "finetune.base", "epochs", "optimizer.learning_rate", "data.task")
@@ -61,7 +61,7 @@ def finetunings(runs: Frame) -> Frame:
     )
     rates = ", learning rate " + rows["optimizer.learning_rate"].astype(str)
     epochs = ", " + c.label(rows, "epochs {:g}".format, "epochs") + rates.where(rows.epochs < 3, "")
-    rows = rows.assign(chosen=epochs, **{"from": "here: " + rows.model + rows["size"] + epochs})
+    rows = rows.assign(chosen=epochs, place="here: " + rows.model + rows["size"] + epochs)
     best = rows[rows.what.str.startswith(BEST)]
     return pandas.concat([rows, c.in_percent(best.assign(what=SCORE))], ignore_index=True)
 
@@ -111,7 +111,7 @@ def blocks(runs: Frame) -> Frame:
     shares = rows[rows.what == NTK]
     shares = c.with_cells(shares.assign(what="share", value=shares["value"] / shares.norm))
     rows = pandas.concat([rows, shares], ignore_index=True).drop(columns="norm")
-    return rows.assign(**{"from": "here: " + rows.model})
+    return rows.assign(place="here: " + rows.model)
 
 
 def in_memory(runs: Frame) -> Frame:
@@ -121,21 +121,14 @@ def in_memory(runs: Frame) -> Frame:
     names = c.label(rows, fused, "method", "canonical", "spare")
     rows = rows.assign(seed=rows.seed.where(rows.method.isin(DRAWN)), names=names)
     names = rows.names.where(rows.ratio != 0, "whole")
-    return rows.assign(names=names, **{"from": "here"}).sort_values(
-        ["model", "ratio"], kind="stable"
-    )
+    return rows.assign(names=names, place="here").sort_values(["model", "ratio"], kind="stable")
 
 
 def fused(method: str, canonical: Any, spare: Any) -> str:
     """Name of a fusion: "fusion, canonical", "fusion, 5 spared"."""
-    more = (
-        ", canonical"
-        if canonical is True
-        else f", {spare} spared"
-        if spare and spare == spare
-        else ""
-    )
-    return f"{method}{more}"
+    if canonical is True:
+        return f"{method}, canonical"
+    return f"{method}, {spare} spared" if spare and spare == spare else f"{method}"
 
 
 def recovered(runs: Frame) -> Frame:
@@ -154,9 +147,8 @@ def recovered(runs: Frame) -> Frame:
     merged = c.label(rows, fused, "fuse.method", "fuse.canonical", "fuse.spare")
     merged = merged.where(rows["fuse.method"].notna(), "whole")
     method = merged.where(rows["prune.criterion"].isna(), removed)
-    return rows.assign(
-        method=method, steps=c.label(rows, "{:g}".format, "recover.steps"), **{"from": "here"}
-    )
+    steps = c.label(rows, "{:g}".format, "recover.steps")
+    return rows.assign(method=method, steps=steps, place="here")
 
 
 # ---- tables
@@ -169,25 +161,22 @@ def scores(runs: Frame, task: str = "") -> Frame:
 
 
 def table_1(runs: Frame) -> Frame:
-    rows = blocks(runs)
-    return c.table(
-        rows.assign(Method=rows.kernel), ["Method", "from"], {"Output": BLOCK, "NTK": NTK}
-    )
+    rows = blocks(runs).rename(columns={"kernel": "Method"})
+    return c.table(rows, ["Method", "place"], {"Output": BLOCK, "NTK": NTK})
 
 
 def table_2(runs: Frame) -> Frame:
     rows = default(scores(runs))
-    return c.pivot(rows.assign(Method=rows.method, column=rows.task), ["Method", "from"])
+    return c.pivot(rows.assign(Method=rows.method, column=rows.task), ["Method", "place"])
 
 
 def table_5(runs: Frame) -> Frame:
     rows = scores(runs, "sst2")
     columns = rows.method.map({"Sketch": "Sketch", FUSION: "MLP Fusion"})
-    rows = rows.assign(
-        column=columns, **{"Intermediate Dimension": c.label(rows, "{:g}".format, "neurons")}
-    )
+    label, widths = "Intermediate Dimension", c.label(rows, "{:g}".format, "neurons")
+    rows = rows.assign(column=columns, **{label: widths})
     rows = rows[rows.column.notna() & rows[LAYERS].isin(["2-5"])]
-    return c.pivot(rows, ["Intermediate Dimension", "from"])
+    return c.pivot(rows, [label, "place"])
 
 
 def table_10(runs: Frame) -> Frame:
@@ -195,28 +184,28 @@ def table_10(runs: Frame) -> Frame:
     rows = finetunings(runs)
     rows = rows[rows.what.isin(list(names))].drop_duplicates(["task", "what"])
     rows = rows.assign(Dataset=rows.task.replace(TASKS), column=rows.what.map(names))
-    return c.pivot(rows.assign(**{"from": "here: " + rows.model}), ["Dataset", "from"])
+    return c.pivot(rows.assign(place="here: " + rows.model), ["Dataset", "place"])
 
 
 def table_12(runs: Frame) -> Frame:
     rows, label = default(scores(runs, "sst2")), "Method+Task-specific Fine-tuning"
     rows = rows[rows[STATES] == "block"].assign(column="Accuracy")
     names = rows.method.str.removesuffix(", tuned").replace(TUNED["block"], "MLP Fusion(Ours)")
-    return c.pivot(rows.assign(**{label: names}), [label, "from"])
+    return c.pivot(rows.assign(**{label: names}), [label, "place"])
 
 
 def table_13(runs: Frame) -> Frame:
     rows = default(scores(runs))
     rows = rows[rows.task.isin(list(TABLE_13))]
     rows = rows.assign(Method=rows.method, column=rows.task.map(TABLE_13))
-    return c.pivot(rows, ["Method", "from"])
+    return c.pivot(rows, ["Method", "place"])
 
 
 def table_14(runs: Frame) -> Frame:
     rows = default(scores(runs, "sst2"))
     names = rows[STATES].map(KEPT).where(rows.method != FUSION, FUSION)
     rows = rows[(rows["compress.method"] == "fusion") & names.notna()]
-    return c.pivot(rows.assign(column="Accuracy", Methods=names), ["Methods", "from"])
+    return c.pivot(rows.assign(column="Accuracy", Methods=names), ["Methods", "place"])
 
 
 def kernels(runs: Frame) -> Frame:
@@ -225,17 +214,16 @@ def kernels(runs: Frame) -> Frame:
     columns |= {"of words": f"{FFN}_words", "block output": BLOCK}
     columns |= {"of words (block)": f"{BLOCK}_words", "kept share": "kept_share"}
     rows = rows.assign(method=rows.kernel)
-    return c.table(rows, ["model", "method", "from"], columns)
+    return c.table(rows, ["model", "method", "place"], columns)
 
 
 def webnlg(runs: Frame) -> Frame:
     """BLEU and TER, in percent, of what other runs asked of models trained on WebNLG."""
     rows = c.need(runs, "data.task", "steps")
     rows = rows[(rows["data.task"] == "webnlg") & rows.what.isin(["bleu", "ter"])]
-    rows = rows.assign(
-        column=rows.what.str.upper() + " " + rows.task.map(PARTS), steps=rows.steps.astype(str)
-    )
-    made = c.pivot(rows.assign(**{"from": "here: " + rows.model}), ["model", "steps", "from"])
+    columns = rows.what.str.upper() + " " + rows.task.map(PARTS)
+    rows = rows.assign(column=columns, steps=rows.steps.astype(str))
+    made = c.pivot(rows.assign(place="here: " + rows.model), ["model", "steps", "place"])
     return made.reindex(columns=[f"{x} {y}" for x in ("BLEU", "TER") for y in PARTS.values()])
 
 
@@ -247,7 +235,7 @@ def minus(rows: Frame, base: str, index: list[str]) -> Any:
 
 
 def paired(runs: Frame) -> Frame:
-    rows, index = finetunings(runs), ["task", "method", "from"]
+    rows, index = finetunings(runs), ["task", "method", "place"]
     columns = {"score": SCORE, "Δ vs fusion": minus(rows, FUSION, index)}
     columns |= {"Δ vs whole": minus(rows, "whole", index), "parameters": "parameters"}
     return c.table(rows, index, columns)
@@ -257,11 +245,11 @@ def untrained(runs: Frame) -> Frame:
     rows = in_memory(runs)
     rows = rows.assign(method=rows.names, share=c.label(rows, "{:g}".format, "ratio"))
     columns = {"NLL": "nll", "perplexity": "perplexity", "inertia share": "inertia_share"}
-    return c.table(rows, ["model", "method", "share", "from"], columns)
+    return c.table(rows, ["model", "method", "share", "place"], columns)
 
 
 def after_recovery(runs: Frame) -> Frame:
-    rows, index = recovered(runs), ["model", "steps", "method", "from"]
+    rows, index = recovered(runs), ["model", "steps", "method", "place"]
     losses, columns = rows[rows.what == "nll"], {"NLL": "nll", "perplexity": "perplexity"}
     for name in ("whole", "entropy removal"):
         base = losses[losses.method == name]
@@ -285,7 +273,7 @@ def figure_4(runs: Frame) -> Frame:
 def figure_5(curves: Frame) -> Frame:
     rows = finetunings(curves)
     rows = rows[(rows.task == "sst2") & (rows.method == FUSION) & (rows.what == "train/loss")]
-    return c.points(rows, "training loss", rows.task, rows["from"].str.removeprefix("here: "))
+    return c.points(rows, "training loss", rows.task, rows.place.str.removeprefix("here: "))
 
 
 # ---- claims
@@ -308,8 +296,8 @@ def of_paper(key: str, place: int, sign: int, but: tuple[str, ...] = ()) -> Fram
 def closest_kernel(runs: Frame) -> Frame:
     rows = blocks(runs)
     rows = rows[(rows.what == NTK) & ~rows.method.isin(["structured", "bias_only"])]
-    rows = rows.assign(part=rows.method, **{"run on": rows.model})
-    base, on = rows[rows.method == "fusion"], ["run on"]
+    rows = rows.assign(part=rows.method, run_on=rows.model)
+    base, on = rows[rows.method == "fusion"], ["run_on"]
     found = c.against(rows, base, CLAIM, on, ("method", "kernel", "part"))
     return pandas.concat([of_paper("table_1", 2, 1), c.judged(found)])
 
@@ -317,7 +305,7 @@ def closest_kernel(runs: Frame) -> Frame:
 def above_all(runs: Frame) -> Frame:
     rows = default(scores(runs, "sst2"))
     rows = rows[rows["tune.kind"].isna() & (rows.method != "whole")]
-    rows = rows.assign(part=rows.method, **{"run on": rows.task + rows.chosen})
+    rows = rows.assign(part=rows.method, run_on=rows.task + rows.chosen)
     paper = of_paper("table_2", 1, -1, ("RoBERTa", "+Task-specific Tuning"))
     return pandas.concat([paper, c.judged(minus(rows, FUSION, CLAIM), -1)])
 
@@ -326,7 +314,7 @@ def tuning(runs: Frame, tuned: str, base: str, sign: int) -> Frame:
     """A method tuned layer by layer against the method alone."""
     rows = default(scores(runs, "sst2"))
     rows = rows[rows.method.isin([tuned, base])]
-    rows = rows.assign(part="tuned", **{"run on": rows.task + rows.chosen})
+    rows = rows.assign(part="tuned", run_on=rows.task + rows.chosen)
     sides = (rows[rows.method == tuned], rows[rows.method == base])
     return c.judged(c.against(*sides, CLAIM, ["model", "task", "chosen"], FREE), sign)
 
@@ -337,7 +325,7 @@ tuning_helps_sketch = partial(tuning, tuned="Sketch, tuned", base="Sketch", sign
 
 def above_half_depth(runs: Frame) -> Frame:
     rows = scores(runs, "sst2")
-    rows = rows.assign(part=rows.method + rows["size"], **{"run on": rows.task + rows.chosen})
+    rows = rows.assign(part=rows.method + rows["size"], run_on=rows.task + rows.chosen)
     half = rows[rows.method.str.startswith("first ")]
     rows = rows[rows.layers < 5]  # of six: the paper's fewer than 10 of twelve
     on, ours = ["model", "task", "chosen"], rows[rows.method == FUSION]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from typing import Any
 
 import pandas
@@ -24,29 +25,21 @@ SIZE = ("ratio", "count", "budget")
 EVALUATION = ("text", "token_ids", "window", "max_windows", "bos", "compute_dtype")
 CORPORA = ("wikitext", "c4", "pg19")  # known by the path of a text
 
-METHODS = {  # (criterion, compensation) -> the paper's name, or ours
-    ("none", None): "Pre-trained baseline",
-    ("similarity", "sum"): "Srinivas and Babu (2015)",
-    ("similarity", "least_squares"): "Stahlberg and Byrne (2017)",
-    ("similarity", "ridge"): "Stahlberg and Byrne (2017), ridge",
-    ("random", "none"): "Random",
-    ("magnitude", "none"): "Magnitude-based",
-    ("entropy", "none"): "Entropy-based",
-}
+# (criterion, compensation) -> the paper's name, or ours
+METHODS = {("none", None): "Pre-trained baseline", ("random", "none"): "Random"}
+METHODS |= {("magnitude", "none"): "Magnitude-based", ("entropy", "none"): "Entropy-based"}
+METHODS |= {("similarity", "sum"): "Srinivas and Babu (2015)"}
+METHODS |= {("similarity", "least_squares"): "Stahlberg and Byrne (2017)"}
+METHODS |= {("similarity", "ridge"): "Stahlberg and Byrne (2017), ridge"}
 WEAK = ["Srinivas and Babu (2015)", "Stahlberg and Byrne (2017)", "Magnitude-based", "similarity"]
 WEAK += ["magnitude, sum", "magnitude, least_squares"]
-LAYERS = {  # a config's layers count from 0, the paper's from 1
-    "bottom": "Bottom half of the layers",
-    "top": "Top half of the layers",
-    "odd": "Even layers (after global attention)",
-    "even": "Odd layers (after local attention)",
-}
-CONNECTIONS = {
-    ("ffn_out",): "FFN outgoing",
-    ("ffn_in_linear",): "FFN incoming (linear)",
-    ("ffn_in_gated",): "FFN incoming (gated)",
-    ("attention_out",): "Attention outgoing",
-}
+# A config's layers count from 0, the paper's from 1.
+LAYERS = {"bottom": "Bottom half of the layers", "top": "Top half of the layers"}
+LAYERS |= {"odd": "Even layers (after global attention)"}
+LAYERS |= {"even": "Odd layers (after local attention)"}
+CONNECTIONS = {("ffn_out",): "FFN outgoing", ("attention_out",): "Attention outgoing"}
+CONNECTIONS |= {("ffn_in_linear",): "FFN incoming (linear)"}
+CONNECTIONS |= {("ffn_in_gated",): "FFN incoming (gated)"}
 SIZES = {f"gemma{x}{n}b": f"{n}B" for n in (2, 9, 27) for x in ("2_", "-2-")}
 DATA = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QUESTIONS = {"GSM8K": 1319, "MBPP": 500}  # of the test sets
@@ -82,7 +75,7 @@ def size_of(ratio: Any, count: Any, budget: Any) -> str:
 
 
 def removals(runs: Frame) -> Frame:
-    """Models after a removal: "method", "removed" (its size), "from" (the text that was read).
+    """Models after a removal: "method", "removed" (its size), "place" (the text that was read).
 
     The settings of a removal have no effect on the dense model, nor the seed on rules that do not
     draw.
@@ -101,7 +94,7 @@ def removals(runs: Frame) -> Frame:
         method=c.label(rows, method_of, *(x for x in REMOVAL if x != "layers")),
         removed=c.label(rows, size_of, *SIZE),
         seed=rows.seed.where(draws),
-        **{"from": "here: " + place + ", windows of " + c.label(rows, "{:g}".format, "window")},
+        place="here: " + place + ", windows of " + c.label(rows, "{:g}".format, "window"),
     )
     return rows.sort_values(["model", "layers", "removed", "method"], kind="stable")
 
@@ -116,7 +109,7 @@ def trainings(runs: Frame) -> Frame:
         alpha=rows[WEIGHT].fillna(0).map("{:g}".format),
         connections=rows[TARGETS].map(lambda x: CONNECTIONS.get(x, ", ".join(x))),
         data=rows["data.task"],
-        **{"from": "here"},
+        place="here",
     )
     own = c.accuracies(rows, {task: (task, None) for task in rows.data.dropna().unique()})
     return pandas.concat([rows, own[own.column == own.data].assign(what=SCORE)], ignore_index=True)
@@ -149,7 +142,7 @@ def times_unpruned(rows: Frame, every: Frame, index: list[str]) -> Any:
     """Perplexity as a multiple of the dense model's on the same text."""
     rows, every = (x[x.what == "perplexity"] for x in (rows, every))
     base, free = every[every.criterion == "none"], (*REMOVAL, *SIZE, "limit", "method", "removed")
-    return c.against(rows, base, index, ["model", "from"], free, c.ratio)
+    return c.against(rows, base, index, ["model", "place"], free, c.ratio)
 
 
 # ---- the paper's tables
@@ -159,18 +152,16 @@ def table_2(runs: Frame) -> Frame:
     every = trainings(runs)
     rows = lowest(ours(every), ["model", "data"])
     rows["Model size"] = rows.model.map(lambda name: SIZES.get(name, name))
-    gains = against_standard(rows, every, SCORE, ["Model size", "from", "data"], c.percent)
+    gains = against_standard(rows, every, SCORE, ["Model size", "place", "data"], c.percent)
     return gains.unstack("data", sort=False).rename(columns=DATA)
 
 
 def table_3(runs: Frame) -> Frame:
     every = trainings(runs)
     every = every[every.data == "gsm8k"]
-    rows = pandas.concat(
-        [lowest(ours(every, x), ["model"]) for x in every.connections.unique()] or [every]
-    )
-    rows = rows.assign(**{"from": "here: " + rows.model, "Weight matrices": rows.connections})
-    gains = against_standard(rows, every, SCORE, ["Weight matrices", "from"], c.percent)
+    every = every.assign(place="here: " + every.model, **{"Weight matrices": every.connections})
+    rows = lowest(every[(every.alpha != "0") & (every.loss == "mstd")], ["model", "connections"])
+    gains = against_standard(rows, every, SCORE, ["Weight matrices", "place"], c.percent)
     return gains.to_frame("Relative gain (in %)")
 
 
@@ -178,8 +169,8 @@ def table_4(runs: Frame) -> Frame:
     rows = removals(runs)
     rows = rows[(rows.layers == "all") & rows.removed.isin(["0%", "25%"])]
     rows = c.accuracies(rows, TASKS, "Average")
-    rows = rows.assign(Pruning=rows.removed, Method=rows.method, **{"from": "here: " + rows.model})
-    return c.pivot(rows, ["Pruning", "Method", "from"])
+    rows = rows.assign(Pruning=rows.removed, Method=rows.method, place="here: " + rows.model)
+    return c.pivot(rows, ["Pruning", "Method", "place"])
 
 
 def table_5(runs: Frame) -> Frame:
@@ -187,9 +178,7 @@ def table_5(runs: Frame) -> Frame:
     rows = rows[(rows.method == "Entropy-based") & rows.layers.isin(list(LAYERS))]
     rows = c.accuracies(rows, TASKS, "Average accuracy")
     place = "here: " + rows.model + ", " + rows.removed
-    return c.pivot(
-        rows.assign(Layers=rows.layers.map(LAYERS), **{"from": place}), ["Layers", "from"]
-    )
+    return c.pivot(rows.assign(Layers=rows.layers.map(LAYERS), place=place), ["Layers", "place"])
 
 
 def table_8(runs: Frame) -> Frame:
@@ -200,7 +189,7 @@ def table_8(runs: Frame) -> Frame:
     rows = lowest(rows.assign(Method=names, Task=rows.data.map(UNITS)), ["Task", "Method", "model"])
     rows = rows[rows.what == SCORE].drop(columns=["loss", "alpha", VARIANT, WEIGHT])
     column = rows.model.map(lambda name: f"Gemma-{SIZES[name]}" if name in SIZES else name)
-    return c.pivot(rows.assign(column=column), ["Task", "Method", "from"])
+    return c.pivot(rows.assign(column=column), ["Task", "Method", "place"])
 
 
 # ---- ours
@@ -208,7 +197,7 @@ def table_8(runs: Frame) -> Frame:
 
 def gains(runs: Frame) -> Frame:
     """Gains and their z, of the paper's Tables 7 and 8 and of ours."""
-    every, index = trainings(runs), ["task", "model", "from"]
+    every, index = trainings(runs), ["task", "model", "place"]
     every = every[every.connections == "FFN outgoing"].assign(task=every.data.map(DATA))
     sides = (every[every.alpha == "0"], ours(every))
     standard, rows = (lowest(x, ["model", "task"]) for x in sides)
@@ -230,7 +219,7 @@ def printed_gains(key: str) -> Frame:
     parts = [a, b, b - a, 100 * (b / a - 1), pandas.Series(z, a.index, object)]
     names = ["standard", "NUCL", "absolute gain", "relative gain (in %)", "z (ours)"]
     made = pandas.concat(parts, axis=1, keys=names)
-    return made.assign(**{"from": "paper"}).set_index("from", append=True)
+    return made.assign(place="paper").set_index("place", append=True)
 
 
 def finetuning(runs: Frame) -> Frame:
@@ -241,7 +230,7 @@ def finetuning(runs: Frame) -> Frame:
 
 
 def removal(runs: Frame) -> Frame:
-    rows, index = removals(runs), ["model", "method", "layers", "removed", "from"]
+    rows, index = removals(runs), ["model", "method", "layers", "removed", "place"]
     rows = rows.assign(layers=rows.layers.map(lambda x: LAYERS.get(x, x)))
     columns = {"perplexity": "perplexity", "x unpruned": times_unpruned(rows, rows, index)}
     columns["% of parameters"] = "parameters_removed_percent"
@@ -260,16 +249,12 @@ def over_training(curves: Frame, name: str, what: str) -> Frame:
     return c.points(rows, name, rows.model + ", " + rows.loss, "alpha = " + rows.alpha)
 
 
-def figure_2(curves: Frame) -> Frame:
-    return over_training(curves, "entropy a neuron (nats)", ENTROPY_OF_WEIGHTS)
-
-
-def figure_3(curves: Frame) -> Frame:
-    return over_training(curves, "validation NLL", NLL)
+figure_2 = partial(over_training, name="entropy a neuron (nats)", what=ENTROPY_OF_WEIGHTS)
+figure_3 = partial(over_training, name="validation NLL", what=NLL)
 
 
 def figure_4(runs: Frame) -> Frame:
-    every, index = removals(runs), ["model", "layers", "from"]
+    every, index = removals(runs), ["model", "layers", "place"]
     rows = every[(every.method == "Entropy-based") & every.layers.str.startswith("pair:")]
     c.one_setting(rows, index)
     made = times_unpruned(rows, every, index).rename("y").reset_index()
@@ -279,28 +264,24 @@ def figure_4(runs: Frame) -> Frame:
 
 
 def mstd_against_gini(runs: Frame, what: str) -> Frame:
-    rows, index = trainings(runs), ["run on", "part"]
+    rows, index = trainings(runs), ["run_on", "part"]
     rows = c.last(rows[(rows.connections == "FFN outgoing") & (rows.what == what)])
-    rows = rows.assign(part="alpha = " + rows.alpha, **{"run on": rows.model + ", " + rows.data})
+    rows = rows.assign(part="alpha = " + rows.alpha, run_on=rows.model + ", " + rows.data)
     gini, free = rows[rows.loss == "gini"], (VARIANT, "loss")
     return c.judged(c.against(ours(rows), gini, index, index, free), -1)
 
 
-def entropy_of_mstd(runs: Frame) -> Frame:
-    return mstd_against_gini(runs, ENTROPY_OF_WEIGHTS)
-
-
-def loss_of_mstd(runs: Frame) -> Frame:
-    return mstd_against_gini(runs, NLL)
+entropy_of_mstd = partial(mstd_against_gini, what=ENTROPY_OF_WEIGHTS)
+loss_of_mstd = partial(mstd_against_gini, what=NLL)
 
 
 def against_chance(runs: Frame, methods: list[str]) -> Any:
     """Perplexity after these removals against that after random ones of the same size."""
     rows = removals(runs)
     rows = rows[rows.what == "perplexity"].assign(part=rows.method)
-    rows["run on"] = rows.model + ", " + rows.layers + ", " + rows.removed
+    rows["run_on"] = rows.model + ", " + rows.layers + ", " + rows.removed
     sides = (rows[rows.method.isin(methods)], rows[rows.method == "Random"])
-    return c.against(*sides, ["run on", "part"], ["run on", "from"], (*REMOVAL, "method", "limit"))
+    return c.against(*sides, ["run_on", "part"], ["run_on", "place"], (*REMOVAL, "method", "limit"))
 
 
 def by_entropy(runs: Frame) -> Frame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pandas
@@ -15,19 +16,15 @@ from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
 PRINTED = printed("p32")
 TABLES, MAJORITY = PRINTED["tables"], PRINTED["majority"]
 TASKS = TABLES["table_6"]["columns"][:-1]
-METHODS = {
-    "last": "Baseline",
-    "p32": "P-32",
-    "average": "Avg.Pool",
-    "scalar_mix": "scalar mix (ELMo)",
-}
+METHODS = {"last": "Baseline", "p32": "P-32", "average": "Avg.Pool"}
+METHODS |= {"scalar_mix": "scalar mix (ELMo)"}
 ORDER = {name: i for i, name in enumerate(METHODS)}
 OWN_RATE = "P-32, lambda at the model's rate"
 SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
-POOLED = ("pooling", "lambda_rate", "method", "rate", "from", "order")  # in which poolings differ
+POOLED = ("pooling", "lambda_rate", "method", "rate", "place", "order")  # in which poolings differ
 DATA = ["model", "data.task", "data.fraction"]
 WHOLE = [1.0, 0.2727, 0.4016]  # decoders read 1,000 rows of MRPC or RTE: all, for this report
-CLAIM = ["run on", "part"]
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
@@ -46,12 +43,9 @@ def classifiers(runs: Frame, whole: bool = False) -> Frame:
     learned = rows.lambda_rate.notna() & (rows.pooling == "p32")
     method = rows.pooling.map(METHODS).where(learned | (rows.pooling != "p32"), OWN_RATE)
     rate = (", lambda_rate " + rows.lambda_rate.astype(str)).where(learned, "")
-    some = (", " + c.label(rows, "{:.2g} of the rows".format, "data.fraction")).where(
-        rows["data.fraction"] != 1, ""
-    )
-    rows = rows.assign(
-        method=method, rate=rate, task=rows["data.task"], **{"from": "here" + some + rate}
-    )
+    some = c.label(rows, ", {:.2g} of the rows".format, "data.fraction")
+    some = some.where(rows["data.fraction"] != 1, "")
+    rows = rows.assign(method=method, rate=rate, task=rows["data.task"], place="here" + some + rate)
     rows = pandas.concat([rows, *scores_of(rows), *weights_of(rows)], ignore_index=True)
     layers = rows[rows.what == "depth_weights"].groupby("model").layer.max()
     every = rows.model.map(layers).astype(object)
@@ -101,9 +95,9 @@ def minus(rows: Frame, method: str, base: str, index: list[str], what: str = SCO
 def table_1(runs: Frame) -> Frame:
     rows = whole(runs)
     rows = rows[(rows.method == "Baseline") & (rows.what == "parameters")].drop_duplicates("model")
-    rows = rows.assign(Model=rows.model, **{"from": "here"})
+    rows = rows.assign(Model=rows.model, place="here")
     names = {"truncate.blocks": "# Transformer Blocks", "value": "# Parameters"}
-    return rows.set_index(["Model", "from"])[[*names]].rename(columns=names)
+    return rows.set_index(["Model", "place"])[[*names]].rename(columns=names)
 
 
 def by_task(rows: Frame, index: list[str], **labels: Any) -> Frame:
@@ -112,8 +106,8 @@ def by_task(rows: Frame, index: list[str], **labels: Any) -> Frame:
     The mean of all nine stays empty: MNLI's second set is no column of one run.
     """
     rows = rows[rows.what == SCORE].assign(column=rows["data.task"], **labels)
-    rows["from"] = rows["from"].str.replace(r"0\.\d+ of", "a part of", regex=True)
-    return c.pivot(rows, [*index, "from"])
+    rows["place"] = rows.place.str.replace(r"0\.\d+ of", "a part of", regex=True)
+    return c.pivot(rows, [*index, "place"])
 
 
 def table_2(runs: Frame) -> Frame:
@@ -125,13 +119,10 @@ def table_2(runs: Frame) -> Frame:
 def by_depth(rows: Frame) -> Frame:
     """The baseline on all rows, by its number of blocks."""
     rows = rows[(rows.method == "Baseline") & (rows["data.fraction"] == 1)]
+    rows = rows.sort_values("truncate.blocks", kind="stable")
     blocks = c.label(rows, "{:g}".format, "truncate.blocks")
-    place = {"from": "here: " + rows.model + rows.cut}
-    return by_task(
-        rows.sort_values("truncate.blocks", kind="stable"),
-        ["Num Blocks"],
-        **{"Num Blocks": blocks, **place},
-    )
+    rows = rows.assign(place="here: " + rows.model + rows.cut)
+    return by_task(rows, ["Num Blocks"], **{"Num Blocks": blocks})
 
 
 def tuned(rows: Frame) -> Any:
@@ -139,14 +130,12 @@ def tuned(rows: Frame) -> Any:
     return rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names).astype(bool)
 
 
-def table_3(runs: Frame) -> Frame:
+def table_3(runs: Frame, adapter: bool = False) -> Frame:
     rows = classifiers(runs)
-    return by_depth(rows[~tuned(rows)])
+    return by_depth(rows[tuned(rows) == adapter])
 
 
-def table_4(runs: Frame) -> Frame:
-    rows = classifiers(runs)
-    return by_depth(rows[tuned(rows)])
+table_4 = partial(table_3, adapter=True)
 
 
 def table_5(runs: Frame) -> Frame:
@@ -154,17 +143,17 @@ def table_5(runs: Frame) -> Frame:
     rows = whole(runs)
     rows = rows[rows.what.isin(list(names))].drop_duplicates(["data.task", "model", "what"])
     rows = rows.assign(Dataset=rows["data.task"], column=rows.what.map(names))
-    return c.pivot(rows.assign(**{"from": "here: " + rows.model}), ["Dataset", "from"])
+    return c.pivot(rows.assign(place="here: " + rows.model), ["Dataset", "place"])
 
 
 def table_6(runs: Frame) -> Frame:
     rows = whole(runs)
-    place = {"from": "here: " + rows.model + rows["from"].str.removeprefix("here")}
-    return by_task(rows, ["Method"], Method=rows.method, **place)
+    place = "here: " + rows.model + rows.place.str.removeprefix("here")
+    return by_task(rows, ["Method"], Method=rows.method, place=place)
 
 
 def paired(runs: Frame) -> Frame:
-    rows, index = whole(runs), ["model", "task", "method", "from"]
+    rows, index = whole(runs), ["model", "task", "method", "place"]
     known = rows[rows["data.task"].isin(list(MAJORITY))].drop_duplicates([*index])
     majority = known.assign(cell=known["data.task"].map(MAJORITY).astype(object))
     columns = {"score": SCORE, "Δ vs Baseline": minus(rows, "", "Baseline", index)}
@@ -174,7 +163,7 @@ def paired(runs: Frame) -> Frame:
 
 
 def test_sets(runs: Frame) -> Frame:
-    rows, index = whole(runs), ["model", "task", "method", "from"]
+    rows, index = whole(runs), ["model", "task", "method", "place"]
     columns = {"score": TEST, "Δ vs Baseline": minus(rows, "", "Baseline", index, TEST)}
     return c.table(rows, index, columns)
 
@@ -199,7 +188,7 @@ def figure_3(runs: Frame) -> Frame:
     rows = rows[(rows.what == SCORE) & (rows["data.task"] == "stsb")]
     rows = rows[rows.pooling.isin(["last", "p32"])]
     by = rows.groupby(["model", "method", "rate", "seed"], dropna=False)["data.fraction"]
-    rows = rows[by.transform("nunique") > 1].drop(columns=["from"])
+    rows = rows[by.transform("nunique") > 1].drop(columns=["place"])
     value = "Spearman's correlation (%)"
     return c.points(rows, value, rows.model, rows.method + rows.rate, "data.fraction")
 
@@ -207,9 +196,8 @@ def figure_3(runs: Frame) -> Frame:
 def figure_4(runs: Frame) -> Frame:
     rows = classifiers(runs).drop(columns="cut")
     rows = rows[(rows.what == SCORE) & (rows.method == "Baseline") & (rows["data.fraction"] == 1)]
-    rows = rows[
-        rows.groupby(["model", "data.task", "seed"])["truncate.blocks"].transform("nunique") > 1
-    ]
+    by = rows.groupby(["model", "data.task", "seed"])["truncate.blocks"]
+    rows = rows[by.transform("nunique") > 1]
     return c.points(rows, "score (%)", rows.model, rows["data.task"], "truncate.blocks")
 
 
@@ -238,7 +226,7 @@ def gains() -> Frame:
 def claimed(runs: Frame, method: str, base: str) -> Frame:
     """A pooling against another: each model's runs, each task a part."""
     rows = whole(runs)
-    rows = rows.assign(part=rows["data.task"], **{"run on": rows.model + rows.rate})
+    rows = rows.assign(part=rows["data.task"], run_on=rows.model + rows.rate)
     return c.judged(minus(rows, method, base, CLAIM))
 
 
@@ -273,12 +261,8 @@ def told_by_depth(runs: Frame, tell: Callable[[Any], bool]) -> Frame:
     return pandas.DataFrame(rows, columns=[*CLAIM, "value", "verdict"])
 
 
-def rising_with_depth(runs: Frame) -> Frame:
-    return told_by_depth(runs, lambda its: its.is_monotonic_increasing and its.is_unique)
-
-
-def overthinking(runs: Frame) -> Frame:
-    return told_by_depth(runs, lambda its: its.idxmax() < its.index.max())
+rising_with_depth = partial(told_by_depth, tell=lambda its: (its.diff().dropna() > 0).all())
+overthinking = partial(told_by_depth, tell=lambda its: its.idxmax() < its.index.max())
 
 
 def peak_at_best_depth(runs: Frame) -> Frame:
@@ -286,7 +270,7 @@ def peak_at_best_depth(runs: Frame) -> Frame:
     rows = rows[(rows.method == "P-32") & (rows.what == PEAK)]
     best = {key: its.idxmax() for key, its in depths(runs).items()}
     part = rows["data.task"] + ", seed " + rows.seed.astype(str)
-    rows = rows.assign(part=part, **{"run on": rows.model + rows.rate})
+    rows = rows.assign(part=part, run_on=rows.model + rows.rate)
     at = [best.get(place) for place in zip(rows.model, rows["data.task"], strict=True)]
     pairs = zip(at, rows["value"], strict=True)
     rows["verdict"] = [OPEN if n is None else told(n == peak) for n, peak in pairs]
@@ -297,9 +281,8 @@ def gap_grows(runs: Frame) -> Frame:
     """Seed by seed: the gain on a fifth of STS-B's rows minus that on all."""
     rows = classifiers(runs, whole=True)
     rows = rows[(rows.what == SCORE) & (rows["data.task"] == "stsb")]
-    c.one_setting(
-        rows[rows["data.fraction"].isin([0.2, 1.0])], ["model", "method", "data.fraction"]
-    )
+    rows = rows[rows["data.fraction"].isin([0.2, 1.0])]
+    c.one_setting(rows, ["model", "method", "data.fraction"])
     wide = rows.pivot_table("value", ["model", "seed"], ["method", "data.fraction"])
     columns = [(x, share) for x in ("P-32", "Baseline") for share in (0.2, 1.0)]
     wide = wide.reindex(columns=columns).dropna()
@@ -325,12 +308,8 @@ def regressions(column: str, low: bool) -> Frame:
     return on_paper(parts)
 
 
-def samples_tell() -> Frame:
-    return regressions("# Train Samples", True)
-
-
-def length_tells() -> Frame:
-    return regressions("Avg. Input Length", False)
+samples_tell = partial(regressions, column="# Train Samples", low=True)
+length_tells = partial(regressions, column="Avg. Input Length", low=False)
 
 
 def ablation(runs: Frame, name: str, base: str) -> Frame:
@@ -341,9 +320,5 @@ def ablation(runs: Frame, name: str, base: str) -> Frame:
     return pandas.concat([paper, claimed(runs, name, base)])
 
 
-def average_above_baseline(runs: Frame) -> Frame:
-    return ablation(runs, "Avg.Pool", "Baseline")
-
-
-def above_average(runs: Frame) -> Frame:
-    return ablation(runs, "P-32", "Avg.Pool")
+average_above_baseline = partial(ablation, name="Avg.Pool", base="Baseline")
+above_average = partial(ablation, name="P-32", base="Avg.Pool")

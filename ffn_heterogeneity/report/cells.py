@@ -23,7 +23,7 @@ from ffn_heterogeneity.report.frame import units
 Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
 BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
 # Columns that are no setting: a row's fields, where it is from, and what reports add.
-OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run on", "from"}
+OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
 OWN |= {"x", "y"}
 SEEDS = re.compile(r"(.*\.)?seeds?")
 # Settings of what is asked, saved and written where, on which no number of a row depends.
@@ -308,7 +308,7 @@ def judged(values: Any, sign: int = 1) -> Frame:
     """Parts of a claim: each holds if its value is above 0 (`sign` 1), or below 0 (-1).
 
     Args:
-      values: cells, indexed by "run on" and "part".
+      values: cells, indexed by "run_on" and "part".
     """
     told = [stats.verdict(value, sign) for value in values]
     return values.rename("value").to_frame().assign(verdict=told).reset_index()

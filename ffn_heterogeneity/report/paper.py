@@ -40,10 +40,10 @@ class Paper(NamedTuple):
         row holds its labels (`index`), then its numbers; null is not printed, or cut off in the
         copy that was read.
       functions: by name. A table: a DataFrame, its index the labels of the rows and, if wanted,
-        "from"; its values the cells. Rows with the labels of a printed row are shown below that
-        row, others at the end. A figure: rows with panel, line, seed, x, y and "value", what y is.
-        A claim: rows with "run on", "part", value and verdict (`cells.judged`). CURVES: the
-        measurements of metrics.jsonl that are read.
+        "place" (shown as "from"); its values the cells. Rows with the labels of a printed row are
+        shown below that row, others at the end. A figure: rows with panel, line, seed, x, y and
+        "value", what y is. A claim: rows with "run_on", "part", value and verdict
+        (`cells.judged`). CURVES: the measurements of metrics.jsonl that are read.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _made(paper: Paper, key: str, frames: Mapping[str, Frame]) -> Frame:
 
 def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     """The paper's rows, below each what was measured here (`made`, or None); then the others."""
-    labels = texts.get("index") or [x for x in made.index.names if x != "from"]
+    labels = texts.get("index") or [x for x in made.index.names if x != "place"]
     columns = texts.get("columns") or list(made.dropna(axis="columns", how="all"))
     rows: dict[tuple, list[tuple]] = {}
     for row in texts.get("rows", ()):
@@ -168,8 +168,8 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     printed = list(rows)
     if made is not None and len(made):
         made = made.reindex(columns=columns).reset_index()
-        made = made if "from" in made else made.assign(**{"from": "here"})
-        for row in made[[*labels, "from", *columns]].itertuples(index=False, name=None):
+        made = made if "place" in made else made.assign(place="here")
+        for row in made[[*labels, "place", *columns]].itertuples(index=False, name=None):
             values = [None if is_missing(x) else x for x in row[len(labels) + 1 :]]
             if any(x is not None for x in values):
                 name = tuple(map(str, row[: len(labels)]))
@@ -197,7 +197,7 @@ def draw_claims(paper: Paper, frames: Mapping[str, Frame]) -> Drawn:
     for key, texts in paper.printed.get("claims", {}).items():
         stated = (texts["statement"], texts["stated"])
         made = _made(paper, key, frames)
-        for name, its in made.groupby("run on", sort=False):
+        for name, its in made.groupby("run_on", sort=False):
             rows.append((*stated, name, *whole(its[["part", "value", "verdict"]].values)))
         if not len(made):
             rows.append((*stated, None, None, OPEN))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from builders import analysed, claim, lines, pretrain, reading, removal, score, scored, training
 from tiny_models import run_script
-from tiny_runs import write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
@@ -105,23 +104,6 @@ def test_models_of_one_name_do_not_mix(report, tmp_path):
     assert found == {"runs/a/model": "10.0", "b": "20.0", "x/a/model": "30.0", "b step5": "99.0"}
 
 
-def test_a_compensation_is_a_method_of_its_own(report, tmp_path):
-    runs = [
-        removal(tmp_path / "solved", 7.0, criterion="magnitude", compensation="least_squares"),
-        removal(tmp_path / "turned", 8.0, criterion="similarity", compensation="sum", reverse=True),
-        removal(tmp_path / "plain", 9.0, criterion="magnitude"),
-    ]
-    path = tmp_path / "solved" / "results.json"
-    solution = {"largest_lambda_norm": 28.5, "largest_condition": 1e7}
-    path.write_text(json.dumps(json.loads(path.read_text()) | solution))
-    rows = report("nucl", runs)["removal"]
-    solved = {(r["norm of lambda"], r["condition"]) for r in rows}
-    assert solved == {("28.5", "10000000.0"), ("-", "-")}
-    found = {row["method"]: row["perplexity"] for row in rows}
-    assert found["Magnitude-based"] == "9.0" and "Srinivas and Babu (2015)" not in found
-    assert found["magnitude, least_squares"] == "7.0" and len(found) == 3
-
-
 def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
     runs = [
         removal(tmp_path / "u", 5.0, criterion="none", ratio=0.1),
@@ -191,14 +173,6 @@ def test_a_loss_of_weight_0_is_none(seeds, report, tmp_path):
     more = [pretrain(tmp_path / "idle", 0.0, {20: (12.0, 4.4)}, seed=2, losses=idle)]
     (row,) = [r for r in report("jreg", [*seeds, *more])["pretraining"] if r["loss"] == "baseline"]
     assert float(row["validation NLL"]) == pytest.approx((4.0 + 4.2 + 4.4) / 3)
-
-
-def test_a_run_that_is_in_two_sweeps_counts_once(seeds, report, tmp_path):
-    again = pretrain(tmp_path / "lambda" / "again", 0.0, {20: (50.0, 9.0)})
-    begun = pretrain(tmp_path / "begun", 0.0, {0: (0.0, 8.0)}, seed=5, finished=False)
-    tables = report("jreg", [*seeds, again, begun])
-    assert float(tables["pretraining"][0]["validation NLL"]) == pytest.approx(4.1)
-    assert "not finished, at step 0" in tables["text"]
 
 
 def test_seeds_within_one_run(report, tmp_path):
@@ -284,35 +258,6 @@ def test_damaged_analyses_are_named(tmp_path, results):
     assert not (tmp_path / "out").exists()
 
 
-def test_table_7_and_figure_4_are_of_checkpoints(report, tmp_path):
-    after = lambda n: reading([0.1, n / 1000])  # noqa: E731
-    points = builders.checkpoint_points((1000, 200, 400), after)
-    series = analysed(tmp_path / "series", "hub/pythia", checkpoints=points)
-    psi = {"validation/jreg/psi": [0.1, 0.2]}
-    rows = [row | psi for row in builders.evaluations({4 * i: (float(i), 4.0) for i in range(6)})]
-    run = pretrain(tmp_path / "run", 0.0, builders.RISING)
-    write_rows(tmp_path / "run" / "metrics.jsonl", rows)
-    tables = report("jreg", [series, run])
-    fifths = [f"{x}%" for x in (20, 40, 60, 80, 100)]
-    mine = {r["from"]: [r[x] for x in fifths] for r in tables["table_7"] if r["from"] != "paper"}
-    assert mine["here: pythia, h_L before the final norm, windows of 64"] == [
-        "2.0",
-        "4.0",
-        "-",
-        "-",
-        "10.0",
-    ]
-    assert mine[f"here: baseline, {RATE}"] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
-    drawn = lines(tables, "figure_4")
-    after = [line for panel, line, _ in drawn if "after" in panel]
-    assert after == ["step 200", "step 400", "step 1,000"]
-    assert drawn["pythia, h_L after the final norm, windows of 64", "step 400", "-"] == [
-        (1, 0.1),
-        (2, 0.4),
-    ]
-    assert len([1 for panel, *_ in drawn if "baseline" in panel]) == 5, "at most five"
-
-
 def test_figures_show_means_over_seeds(seeds, tmp_path):
     figures = drawn("jreg", seeds)
     assert set(figures) == {"psi", "curves"}
@@ -324,17 +269,6 @@ def test_figures_show_means_over_seeds(seeds, tmp_path):
     np.testing.assert_allclose(zeta.lines[0].get_xydata(), [[0, 0], [10, 7], [20, 13]])
     assert [axis.get_ylabel() for axis in (zeta, nll)] == ["zeta_L (%)", "validation NLL"]
     assert len(nll.lines) == 3 and len(zeta.collections) == 2, "a band where there are seeds"
-
-
-def test_figure_4_of_nucl_is_by_pair(report, tmp_path):
-    ratios = {0: 1.1, 2: 30.0, 1: 1.3, 10: 2.0}
-    runs = [removal(tmp_path / "u", 10.0, criterion="none")]
-    runs += [removal(tmp_path / f"p{i}", 10 * x, layers=f"pair:{i}") for i, x in ratios.items()]
-    tables = report("nucl", runs)
-    points = lines(tables, "figure_4")["by perplexity (ours)", "small", "-"]
-    np.testing.assert_allclose(points, sorted(ratios.items()))
-    assert (tmp_path / "out" / "figure_4.png").read_bytes()[:4] == b"\x89PNG"
-    assert drawn("nucl", runs)["figure_4"].axes[0].get_yscale() == "log"
 
 
 # ---- cells, sweeps, the command line

@@ -125,54 +125,6 @@ def test_the_analysis_against_table_7(report, tmp_path):
     assert points["1st", "hidden state"] == 9
 
 
-def removals(root):
-    """Chance loses 1 nat and entropy 0.2; sparing the five of bos is worth three quarters, losing
-    two entropy's whole advantage, and any others nothing."""
-    rows = [("unpruned", {"criterion": "none"}, 3.0), ("entropy", {}, 3.2)]
-    rows.append(("lost", {"lose": "massive:2"}, 4.15))
-    rows += [(f"any{i}", {"lose": "random:5", "seed": i}, 3.1 + i / 10) for i in range(3)]
-    for seed, protect in product(range(4), ("", "bos:5")):
-        nll = 4.0 + seed / 10 - (0.6 if protect else 0)
-        settings = {"criterion": "random", "seed": seed, "protect": protect}
-        rows.append((f"{protect}{seed}", settings, nll))
-    made = []
-    for name, settings, nll in rows:
-        path = root / name.replace(":", "")
-        settings = {"protect": "", "lose": "", "calibration": "", **settings}
-        made.append(removal(path, float(np.exp(nll)), **settings))
-        results = json.loads((path / "results.json").read_text())
-        results |= {"nll": nll, "nll_windows": [nll - 0.1, nll, nll + 0.1]}
-        (path / "results.json").write_text(json.dumps(results))
-    return made
-
-
-def test_what_sparing_explains(report, tmp_path):
-    tables = report(STUDY, removals(tmp_path))
-    rows = {row["spared"]: row for row in tables["explained"]}
-    # (chance - spared) / (chance - entropy) of the means: 0.6 / 0.95
-    assert float(rows["bos:5"]["of entropy's advantage"]) == pytest.approx(0.6 / 0.95)
-    assert rows["nobody"]["of entropy's advantage"] == "-"
-    assert float(rows["bos:5"]["Δ vs chance"]) == pytest.approx(-0.6)
-    found = {row["method"]: row for row in tables["removal"]}
-    assert float(found["Random"]["Δ vs entropy"]) == pytest.approx(0.95)
-    assert float(found["Entropy-based"]["Δ vs unpruned"]) == pytest.approx(0.2)
-    # Its advantage goes with the two; of any others three draws are one row.
-    rows = {row["lost"]: row for row in tables["needed"]}
-    two, others, share = "massive:2", "random:5", "of entropy's advantage"
-    assert rows.keys() == {"none", two, others}
-    assert float(rows[two][share]) == pytest.approx(1) and rows[others][share] == "-"
-    assert float(rows[others]["Δ vs entropy"]) == pytest.approx(0)
-    points = {line: xy for (_, line, _), xy in lines(tables, "removal_by_ratio").items()}
-    assert points.keys() == {"Random", "Entropy-based"}  # nobody spared
-    assert points["Random"][0][1] == pytest.approx(1.15)
-    # Removals that spared neurons are no rows of plain chance, in NUCL's report either.
-    text = report("nucl", removals(tmp_path / "again"), "nucl")["text"]
-    assert "Random, bos:5 spared" in text
-    rows = report("nucl", removals(tmp_path / "more"), "more")["removal"]
-    plain = [float(row["perplexity"]) for row in rows if row["method"] == "Random"]
-    assert plain == pytest.approx([np.exp(4.0 + np.arange(4) / 10).mean()])
-
-
 def test_adapters_attacked(report, tmp_path):
     """Evaluations of trained models are rows of how these were trained, paired over its seeds."""
     right, wrong, runs = [1, 1, 1, 0], [0, 1, 0, 0], []
