@@ -26,8 +26,9 @@ BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a pape
 OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
 OWN |= {"x", "y"}
 SEEDS = re.compile(r"(.*\.)?seeds?")
-# Settings of what is asked, saved and written where, on which no number of a row depends.
-NO_EFFECT = ("tasks", "num_fewshot", "data_root", "save_samples", "workdir", "tensorboard")
+# Settings of what is asked or saved, where, and on which devices: no measurement depends on them.
+NO_EFFECT = ("tasks", "num_fewshot", "data_root", "save_samples", "save_model", "push", "workdir")
+NO_EFFECT += ("checkpoint.", "mesh.", "remat", "unroll", "profile", "tensorboard", "wandb")
 NO_EFFECT += ("calibrations", "models")  # what a sweep goes through
 FOLDERS = ("_bundled/configs", "../configs")  # of an installed package; of its repository
 
@@ -63,6 +64,11 @@ def need(frame: Frame, *names: str) -> Frame:
     return frame.join(pandas.DataFrame(None, frame.index, absent, dtype=object))
 
 
+def among(name: str, names: Sequence[str]) -> bool:
+    """True if a setting is one of these, or begins with one that ends in "."."""
+    return any(name == one or (one.endswith(".") and name.startswith(one)) for one in names)
+
+
 def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] = ()) -> None:
     """Check that runs with equal `by` (all runs, without it) have equal settings, but for seeds.
 
@@ -72,11 +78,10 @@ def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] 
     Raises:
       ValueError: names the settings that differ, and their values.
     """
-    except_for = [*except_for, *NO_EFFECT]
-    may = [x for x in except_for if x.endswith(".")]
-    names = [x for x in frame if not (x in OWN or x in by or x in except_for or SEEDS.fullmatch(x))]
-    names = [x for x in names if not x.startswith(tuple(may))]
+    away = [*except_for, *NO_EFFECT, *by, *OWN]
+    names = [x for x in frame if not (among(x, away) or SEEDS.fullmatch(x))]
     runs = frame.drop_duplicates(["run", *by])
+    runs = runs[[*by]].join(runs[names].fillna(np.nan))  # None: null in a config, as if not there
     names = [x for x in names if runs[x].nunique(dropna=False) > 1]
     for key, its in runs.groupby(list(by), sort=False, dropna=False) if by else [((), runs)]:
         differ = {x: its[x].unique() for x in names if its[x].nunique(dropna=False) > 1}

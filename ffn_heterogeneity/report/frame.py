@@ -134,7 +134,9 @@ def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _whole(value: Any) -> Any:
-    """Whole numbers become floats in a column where a run has none."""
+    """Whole numbers became floats in a column that a run lacks; null is as if it was not there."""
+    if value is None:
+        return float("nan")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

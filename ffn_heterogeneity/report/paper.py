@@ -13,7 +13,7 @@ from etils import epath
 from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.runs import SWEEP, read_listing
 from ffn_heterogeneity.report import frame, tables
-from ffn_heterogeneity.report.cells import NO_EFFECT, Frame, with_cells
+from ffn_heterogeneity.report.cells import NO_EFFECT, Frame, among, with_cells
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle
 from ffn_heterogeneity.report.tables import UNKNOWN, markdown_table, number
@@ -104,7 +104,7 @@ def once(rows: Frame) -> Frame:
     asked = runs["run"].isin(rows[rows.task.notna()]["run"])
     runs, asked = (pandas.concat([x[asked], x[~asked]]) for x in (runs, asked))
     away = {*frame.FIELDS, "run", "by", "origin", *NO_EFFECT} - {"seed"}
-    texts = runs[[name for name in runs if name not in away]].map(repr)
+    texts = runs[[name for name in runs if not among(name, list(away))]].map(repr)
     texts["stage"] = runs["run"].str.extract(r"/(\d+_\w+)$", expand=False)  # all of one config
     again = texts.drop(columns="limit", errors="ignore").duplicated() & ~asked
     kept = runs[~texts.duplicated() & ~again]["run"]

@@ -63,7 +63,7 @@ def test_a_setting_that_no_run_has_yet_is_an_empty_column(tmp_path):
 
 def test_two_settings_in_one_cell_are_named():
     rows = frame(method=["x", "x", "y", "y"], ratio=[1, 1, 2, None], seed=[0, 1, 0, 1])
-    one_setting(rows[:2])
+    one_setting(rows[:2].assign(batch=[None, np.nan]))
     one_setting(rows, by=["method"], except_for=["ratio"])
     with pytest.raises(ValueError, match=r"\(y\) differ in ratio \(2.0, nan\)"):
         one_setting(rows, by=["method"])
@@ -97,7 +97,7 @@ def test_sides_are_compared_by_seed_and_have_equal_settings():
 def test_a_run_that_is_there_twice_counts_once(tmp_path):
     """As in two sweeps; an evaluation with tasks has the place of one without."""
     tasks = {"piqa": {"n": 9, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6}}
-    runs = [removal(tmp_path / name, 7.0, seed=0) for name in ("a", "b")]
+    runs = [removal(tmp_path / x, 7.0, seed=0, mesh={"data": i}) for i, x in enumerate("ab")]
     runs.append(removal(tmp_path / "c", 7.0, seed=0, tasks=tasks, limit=9))
     runs.append(removal(tmp_path / "d", 7.0, seed=1))
     _, frames = gather(papers.load("nucl"), runs)
