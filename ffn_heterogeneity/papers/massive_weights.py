@@ -70,7 +70,8 @@ def adapted(runs: Frame) -> Frame:
     tuned = tunings(runs).drop_duplicates("run").set_index("run")
     rows = evaluations(runs)
     rows = rows[rows.origin.isin(tuned.index)]
-    own = tuned.drop(columns=[x for x in tuned if x in c.OWN or x in (*c.NO_EFFECT, "model")])
+    away = [*c.OWN, *c.NO_EFFECT, "model"]
+    own = tuned.drop(columns=[name for name in tuned if c.among(name, away)])
     model, seed = (rows.origin.map(x).astype(object) for x in (tuned.model, tuned.seed))
     rows = rows.assign(model=model, seed=seed).join(own.add_prefix("trained."), on="origin").copy()
     names = c.label(rows, method_of, "trained.adapter", SCOPE, CURRICULUM, A, P0)
@@ -293,8 +294,8 @@ def of_adapters(runs: Frame, what: str, attack: str, drop: tuple, sign: int) -> 
 ITS_STEP, ALWAYS = ("massive", "step", 0.8), ("massive", "constant", 1.0)
 macdrop_under_attack = partial(of_adapters, what="nll", attack="zero 3", drop=ITS_STEP, sign=-1)
 macdrop_on_tasks = partial(of_adapters, what=MEAN, attack="-", drop=ITS_STEP, sign=1)
-# The positive control. It need not stand the attack: LoRA beside gate and up keeps those neurons
-# alive in training.
+# The positive control. It need not withstand the attack: LoRA on gate and up keeps those neurons
+# active in training.
 always_dropped = partial(of_adapters, what="nll", attack="zero 3", drop=ALWAYS, sign=-1)
 
 CURVES = ("train/macdrop",)

@@ -180,6 +180,7 @@ def table_5(runs: Frame) -> Frame:
 
 
 def table_10(runs: Frame) -> Frame:
+    """Sizes of each data set, as the first run on it read them."""
     names = {"train/rows": "Train size", "validation/rows": "Test Size"}
     rows = finetunings(runs)
     rows = rows[rows.what.isin(list(names))].drop_duplicates(["task", "what"])

@@ -93,6 +93,7 @@ def minus(rows: Frame, method: str, base: str, index: list[str], what: str = SCO
 
 
 def table_1(runs: Frame) -> Frame:
+    """Sizes of each model, with the head of the first task that was run."""
     rows = whole(runs)
     rows = rows[(rows.method == "Baseline") & (rows.what == "parameters")].drop_duplicates("model")
     rows = rows.assign(Model=rows.model, place="here")
@@ -139,6 +140,7 @@ table_4 = partial(table_3, adapter=True)
 
 
 def table_5(runs: Frame) -> Frame:
+    """Sizes of each data set, as the first run of each model read it."""
     names = {"train/rows": "# Train Samples", "train/tokens_a_row": "Avg. Input Length"}
     rows = whole(runs)
     rows = rows[rows.what.isin(list(names))].drop_duplicates(["data.task", "model", "what"])
