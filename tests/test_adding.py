@@ -188,8 +188,8 @@ def test_a_table(copy):
     own = {"model": "tiny", "text": "text.txt", "window": 16, "max_windows": 1}
     run(copy, "sweep", *flags_of("configs/prune_table.py", "halves", **own), "--sweep=halves")
     run(copy, "report", "--paper=nucl", "halves", "--out=tables")
-    rows = (copy / "tables" / "what_went.csv").read_text().splitlines()
-    assert "parameters" in rows[0] and len(rows) > 1
+    rows = (copy / "tables" / "what_remains.csv").read_text().splitlines()
+    assert "Entropy-based" in rows[0] and len(rows) > 1
 
 
 TWO = """

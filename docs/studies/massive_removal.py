@@ -13,40 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from ffn_heterogeneity.papers import nucl, printed
-from ffn_heterogeneity.papers.massive_weights import at, corpus
-from ffn_heterogeneity.report import tidy
-from ffn_heterogeneity.report.paper import Runs
-from ffn_heterogeneity.report.stats import Spread
-from ffn_heterogeneity.report.tidy import Frame, Match
-from ffn_heterogeneity.report.versus import by_seed, versus
+from ffn_heterogeneity.papers import nucl
+from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report.cells import Frame, by_seed
+from ffn_heterogeneity.report.stats import Spread, middle
 
-PRINTED = printed(__file__)
-UNPRUNED, ENTROPY = {"criterion": "none"}, nucl.METHODS["Entropy-based"]
-CHANCE = nucl.METHODS["Random"]
-RULE = (
-    "{criterion}, {compensation}, reverse {reverse}, {protect} spared, on {calibration_corpus}",
-    nucl.METHODS
-    | {
-        "Random, {protect} spared": {**CHANCE, "protect": tidy.ANY},
-        "{criterion}, on {calibration_corpus}": {**nucl.PLAIN, "calibration": tidy.ANY},
-        "{criterion}": nucl.PLAIN,
-        "{criterion}, reversed": {**nucl.PLAIN, "reverse": True},
-        "{criterion}, {compensation}": nucl.FREELY,
-    },
-)
+LABELS = ["model", "share of neurons", "method", "place"]
+ON = ["model", "share of neurons", "place"]
 # What a figure shows of entropy made to lose neurons; the loudest have the largest |h| on bos.
-LOST = PRINTED["lost"]
-NEEDED = ("", {"entropy": ENTROPY, "chance": CHANCE})
-for lose, who in LOST.items():
-    NEEDED[1][f"entropy, {who} lost"] = {**ENTROPY, "lose": lose}
+LOST = {
+    "massive:2": "massive layer's 2 loudest",
+    "bos:5": "each layer's 5 loudest",
+    "entropy:0.01": "each layer's lowest 1%",
+    "random:0.01": "any other 1%",
+}
 # As many as a figure can hold: chance, and rules that do better at most shares.
 SHOWN = ["random", "entropy", "mstd", "bos", "largest_outgoing", "mean_state", "optipfair"]
 
 
-def removals(rows: Frame) -> Frame:
-    rows = nucl.removals(rows, ("model", "ratio", *nucl.REMOVAL, "window"))
-    return rows.assign(calibration_corpus=rows.calibration.map(corpus))
+def removals(runs: Frame) -> Frame:
+    rows = nucl.removals(runs)
+    share = c.label(rows, "{:g}".format, "ratio").where(rows.criterion != "none", "-")
+    return rows.assign(**{"share of neurons": share})
 
 
 def share(own: Mapping, base: Mapping, goal: Mapping) -> Any:
@@ -86,76 +74,89 @@ def fieller(above: np.ndarray, below: np.ndarray) -> Any:
     return Spread(a / b, (linear - half) / square, (linear + half) / square, n, "Fieller")
 
 
-def than(rows: Frame, base: Match, every: Frame, how: str = "difference") -> Frame:
-    """The loss less that after another removal of as many neurons of the same model."""
-    return versus(every, "nll", rows, base, nucl.REMOVED, nucl.REMOVAL, how)
+def of(rows: Frame, method: str, what: str = "nll") -> Frame:
+    return rows[(rows.method == method) & (rows.what == what)]
 
 
-def harm(rows: Frame, every: Frame) -> Frame:
-    free = (*nucl.REMOVAL, *nucl.SIZE)
-    return versus(every, "nll", rows, UNPRUNED, nucl.REMOVED, free, "units")
+def than(rows: Frame, base: str, every: Frame, index: list[str], how: Any = None) -> Any:
+    """The loss against that after another removal of as many neurons of the same model."""
+    free = (*nucl.REMOVAL, "method")
+    return c.against(rows[rows.what == "nll"], of(every, base), index, ON, free, how)
 
 
-def of_advantage(rows: Frame, base: Match, goal: Match, every: Frame) -> Frame:
+def harm(rows: Frame, every: Frame, index: list[str]) -> Any:
+    """The loss against the dense model's, window by window."""
+    free = (*nucl.REMOVAL, *nucl.SIZE, "method", "removed", "share of neurons")
+    base, on = of(every, "Pre-trained baseline"), ["model", "place"]
+    return c.against(rows[rows.what == "nll"], base, index, on, free, c.paired_units)
+
+
+def of_advantage(rows: Frame, base: str, goal: str, every: Frame, index: list[str]) -> Any:
     """The share of the way from one removal's loss to another's."""
+    goals = dict(iter(of(every, goal).groupby(ON, sort=False)))
 
-    def of_way(*sides: Frame) -> Any:
-        return share(*map(by_seed, sides))
+    def of_way(own: Frame, other: Frame) -> Any:
+        end = goals.get(tuple(own[ON].iloc[0]))
+        return None if end is None else share(*map(by_seed, (own, other, end)))
 
-    return versus(every, "nll", rows, base, nucl.REMOVED, nucl.REMOVAL, of_way, goal)
-
-
-def removal(runs: Runs) -> Frame:
-    every = runs["removal"]
-    rows = tidy.matching(every, {"lose": ["", tidy.IDLE]})
-    columns = {
-        "NLL": "nll",
-        "less unpruned": harm(rows, every),
-        "less entropy": than(rows, ENTROPY, every, "units"),
-        "less chance": than(rows, CHANCE, every),
-    }
-    texts = PRINTED["tables"]["removal"]
-    texts = {**texts, "labels": {**texts["labels"], "method": RULE}}
-    return tidy.labelled(tidy.cells(rows, columns), texts)
+    return than(rows, base, every, index, of_way)
 
 
-def needed(runs: Runs) -> Frame:
-    every = runs["removal"]
-    rows = tidy.matching(every, {"criterion": "entropy", "compensation": "none", **nucl.FREELY})
-    fixed = tidy.matching(rows, {"draws": False})
-    columns = {
-        "NLL": "nll",
-        "less entropy": than(rows, ENTROPY, every, "units"),
-        "of entropy's advantage": of_advantage(fixed, ENTROPY, CHANCE, every),
-    }
-    return tidy.cells(rows, columns)
+def removal(runs: Frame) -> Frame:
+    every = removals(runs)
+    rows = every[every.lose.isna() | (every.lose == "")]
+    columns = {"NLL": "nll", "Δ vs unpruned": harm(rows, every, LABELS)}
+    columns["Δ vs entropy"] = than(rows, "Entropy-based", every, LABELS, c.paired_units)
+    columns["Δ vs chance"] = than(rows, "Random", every, LABELS)
+    return c.table(rows, LABELS, columns)
 
 
-def explained(runs: Runs) -> Frame:
-    every = runs["removal"]
-    rows = tidy.matching(every, {"criterion": "random", "reverse": False, "compensation": "none"})
-    columns = {"NLL": "nll", "less chance": than(rows, CHANCE, every)}
-    columns["of entropy's advantage"] = of_advantage(rows, CHANCE, ENTROPY, every)
-    return tidy.cells(rows, columns)
+def needed(runs: Frame) -> Frame:
+    every, index = removals(runs), ["model", "share of neurons", "lost", "place"]
+    plain = every.method.str.startswith("Entropy-based") & (every.protect == "")
+    rows = every[plain & ~every.reverse.astype(bool) & (every.calibration == "")]
+    rows = rows.assign(lost=rows.lose.replace("", "none"))
+    fixed = rows[~rows.lost.str.startswith("random:")]
+    columns = {"NLL": "nll"}
+    columns["Δ vs entropy"] = than(rows, "Entropy-based", every, index, c.paired_units)
+    columns["of entropy's advantage"] = of_advantage(fixed, "Entropy-based", "Random", every, index)
+    return c.table(rows, index, columns)
 
 
-def removal_by_ratio(runs: Runs) -> Frame:
-    return by_ratio(runs, {"criterion": SHOWN}, RULE)
+def explained(runs: Frame) -> Frame:
+    every, index = removals(runs), ["model", "share of neurons", "spared", "place"]
+    rows = every[(every.criterion == "random") & (every.compensation == "none")]
+    rows = rows.assign(spared=rows.protect.replace("", "nobody"))
+    columns = {"NLL": "nll", "Δ vs chance": than(rows, "Random", every, index)}
+    columns["of entropy's advantage"] = of_advantage(rows, "Random", "Entropy-based", every, index)
+    return c.table(rows, index, columns)
 
 
-def needed_by_ratio(runs: Runs) -> Frame:
-    return by_ratio(runs, {"criterion": SHOWN[:2], "lose": ["", *LOST]}, NEEDED)
+def by_ratio(rows: Frame, every: Frame, line: Any) -> Frame:
+    rows = rows.assign(line=line)
+    made = harm(rows, every, ["model", "line", "ratio"]).rename("y").reset_index()
+    made = made.assign(panel=made.model, x=made.ratio, value="NLL Δ vs unpruned", seed=None)
+    return made.assign(y=made.y.map(middle)).sort_values(["panel", "line", "x"])
 
 
-def by_ratio(runs: Runs, settings: Match, line: Any) -> Frame:
-    rows = harm(tidy.matching(runs["removal"], {**nucl.PLAIN, **settings}), runs["removal"])
-    rows = at(rows, {"NLL less unpruned": rows}, "ratio")
-    return rows.assign(line=tidy.labelled(rows, {"labels": {}, "here": line})["from"])
+def removal_by_ratio(runs: Frame) -> Frame:
+    every = removals(runs)
+    plain = (every.compensation == "none") & (every.lose == "") & (every.protect == "")
+    rows = every[plain & every.criterion.isin(SHOWN) & ~every.reverse.astype(bool)]
+    return by_ratio(rows, every, rows.method)
 
 
-def by_entropy(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["removal"], ENTROPY)
-    return than(rows, CHANCE | {"protect": "bos:5"}, runs["removal"])
+def needed_by_ratio(runs: Frame) -> Frame:
+    every = removals(runs)
+    names = {f"Entropy-based, {lose} lost": f"entropy, {who} lost" for lose, who in LOST.items()}
+    names |= {"Entropy-based": "entropy", "Random": "chance"}
+    rows = every[every.method.isin(list(names))]
+    return by_ratio(rows, every, rows.method.map(names))
 
 
-KINDS, SETTINGS = {"removal": removals}, nucl.SETTINGS
+def by_entropy(runs: Frame) -> Frame:
+    every = removals(runs)
+    rows = of(every, "Entropy-based")
+    place = rows.model + ", " + rows["share of neurons"]
+    rows = rows.assign(part="entropy", run_on=place)
+    return c.judged(than(rows, "Random, bos:5 spared", every, ["run_on", "part"]), -1)

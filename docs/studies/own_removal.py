@@ -8,91 +8,95 @@ A report of our own, in the form of those of the papers:
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from ffn_heterogeneity.papers import nucl, printed
-from ffn_heterogeneity.papers.massive_weights import corpus
-from ffn_heterogeneity.report import tidy
-from ffn_heterogeneity.report.paper import Runs
-from ffn_heterogeneity.report.tidy import Frame
-from ffn_heterogeneity.report.versus import versus
+from ffn_heterogeneity.papers import nucl
+from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report.cells import Frame
 
-PRINTED = printed(__file__)
 TASKS = {name: (name, None) for name in ("hellaswag", "piqa", "arc_easy", "winogrande", "sciq")}
-HOW = ("method", "compensation", "calibration", "calibration_tokens", "n_init")
-CLUSTERED = ("model", "ratio", *HOW, *nucl.EVALUATION)
-WHOLE, MERGED = {"method": "none"}, {"method": "merged", "compensation": "none"}
-UNPRUNED, ENTROPY = {"criterion": "none"}, {"criterion": "entropy", **nucl.PLAIN}
+LABELS = ["model", "share", "rule", "text", "tokens", "compensation", "place"]
+MERGED = ["model", "share", "neurons", "compensation", "place"]
+HOW = ("method", "compensation", "calibration", "calibration_tokens", "n_init", "ratio")
 
 
-def text_read(place: Any) -> str:
-    """ "own 0" of a model's own text (text-0/own_text.jsonl, smollm2-0.jsonl), else the corpus."""
-    own = re.search(r"-(\d+)(?:/own_text)?\.jsonl$", str(place))
-    return f"own {own[1]}" if own else corpus(place)
-
-
-def removals(rows: Frame) -> Frame:
-    rows = nucl.removals(rows, ("model", "ratio", *nucl.REMOVAL, "window"))
-    rows["calibration_tokens"] = rows.calibration_tokens.where(rows.calibration.astype(bool))
+def removals(runs: Frame) -> Frame:
+    rows = nucl.removals(runs)
     order = rows.sequential.eq(True).map({True: ", layer after layer", False: ""})
-    made = rows.compensation + order
-    return rows.assign(text_read=rows.calibration.map(text_read), made_good=made)
+    return rows.assign(
+        share=c.label(rows, "{:g}".format, "ratio").where(rows.criterion != "none", "-"),
+        rule=rows.criterion,
+        read=rows.calibration.fillna("").map(nucl.corpus).replace("", "-"),
+        tokens=c.label(rows, "{:g}".format, "calibration_tokens").fillna("-"),
+        made_good=(rows.compensation + order).fillna("-"),
+    )
 
 
-def clusters(rows: Frame) -> Frame:
-    rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
-    rows = rows.copy()
-    whole = rows.ratio == 0
-    rows.loc[whole, ["ratio", *HOW[1:]]] = tidy.IDLE
-    rows.loc[whole, "method"] = "none"
-    return tidy.records(rows, CLUSTERED, ("model", *HOW, "ratio"))
+def labelled(rows: Frame) -> Frame:
+    return rows.assign(text=rows.read, compensation=rows.made_good)
 
 
-def mean_over_layers(rows: Frame, what: str) -> Frame:
-    """A row a run."""
+def mean_over_layers(rows: Frame, what: str, index: list[str]) -> Any:
     own = rows[rows.what == what]
     means = own.groupby("run")["value"].mean()
     own = own.drop_duplicates("run")
-    return own.assign(value=own["run"].map(means), layer=None)
+    return c.cells(own.assign(cell=own["run"].map(means).astype(object)), index)
 
 
-def own(runs: Runs) -> Frame:
-    every = runs["removal"]
-    columns = {
-        "NLL": "nll",
-        "less unpruned": versus(
-            every, "nll", every, UNPRUNED, nucl.REMOVED, (*nucl.REMOVAL, *nucl.SIZE), "units"
-        ),
-        "less entropy": versus(every, "nll", every, ENTROPY, nucl.REMOVED, nucl.REMOVAL, "units"),
-        "left": mean_over_layers(every, "compensated/held_residual"),
-    }
-    return tidy.cells(every, columns)
+def minus(rows: Frame, base: Frame, index: list[str], on: list[str]) -> Any:
+    """Against another removal, paired over windows or questions."""
+    free = (*nucl.REMOVAL, *nucl.SIZE, "method", "removed", "limit", "read", "made_good")
+    return c.against(rows, base, index, on, free, c.paired_units)
 
 
-def tasks(runs: Runs) -> Frame:
+def own(runs: Frame) -> Frame:
+    every = removals(runs)
+    losses, columns = every[every.what == "nll"], {"NLL": "nll"}
+    base = losses[losses.method == "Pre-trained baseline"]
+    columns["Δ vs unpruned"] = minus(labelled(losses), labelled(base), LABELS, ["model", "place"])
+    base = losses[losses.method == "Entropy-based"]
+    on = ["model", "share", "place"]
+    columns["Δ vs entropy"] = minus(labelled(losses), labelled(base), LABELS, on)
+    every = labelled(every)
+    columns["left"] = mean_over_layers(every, "compensated/held_residual", LABELS)
+    return c.table(every, LABELS, columns)
+
+
+def tasks(runs: Frame) -> Frame:
     """Accuracies in percent, and question by question against removal by entropy."""
-    every = runs["removal"]
-    scored = tidy.scores(every[every.task.notna()], TASKS)
+    every = c.accuracies(labelled(removals(runs)), TASKS)
     columns = {}
     for task in TASKS:
-        columns[task] = scored[scored.what == task]
-        columns[f"{task}, less entropy"] = versus(
-            scored, task, scored, ENTROPY, nucl.REMOVED, nucl.REMOVAL, "units"
-        )
-    return tidy.cells(scored, columns)
+        its = every[every.column == task]
+        base = its[its.method == "Entropy-based"]
+        columns[task] = c.cells(its, LABELS)
+        columns[f"{task}, Δ vs entropy"] = minus(its, base, LABELS, ["model", "share", "place"])
+    return c.table(every, LABELS, columns)
 
 
-def merged(runs: Runs) -> Frame:
-    """Neurons clustered, each cluster's sums kept; what the centroids can say besides."""
-    every = runs["merged"]
-    columns = {"NLL": "nll", "left": mean_over_layers(every, "compensated/held_residual")}
-    columns["less unpruned"] = versus(
-        every, "nll", every, WHOLE, CLUSTERED, (*HOW, "ratio"), "units"
+def clusters(runs: Frame) -> Frame:
+    rows = c.need(runs, "method", "compensation", "ratio", "calibration", "n_init")
+    rows = c.need(rows, "calibration_tokens", *nucl.EVALUATION)
+    rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
+    rows = rows.copy()
+    whole = rows.ratio == 0
+    rows.loc[whole, [*HOW]] = None
+    return rows.assign(
+        share=c.label(rows, "{:g}".format, "ratio").fillna("-"),
+        neurons=rows.method.where(~whole, "none"),
+        compensation=rows.compensation.fillna("-"),
+        place="here",
     )
-    columns["less merged"] = versus(every, "nll", every, MERGED, CLUSTERED, HOW, "units")
-    return tidy.cells(every, columns)
 
 
-KINDS = {"removal": removals, "merged": clusters}
-SETTINGS = nucl.SETTINGS | dict.fromkeys(("method", "n_init"))
+def merged(runs: Frame) -> Frame:
+    """Neurons clustered, each cluster's sums kept; what the centroids can say besides."""
+    rows = clusters(runs)
+    losses, columns, free = rows[rows.what == "nll"], {"NLL": "nll"}, HOW
+    base = losses[losses.neurons == "none"]
+    columns["Δ vs unpruned"] = c.against(losses, base, MERGED, ["model"], free, c.paired_units)
+    base = losses[(losses.neurons == "merged") & (losses.compensation == "none")]
+    on = ["model", "share"]
+    columns["Δ vs merged"] = c.against(losses, base, MERGED, on, free, c.paired_units)
+    columns["left"] = mean_over_layers(rows, "compensated/held_residual", MERGED)
+    return c.table(rows, MERGED, columns)

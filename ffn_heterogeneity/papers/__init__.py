@@ -20,19 +20,16 @@ def _file(name: str) -> Path:
 
 @functools.cache
 def printed(name: str) -> dict[str, Any]:
-    """The JSON of a paper, or beside a file of Python; see `report.paper.Paper`.
+    """The JSON of a paper, or of the file of the same name as a Python file (`report.paper.Paper`).
 
-    "@place" in it is what "names" has there. A row holds its labels, then its numbers (null: not
-    printed, or cut off in the copy at hand).
+    A row holds its labels, then its numbers; null: not printed, or cut off in the copy that was
+    read.
     """
-    text = _file(name).with_suffix(".json").read_text()
-    for key, value in json.loads(text).get("names", {}).items():
-        text = text.replace(f'"@{key}"', json.dumps(value))
-    return json.loads(text)
+    return json.loads(_file(name).with_suffix(".json").read_text())
 
 
 def load(name: str) -> Paper:
-    """The report of a paper of `NAMES`, or of a file of Python with its texts in JSON beside it.
+    """The report of a paper of `NAMES`, or of a Python file with a JSON file of the same name.
 
     Raises:
       ImportError: pandas is not installed.

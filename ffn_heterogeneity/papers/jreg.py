@@ -1,235 +1,280 @@
-"""JREG (Shibata et al.): its tables and figures, beside what was measured here."""
+"""JREG (Shibata et al.): its tables and figures, with what was measured here."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas
 
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.papers.nucl import EVALUATION, TUNED
-from ffn_heterogeneity.report import tidy
-from ffn_heterogeneity.report.paper import Runs
+from ffn_heterogeneity.papers.nucl import EVALUATION
+from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report.cells import Frame
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
-from ffn_heterogeneity.report.tidy import Frame
-from ffn_heterogeneity.report.versus import versus
 
-WEIGHT, ALPHA = "losses.jreg.weight", "losses.jreg.alpha"
+JREG = "losses.jreg."
+WEIGHT, ALPHA = JREG + "weight", JREG + "alpha"
 NLL, PSI, ENTROPY = "validation/nll", "validation/jreg/psi", "validation/entropy/ent/ffn_out/mean"
 RATES = {rate: f"validation/jreg/{rate}" for rate in ("zeta_L", "zeta_L-1", "zeta_L-2")}
 ZETA, METRICS = RATES["zeta_L"], {**RATES, "validation NLL": NLL}
 DEPTH, MEAN = "angular displacement", "avg"
-ORDER = (OPEN, FAILS, HOLDS)  # of a record the first that one of its seeds says
 READINGS = {"before_final_norm/": "before", "after_final_norm/": "after"}
-READ = (*EVALUATION, "positions")
-SHAPE = ("shape.layers", "shape.d_model", "shape.ffn_width")
-BASELINE, OURS = {WEIGHT: [0, None]}, {WEIGHT: tidy.ANY}
-TRAINED = [*TUNED, "tokenizer", "compute_dtype", "eval.max_batches", "shape.", "monitors."]
-# Settings of losses that count where JREG has no weight.
-ALWAYS = (WEIGHT, *(f"losses.jreg.{key}" for key in ("final_norm", "positions", "term")))
-ALWAYS += ("losses.nll.",)
-TASKS, FIGURE_4 = printed("jreg")["tasks"], printed("jreg")["figures"]["figure_4"]
-SETTINGS = dict.fromkeys((WEIGHT, ALPHA, *SHAPE, *READ, "analysis", "series"))
-SETTINGS |= dict.fromkeys(("steps", "batch_size", "seq_len"))
+SHAPE = ["shape.layers", "shape.d_model", "shape.ffn_width"]
+SIZES = {"12x768/2048": "170M", "16x2048/5376": "1B", "30x3072/8192": "3.4B"}  # the paper's
 TABLE_1 = (7.16, 22.2)  # zeta_L of its models: the lowest, the highest
+TASKS = printed("jreg")["tasks"]
+SETUP = [JREG + key for key in ("weight", "final_norm", "positions", "term")]
+RATE = "optimizer.learning_rate"
+LABELS = ["size", "loss", "steps", "place"]
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
 
 
-def displacements(rows: Frame) -> Frame:
-    """Analyses of models, or of a series of checkpoints: a record for each reading of h_L."""
+def displacements(runs: Frame) -> Frame:
+    """Analyses of models, or of a series of checkpoints, apart for each reading of h_L."""
+    rows = c.need(runs, "analysis", "positions", *SHAPE, *EVALUATION)
     trained = rows[rows["shape.layers"].notna()]["run"]
     rows = rows[rows.analysis == "displacement"]
-    place = rows.text.where(rows.text.astype(bool), rows.token_ids)
-    rows = rows.assign(name=two_names(rows), text=[os.path.basename(str(x)) for x in place])
-    rows["written here"], parts = rows.origin.isin(trained), []
+    place, parts = rows.text.where(rows.text.astype(bool), rows.token_ids), []
+    rows = rows.assign(model=two_names(rows), trained=rows.origin.isin(trained))
+    rows = rows.assign(text=[os.path.basename(str(x)) for x in place])
     for start, reading in READINGS.items():
         its = rows[rows.what.str.startswith(start) | (rows.what == "tokens")]
         name = its.what.str.replace(start, "validation/jreg/", regex=False)
-        run = its["run"] + f" ({reading})"
-        its = its.assign(what=name, reading=reading, path=its["run"], run=run)
-        steps = its[its.what == PSI].groupby("path")["step"].count()
+        steps = its[name == PSI].groupby("run")["step"].count()
         for path in set(rows["run"]) - set(steps.index):
             raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
-        parts.append(its.assign(series=its.path.map(steps > 0)))
+        h_l = f"{reading} the final norm"
+        series = its["run"].map(steps) > 0
+        parts.append(its.assign(what=name, run=its["run"] + f" ({h_l})", h_L=h_l, series=series))
     rows = pandas.concat(parts, ignore_index=True)
-    # All models' analyses are told apart together.
-    made = tidy.records(rows.assign(model=""), ("path", "reading", *READ), ("path", "reading"))
-    return made.assign(model=made["name"])
+    windows = ", windows of " + c.label(rows, "{:g}".format, "window")
+    place = "here: h_L " + rows.h_L + windows
+    curve = rows.model + ", h_L " + rows.h_L + windows
+    return rows.assign(curve=curve, windows=windows, place=place)
 
 
-def two_names(rows: Frame) -> pandas.Series:
-    """Models' names; two analyses of one model have two."""
+def two_names(rows: Frame) -> Any:
+    """Names of models; two analyses of one model have two."""
     runs = rows.drop_duplicates("run")
     several = runs[runs.model.duplicated(keep=False)].model
     names = rows.model + " (" + rows["run"].map(os.path.basename) + ")"
     return rows.model.where(~rows.model.isin(several), names)
 
 
-def trainings(rows: Frame) -> Frame:
-    """Models trained from nothing, without and with JREG."""
-    rows = rows[rows["shape.layers"].notna()]
-    shown = ("model", *SHAPE, "shape.", "steps", WEIGHT, ALPHA, "batch_size", "seq_len")
-    rows = tidy.records(rows, TRAINED, shown, {"shape.layers": tidy.ANY}, ALWAYS)
-    return tidy.scored(rows, TASKS, MEAN)
+def trainings(runs: Frame) -> Frame:
+    """Models trained from scratch, with and without JREG."""
+    rows = c.need(runs, *SHAPE, WEIGHT, ALPHA, "steps", "batch_size", "seq_len")
+    rows = c.need(rows, RATE)
+    rows = rows[rows["shape.layers"].notna()].fillna({WEIGHT: 0.0})
+    rows = c.without_idle_losses(rows, [*SETUP, "losses.nll."])
+    loss = c.label(rows, "lambda {:g}, alpha {}".format, WEIGHT, ALPHA)
+    loss = loss.where(rows[WEIGHT] > 0, "baseline")
+    steps, rates = c.label(rows, "{:,g}".format, "steps"), c.label(rows, "{:g}".format, RATE)
+    setup = c.label(rows, "{:,g} steps of {:g} x {:g}".format, "steps", "batch_size", "seq_len")
+    sizes = c.label(rows, "{:g}x{:g}/{:g}".format, *SHAPE)
+    rows = rows.assign(size=sizes, loss=loss, setup=setup, place="here, learning rate " + rates)
+    curve = rows.loss + ", " + steps + " steps, learning rate " + rates
+    rows = rows.assign(curve=curve, steps=steps, total=rows.steps)
+    rows["Method"] = (rows[WEIGHT] > 0).map({True: "JREG (ours)", False: "Baseline"})
+    rows["alpha"] = c.label(rows, "{:.1f}".format, ALPHA).where(rows[WEIGHT] > 0, "-")
+    return rows.sort_values(["total", WEIGHT, ALPHA], kind="stable")
 
 
-def over_steps(runs: Runs) -> Frame:
-    """Curves of trainings, and what was measured of series of checkpoints."""
-    read = tidy.matching(runs["displacement"], {"series": True})
-    first = len(runs["displacement"])
-    trained = runs["curves"].assign(record=runs["curves"]["record"] + first)
-    return pandas.concat([read, trained], ignore_index=True)
+def over_steps(runs: Frame, curves: Frame) -> Frame:
+    """Measurements of series of checkpoints, and the curves of trainings."""
+    read = displacements(runs)
+    return pandas.concat([read[read.series], trainings(curves)], ignore_index=True)
 
 
 # ---- tables
 
 
-def table_1(runs: Runs) -> Frame:
-    return tidy.cells(tidy.matching(runs["displacement"], {"series": False}), RATES)
+def as_printed(rows: Frame) -> Frame:
+    """Rows with the labels of Tables 2 and 3."""
+    place = "here: lambda " + c.label(rows, "{:g}".format, WEIGHT) + ", " + rows.setup
+    place += rows.place.str.removeprefix("here")
+    return rows.assign(Size=rows["size"].replace(SIZES), place=place)
 
 
-def table_2(runs: Runs) -> Frame:
-    return tidy.cells(runs["pretraining"], {name: name for name in (*TASKS, MEAN)})
+def table_1(runs: Frame) -> Frame:
+    rows = displacements(runs)
+    return c.table(rows[~rows.series].assign(Model=rows.model), ["Model", "place"], RATES)
 
 
-def table_3(runs: Runs) -> Frame:
-    return tidy.cells(runs["pretraining"], RATES)
+def table_2(runs: Frame) -> Frame:
+    rows = c.accuracies(as_printed(trainings(runs)), TASKS, MEAN)
+    return c.pivot(rows, ["Size", "Method", "alpha", "place"])
 
 
-def table_7(runs: Runs) -> Frame:
-    rows = over_steps(runs)
-    finished = rows.series.notna() | rows["run"].isin(runs["pretraining"]["run"])
+def table_3(runs: Frame) -> Frame:
+    return c.table(as_printed(trainings(runs)), ["Size", "Method", "alpha", "place"], RATES)
+
+
+def table_7(runs: Frame, curves: Frame) -> Frame:
+    rows = over_steps(runs, curves)
+    finished = rows.series.notna() | rows["run"].isin(runs["run"])
     rows = rows[(rows.what == ZETA) & finished]
-    last = rows.groupby("record")["step"].transform("max")
-    last = rows.steps.where(rows.steps.notna(), last).astype(float)
-    shares = (20, 40, 60, 80, 100)
-    return tidy.cells(
-        rows, {f"{x}%": rows[rows["step"] == (x / 100 * last).round()] for x in shares}
-    )
+    total = rows.total.where(rows.total.notna(), rows.groupby("curve")["step"].transform("max"))
+    fifth = (5 * rows["step"].astype(float) / total.astype(float)).round()
+    rows = rows.assign(column=(20 * fifth).map("{:g}%".format))
+    rows = rows[(rows["step"] == (fifth / 5 * total.astype(float)).round()) & (fifth > 0)]
+    rows = rows.assign(Model=rows.model.where(rows.series.notna(), "trained here"))
+    rows = rows.assign(Size=rows["size"].replace(SIZES).fillna("-"), place="here: " + rows.curve)
+    return c.pivot(rows.sort_values("step", kind="stable"), ["Model", "Size", "place"])
 
 
-def figure_5(runs: Runs) -> Frame:
-    return tidy.cells(tidy.matching(runs["pretraining"], BASELINE), {"zeta_L": ZETA})
+def figure_5(runs: Frame) -> Frame:
+    rows = as_printed(trainings(runs))
+    rows = rows[rows.Method == "Baseline"]
+    return c.table(rows, ["Size", "steps", "place"], {"zeta_L": ZETA})
 
 
-def pretraining(runs: Runs) -> Frame:
-    rows = runs["pretraining"]
-    first = rows.drop_duplicates("record")
-    tokens = first.assign(value=first.steps * first.batch_size * first.seq_len, low=None)
-    columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
-    columns |= dict(iter(tidy.scores(rows).groupby("what", sort=False)))
-    return tidy.cells(rows, columns)
+def pretraining(runs: Frame) -> Frame:
+    rows = trainings(runs)
+    tokens = rows.drop_duplicates(LABELS)
+    tokens = tokens.assign(cell=tokens.total * tokens.batch_size * tokens.seq_len)
+    columns = {"tokens": c.cells(tokens, LABELS), "parameters": "parameters", **METRICS}
+    columns |= {"entropy": ENTROPY}
+    columns |= {name: c.cells(its, LABELS) for name, its in c.every_task(rows).items()}
+    return c.table(rows, LABELS, columns)
 
 
-def paired(runs: Runs) -> Frame:
-    columns = {name: against_baseline(runs, what) for name, what in METRICS.items()}
-    return tidy.cells(runs["pretraining"], columns)
+def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
+    """Trainings with JREG against the baseline of the same seed and setup."""
+    rows = c.last(rows[rows.what == what])
+    ours, base = (rows[rows.Method == x] for x in ("JREG (ours)", "Baseline"))
+    free = (WEIGHT, ALPHA, "loss", "alpha", "Method", "curve")
+    return c.against(ours, base, index, ["size", "setup", "place"], free)
 
 
-def against_baseline(runs: Runs, what: str) -> Frame:
-    return versus(runs["pretraining"], what, OURS, BASELINE, TRAINED, (WEIGHT, ALPHA))
+def paired(runs: Frame) -> Frame:
+    rows = trainings(runs)
+    columns = {name: against_baseline(rows, what, LABELS) for name, what in METRICS.items()}
+    return c.table(rows, LABELS, columns)
 
 
-mean_accuracy = partial(against_baseline, what=MEAN)
-below_baseline, no_worse = (partial(against_baseline, what=x) for x in (ZETA, NLL))
-
-
-def models(runs: Runs) -> Frame:
-    rows = runs["displacement"]
-    layers = rows[rows.what == PSI].groupby("record").layer.max()
-    first = rows.drop_duplicates("record")
-    columns = {**RATES, "layers": first.assign(value=first["record"].map(layers))}
-    columns |= {"tokens": "tokens", "text": first.assign(value=first.text)}
-    return tidy.cells(rows, columns)
+def models(runs: Frame) -> Frame:
+    rows, index = displacements(runs), ["model", "h_L", "place"]
+    rows = rows.assign(place="here" + rows.windows)
+    first = rows.drop_duplicates(index)
+    layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float)
+    columns = {**RATES, "layers": layers.astype(object), "tokens": "tokens"}
+    return c.table(rows, index, columns | {"text": first.set_index(index).text})
 
 
 # ---- figures
 
 
-def figure_2(runs: Runs) -> Frame:
-    return by_layer(tidy.matching(runs["displacement"], {"series": False}))
+def figure_2(runs: Frame) -> Frame:
+    rows = displacements(runs)
+    rows = rows[(rows.what == PSI) & ~rows.series]
+    return c.points(rows, DEPTH, rows.model, rows.h_L + rows.windows, "layer")
 
 
-def psi(runs: Runs) -> Frame:
-    return by_layer(runs["curves"])
+def psi(curves: Frame) -> Frame:
+    """Displacements at the last step that all seeds have."""
+    rows = trainings(curves)
+    rows, by = rows[rows.what == PSI], ["size", "curve"]
+    seeds = rows.groupby(by)["run"].transform("nunique")
+    having = rows.groupby([*by, "step"])["run"].transform("nunique")
+    step = rows["step"].where(having == seeds)
+    rows = rows[rows["step"] == rows.assign(step=step).groupby(by)["step"].transform("max")]
+    return c.points(rows, DEPTH, rows["size"], rows.curve, "layer")
 
 
-def by_layer(rows: Frame) -> Frame:
-    """Displacements at the last step that all seeds of a record have."""
-    rows = rows[rows.what == PSI].assign(column=DEPTH)
-    step = rows["step"].fillna(0)
-    seeds = rows.groupby("record")["run"].transform("nunique")
-    having = rows.assign(at=step).groupby(["record", "at"])["run"].transform("nunique")
-    last = step.where(having == seeds).groupby(rows["record"]).transform("max")
-    return rows[step == last]
-
-
-def figure_4(runs: Runs) -> Frame:
+def figure_4(runs: Frame, curves: Frame) -> Frame:
     """A line for each evaluated step, at most five of them."""
-    rows = over_steps(runs)
-    rows = rows[rows.what == PSI].assign(column=DEPTH)
+    rows = over_steps(runs, curves)
+    rows = rows[rows.what == PSI].sort_values("step", kind="stable")
     chosen = [rows.head(0)]
-    for _, its in rows.groupby("record", sort=False):
+    for _, its in rows.groupby("curve", sort=False):
         steps = sorted(its["step"].unique())
         some = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))}
-        chosen.append(its[its["step"].isin(some if len(steps) > 1 else ())].sort_values("step"))
+        chosen.append(its[its["step"].isin(some if len(steps) > 1 else ())])
     made = pandas.concat(chosen)
-    panel = tidy.labelled(made, {"labels": {}, "here": FIGURE_4["line"]})["from"]
-    return made.assign(panel=panel, line=[f"step {step:,d}" for step in made["step"]])
+    lines = [f"step {step:,d}" for step in made["step"]]
+    return c.points(made, DEPTH, made.curve, lines, "layer")
 
 
-def curves(runs: Runs) -> Frame:
+def curves(runs: Frame, curves: Frame) -> Frame:
     panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
-    rows = over_steps(runs)
-    return tidy.cells(rows, {name: rows[rows.what == what] for name, what in panels.items()})
+    rows = over_steps(runs, curves)
+    parts = [rows[rows.what == what].assign(shown=name) for name, what in panels.items()]
+    made = pandas.concat(parts)
+    return c.points(made, made.shown, made["size"].fillna("checkpoints"), made.curve)
 
 
 # ---- claims
 
 
-def no_jump(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["pretraining"], OURS)
+def claimed(runs: Frame, what: str, sign: int = 1) -> Frame:
+    """JREG against the baseline: the runs of a size, and each loss a part."""
+    every = named(trainings(runs))
+    scored = c.accuracies(every, TASKS, MEAN)
+    rows = scored[scored.column == MEAN].assign(what=MEAN) if what == MEAN else every
+    parts = every[every.Method == "JREG (ours)"].drop_duplicates(CLAIM).set_index(CLAIM).index
+    return c.judged(against_baseline(rows, what, CLAIM).reindex(parts), sign)
+
+
+def named(rows: Frame) -> Frame:
+    """Rows with the labels of a claim on trainings."""
+    place = rows["size"] + ", " + rows.steps + " steps" + rows.place.str.removeprefix("here")
+    return rows.assign(part=rows.loss, run_on=place)
+
+
+mean_accuracy = partial(claimed, what=MEAN)
+below_baseline = partial(claimed, what=ZETA, sign=-1)
+no_worse = partial(claimed, what=NLL, sign=-1)
+
+
+def no_jump(runs: Frame) -> Frame:
+    rows = named(trainings(runs))
     return within(rows[rows[ALPHA].astype(float) >= 0.5], 0.0, 0.005)
 
 
-def published(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["displacement"], {"series": False, "written here": False})
-    return within(rows, *TABLE_1)
+def published(runs: Frame) -> Frame:
+    rows = displacements(runs)
+    rows = rows.assign(part=rows.model, run_on=rows.h_L + rows.windows)
+    return within(rows[~rows.series & ~rows.trained], *TABLE_1)
 
 
 def within(rows: Frame, low: float, high: float) -> Frame:
-    """The last zeta_L, with the verdict whether every seed's lies there."""
-    rows = tidy.cells(rows, {"zeta_L": ZETA})
-    told = rows["value"].between(low, high).map({True: HOLDS, False: FAILS})
-    told = told.where(np.isfinite(rows["value"]), OPEN)
-    worst = told.groupby(rows["record"]).transform(lambda its: min(its, key=ORDER.index))
-    return rows.assign(verdict=worst)
+    """The last zeta_L, and whether that of every seed is between these."""
+
+    def told(its: Any) -> str:
+        return FAILS if not its.between(low, high).all() else HOLDS
+
+    rows = c.last(rows[rows.what == ZETA])
+    c.one_setting(rows, CLAIM)
+    by = rows.groupby(CLAIM, sort=False)["value"]
+    found = by.agg(lambda its: OPEN if not np.isfinite(its).all() else told(its))
+    return pandas.concat({"value": c.cells(rows, CLAIM), "verdict": found}, axis=1).reset_index()
 
 
-def rising(runs: Runs) -> Frame:
+def rising(runs: Frame, curves: Frame) -> Frame:
     """The growth of zeta_L from each fifth of training to the next; else from evaluation to
     evaluation."""
-    rows = over_steps(runs)
-    finished = rows["run"].isin(runs["pretraining"]["run"]) & rows[WEIGHT].fillna(0).eq(0)
-    rows = rows[(rows.what == ZETA) & (rows.series.notna() | finished)]
-    made = [rows.head(0)]
-    for _, its in rows.groupby("record", sort=False):
+    rows = over_steps(runs, curves)
+    finished = rows["run"].isin(runs["run"]) & (rows.Method == "Baseline")
+    rows, made = rows[(rows.what == ZETA) & (rows.series.notna() | finished)], []
+    places = rows["size"] + ", " + rows.steps + " steps" + rows.place.str[4:]
+    places = places.where(rows.series.isna(), rows.curve)
+    for place, its in rows.groupby(places, sort=False):
         table = its.pivot_table(index="run", columns="step", values="value").dropna(axis=1)
         fifths = [round(x * max(table.columns, default=0) / 5) for x in range(1, 6)]
         steps = fifths if set(fifths) <= set(table.columns) else [x for x in table.columns if x]
         for before, step in pairwise(steps):
             apart = (table[step] - table[before]).tolist()
             told = verdict(interval(apart), 1) if any(apart) else FAILS
-            row = its.head(1).assign(verdict=told, part=f"step {step:,d}")
-            made.append(row.assign(**tidy.as_row(interval(apart))))
-    return pandas.concat(made, ignore_index=True)
+            made.append((place, f"step {step:,d}", interval(apart), told))
+    return pandas.DataFrame(made, columns=[*CLAIM, "value", "verdict"])
 
 
-KINDS = {"displacement": displacements, "pretraining": trainings}
-CURVE_KINDS = {"curves": trainings}
 CURVES = (PSI, ENTROPY, *METRICS.values())

@@ -1,221 +1,289 @@
-"""MLP Fusion: its tables and figures of dense models, beside what was measured here."""
+"""MLP Fusion: its tables and figures of dense models, with what was measured here."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import pandas
 
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.p32 import on_paper
-from ffn_heterogeneity.report import tidy
-from ffn_heterogeneity.report.paper import Runs
+from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report.cells import Frame
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
-from ffn_heterogeneity.report.tidy import Frame, Match
-from ffn_heterogeneity.report.versus import versus
 
-PRINTED = printed("mlp_fusion")
-BEST, SCORE = "validation/best/", "score"
-# What a fine-tuning was compressed by; names of stages' groups.
-METHOD = ["compress.method", "compress.ratio", "compress.layers", "mask_1.kind", "mask_3.ratio"]
-METHOD += ["mask_3.layers", "truncate.blocks"]
-TUNING = ["tune.kind", "tune.losses.layerwise.states", "tune.epochs"]
-# And the learning rate, which is chosen for each method.
-CHOSEN = (*METHOD, *TUNING, "compress.n_init", "compress.canonical", "optimizer.learning_rate")
-SHOWN = ("data.task", *CHOSEN)
-SAME = [*SHOWN, "finetune.base", "epochs", "batch_size", "optimizer.", "dropout", "compute_dtype"]
-FUSION = {"compress.method": "fusion", "tune.kind": None}
-WHOLE = {"compress.method": None, "mask_1.kind": None, "truncate.blocks": [0, None]}
-UNTUNED, TUNED = {"tune.kind": None}, {"tune.losses.layerwise.states": "block"}
-WIDTHS, THREE_QUARTERS = ["sketch", "fusion"], {"compress.ratio": [0.75, None]}
-DEFAULT = {**THREE_QUARTERS, "compress.layers": ["2-5", None]}  # of MiniLM's six layers
-# Of language models: how they were made smaller, and what is equal beside it.
-REDUCED = ("fuse.method", "fuse.canonical", "fuse.spare", "fuse.ratio")
-REDUCED += ("prune.criterion", "prune.compensation")
-RECOVERED = (*REDUCED, "model", "fuse.n_init", "prune.ratio", "recover.", "score.")
-SETTINGS = dict.fromkeys((*REDUCED, "fuse.n_init", "prune.ratio", "stages"))
-SETTINGS |= dict.fromkeys(("recover.kind", "recover.base"))
-SETTINGS |= dict.fromkeys((*SAME, "analysis", "method", "objective", "ratio", "canonical", "spare"))
-DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
-PARTS = {"webnlg_seen": "S", "webnlg_unseen": "U", "webnlg": "A"}  # Table IV's letters
+TABLES = printed("mlp_fusion")["tables"]
+BEST, SCORE, FUSION = "validation/best/", "score", "MLP Fusion (Ours)"
 NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
+STATES, LAYERS = "tune.losses.layerwise.states", "compress.layers"
+METHODS = {"fusion": FUSION, "sqrt": "Clustering", "merged": "Clustering, merged"}
+METHODS |= {"sketch": "Sketch", "hybrid_sketch": "Sketch, hybrid", "mmd": "MMD", "svd": "SVD"}
+METHODS |= {"unstructured": "Pruning", "structured": "Pruning, structured"}
+METHODS |= {"bias_only": "the bias alone"}
+TUNED = {"block": "+Task-specific Tuning", "gradient": f"{FUSION}, gradients tuned"}
+TUNED |= {"ffn": f"{FUSION}, FFN outputs tuned"}
+METHOD = ("compress.method", "mask_1.kind", "truncate.blocks", "tune.kind", STATES)
+KEPT = {"ffn": "Maintain Output", "gradient": "Maintain NTK Gradient"}  # Table XIV
+TASKS = {"sst2": "SST2", "mrpc": "MRPC", "cola": "CoLA", "mnli": "MNLI"}
+TABLE_13 = {"stsb": "STS-B(7k)", "qnli": "QNLI(105k)"}
+PARTS = {"webnlg_seen": "S", "webnlg_unseen": "U", "webnlg": "A"}  # Table IV's letters
+# In which methods differ: stages of a job, and the learning rate, chosen for each method.
+STAGES = ("compress.", "tune.", "truncate.", "finetune.", "fuse.", "prune.", "stages")
+STAGES += tuple(f"{kind}_{i}." for kind in ("mask", "round") for i in (1, 2, 3))
+FREE = (*STAGES, "optimizer.learning_rate", "method", "size", "layers", "neurons")
+SIZED = ("size", "neurons", "optimizer.learning_rate")
+DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
 
 
-def finetunings(rows: Frame) -> Frame:
-    """Last stages of jobs on labelled rows: "score" in percent, of the best evaluation."""
-    last = rows["run"].str.fullmatch(r".*[/_]finetune") & (rows.objective == "labels")
+def finetunings(runs: Frame) -> Frame:
+    """Last stages of jobs on labelled rows: "score" in percent, of the best evaluation.
+
+    Runs of less than three epochs choose the learning rate, which their "place" has.
+    """
+    rows = c.need(runs, *METHOD, "objective", "compress.ratio", LAYERS, "mask_3.layers")
+    rows = c.need(rows, "finetune.base", "epochs", "optimizer.learning_rate", "data.task")
     widths = rows[rows.what == "ffn_widths_after"]
     widths = widths.groupby(widths["run"].map(os.path.dirname))["value"].min()
-    rows = rows[last]
-    rows = rows.assign(model=model_of(rows["finetune.base"]))
-    rows = tidy.records(rows, SAME, SHOWN, {"objective": tidy.ANY})
+    rows = rows[rows["run"].str.fullmatch(r".*[/_]finetune") & (rows.objective == "labels")]
+    rows = c.without_idle_losses(rows.assign(model=model_of(rows["finetune.base"])))
+    rows = rows.assign(
+        method=c.label(rows, method_of, *METHOD),
+        size=c.label(rows, size_of, "compress.ratio", LAYERS),
+        layers=rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of),
+        neurons=rows["run"].map(os.path.dirname).map(widths),
+        task=rows["data.task"],
+    )
+    rates = ", learning rate " + rows["optimizer.learning_rate"].astype(str)
+    epochs = ", " + c.label(rows, "epochs {:g}".format, "epochs") + rates.where(rows.epochs < 3, "")
+    rows = rows.assign(chosen=epochs, place="here: " + rows.model + rows["size"] + epochs)
     best = rows[rows.what.str.startswith(BEST)]
-    rows = pandas.concat([rows, best.assign(what=SCORE, value=100 * best["value"], low=None)])
-    neurons = rows["run"].map(os.path.dirname).map(widths).astype(object)
-    layers = rows["compress.layers"].fillna(rows["mask_3.layers"]).map(count_of).astype(object)
-    return rows.assign(neurons=neurons, **{"compressed layers": layers}).reset_index(drop=True)
+    return pandas.concat([rows, c.in_percent(best.assign(what=SCORE))], ignore_index=True)
 
 
-def model_of(base: pandas.Series) -> pandas.Series:
+def method_of(method: Any, masked: Any, blocks: Any, tuned: Any, states: Any) -> str:
+    """The paper's name of how a model was made smaller, or ours."""
+    name = METHODS.get(method, method) if isinstance(method, str) else ""
+    if isinstance(tuned, str):
+        fused = TUNED.get(states) if method == "fusion" else None
+        return fused or f"{name or 'LTH'}, tuned"
+    cut = f"first {blocks} layers" if blocks and blocks == blocks else "whole"
+    return name or ("LTH" if isinstance(masked, str) else cut)
+
+
+def size_of(ratio: Any, layers: Any) -> str:
+    """Text of what is removed: ", 75% of layers 2-5"."""
+    return "" if pandas.isna(ratio) else f", {100 * ratio:.3g}% of layers {layers}"
+
+
+def model_of(base: Any) -> Any:
     """The model of a job, "x:<model>,<task>": its last stage reads another stage's."""
-    return base.str.extract(r":(.+),", expand=False).map(os.path.basename)
+    return base.str.extract(r":(.+),", expand=False).map(os.path.basename, na_action="ignore")
 
 
 def count_of(layers: object) -> float | None:
-    """The number of layers that "2-5" or "0,3" names; None of what does not say."""
+    """The number of layers that "2-5" or "0,3" names; None for other texts."""
     parts = [part.split("-") for part in str(layers).split(",")]
     if not all(end.isdigit() for part in parts for end in part):
         return None
     return float(sum(int(part[-1]) - int(part[0]) + 1 for part in parts))
 
 
-def blocks(rows: Frame) -> Frame:
-    """Analyses of one block: a record a method, seeds those of the head and the method."""
+def default(rows: Frame) -> Frame:
+    """Those of three quarters of the last four of MiniLM's six layers, and of whole models."""
+    return rows[rows["size"].isin(["", ", 75% of layers 2-5"])]
+
+
+def blocks(runs: Frame) -> Frame:
+    """Analyses of one compressed block, apart for each method; seeds of the head and the method."""
+    rows = c.need(runs, "analysis", "config.layer", "ratio")
     rows = rows[rows.analysis == "ntk"]
     norms = rows[rows.what == "kernel_norm"].set_index("run")["value"]
     rows = rows[rows.what.str.startswith("errors/")]
-    apart = rows[rows.what.str.endswith(f"/{NTK}")]
-    share = apart["value"] / apart["run"].map(norms)
-    shares = apart.assign(what=apart.what.str.replace(NTK, "share"), value=share)
-    rows = pandas.concat([rows, shares], ignore_index=True)
-    parts = rows.what.str.split("/", expand=True).reindex(columns=range(3))
-    run = rows["run"] + " (" + parts[1].astype(object) + ")"
-    rows = rows.assign(method=parts[1].astype(object), what=parts[2], run=run)
-    same = ("model", "method", "config.layer", "ratio", "n_init", "max_rows", "data.")
-    return tidy.records(rows, same, ("model", "method"), {"analysis": tidy.ANY})
+    parts = rows.what.str.split("/", expand=True).reindex(columns=range(3)).astype(object)
+    rows = rows.assign(method=parts[1], kernel=parts[1].replace(METHODS), what=parts[2])
+    rows = rows.assign(norm=rows["run"].map(norms), run=rows["run"] + " (" + rows.method + ")")
+    shares = rows[rows.what == NTK]
+    shares = c.with_cells(shares.assign(what="share", value=shares["value"] / shares.norm))
+    rows = pandas.concat([rows, shares], ignore_index=True).drop(columns="norm")
+    return rows.assign(place="here: " + rows.model)
 
 
-def in_memory(rows: Frame) -> Frame:
-    """Language models compressed in memory, and their perplexity."""
+def in_memory(runs: Frame) -> Frame:
+    """Language models compressed in memory."""
+    rows = c.need(runs, "method", "ratio", "canonical", "spare")
     rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
-    shown = ("model", "method", "ratio", "canonical", "spare")
-    same = (*shown, "n_init", "steps", "text", "token_ids", "window", "max_windows", "bos")
-    return tidy.records(rows, same, shown, {"method": DRAWN})
+    names = c.label(rows, fused, "method", "canonical", "spare")
+    rows = rows.assign(seed=rows.seed.where(rows.method.isin(DRAWN)), names=names)
+    names = rows.names.where(rows.ratio != 0, "whole")
+    return rows.assign(names=names, place="here").sort_values(["model", "ratio"], kind="stable")
 
 
-def recovered(rows: Frame) -> Frame:
+def fused(method: str, canonical: Any, spare: Any) -> str:
+    """Name of a fusion: "fusion, canonical", "fusion, 5 spared"."""
+    if canonical is True:
+        return f"{method}, canonical"
+    return f"{method}, {spare} spared" if spare and spare == spare else f"{method}"
+
+
+def recovered(runs: Frame) -> Frame:
     """Language models compressed, or neurons removed, then trained on: their last measurement."""
+    rows = c.need(runs, "recover.kind", "recover.base", "recover.steps", "stages", "fuse.method")
+    rows = c.need(rows, "fuse.canonical", "fuse.spare", "prune.criterion", "prune.compensation")
     rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
     rows = rows.assign(model=model_of(rows["recover.base"]))
     for stage in ("fuse", "prune"):  # in the config of a job that leaves that stage out, too
-        left_out = ~rows.stages.map(lambda stages, name=stage: name in (stages or ()))
-        rows.loc[left_out, [name for name in RECOVERED if name.startswith(f"{stage}.")]] = None
-    return tidy.records(rows, RECOVERED, ("model", *(x for x in RECOVERED if x[-1] != ".")))
-
-
-def answering(rows: Frame) -> Frame:
-    """Models trained on WebNLG: BLEU and TER, in percent, of what others asked of them."""
-    rows = rows[(rows["data.task"] == "webnlg") & rows.what.isin(["bleu", "ter"])]
-    rows = rows.assign(what=rows.what.str.upper() + " " + rows.task.map(PARTS))
-    return tidy.records(rows, ("model", "steps", "optimizer."), ("model", "steps"))
+        out = ~rows.stages.map(lambda stages, name=stage: name in (stages or ())).astype(bool)
+        rows.loc[out, [name for name in rows if name.startswith(f"{stage}.")]] = None
+    refit = rows["prune.compensation"].isin(["state_ridge", "gram", "bias"])
+    removed = "removal by " + rows["prune.criterion"].astype(str)
+    removed = removed.replace("removal by entropy", "entropy removal")
+    removed += (", " + rows["prune.compensation"].astype(str)).where(refit, "")
+    merged = c.label(rows, fused, "fuse.method", "fuse.canonical", "fuse.spare")
+    merged = merged.where(rows["fuse.method"].notna(), "whole")
+    method = merged.where(rows["prune.criterion"].isna(), removed)
+    steps = c.label(rows, "{:g}".format, "recover.steps")
+    return rows.assign(method=method, steps=steps, place="here")
 
 
 # ---- tables
 
 
-def scores(runs: Runs, match: Match, **columns: str) -> Frame:
-    rows = tidy.matching(runs["finetuned"], match)
-    return rows[rows.what == SCORE].assign(**columns)
+def scores(runs: Frame, task: str = "") -> Frame:
+    """Scores on one task, or all."""
+    rows = finetunings(runs)
+    return rows[(rows.what == SCORE) & ((rows.task == task) | (task == ""))]
 
 
-def table_1(runs: Runs) -> Frame:
-    return tidy.cells(runs["kernel"], {"Output": BLOCK, "NTK": NTK})
+def table_1(runs: Frame) -> Frame:
+    rows = blocks(runs).rename(columns={"kernel": "Method"})
+    return c.table(rows, ["Method", "place"], {"Output": BLOCK, "NTK": NTK})
 
 
-def table_2(runs: Runs) -> Frame:
-    return scores(runs, DEFAULT)
+def table_2(runs: Frame) -> Frame:
+    rows = default(scores(runs))
+    return c.pivot(rows.assign(Method=rows.method, column=rows.task), ["Method", "place"])
 
 
-def table_5(runs: Runs) -> Frame:
-    own = {"compress.layers": DEFAULT["compress.layers"], "compress.method": WIDTHS}
-    rows = scores(runs, {"data.task": "sst2", **own, **UNTUNED})
-    return rows.assign(neurons=rows.neurons.map("{:g}".format))
+def table_5(runs: Frame) -> Frame:
+    rows = scores(runs, "sst2")
+    columns = rows.method.map({"Sketch": "Sketch", FUSION: "MLP Fusion"})
+    label, widths = "Intermediate Dimension", c.label(rows, "{:g}".format, "neurons")
+    rows = rows.assign(column=columns, **{label: widths})
+    rows = rows[rows.column.notna() & rows[LAYERS].isin(["2-5"])]
+    return c.pivot(rows, [label, "place"])
 
 
-def table_10(runs: Runs) -> Frame:
-    rows = runs["finetuned"].drop_duplicates(["data.task", "what", "split"])
-    rows = rows.assign(differs="")
-    return tidy.cells(rows, {"Train size": "train/rows", "Test Size": "validation/rows"})
+def table_10(runs: Frame) -> Frame:
+    """Sizes of each data set, as the first run on it read them."""
+    names = {"train/rows": "Train size", "validation/rows": "Test Size"}
+    rows = finetunings(runs)
+    rows = rows[rows.what.isin(list(names))].drop_duplicates(["task", "what"])
+    rows = rows.assign(Dataset=rows.task.replace(TASKS), column=rows.what.map(names))
+    return c.pivot(rows.assign(place="here: " + rows.model), ["Dataset", "place"])
 
 
-def table_12(runs: Runs) -> Frame:
-    return scores(runs, {"data.task": "sst2", **TUNED, **DEFAULT}, column="Accuracy")
+def table_12(runs: Frame) -> Frame:
+    rows, label = default(scores(runs, "sst2")), "Method+Task-specific Fine-tuning"
+    rows = rows[rows[STATES] == "block"].assign(column="Accuracy")
+    names = rows.method.str.removesuffix(", tuned").replace(TUNED["block"], "MLP Fusion(Ours)")
+    return c.pivot(rows.assign(**{label: names}), [label, "place"])
 
 
-def table_13(runs: Runs) -> Frame:
-    return scores(runs, {"data.task": ["stsb", "qnli"], **DEFAULT})
+def table_13(runs: Frame) -> Frame:
+    rows = default(scores(runs))
+    rows = rows[rows.task.isin(list(TABLE_13))]
+    rows = rows.assign(Method=rows.method, column=rows.task.map(TABLE_13))
+    return c.pivot(rows, ["Method", "place"])
 
 
-def table_14(runs: Runs) -> Frame:
-    kept = {"tune.losses.layerwise.states": ["ffn", "gradient"]}
-    parts = (FUSION, {"compress.method": "fusion", **kept})
-    rows = [scores(runs, {"data.task": "sst2", **DEFAULT, **match}) for match in parts]
-    return pandas.concat(rows).assign(column="Accuracy")
+def table_14(runs: Frame) -> Frame:
+    rows = default(scores(runs, "sst2"))
+    names = rows[STATES].map(KEPT).where(rows.method != FUSION, FUSION)
+    rows = rows[(rows["compress.method"] == "fusion") & names.notna()]
+    return c.pivot(rows.assign(column="Accuracy", Methods=names), ["Methods", "place"])
 
 
-def kernels(runs: Runs) -> Frame:
+def kernels(runs: Frame) -> Frame:
+    rows = blocks(runs)
     columns = {"NTK": NTK, "of its norm": "share", "NTK of SGD": "sgd_ntk_error", "FFN output": FFN}
     columns |= {"of words": f"{FFN}_words", "block output": BLOCK}
     columns |= {"of words (block)": f"{BLOCK}_words", "kept share": "kept_share"}
-    return tidy.cells(runs["kernel"], columns)
+    rows = rows.assign(method=rows.kernel)
+    return c.table(rows, ["model", "method", "place"], columns)
 
 
-def webnlg(runs: Runs) -> Frame:
-    columns = [f"{name} {part}" for name in ("BLEU", "TER") for part in PARTS.values()]
-    return tidy.cells(runs["answering"], dict(zip(columns, columns, strict=True)))
+def webnlg(runs: Frame) -> Frame:
+    """BLEU and TER, in percent, of what other runs asked of models trained on WebNLG."""
+    rows = c.need(runs, "data.task", "steps")
+    rows = rows[(rows["data.task"] == "webnlg") & rows.what.isin(["bleu", "ter"])]
+    columns = rows.what.str.upper() + " " + rows.task.map(PARTS)
+    rows = rows.assign(column=columns, steps=rows.steps.astype(str))
+    made = c.pivot(rows.assign(place="here: " + rows.model), ["model", "steps", "place"])
+    return made.reindex(columns=[f"{x} {y}" for x in ("BLEU", "TER") for y in PARTS.values()])
 
 
-def against(runs: Runs, these: Match, base: Match) -> Frame:
-    return versus(runs["finetuned"], SCORE, these, base, SAME, CHOSEN)
+def minus(rows: Frame, base: str, index: list[str]) -> Any:
+    """Scores against a method's, seed by seed, each at its own learning rate."""
+    rows = rows[rows.what == SCORE]
+    other = default(rows[rows.method == base])
+    return c.against(rows, other, index, ["model", "task", "chosen"], FREE)
 
 
-def paired(runs: Runs) -> Frame:
-    rows = runs["finetuned"]
-    columns = {"score": SCORE, "less fusion": against(runs, {}, {**FUSION, **DEFAULT})}
-    columns |= {"less whole": against(runs, {}, WHOLE), "parameters": "parameters"}
-    return tidy.cells(rows, columns)
+def paired(runs: Frame) -> Frame:
+    rows, index = finetunings(runs), ["task", "method", "place"]
+    columns = {"score": SCORE, "Δ vs fusion": minus(rows, FUSION, index)}
+    columns |= {"Δ vs whole": minus(rows, "whole", index), "parameters": "parameters"}
+    return c.table(rows, index, columns)
 
 
-def untrained(runs: Runs) -> Frame:
+def untrained(runs: Frame) -> Frame:
+    rows = in_memory(runs)
+    rows = rows.assign(method=rows.names, share=c.label(rows, "{:g}".format, "ratio"))
     columns = {"NLL": "nll", "perplexity": "perplexity", "inertia share": "inertia_share"}
-    return tidy.cells(runs["untrained"], columns)
+    return c.table(rows, ["model", "method", "share", "place"], columns)
 
 
-def after_recovery(runs: Runs) -> Frame:
-    every, own = runs["recovered"], ("fuse.", "prune.")
-    base = {"whole": {"fuse.method": None, "prune.criterion": None}}
-    base["entropy removal"] = {"prune.criterion": "entropy"}
-    columns = {"NLL": "nll", "perplexity": "perplexity"}
-    for name, match in base.items():
-        columns[f"less {name}"] = versus(every, "nll", {}, match, RECOVERED, own, "units")
-    return tidy.cells(every, columns)
+def after_recovery(runs: Frame) -> Frame:
+    rows, index = recovered(runs), ["model", "steps", "method", "place"]
+    losses, columns = rows[rows.what == "nll"], {"NLL": "nll", "perplexity": "perplexity"}
+    for name in ("whole", "entropy removal"):
+        base = losses[losses.method == name]
+        apart = c.against(losses, base, index, ["model", "steps"], FREE, c.paired_units)
+        columns[f"Δ vs {name}"] = apart
+    return c.table(rows, index, columns)
 
 
 # ---- figures
 
 
-def figure_4(runs: Runs) -> Frame:
-    rows = scores(runs, {"data.task": "sst2", **UNTUNED, **THREE_QUARTERS}, column="accuracy (%)")
-    by = rows.groupby(["compress.method", "seed"])["compressed layers"].transform("nunique")
-    return rows[by > 1].assign(differs="")
+def figure_4(runs: Frame) -> Frame:
+    rows = scores(runs, "sst2")
+    rows = rows[rows["tune.kind"].isna() & rows["compress.ratio"].isin([0.75])]
+    by = rows.groupby(["method", "chosen", "seed"])["layers"].transform("nunique")
+    rows = rows[by > 1]
+    rows = rows.drop(columns=[name for name in rows if name.startswith((*STAGES, *SIZED))])
+    return c.points(rows, "accuracy (%)", rows.task, rows.method + rows.chosen, "layers")
 
 
-def figure_5(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["curves"], {"data.task": "sst2", **FUSION})
-    rows = rows[rows.what == "train/loss"].assign(column="training loss")
-    return rows.assign(neurons=rows["compress.ratio"].map(lambda x: f"{1 - x:.3g} of the"))
+def figure_5(curves: Frame) -> Frame:
+    rows = finetunings(curves)
+    rows = rows[(rows.task == "sst2") & (rows.method == FUSION) & (rows.what == "train/loss")]
+    return c.points(rows, "training loss", rows.task, rows.place.str.removeprefix("here: "))
 
 
 # ---- claims
 
 
 def of_paper(key: str, place: int, sign: int, but: tuple[str, ...] = ()) -> Frame:
-    """Each method less fusion in a table of means and spreads over three runs, with z [ours]."""
-    cells = {row[0]: row[place].split(" ± ") for row in PRINTED["tables"][key]["rows"]}
-    mean, spread = map(float, cells.pop("MLP Fusion (Ours)"))
+    """Each method minus fusion in a table of means and spreads over three runs, with z [ours]."""
+    cells = {row[0]: row[place].split(" ± ") for row in TABLES[key]["rows"]}
+    mean, spread = map(float, cells.pop(FUSION))
     parts = []
     for name, (other, own) in cells.items():
         apart = float(other) - mean
@@ -226,44 +294,43 @@ def of_paper(key: str, place: int, sign: int, but: tuple[str, ...] = ()) -> Fram
     return on_paper(parts)
 
 
-def with_paper(paper: Frame, ours: Frame, key: str) -> Frame:
-    ours = tidy.claimed(ours, PRINTED["claims"][key])
-    return pandas.concat([paper, ours], ignore_index=True)
+def closest_kernel(runs: Frame) -> Frame:
+    rows = blocks(runs)
+    rows = rows[(rows.what == NTK) & ~rows.method.isin(["structured", "bias_only"])]
+    rows = rows.assign(part=rows.method, run_on=rows.model)
+    base, on = rows[rows.method == "fusion"], ["run_on"]
+    found = c.against(rows, base, CLAIM, on, ("method", "kernel", "part"))
+    return pandas.concat([of_paper("table_1", 2, 1), c.judged(found)])
 
 
-def closest_kernel(runs: Runs) -> Frame:
-    others = ["sqrt", "merged", "sketch", "hybrid_sketch", "mmd", "svd", "unstructured"]
-    same = ("model", "config.layer", "ratio", "data.")
-    ours = versus(runs["kernel"], NTK, {"method": others}, {"method": "fusion"}, same)
-    return with_paper(of_paper("table_1", 2, 1), ours, "closest_kernel")
-
-
-def above_all(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["finetuned"], {"data.task": "sst2", **UNTUNED, **DEFAULT})
-    rows = rows[~rows.record.isin(tidy.matching(rows, WHOLE).record)]
-    ours = versus(rows, SCORE, {}, {**FUSION, **DEFAULT}, SAME, CHOSEN)
+def above_all(runs: Frame) -> Frame:
+    rows = default(scores(runs, "sst2"))
+    rows = rows[rows["tune.kind"].isna() & (rows.method != "whole")]
+    rows = rows.assign(part=rows.method, run_on=rows.task + rows.chosen)
     paper = of_paper("table_2", 1, -1, ("RoBERTa", "+Task-specific Tuning"))
-    return with_paper(paper, ours, "above_all")
+    return pandas.concat([paper, c.judged(minus(rows, FUSION, CLAIM), -1)])
 
 
-def tuning(runs: Runs, method: str) -> Frame:
-    own = {"data.task": "sst2", "compress.method": method, **DEFAULT}
-    return against(runs, own | TUNED, own | UNTUNED)
+def tuning(runs: Frame, tuned: str, base: str, sign: int) -> Frame:
+    """A method tuned layer by layer against the method alone."""
+    rows = default(scores(runs, "sst2"))
+    rows = rows[rows.method.isin([tuned, base])]
+    rows = rows.assign(part="tuned", run_on=rows.task + rows.chosen)
+    sides = (rows[rows.method == tuned], rows[rows.method == base])
+    return c.judged(c.against(*sides, CLAIM, ["model", "task", "chosen"], FREE), sign)
 
 
-def tuning_helps(runs: Runs) -> Frame:
-    return tuning(runs, "fusion")
+tuning_helps = partial(tuning, tuned=TUNED["block"], base=FUSION, sign=1)
+tuning_helps_sketch = partial(tuning, tuned="Sketch, tuned", base="Sketch", sign=-1)
 
 
-def tuning_helps_sketch(runs: Runs) -> Frame:
-    return tuning(runs, "sketch")
+def above_half_depth(runs: Frame) -> Frame:
+    rows = scores(runs, "sst2")
+    rows = rows.assign(part=rows.method + rows["size"], run_on=rows.task + rows.chosen)
+    half = rows[rows.method.str.startswith("first ")]
+    rows = rows[rows.layers < 5]  # of six: the paper's fewer than 10 of twelve
+    on, ours = ["model", "task", "chosen"], rows[rows.method == FUSION]
+    return c.judged(c.against(ours, half, CLAIM, on, FREE))
 
 
-def above_half_depth(runs: Runs) -> Frame:
-    return against(runs, {"data.task": "sst2", **FUSION}, {"truncate.blocks": tidy.ANY})
-
-
-KINDS = {"finetuned": finetunings, "kernel": blocks}
-KINDS |= {"untrained": in_memory, "recovered": recovered, "answering": answering}
-CURVE_KINDS = {"curves": finetunings}
 CURVES = ("train/loss",)

@@ -1,4 +1,4 @@
-"""P-32 (depth-wise pooling): its tables and figures, beside what was measured here."""
+"""P-32 (depth-wise pooling): its tables and figures, with what was measured here."""
 
 from __future__ import annotations
 
@@ -9,133 +9,198 @@ from typing import Any
 import pandas
 
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.report import tidy
-from ffn_heterogeneity.report.paper import Runs
+from ffn_heterogeneity.report import cells as c
+from ffn_heterogeneity.report.cells import Frame
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
-from ffn_heterogeneity.report.tidy import Frame, Match
-from ffn_heterogeneity.report.versus import by_seed, versus
 
 PRINTED = printed("p32")
-TASKS = PRINTED["tables"]["table_6"]["columns"][:-1]
-BEST = "validation/best/"  # the metric of the task, where the best weights were kept
+TABLES, MAJORITY = PRINTED["tables"], PRINTED["majority"]
+TASKS = TABLES["table_6"]["columns"][:-1]
+METHODS = {"last": "Baseline", "p32": "P-32", "average": "Avg.Pool"}
+METHODS |= {"scalar_mix": "scalar mix (ELMo)"}
+ORDER = {name: i for i, name in enumerate(METHODS)}
+OWN_RATE = "P-32, lambda at the model's rate"
 SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
-POOLING = ("model", "pooling", "lambda_rate", "final_norm", "truncate.blocks", "data.fraction")
-SAME = [*POOLING, "data.task", "optimizer.", "losses.", "nf4.", "lora."]
-SAME += ["prepare", "epochs", "batch_size", "dropout", "compute_dtype"]
-METHODS = PRINTED["names"]["method"][1]
-BASELINE, OURS, AVERAGE = (METHODS[name] for name in ("Baseline", "P-32", "Avg.Pool"))
-ALL_BLOCKS = {"truncate.blocks": [0, None]}
-# A decoder is given 1,000 rows of MRPC or RTE; that counts as all of them.
-WHOLE = {**ALL_BLOCKS, "data.fraction": [1.0, 0.2727, 0.4016]}
-SETTINGS = dict.fromkeys((*SAME, "objective"))
+POOLED = ("pooling", "lambda_rate", "method", "rate", "place", "order")  # in which poolings differ
+DATA = ["model", "data.task", "data.fraction"]
+WHOLE = [1.0, 0.2727, 0.4016]  # decoders read 1,000 rows of MRPC or RTE: all, for this report
+CLAIM = ["run_on", "part"]
 
 
 # ---- runs
 
 
-def classifiers(rows: Frame) -> Frame:
-    """Runs on labelled rows: "score" in percent, of the best evaluation; how far from average."""
-    rows = rows[(rows.objective == "labels") & rows.pooling.notna()]
-    rows = tidy.records(rows, SAME, ("data.task", *POOLING, "losses."), {"pooling": tidy.ANY})
-    best = rows[rows.what.str.startswith(BEST)]
-    name = best.set_index("run").what.str.removeprefix(BEST)
+def classifiers(runs: Frame, whole: bool = False) -> Frame:
+    """Runs on labelled rows: "score" in percent, of the best evaluation, and how far the weights
+    of the layers are from an average.
+
+    Args:
+      whole: those on all blocks; a run on the first n of n blocks is not one.
+    """
+    rows = c.need(runs, "objective", "pooling", "lambda_rate", "truncate.blocks", "data.fraction")
+    rows = c.need(rows, "final_norm", "data.task", "prepare")
+    rows = c.without_idle_losses(rows[(rows.objective == "labels") & rows.pooling.notna()])
+    learned = rows.lambda_rate.notna() & (rows.pooling == "p32")
+    method = rows.pooling.map(METHODS).where(learned | (rows.pooling != "p32"), OWN_RATE)
+    rate = (", lambda_rate " + rows.lambda_rate.astype(str)).where(learned, "")
+    some = c.label(rows, ", {:.2g} of the rows".format, "data.fraction")
+    some = some.where(rows["data.fraction"] != 1, "")
+    rows = rows.assign(method=method, rate=rate, task=rows["data.task"], place="here" + some + rate)
+    rows = pandas.concat([rows, *scores_of(rows), *weights_of(rows)], ignore_index=True)
+    layers = rows[rows.what == "depth_weights"].groupby("model").layer.max()
+    every = rows.model.map(layers).astype(object)
+    all_blocks = rows["truncate.blocks"].fillna(0).eq(0)
+    cut = (~all_blocks & (rows["truncate.blocks"] == every)).map({True: ", truncated", False: ""})
+    rows["truncate.blocks"] = rows["truncate.blocks"].where(~all_blocks, every)
+    rows = rows.assign(cut=cut, order=rows.pooling.map(ORDER))
+    chosen: Frame = rows[all_blocks] if whole else rows
+    return chosen.sort_values(["model", "task", "order"], kind="stable")
+
+
+def scores_of(rows: Frame) -> list[Frame]:
+    """The task's metric where the best weights were saved, and the same metric on a test set."""
+    best = rows[rows.what.str.startswith("validation/best/")]
+    name = best.set_index("run").what.str.removeprefix("validation/best/")
     test = rows[rows.what == "test/" + rows["run"].map(name).astype(object)]
+    return [c.in_percent(best.assign(what=SCORE)), c.in_percent(test.assign(what=TEST))]
+
+
+def weights_of(rows: Frame) -> list[Frame]:
+    """The largest distance of a layer's weight from 1/L, and the layer of the largest weight."""
     weights = rows[(rows.what == "depth_weights") & (rows.pooling != "average")]
-    by_run = weights.groupby("run")
-    layers = weights.groupby("model").layer.max()
-    first = weights.drop_duplicates("run")
+    by_run, first = weights.groupby("run"), weights.drop_duplicates("run")
     apart = (weights["value"] - 1 / by_run.layer.transform("max").astype(float)).abs()
-    peak = by_run["value"].idxmax().map(weights.layer.astype(float))
-    made = [
-        best.assign(what=SCORE, value=100 * best["value"]),
-        test.assign(what=TEST, **{end: 100 * test[end] for end in ("value", "low", "high")}),
-        first.assign(what=DEPTH, value=first["run"].map(apart.groupby(weights["run"]).max())),
-        first.assign(what=PEAK, value=first["run"].map(peak)),
-    ]
-    rows = pandas.concat([rows, *made], ignore_index=True)
-    blocks = rows["truncate.blocks"].replace(0, None)
-    blocks = blocks.where(blocks.notna(), rows.model.map(layers)).astype(object)
-    tuned = rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names)
-    return rows.assign(blocks=blocks, tuned=tuned)
+    apart = first["run"].map(apart.groupby(weights["run"]).max())
+    peak = first["run"].map(by_run["value"].idxmax().map(weights.layer.astype(float)))
+    pairs = ((DEPTH, apart), (PEAK, peak))
+    return [first.assign(what=x, value=y, cell=y.astype(object), layer=pandas.NA) for x, y in pairs]
 
 
-def against(runs: Runs, settings: dict, base: dict, what: str = SCORE) -> Frame:
-    return versus(runs["classifier"], what, settings, base, SAME, ("pooling", "lambda_rate"))
+def whole(runs: Frame) -> Frame:
+    """Runs on all blocks and rows."""
+    rows = classifiers(runs, whole=True)
+    return rows[rows["data.fraction"].isin(WHOLE)]
+
+
+def minus(rows: Frame, method: str, base: str, index: list[str], what: str = SCORE) -> Any:
+    """Scores of a pooling ("": of all) against another's, seed by seed."""
+    rows = rows[rows.what == what]
+    ours = rows[rows.method == method] if method else rows
+    return c.against(ours, rows[rows.method == base], index, DATA, POOLED)
 
 
 # ---- tables
 
 
-def scores(runs: Runs, match: Match) -> Frame:
-    """The mean of all nine tasks stays out: MNLI's second set is no column of one run, and nobody
-    has run all of them."""
-    rows = tidy.matching(runs["classifier"], match)
-    return rows[rows.what == SCORE]
+def table_1(runs: Frame) -> Frame:
+    """Sizes of each model, with the head of the first task that was run."""
+    rows = whole(runs)
+    rows = rows[(rows.method == "Baseline") & (rows.what == "parameters")].drop_duplicates("model")
+    rows = rows.assign(Model=rows.model, place="here")
+    names = {"truncate.blocks": "# Transformer Blocks", "value": "# Parameters"}
+    return rows.set_index(["Model", "place"])[[*names]].rename(columns=names)
 
 
-table_2 = table_6 = partial(scores, match=WHOLE)
-BY_DEPTH = {**BASELINE, "data.fraction": 1.0}
-table_3 = partial(scores, match={**BY_DEPTH, "tuned": False})
-table_4 = partial(scores, match={**BY_DEPTH, "tuned": True})
+def by_task(rows: Frame, index: list[str], **labels: Any) -> Frame:
+    """Scores, a column for each task.
+
+    The mean of all nine stays empty: MNLI's second set is no column of one run.
+    """
+    rows = rows[rows.what == SCORE].assign(column=rows["data.task"], **labels)
+    rows["place"] = rows.place.str.replace(r"0\.\d+ of", "a part of", regex=True)
+    return c.pivot(rows, [*index, "place"])
 
 
-def table_1(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], {**BASELINE, **WHOLE})
-    rows = rows[rows.what == "parameters"].drop_duplicates("model").assign(differs="")
-    depth = rows[rows.blocks.notna()]
-    depth = depth.assign(value=depth.blocks.astype(float))
-    return tidy.cells(rows, {"# Transformer Blocks": depth, "# Parameters": rows})
+def table_2(runs: Frame) -> Frame:
+    rows = whole(runs)
+    method = rows.method.replace("P-32", "P-32 (ours)")
+    return by_task(rows, ["Model", "Method"], Model=rows.model, Method=method)
 
 
-def table_5(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], WHOLE).drop_duplicates(["data.task", "model", "what"])
-    columns = {"# Train Samples": "train/rows", "Avg. Input Length": "train/tokens_a_row"}
-    return tidy.cells(rows, columns)
+def by_depth(rows: Frame) -> Frame:
+    """The baseline on all rows, by its number of blocks."""
+    rows = rows[(rows.method == "Baseline") & (rows["data.fraction"] == 1)]
+    rows = rows.sort_values("truncate.blocks", kind="stable")
+    blocks = c.label(rows, "{:g}".format, "truncate.blocks")
+    rows = rows.assign(place="here: " + rows.model + rows.cut)
+    return by_task(rows, ["Num Blocks"], **{"Num Blocks": blocks})
 
 
-def paired(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], WHOLE)
-    first = rows[rows["data.task"].isin(list(PRINTED["majority"]))].drop_duplicates("record")
-    majority = first["data.task"].map(PRINTED["majority"])
-    columns = {
-        "score": SCORE,
-        "less Baseline": against(runs, WHOLE, BASELINE),
-        "less Avg.Pool": against(runs, WHOLE, AVERAGE),
-        "majority": first.assign(value=majority.astype(float), low=None),
-        DEPTH: DEPTH,
-        PEAK: PEAK,
-    }
-    return tidy.cells(rows, columns)
+def tuned(rows: Frame) -> Any:
+    """True where a run trained an adapter and not the model's own weights."""
+    return rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names).astype(bool)
 
 
-def test_sets(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], WHOLE)
-    tested = against(runs, WHOLE, BASELINE, TEST)
-    return tidy.cells(rows, {"score": TEST, "less Baseline": tested})
+def table_3(runs: Frame, adapter: bool = False) -> Frame:
+    rows = classifiers(runs)
+    return by_depth(rows[tuned(rows) == adapter])
+
+
+table_4 = partial(table_3, adapter=True)
+
+
+def table_5(runs: Frame) -> Frame:
+    """Sizes of each data set, as the first run of each model read it."""
+    names = {"train/rows": "# Train Samples", "train/tokens_a_row": "Avg. Input Length"}
+    rows = whole(runs)
+    rows = rows[rows.what.isin(list(names))].drop_duplicates(["data.task", "model", "what"])
+    rows = rows.assign(Dataset=rows["data.task"], column=rows.what.map(names))
+    return c.pivot(rows.assign(place="here: " + rows.model), ["Dataset", "place"])
+
+
+def table_6(runs: Frame) -> Frame:
+    rows = whole(runs)
+    place = "here: " + rows.model + rows.place.str.removeprefix("here")
+    return by_task(rows, ["Method"], Method=rows.method, place=place)
+
+
+def paired(runs: Frame) -> Frame:
+    rows, index = whole(runs), ["model", "task", "method", "place"]
+    known = rows[rows["data.task"].isin(list(MAJORITY))].drop_duplicates([*index])
+    majority = known.assign(cell=known["data.task"].map(MAJORITY).astype(object))
+    columns = {"score": SCORE, "Δ vs Baseline": minus(rows, "", "Baseline", index)}
+    columns |= {"Δ vs Avg.Pool": minus(rows, "", "Avg.Pool", index)}
+    columns |= {"majority": c.cells(majority, index), DEPTH: DEPTH, PEAK: PEAK}
+    return c.table(rows, index, columns)
+
+
+def test_sets(runs: Frame) -> Frame:
+    rows, index = whole(runs), ["model", "task", "method", "place"]
+    columns = {"score": TEST, "Δ vs Baseline": minus(rows, "", "Baseline", index, TEST)}
+    return c.table(rows, index, columns)
 
 
 # ---- figures
 
 
-def figure_2(runs: Runs) -> Frame:
-    """Data sets ordered by size, means over seeds."""
-    rows = tidy.matching(runs["classifier"], {"pooling": "p32", **WHOLE})
+def figure_2(runs: Frame) -> Frame:
+    """Data sets ordered by their size."""
+    rows = whole(runs)
+    rows = rows[rows.pooling == "p32"]
     sizes = rows[rows.what == "train/rows"].set_index("run")["value"]
-    rows = rows[rows.what == "lambda"].assign(column="raw lambda")
-    return rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
+    rows = rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
+    rows = rows[rows.what == "lambda"]
+    rate = rows.rate.where(rows.lambda_rate.notna(), ", the model's rate")
+    return c.points(rows, "raw lambda", rows.model, rows["data.task"] + rate, "layer")
 
 
-def figure_3(runs: Runs) -> Frame:
-    rows = scores(runs, {"data.task": "stsb", **ALL_BLOCKS, "pooling": ["last", "p32"]})
-    rows = rows.assign(column="Spearman's correlation (%)", differs="")
-    # A seed that ran at one place alone would take the other places from a mean over seeds.
-    by = rows.groupby(["model", "pooling", "lambda_rate", "seed"], dropna=False)
-    return rows[by["data.fraction"].transform("nunique") > 1]
+def figure_3(runs: Frame) -> Frame:
+    """Runs of a seed at several shares of the rows: others would move a mean over seeds."""
+    rows = classifiers(runs, whole=True)
+    rows = rows[(rows.what == SCORE) & (rows["data.task"] == "stsb")]
+    rows = rows[rows.pooling.isin(["last", "p32"])]
+    by = rows.groupby(["model", "method", "rate", "seed"], dropna=False)["data.fraction"]
+    rows = rows[by.transform("nunique") > 1].drop(columns=["place"])
+    value = "Spearman's correlation (%)"
+    return c.points(rows, value, rows.model, rows.method + rows.rate, "data.fraction")
 
 
-def figure_4(runs: Runs) -> Frame:
-    rows = scores(runs, BY_DEPTH).assign(column="score (%)", differs="")
-    return rows[rows.groupby(["model", "data.task", "seed"]).blocks.transform("nunique") > 1]
+def figure_4(runs: Frame) -> Frame:
+    rows = classifiers(runs).drop(columns="cut")
+    rows = rows[(rows.what == SCORE) & (rows.method == "Baseline") & (rows["data.fraction"] == 1)]
+    by = rows.groupby(["model", "data.task", "seed"])["truncate.blocks"]
+    rows = rows[by.transform("nunique") > 1]
+    return c.points(rows, "score (%)", rows.model, rows["data.task"], "truncate.blocks")
 
 
 # ---- claims
@@ -144,94 +209,98 @@ def figure_4(runs: Runs) -> Frame:
 def on_paper(parts: list[tuple[str, str, Any, str]]) -> Frame:
     """Parts of a claim on the paper's numbers, from (model, part, value, verdict)."""
     rows = [(f"the paper's {model}", *rest) for model, *rest in parts]
-    return pandas.DataFrame(rows, columns=["run on", "part", "value", "verdict"])
+    return pandas.DataFrame(rows, columns=[*CLAIM, "value", "verdict"])
 
 
 def told(holds: bool) -> str:
+    """Verdict on what is either so or not."""
     return HOLDS if holds else FAILS
 
 
 def gains() -> Frame:
     """P-32's gains over the baseline, by model and task, from Table 2."""
-    table = PRINTED["tables"]["table_2"]
-    frame = pandas.DataFrame(table["rows"], columns=[*table["labels"], *table["columns"]])
+    table = TABLES["table_2"]
+    frame = pandas.DataFrame(table["rows"], columns=[*table["index"], *table["columns"]])
     by_method = frame.set_index(["Method", "Model"])
     return by_method.loc["P-32 (ours)"] - by_method.loc["Baseline"]
 
 
-def with_ours(paper: Frame, runs: Runs, settings: Match, base: Match) -> Frame:
-    ours = against(runs, {**settings, **WHOLE}, base)
-    ours = tidy.claimed(ours, PRINTED["claims"]["above_baseline"])
-    return pandas.concat([paper, ours], ignore_index=True)
+def claimed(runs: Frame, method: str, base: str) -> Frame:
+    """A pooling against another: each model's runs, each task a part."""
+    rows = whole(runs)
+    rows = rows.assign(part=rows["data.task"], run_on=rows.model + rows.rate)
+    return c.judged(minus(rows, method, base, CLAIM))
 
 
-def above_baseline(runs: Runs) -> Frame:
+def above_baseline(runs: Frame) -> Frame:
     parts = [(model, "mean", gain, verdict(gain, 1)) for model, gain in gains()["Avg."].items()]
-    return with_ours(on_paper(parts), runs, OURS, BASELINE)
+    return pandas.concat([on_paper(parts), claimed(runs, "P-32", "Baseline")])
 
 
-def by_1_5_points(runs: Runs) -> Frame:
+def by_1_5_points() -> Frame:
     mean = gains()["Avg."]
     return on_paper([(model, "mean", gain, told(gain >= 1.5)) for model, gain in mean.items()])
 
 
-def depths(runs: Runs) -> dict[tuple[str, str], Frame]:
+def depths(runs: Frame) -> dict[tuple[str, str], Any]:
     """(run on, task) -> scores by blocks: of the paper's Tables 3 and 4, and over seeds here."""
     found = {}
     for key, model in (("table_3", "the paper's BERT"), ("table_4", "the paper's LLAMA-2-7B")):
-        rows = PRINTED["tables"][key]["rows"]
+        rows = TABLES[key]["rows"]
         table = pandas.DataFrame([row[1:] for row in rows], [int(row[0]) for row in rows])
         found |= {(model, task): table[i] for i, task in enumerate(TASKS)}
-    for key, its in figure_4(runs).groupby(["model", "data.task"], sort=False):
-        found[key] = its.groupby("blocks")["value"].mean().sort_index()
+    for key, its in figure_4(runs).groupby(["panel", "line"], sort=False):
+        found[key] = its.groupby("x")["y"].mean().sort_index()
     return found
 
 
-def told_by_depth(runs: Runs, tell: Callable[[Frame], bool]) -> Frame:
+def told_by_depth(runs: Frame, tell: Callable[[Any], bool]) -> Frame:
+    """A claim on scores by blocks."""
     rows = []
     for (run_on, task), its in depths(runs).items():
         value = f"best at {its.idxmax()} of {its.index.max()}"
         rows.append((run_on, task, value, told(tell(its))))
-    return pandas.DataFrame(rows, columns=["run on", "part", "value", "verdict"])
+    return pandas.DataFrame(rows, columns=[*CLAIM, "value", "verdict"])
 
 
-rising_with_depth = partial(
-    told_by_depth, tell=lambda its: its.is_monotonic_increasing and its.is_unique
-)
+rising_with_depth = partial(told_by_depth, tell=lambda its: (its.diff().dropna() > 0).all())
 overthinking = partial(told_by_depth, tell=lambda its: its.idxmax() < its.index.max())
 
 
-def peak_at_best_depth(runs: Runs) -> Frame:
-    rows = tidy.matching(runs["classifier"], {**OURS, **WHOLE})
-    rows = rows[rows.what == PEAK].assign(low=None)
+def peak_at_best_depth(runs: Frame) -> Frame:
+    rows = whole(runs)
+    rows = rows[(rows.method == "P-32") & (rows.what == PEAK)]
     best = {key: its.idxmax() for key, its in depths(runs).items()}
-    places = zip(rows.model, rows["data.task"], strict=True)
-    pairs = [(best.get(place), peak) for place, peak in zip(places, rows["value"], strict=True)]
-    return rows.assign(verdict=[OPEN if n is None else told(n == peak) for n, peak in pairs])
+    part = rows["data.task"] + ", seed " + rows.seed.astype(str)
+    rows = rows.assign(part=part, run_on=rows.model + rows.rate)
+    at = [best.get(place) for place in zip(rows.model, rows["data.task"], strict=True)]
+    pairs = zip(at, rows["value"], strict=True)
+    rows["verdict"] = [OPEN if n is None else told(n == peak) for n, peak in pairs]
+    return rows[[*CLAIM, "value", "verdict"]]
 
 
-def gap_grows(runs: Runs) -> Frame:
-    """Seed by seed, the gain on a fifth of STS-B's rows less that on all."""
-    rows, made = scores(runs, {"data.task": "stsb", **ALL_BLOCKS}), []
-    for _, its in rows.groupby("model"):
-        sides = [
-            by_seed(tidy.matching(its, {"data.fraction": share, **match}))
-            for share in (0.2, 1.0)
-            for match in (OURS, BASELINE)
-        ]
-        seeds = set.intersection(*map(set, sides))
-        apart = [a - b - (c - d) for a, b, c, d in ([x[seed] for x in sides] for seed in seeds)]
-        made.append(its.head(1).assign(**tidy.as_row(interval(apart))))
-    return pandas.concat(made) if made else rows.head(0)
+def gap_grows(runs: Frame) -> Frame:
+    """Seed by seed: the gain on a fifth of STS-B's rows minus that on all."""
+    rows = classifiers(runs, whole=True)
+    rows = rows[(rows.what == SCORE) & (rows["data.task"] == "stsb")]
+    rows = rows[rows["data.fraction"].isin([0.2, 1.0])]
+    c.one_setting(rows, ["model", "method", "data.fraction"])
+    wide = rows.pivot_table("value", ["model", "seed"], ["method", "data.fraction"])
+    columns = [(x, share) for x in ("P-32", "Baseline") for share in (0.2, 1.0)]
+    wide = wide.reindex(columns=columns).dropna()
+    gap = wide.iloc[:, 0] - wide.iloc[:, 2] - (wide.iloc[:, 1] - wide.iloc[:, 3])
+    found = gap.groupby("model").agg(lambda its: interval(list(its)))
+    found.index = pandas.MultiIndex.from_product([found.index, ["stsb"]], names=CLAIM)
+    return c.judged(found.astype(object))
 
 
-def regressions(runs: Runs, column: str, low: bool) -> Frame:
+def regressions(column: str, low: bool) -> Frame:
     """The line of 5.4 through the gains of LLAMA-2-7B, with and without MNLI; `low`: whether the
     claim is that p is below .05."""
     from scipy.stats import linregress
 
-    sizes = {row[0]: row[1:] for row in PRINTED["tables"]["table_5"]["rows"]}
-    place = PRINTED["tables"]["table_5"]["columns"].index(column)
+    sizes = {row[0]: row[1:] for row in TABLES["table_5"]["rows"]}
+    place = TABLES["table_5"]["columns"].index(column)
     gain, parts = gains().loc["LLAMA-2-7B"], []
     for name, left_out in (("seven data sets, without mnli", ["mnli"]), ("all eight", [])):
         tasks = [task for task in sizes if task not in left_out]
@@ -245,15 +314,13 @@ samples_tell = partial(regressions, column="# Train Samples", low=True)
 length_tells = partial(regressions, column="Avg. Input Length", low=False)
 
 
-def ablation(runs: Runs, name: str, base: str) -> Frame:
-    means = {row[0]: row[-1] for row in PRINTED["tables"]["table_6"]["rows"]}
+def ablation(runs: Frame, name: str, base: str) -> Frame:
+    """A pooling against another: the paper's means (Table 6), and ours."""
+    means = {row[0]: row[-1] for row in TABLES["table_6"]["rows"]}
     gain = means[name] - means[base]
     paper = on_paper([("LLAMA-2-7B", "mean", gain, verdict(gain, 1))])
-    return with_ours(paper, runs, METHODS[name], METHODS[base])
+    return pandas.concat([paper, claimed(runs, name, base)])
 
 
 average_above_baseline = partial(ablation, name="Avg.Pool", base="Baseline")
 above_average = partial(ablation, name="P-32", base="Avg.Pool")
-
-
-KINDS = {"classifier": classifiers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +12,12 @@ import pandas
 
 from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.report import stats, tables
+from ffn_heterogeneity.report.cells import Frame, last, with_cells
 from ffn_heterogeneity.report.figures import Panel, draw, of_seeds, save_if
-from ffn_heterogeneity.report.frame import SETTINGS, everything
+from ffn_heterogeneity.report.frame import SETTINGS, everything, plain, progress
 from ffn_heterogeneity.report.stats import middle
 from ffn_heterogeneity.report.tables import UNKNOWN, number
-from ffn_heterogeneity.report.tidy import Frame, last, plain, progress, spread, text_of
-from ffn_heterogeneity.wording import markdown_table
+from ffn_heterogeneity.wording import as_text, markdown_table
 
 FIRST_ROWS = ("validation/", "test/", "best/", "tokens_per_second", "compile_seconds")
 FIRST_PANELS = ("validation/nll", "train/loss")
@@ -60,10 +61,10 @@ def write_report(paths: Sequence[str], output: str | os.PathLike, name: str = "c
     keys = markdown_table(("config key", *labels), rows) if rows else "None: the configs are equal."
     header, rows = numbers(runs)
     table = markdown_table(header, rows) if rows else "None yet."
-    notes = [f"- {tables.as_text(note)}." for note in notes_of(runs)]
+    notes = [f"- {as_text(note)}." for note in notes_of(runs)]
     several = len(labels) > 1
     parts = [
-        "# " + tables.as_text(", ".join(labels) if len(labels) <= NAMED else f"{len(labels)} runs"),
+        "# " + as_text(", ".join(labels) if len(labels) <= NAMED else f"{len(labels)} runs"),
         markdown_table(("run", "state", "directory"), list(states(runs))),
         *(["## Config keys that differ", keys] if several else []),
         *("## Numbers", table, *tables.legend(table)),
@@ -106,11 +107,19 @@ def states(runs: Runs) -> Iterator[tuple[str, str, str]]:
 def differing_keys(runs: Runs) -> list[list[str]]:
     """[key, a value per run] of the config keys that are not the same in all runs.
 
-    As JSON: "1" and 1 are told apart, and so are 1 and true.
+    Values differ if their JSON does: "1" is not 1, and 1 is not true.
     """
     settings = runs.settings.drop_duplicates("label").filter(regex=f"^{SETTINGS}")
     rows = [[key.removeprefix(SETTINGS), *map(text_of, its)] for key, its in settings.items()]
     return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def text_of(value: Any) -> str:
+    """A setting as JSON; "unset" where it is missing."""
+    if pandas.api.types.is_scalar(value) and pandas.isna(value):
+        return "unset"
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value, default=float)
 
 
 def numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
@@ -122,11 +131,11 @@ def numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
     header = ["", first] + [x for label in others for x in (label, "difference", "ratio")]
     begun = runs.curves[runs.curves.what.str.startswith("validation/")]
     begun = begun[~begun["run"].isin(runs.rows["run"])]
-    found = last(pandas.concat([runs.rows, begun], ignore_index=True))
+    found = with_cells(last(pandas.concat([runs.rows, begun], ignore_index=True)))
     names = (found.task.astype(object) + " ").where(found.task.notna(), "") + found.what
     cells: dict[str, dict[str, Any]] = {}
     for (name, label), its in found.groupby([names, "label"], sort=False):
-        values = [spread(row) for row in its.to_dict("records")]
+        values = list(its["cell"])
         means = list(map(middle, values))
         cells.setdefault(name, {})[label] = (
             stats.interval(means) if len(set(means)) > 1 else values[0]

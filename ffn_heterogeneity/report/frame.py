@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,6 +112,42 @@ def everything(
     return _frame(measured, settings), _frame(steps, settings), settings
 
 
+def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """Rows for reports: settings under their own names, "what" with its split, "by" the run.
+
+    A setting that has the name of a row's field keeps its prefix ("config.layer").
+    """
+    import pandas
+
+    taken = {SETTINGS + name for name in (*FIELDS, "run", "by")}
+    names = {name: name.removeprefix(SETTINGS) for name in rows.columns if name not in taken}
+    rows = rows.drop(columns=[SETTINGS + "model", SETTINGS + "seed"], errors="ignore")
+    whole = rows.split.astype(object) + "/" + rows.what
+    rows = rows.copy().assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
+    rows = rows.rename(columns=names)
+    made = {
+        name: pandas.Series([_whole(x) for x in rows[name]], rows.index, dtype=object)
+        for name in rows.columns
+        if name not in FIELDS
+    }
+    return pandas.concat([rows[list(FIELDS)], pandas.DataFrame(made, rows.index)], axis="columns")
+
+
+def _whole(value: Any) -> Any:
+    """Whole numbers became floats in a column that a run lacks; null is as if it was not there."""
+    if value is None:
+        return float("nan")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def progress(rows: pandas.DataFrame, curves: pandas.DataFrame) -> dict[str, str]:
+    """{run: how far it is}, of the runs that have begun."""
+    states = dict.fromkeys(rows["run"], "finished")
+    for run, step in curves.groupby("run", sort=False)["step"].max().items():
+        states.setdefault(str(run), f"not finished, at step {step}")
+    return states
+
+
 def _without_files(*paths: str) -> list[str]:
     """The paths, as a shell makes them of a *, but stray files; says which those are."""
     stray = [path for path in paths if os.path.isfile(path) and not path.endswith(ARCHIVES)]
@@ -214,4 +251,6 @@ def _object(path: str, texts: Texts, name: str) -> dict[str, Any]:
 
 
 def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):  # of a list, or empty
+        return json.dumps(value)
     return tuple(map(_hashable, value)) if isinstance(value, list) else value

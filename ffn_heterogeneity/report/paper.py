@@ -1,10 +1,8 @@
-"""A paper's tables, figures and claims, drawn of runs beside what it prints: Markdown, CSV, PNG.
-
-Runs find their places by their settings, whoever started them: a sweep, a script, a job.
-"""
+"""A paper's tables, figures and claims, of runs and of what it prints: Markdown, CSV, PNG."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,42 +12,39 @@ from etils import epath
 
 from ffn_heterogeneity.io.files import write_text
 from ffn_heterogeneity.io.runs import SWEEP, read_listing
-from ffn_heterogeneity.report import frame, stats, tables, tidy
+from ffn_heterogeneity.report import frame, tables
+from ffn_heterogeneity.report.cells import NO_EFFECT, Frame, among, with_cells
 from ffn_heterogeneity.report.figures import Panel, draw, heat, of_seeds, save_if
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, middle
 from ffn_heterogeneity.report.tables import UNKNOWN, number
-from ffn_heterogeneity.report.tidy import Frame, is_missing, spread
 from ffn_heterogeneity.wording import markdown_table
 
-Runs = Mapping[str, Frame]
-MEASURED = ("value", "low", "high", "n", "how")  # fields that `tidy.spread` reads
-BEGUN = ("train/loss",)  # of a report without curves: it tells which runs have begun
+BEGUN = ("train/loss",)  # of a report without curves: it shows which runs have begun
 UNTOLD = (
     "Of several seeds, compared seed by seed, the 95% interval decides: a claim cannot be told "
-    "where it holds 0. Of one seed its number decides, which says nothing of other seeds."
+    "where the interval includes 0. With one seed only the sign decides."
 )
+NAMES = ("panel", "value", "line", "seed")  # columns of a figure's points, before x and y
 
 
 class Paper(NamedTuple):
-    """A report: what it draws, in this order, from functions of runs (kind -> rows).
+    """A report: the texts of its tables, figures and claims, and the functions that make them.
 
-    A function's name is its key in the JSON, which has its texts: "tables" and "figures" under the
-    paper's captions, "ours" under titles, "claims".
+    A function's name is its key in the texts. Its parameters name what it reads: "runs" (a row a
+    measurement, as `fh.results`) and "curves" (a row a step, as `fh.curves`), with settings under
+    their own names and "cell", a value with its interval.
 
     Attributes:
-      printed: {"paper": its title, "tables": {key: {caption, labels, cells, here, columns, rows,
-        notes}}, "figures": {key: {caption, panel, line, x, xlabel, log, heat}}, "ours": {"tables":
-        {key: {title, ..}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated,
-        run on, part, sign}}}; null is not printed, or cut off in the copy at hand.
-      functions: by name. Of a table: runs -> rows, the name of their cell in "column" (else
-        "what"); `tidy.labelled` gives them the labels, unless they have "from". Several rows of a
-        cell are its seeds. Rows whose labels are those of a printed row stand below it; the others
-        follow. A printed table without a function is one that nobody can measure here. Of a
-        figure: runs -> rows that `tidy.points` gives their place. Of a claim: runs -> rows that
-        `tidy.claimed` gives their verdict.
-        And KINDS, name -> what picks its runs from the rows of all. Where they are needed:
-        CURVE_KINDS, likewise from their curves; CURVES, the measurements of metrics.jsonl that are
-        read; SETTINGS, what a setting is in runs whose config does not have it.
+      printed: {"paper": its title, "tables": {key: {caption, index, columns, rows, notes}},
+        "figures": {key: {caption, x, xlabel, log, heat}}, "ours": {"tables": {key: {title,
+        notes}}, "figures": {key: {title, ..}}}, "claims": {key: {statement, stated}}}. A printed
+        row holds its labels (`index`), then its numbers; null is not printed, or cut off in the
+        copy that was read.
+      functions: by name. A table: a DataFrame, its index the labels of the rows and, if wanted,
+        "place" (shown as "from"); its values the cells. Rows with the labels of a printed row are
+        shown below that row, others at the end. A figure: rows with panel, line, seed, x, y and
+        "value", what y is. A claim: rows with "run_on", "part", value and verdict
+        (`cells.judged`). CURVES: the measurements of metrics.jsonl that are read.
     """
 
     name: str
@@ -69,40 +64,65 @@ class Drawn(NamedTuple):
 
 
 def write_paper(paper: Paper, paths: Sequence[str], output: str | os.PathLike) -> str:
-    """Writes each table and figure (Markdown, CSV, PNG) and `<name>.md`; returns its text.
+    """Write each table and figure (Markdown, CSV, PNG) and `<name>.md`; return its text.
 
     Args:
-      paths: work directories of runs and sweeps, folders and archives of them; those of
-        scripts/evaluate.py give their accuracies to the run whose model they evaluated.
+      paths: work directories of runs and sweeps, folders and archives of them.
 
     Raises:
-      ValueError: `output` is a file, a path holds no run, or a file is damaged; the message names
-        it.
+      ValueError: `output` is a file, a path holds no run, a file is damaged, or runs with
+        different settings fall into one cell; the message names it.
     """
     output = tables.directory(output)
-    states, runs = gather(paper, paths)
+    states, frames = gather(paper, paths)
     parts = [f"# {paper.name.upper()}: tables and figures", paper.printed["paper"] + "."]
-    for one in list(draw_all(paper, runs)):
+    for one in list(draw_all(paper, frames)):
         parts.append(_section(one, save_if(one.figure, output / f"{one.key}.png")))
         write_text(output / f"{one.key}.csv", _csv(one))
         write_text(output / f"{one.key}.md", parts[-1] + "\n")
-    used = set().union(*(one[name] for one in runs.values() for name in ("run", "by")))
-    names = dict(zip(states, tables.shorter(list(states)), strict=True))
-    rows = [(names[run], state, "yes" if run in used else "no") for run, state in states.items()]
-    rows += [(name, "not run", "no") for name in _not_begun(paths)]
-    parts += ["## Runs", markdown_table(("run", "state", "used"), rows)]
+    rows = list(zip(tables.shorter(list(states)), states.values(), strict=True))
+    rows += [(name, "not run") for name in _not_begun(paths)]
+    parts += ["## Runs", markdown_table(("run", "state"), rows)]
     return write_text(output / f"{paper.name}.md", "\n\n".join(parts) + "\n")
 
 
-def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], Runs]:
-    """(run -> its state, kind -> rows) of the runs at `paths`."""
-    of = paper.functions
-    read = frame.everything(*paths, what=of.get("CURVES", BEGUN))[:2]
-    rows, curves = (tidy.known(tidy.plain(one), of.get("SETTINGS", {})) for one in read)
-    rows, curves = tidy.evaluated(rows).copy(), curves.copy()  # in one piece for new columns
-    runs = {name: make(rows) for name, make in of["KINDS"].items()}
-    runs |= {name: make(curves) for name, make in of.get("CURVE_KINDS", {}).items()}
-    return tidy.progress(rows, curves), runs
+def gather(paper: Paper, paths: Sequence[str]) -> tuple[dict[str, str], dict[str, Frame]]:
+    """(run -> its state, {"runs": measurements, "curves": steps}) of the runs at `paths`."""
+    read = frame.everything(*paths, what=paper.functions.get("CURVES", BEGUN))[:2]
+    rows, curves = (frame.plain(one).copy() for one in read)
+    states = frame.progress(rows, curves)
+    made = {"runs": with_evaluations(rows), "curves": curves}
+    # A copy holds its columns in one piece: functions add others at little cost.
+    return states, {name: with_cells(once(one)).copy() for name, one in made.items()}
+
+
+def once(rows: Frame) -> Frame:
+    """The rows of one run of each setting and seed.
+
+    A run without tasks repeats one that differs in what the tasks were (`limit`) alone.
+    """
+    runs = rows.drop_duplicates("run")
+    asked = runs["run"].isin(rows[rows.task.notna()]["run"])
+    runs, asked = (pandas.concat([x[asked], x[~asked]]) for x in (runs, asked))
+    away = {*frame.FIELDS, "run", "by", "origin", *NO_EFFECT} - {"seed"}
+    texts = runs[[name for name in runs if not among(name, list(away))]].map(repr)
+    texts["stage"] = runs["run"].str.extract(r"/(\d+_\w+)$", expand=False)  # all of one config
+    again = texts.drop(columns="limit", errors="ignore").duplicated() & ~asked
+    kept = runs[~texts.duplicated() & ~again]["run"]
+    return rows[rows["run"].isin(kept)].reset_index(drop=True)
+
+
+def with_evaluations(rows: Frame) -> Frame:
+    """The rows, and those of the tasks that other runs evaluated on a run's unattacked model as
+    that run's own; "by" is the run that evaluated."""
+    asked = rows[rows.task.notna() & rows.origin.isin(rows["run"])]
+    for name, whole in (("attack", "zero"), ("criterion", "none")):
+        asked = asked[asked[name].isna() | (asked[name] == whole)] if name in asked else asked
+    asked = asked[asked.k.isna() | (asked.k == 0)] if "k" in asked else asked
+    own = rows.drop(columns=[*frame.FIELDS, "by"]).drop_duplicates("run").set_index("run")
+    seeds = rows.drop_duplicates("run").set_index("run")["seed"]
+    moved = asked[[*frame.FIELDS, "by"]].assign(run=asked.origin, seed=asked.origin.map(seeds))
+    return pandas.concat([rows, moved.join(own, on="run")], ignore_index=True)
 
 
 def _not_begun(paths: Sequence[str]) -> Iterator[str]:
@@ -114,83 +134,57 @@ def _not_begun(paths: Sequence[str]) -> Iterator[str]:
                 yield f"{path.name}/{point['name']}"
 
 
-def draw_all(paper: Paper, runs: Runs) -> Iterator[Drawn]:
+def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures, then ours."""
-    yield draw_claims(paper, runs)
+    yield draw_claims(paper, frames)
     for source in (paper.printed, paper.printed.get("ours", {})):
         for key, texts in source.get("tables", {}).items():
-            make = paper.functions.get(key)
-            yield draw_table(key, texts, make(runs) if make else None)
+            yield draw_table(key, texts, _made(paper, key, frames))
         for key, texts in source.get("figures", {}).items():
-            yield draw_figure(key, texts, paper.functions[key](runs))
+            yield draw_figure(key, texts, _made(paper, key, frames))
+
+
+def _made(paper: Paper, key: str, frames: Mapping[str, Frame]) -> Frame:
+    """What the function of this name returns, given the frames that it asks for; None without."""
+    function = paper.functions.get(key)
+    asked = inspect.signature(function).parameters.values() if function else ()
+    names = [one.name for one in asked if one.default is one.empty]
+    try:
+        return function(**{name: frames[name] for name in names}) if function else None
+    except ValueError as error:
+        raise ValueError(f"{paper.name}, {key}: {error}") from error
 
 
 # ---- tables
 
 
 def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
-    """The paper's rows, below each what was measured here (`made`, or None); then ours."""
-    labels, columns = list(texts["labels"]), texts.get("columns", [])
-    # Labels of a row -> where it is from -> column -> cell.
-    rows: dict[tuple, dict[str, dict[str, Any]]] = {}
+    """The paper's rows, below each what was measured here (`made`, or None); then the others."""
+    labels = texts.get("index") or [x for x in made.index.names if x != "place"]
+    columns = texts.get("columns") or list(made.dropna(axis="columns", how="all"))
+    rows: dict[tuple, list[tuple]] = {}
     for row in texts.get("rows", ()):
-        origins = rows.setdefault(tuple(row[: len(labels)]), {})
-        origins[texts.get("source", "paper")] = dict(zip(columns, row[len(labels) :], strict=True))
-        if made is not None:
-            origins["here"] = {}
-    if made is not None:
-        made = made if "from" in made.columns else tidy.labelled(made, texts)
-        made = made if "column" in made.columns else made.assign(column=made["what"])
-        columns = columns or _order(made["column"])
-        for name, origin, cells in _measured(made, labels):
-            if any(cells.get(column) is not None for column in columns):
-                rows.setdefault(name, {}).pop("here", None)
-                rows[name][origin] = cells
-    table = [
-        (*name, origin, *map(cells.get, columns))
-        for name, origins in rows.items()
-        for origin, cells in origins.items()
-    ]
+        its = (texts.get("source", "paper"), *row[len(labels) :])
+        rows.setdefault(tuple(row[: len(labels)]), []).append(its)
+    printed = list(rows)
+    if made is not None and len(made):
+        made = made.reindex(columns=columns).reset_index()
+        made = made if "place" in made else made.assign(place="here")
+        for row in made[[*labels, "place", *columns]].itertuples(index=False, name=None):
+            values = [None if is_missing(x) else x for x in row[len(labels) + 1 :]]
+            if any(x is not None for x in values):
+                name = tuple(map(str, row[: len(labels)]))
+                rows.setdefault(name, []).append((row[len(labels)], *values))
+    for name in printed if made is not None else ():
+        rows[name] += [("here", *[None] * len(columns))] if len(rows[name]) == 1 else []
+    table = [(*name, *row) for name, its in rows.items() for row in its]
     header = (*labels, "from", *columns)
     return Drawn(key, _title(key, texts), header, table, texts.get("notes", ()))
 
 
-def _order(values: Any) -> list:
-    """The values, in the order of a label, or of their first rows."""
-    known = values.cat.categories if hasattr(values, "cat") else values.drop_duplicates()
-    return list(known[known.isin(values)])
-
-
-def _measured(made: Frame, labels: Sequence[str]) -> Iterator[tuple[tuple, str, dict[str, Any]]]:
-    """(labels, from, column -> cell) of each row, in the order of the labels.
-
-    Where the labels leave a cell two values, each record has a row, and "from" says what it is.
-    """
-    made = made.reindex(columns=[*labels, "from", "column", "record", "told", *MEASURED])
-    cells = list(map(spread, made.to_dict("records")))
-    made = made.assign(cell=pandas.Series(cells, made.index, object), column=list(made["column"]))
-    for name in labels:
-        made[name] = pandas.Categorical(made[name], _order(made[name]))
-    made = made.loc[[cell is not None for cell in cells]]
-    made = made.sort_values(labels, kind="stable") if labels else made
-    for key, its in made.groupby([*labels, "from"], sort=False, observed=True):
-        each = {
-            record: {x: stats.over(list(y)) for x, y in own.groupby("column", sort=False)["cell"]}
-            for record, own in its.groupby("record", sort=False, dropna=False)
-        }
-        told = dict(zip(its["record"], its["told"], strict=True))
-        first = {column: x for cells in reversed(each.values()) for column, x in cells.items()}
-        if all(repr(x) == repr(first[name]) for one in each.values() for name, x in one.items()):
-            yield key[:-1], key[-1], first
-            continue
-        for record, cells in each.items():
-            # What others have otherwise: ", layer 2".
-            apart = [
-                f", {name} {x}"
-                for name, x in told[record].items()
-                if any(told[one].get(name) != x for one in each)
-            ]
-            yield key[:-1], key[-1] + "".join(apart), cells
+def is_missing(value: Any) -> bool:
+    """True if a cell has no value; what was measured as NaN is the text "nan" (`cells.spread`)."""
+    return value is None or value is pandas.NA or (isinstance(value, float) and value != value)
 
 
 def _title(key: str, texts: Mapping[str, Any]) -> str:
@@ -198,19 +192,14 @@ def _title(key: str, texts: Mapping[str, Any]) -> str:
     return texts.get("title", f"{key.replace('_', ' ').capitalize()}: {caption}")
 
 
-def draw_claims(paper: Paper, runs: Runs) -> Drawn:
-    """Every claim wherever it can be looked at."""
+def draw_claims(paper: Paper, frames: Mapping[str, Frame]) -> Drawn:
+    """Every claim, with a row for all that it can be looked at."""
     rows = []
     for key, texts in paper.printed.get("claims", {}).items():
         stated = (texts["statement"], texts["stated"])
-        made = paper.functions[key](runs)
-        made = made if "run on" in made else tidy.claimed(made, texts)
-        for name, its in made.groupby("run on", sort=False, observed=True):
-            told = []
-            for part, own in its.groupby("part", sort=False, observed=True):
-                values = [x for x in map(spread, own.to_dict("records")) if x is not None]
-                told.append((part, stats.over(values), own["verdict"].iat[0]))
-            rows.append((*stated, name, *whole(told)))
+        made = _made(paper, key, frames)
+        for name, its in made.groupby("run_on", sort=False):
+            rows.append((*stated, name, *whole(its[["part", "value", "verdict"]].values)))
         if not len(made):
             rows.append((*stated, None, None, OPEN))
     header = ("statement", "stated", "run on", "measured", "verdict")
@@ -219,7 +208,7 @@ def draw_claims(paper: Paper, runs: Runs) -> Drawn:
 
 def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
     """(measured, verdict) of a claim: it holds if every part does; else which do not."""
-    measured = "; ".join(f"{name} {number(value)}" for name, value, _ in parts)
+    measured = "; ".join(f"{x} {number(None if is_missing(y) else y)}" for x, y, _ in parts)
     for verdict in (FAILS, OPEN):
         names = [name for name, _, its in parts if its == verdict]
         if names:
@@ -232,16 +221,15 @@ def whole(parts: Sequence[tuple[str, Any, str]]) -> tuple[str, str]:
 
 def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     """A figure, and its points."""
-    made, x_name = tidy.points(made, texts), texts.get("x", "step")
     rows, panels, figure = [], [], None
-    label, log = texts.get("xlabel", x_name), texts.get("log", False)
-    for (title, ylabel), its in made.groupby(["panel", "value"], sort=False, observed=True):
+    label, log = texts.get("xlabel", texts.get("x", "step")), texts.get("log", False)
+    for (title, ylabel), its in made.groupby(["panel", "value"], sort=False):
         lines = []
-        for line, of_line in its.groupby("line", sort=False, observed=True):
+        for line, of_line in its.groupby("line", sort=False):
             seeds = []
             for seed, of_seed in of_line.groupby("seed", sort=False, dropna=False):
                 seeds.append(dict(sorted(zip(of_seed["x"], of_seed["y"], strict=True))))
-                name = None if is_missing(seed) else seed
+                name = None if pandas.isna(seed) else seed
                 rows += [(title, ylabel, line, name, *point) for point in seeds[-1].items()]
             lines.append(of_seeds(line, seeds))
         panels.append(Panel(title, lines, label, ylabel, log))
@@ -249,8 +237,7 @@ def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
         several = made["value"].nunique()
         columns = several if several > 1 else 3
         figure = heat(panels) if texts.get("heat") else draw(panels, columns=columns)
-    header = ("panel", "value", "line", "seed", x_name, "y")
-    return Drawn(key, _title(key, texts), header, rows, (), figure)
+    return Drawn(key, _title(key, texts), (*NAMES, texts.get("x", "step"), "y"), rows, (), figure)
 
 
 # ---- text

@@ -37,7 +37,6 @@ def test_claims_that_hold(seeds, report):
         ({"curve": {20: ("nan", "nan")}}, "zeta_L is 0", "cannot be told"),
         ({"curve": FLAT, "batch_size": 8}, NLL, "cannot be told"),
         ({"curve": FLAT, "steps": 10}, NLL, "cannot be told"),
-        ({"curve": FLAT, "data": {"task": "tokens", "path": "x"}}, NLL, "cannot be told"),
     ],
 )
 def test_one_seed_and_what_cannot_be_told(report, tmp_path, change, statement, verdict):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from builders import analysed, claim, lines, pretrain, reading, removal, score, scored, training
 from tiny_models import run_script
-from tiny_runs import write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
@@ -19,6 +18,7 @@ from ffn_heterogeneity.papers.jreg import TASKS
 from ffn_heterogeneity.report.paper import draw_all, gather, write_paper
 from ffn_heterogeneity.report.stats import Spread, interval
 
+RATE = "20 steps, learning rate 0.001"
 PUBLISHED = "zeta_L of a published model"
 
 
@@ -31,7 +31,7 @@ def test_a_printed_table_is_always_drawn(report, tmp_path, paper):
     (tmp_path / "out" / "figure_4.png").write_bytes(b"of other runs")
     tables = report(paper, [str(tmp_path / "sweep")])
     for key, table in printed(paper)["tables"].items():
-        width = len(table["labels"])
+        width = len(table["index"])
         rows = [list(row.values()) for row in tables[key] if row.get("from", "paper") == "paper"]
         rows = [row[:width] + row[width + ("from" in tables[key][0]) :] for row in rows]
         for row, expected in zip(rows, table["rows"], strict=True):
@@ -58,7 +58,7 @@ def test_ours_stands_below_the_papers_row(report, tmp_path):
     tables = report("nucl", runs)
     rows = [row for row in tables["table_4"] if row["from"] != "paper"]
     (mine,) = [row for row in rows if row["PIQA 0-shot"] != "-"]
-    assert (mine["Method"], mine["from"]) == ("Entropy-based", "here: small, ratio 0.25")
+    assert (mine["Method"], mine["from"]) == ("Entropy-based", "here: small")
     assert mine["HellaSwag 10-shot"] == "70.0", "acc_norm where there is one"
     assert float(mine["Average"]) == pytest.approx(240 / 7)
     assert {row["MMLU 5-shot"] for row in rows} == {"30.0", "-"}, "other shots, other ratio: no row"
@@ -77,11 +77,12 @@ def test_gains_are_relative_and_have_their_z(report, tmp_path):
     tables = report("nucl", runs)
     rows = {row["from"]: row["GSM8K"] for row in tables["table_2"] if row["Model size"] == "2B"}
     assert rows["paper"] == "2.71"
-    assert float(rows["here: gsm8k"]) == pytest.approx(25.0), "of the alpha of the lowest loss"
+    assert float(rows["here"]) == pytest.approx(25.0), "of the alpha of the lowest loss"
     ours = {row["Weight matrices"]: row for row in tables["table_3"] if row["from"][:5] == "here:"}
     gained = {k: round(float(v["Relative gain (in %)"])) for k, v in ours.items()}
     assert gained == {"FFN outgoing": 25, "FFN incoming (gated)": 10}
-    scores = {r["Method"]: r["Gemma-2B"] for r in tables["table_8"] if r["from"][:5] == "here:"}
+    ours = [r for r in tables["table_8"] if r["from"] == "here" and r["Gemma-2B"] != "-"]
+    scores = {r["Method"]: r["Gemma-2B"] for r in ours}
     assert scores == {"Standard fine-tuning": "40.0", "NUCL fine-tuning": "50.0"}
     gains = {(r["task"], r["model"], r["from"]): r for r in tables["gains"]}
     printed_gain = gains["GSM8K", "Gemma-2B", "paper"]["relative gain (in %)"]
@@ -103,23 +104,6 @@ def test_models_of_one_name_do_not_mix(report, tmp_path):
     assert found == {"runs/a/model": "10.0", "b": "20.0", "x/a/model": "30.0", "b step5": "99.0"}
 
 
-def test_a_compensation_is_a_method_of_its_own(report, tmp_path):
-    runs = [
-        removal(tmp_path / "solved", 7.0, criterion="magnitude", compensation="least_squares"),
-        removal(tmp_path / "turned", 8.0, criterion="similarity", compensation="sum", reverse=True),
-        removal(tmp_path / "plain", 9.0, criterion="magnitude"),
-    ]
-    path = tmp_path / "solved" / "results.json"
-    solution = {"largest_lambda_norm": 28.5, "largest_condition": 1e7}
-    path.write_text(json.dumps(json.loads(path.read_text()) | solution))
-    rows = report("nucl", runs)["removal"]
-    solved = {(r["norm of lambda"], r["condition"]) for r in rows}
-    assert solved == {("28.5", "10000000.0"), ("-", "-")}
-    found = {row["method"]: row["perplexity"] for row in rows}
-    assert found["Magnitude-based"] == "9.0" and "Srinivas and Babu (2015)" not in found
-    assert found["magnitude, least_squares, reverse False"] == "7.0" and len(found) == 3
-
-
 def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
     runs = [
         removal(tmp_path / "u", 5.0, criterion="none", ratio=0.1),
@@ -129,9 +113,8 @@ def test_runs_that_cannot_be_compared_are_named(report, tmp_path):
     rows = {r["method"]: r for r in report("nucl", runs)["removal"]}
     assert rows["Entropy-based"]["x unpruned"] == "1.4"
     assert rows["gini"]["x unpruned"] == "-", "nothing was unpruned in windows of 128"
-    assert rows["gini"]["from"] == "here, ratio 0.5, window 128"
-    assert rows["Entropy-based"]["from"] == "here, ratio 0.25, window 512"
-    assert rows["Pre-trained baseline"]["from"] == "here, window 512"
+    assert rows["gini"]["from"] == "here: wiki.txt, windows of 128"
+    assert (rows["gini"]["removed"], rows["Pre-trained baseline"]["removed"]) == ("50%", "0%")
 
 
 def test_one_text_under_two_paths_is_one_text(report, tmp_path):
@@ -147,9 +130,8 @@ def test_one_text_under_two_paths_is_one_text(report, tmp_path):
     frame = fh.results(*paths).drop_duplicates("run").set_index("run")
     assert list(frame["config.text"]) == ["wiki.txt", "wiki.txt", "other.txt"]
     assert frame["config.data_root"][paths[1]] == "../wiki.txt" and "config.gone" not in frame
-    assert {row["from"] for row in report("nucl", paths[:2])["removal"]} == {"here"}
-    rows = report("nucl", paths, "both")["removal"]
-    assert {row["from"] for row in rows} == {'here, text "wiki.txt"', 'here, text "other.txt"'}
+    places = {f"here: {text}, windows of 512" for text in ("wiki.txt", "other.txt")}
+    assert {row["from"] for row in report("nucl", paths)["removal"]} == places
 
 
 def test_differences_are_seed_by_seed(seeds, report):
@@ -171,18 +153,17 @@ def test_the_interval_is_students():
 
 
 @pytest.mark.parametrize(
-    "settings, key, here, there",
+    ("settings", "key"),
     [
-        ({"optimizer": {"learning_rate": 2e-3}}, "optimizer.learning_rate", "0.001", "0.002"),
-        ({"monitors": {"x": {"term": "jreg"}}}, "monitors.x.term", "unset", '"jreg"'),
+        ({"data": {"path": "x"}}, "data.path"),
+        ({"monitors": {"x": {"term": "j"}}}, "monitors.x.term"),
     ],
 )
-def test_setups_that_differ_do_not_mix(seeds, report, tmp_path, settings, key, here, there):
+def test_setups_that_differ_stop_the_report(seeds, tmp_path, settings, key):
     changed = pretrain(tmp_path / "x", 0.0, {20: (99.0, 9.0)}, seed=2, **settings)
-    rows = report("jreg", [*seeds, changed])["pretraining"]
-    mine = {row["from"]: row["validation NLL"] for row in rows if row["loss"] == "baseline"}
-    assert mine[f"here, {key} {there}"] == "9.0"
-    assert float(mine[f"here, {key} {here}"]) == pytest.approx(4.1)
+    with pytest.raises(ValueError, match=rf"runs of one cell .* differ in .*{key}"):
+        write_paper(papers.load("jreg"), [*seeds, changed], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_of_weight_0_is_none(seeds, report, tmp_path):
@@ -192,21 +173,6 @@ def test_a_loss_of_weight_0_is_none(seeds, report, tmp_path):
     more = [pretrain(tmp_path / "idle", 0.0, {20: (12.0, 4.4)}, seed=2, losses=idle)]
     (row,) = [r for r in report("jreg", [*seeds, *more])["pretraining"] if r["loss"] == "baseline"]
     assert float(row["validation NLL"]) == pytest.approx((4.0 + 4.2 + 4.4) / 3)
-    on = idle | {"nucl": {"weight": 1.0, "variant": "mstd"}}
-    more += [pretrain(tmp_path / "on", 0.0, {20: (12.0, 9.0)}, seed=2, losses=on)]
-    rows = report("jreg", [*seeds, *more], "two")["pretraining"]
-    assert [r["validation NLL"] for r in rows if "nucl.weight 1" in r["from"]] == ["9.0"]
-
-
-def test_a_run_that_is_in_two_sweeps_counts_once(seeds, report, tmp_path):
-    again = pretrain(tmp_path / "lambda" / "again", 0.0, {20: (50.0, 9.0)})
-    begun = pretrain(tmp_path / "begun", 0.0, {0: (0.0, 8.0)}, seed=5, finished=False)
-    tables = report("jreg", [*seeds, again, begun])
-    assert float(tables["pretraining"][0]["validation NLL"]) == pytest.approx(4.1)
-    runs = [line.split("|") for line in tables["text"].split("## Runs")[1].splitlines()]
-    used = {row[1].strip(): row[3].strip() for row in runs if len(row) > 3}
-    expected = {"lambda/again": "no", "seeds/base0": "yes", "begun": "yes"}
-    assert used | expected == used
 
 
 def test_seeds_within_one_run(report, tmp_path):
@@ -222,8 +188,8 @@ def test_seeds_within_one_run(report, tmp_path):
     assert (float(base["validation NLL"]), float(jreg["validation NLL"])) == (4.5, 4.75)
     assert tables["paired"][0]["validation NLL"] == "-0.25", "against seed 4, not the mean"
     psi = lines(tables, "psi")
-    assert psi["4x8/24", "baseline, 20 steps", "3"][0] == (1, pytest.approx(0.3))
-    assert psi["4x8/24", "baseline, 20 steps", "4"][0] == (1, pytest.approx(0.4))
+    assert psi["4x8/24", f"baseline, {RATE}", "3"][0] == (1, pytest.approx(0.3))
+    assert psi["4x8/24", f"baseline, {RATE}", "4"][0] == (1, pytest.approx(0.4))
     assert claim(tables, PUBLISHED) == ("-", "cannot be told"), "they are ours, not published"
     assert base["piqa acc, 0 shots"] == "0.375"
     assert "0.375 [0.25, 0.5] range n=2" in tables["text"]
@@ -245,8 +211,6 @@ def test_accuracies_go_to_the_run_whose_model_was_evaluated(seeds, report, tmp_p
     # 25 and 20 points, seed by seed; alpha 3 was not scored.
     assert measured.startswith("lambda 1, alpha 1 22.5 [-9.266, 54.27] t n=2; lambda 1, alpha 3 -")
     assert verdict == "cannot be told (lambda 1, alpha 1; lambda 1, alpha 3)"
-    used = [line for line in tables["text"].splitlines() if "yes" in line]
-    assert "s0" in [line.split("|")[1].strip() for line in used]
 
 
 # ---- models and curves
@@ -271,10 +235,10 @@ def test_jump_rates_of_models(report, tmp_path, seeds):
     assert {model for model, _ in rows} == names, "two analyses of one model have two names"
     assert rows["small (first)", "after"]["zeta_L"] == "50.0"
     assert rows["x", "before"]["zeta_L-1"] == rows["x", "before"]["tokens"] == "-"
-    assert rows["small (second)", "after"]["from"] == "here, window 128"
-    measured, verdict = claim(tables, PUBLISHED, "before the final norm, window 64")
+    assert rows["small (second)", "after"]["from"] == "here, windows of 128"
+    measured, verdict = claim(tables, PUBLISHED, "before the final norm, windows of 64")
     assert measured == "small (first) 9.5; x 8" and verdict == "holds"
-    assert claim(tables, PUBLISHED, "after the final norm, window 128")[1] == "does not hold"
+    assert claim(tables, PUBLISHED, "after the final norm, windows of 128")[1] == "does not hold"
 
 
 @pytest.mark.parametrize(
@@ -294,48 +258,17 @@ def test_damaged_analyses_are_named(tmp_path, results):
     assert not (tmp_path / "out").exists()
 
 
-def test_table_7_and_figure_4_are_of_checkpoints(report, tmp_path):
-    after = lambda n: reading([0.1, n / 1000])  # noqa: E731
-    points = builders.checkpoint_points((1000, 200, 400), after)
-    series = analysed(tmp_path / "series", "hub/pythia", checkpoints=points)
-    psi = {"validation/jreg/psi": [0.1, 0.2]}
-    rows = [row | psi for row in builders.evaluations({4 * i: (float(i), 4.0) for i in range(6)})]
-    run = pretrain(tmp_path / "run", 0.0, builders.RISING)
-    write_rows(tmp_path / "run" / "metrics.jsonl", rows)
-    tables = report("jreg", [series, run])
-    fifths = [f"{x}%" for x in (20, 40, 60, 80, 100)]
-    mine = {r["from"]: [r[x] for x in fifths] for r in tables["table_7"] if r["from"] != "paper"}
-    assert mine["here: pythia, h_L before the final norm"] == ["2.0", "4.0", "-", "-", "10.0"]
-    assert mine["here: baseline, 20 steps"] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
-    drawn = lines(tables, "figure_4")
-    after = [line for panel, line, _ in drawn if "after" in panel]
-    assert after == ["step 200", "step 400", "step 1,000"]
-    assert drawn["pythia, h_L after the final norm", "step 400", "-"] == [(1, 0.1), (2, 0.4)]
-    assert len([1 for panel, *_ in drawn if "baseline" in panel]) == 5, "at most five"
-
-
 def test_figures_show_means_over_seeds(seeds, tmp_path):
     figures = drawn("jreg", seeds)
     assert set(figures) == {"psi", "curves"}
     (axis,) = figures["psi"].axes
     means = [[1, 0.4], [2, 0.2], [3, 0.1], [4, 0.24]]
     np.testing.assert_allclose(axis.lines[0].get_xydata(), means)
-    assert axis.lines[0].get_label() == "baseline, 20 steps (mean of 2 seeds)"
+    assert axis.lines[0].get_label() == f"baseline, {RATE} (mean of 2 seeds)"
     zeta, *_, nll = figures["curves"].axes
     np.testing.assert_allclose(zeta.lines[0].get_xydata(), [[0, 0], [10, 7], [20, 13]])
     assert [axis.get_ylabel() for axis in (zeta, nll)] == ["zeta_L (%)", "validation NLL"]
     assert len(nll.lines) == 3 and len(zeta.collections) == 2, "a band where there are seeds"
-
-
-def test_figure_4_of_nucl_is_by_pair(report, tmp_path):
-    ratios = {0: 1.1, 2: 30.0, 1: 1.3, 10: 2.0}
-    runs = [removal(tmp_path / "u", 10.0, criterion="none")]
-    runs += [removal(tmp_path / f"p{i}", 10 * x, layers=f"pair:{i}") for i, x in ratios.items()]
-    tables = report("nucl", runs)
-    points = lines(tables, "figure_4")["by perplexity (ours)", "small", "-"]
-    np.testing.assert_allclose(points, sorted(ratios.items()))
-    assert (tmp_path / "out" / "figure_4.png").read_bytes()[:4] == b"\x89PNG"
-    assert drawn("nucl", runs)["figure_4"].axes[0].get_yscale() == "log"
 
 
 # ---- cells, sweeps, the command line
@@ -346,8 +279,8 @@ def test_a_sweep_stands_for_its_points(report, tmp_path):
     points = [{"name": name} for name in ("random0", "random1", "nothing", "entropy")]
     (tmp_path / "runs" / "sweep.json").write_text(json.dumps({"points": points}))
     text = report("nucl", [str(tmp_path / "runs"), runs[0]])["text"]
-    listed = [[x.strip() for x in line.split("|")[1:4]] for line in text.splitlines()]
-    assert ["runs/nothing", "not run", "no"] in listed and ["entropy", "finished", "yes"] in listed
+    listed = [[x.strip() for x in line.split("|")[1:3]] for line in text.splitlines()]
+    assert ["runs/nothing", "not run"] in listed and ["entropy", "finished"] in listed
     assert "600 [400, 900] range n=3" in text
 
 

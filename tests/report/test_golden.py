@@ -1,228 +1,89 @@
-"""The one engine against the engine of paper modules that it replaced: equal cells.
+"""Every measured cell of the reports, as the engine before the functions in plain pandas made it.
 
-golden/*.csv are the old engine's tables of the runs that `builders` makes, with the old config
-keys. Every measured cell of them stands in one of the new tables; `CHANGED` are the others. What
-the old engine said of the papers and the new one does not, one falsehood each:
-
-- NUCL, Table 1: rows for MBPP, ent and plain fine-tuning; the paper has none.
-- NUCL, Table 2: "2.71 points" on GSM8K; the gain is 2.71 percent, relative.
-- JREG, Table 3: 170M from alpha 0.5 on "text: no jump"; the table prints 0.00.
-- JREG: zeta_L of published models "between 7 and 28%"; 7.16 to 22.2, 28.2 is a zeta_L-1.
-- JREG: the jump "larger at the end than at first"; it grows over all five checkpoints.
-- JREG: zeta_L "about 0 (below 0.5%)" at every alpha; below the baseline's at every alpha, 0.00 from
-  alpha 0.5 on.
-- JREG: "alpha 1 has the lowest validation NLL"; it prints no loss; alpha 1 and 3 share the best
-  mean of nine accuracies.
-- NUCL's settings, JREG's Tables 5 and 6: without a column of what the runs here were given, which
-  their config.json and `report.py --compare` show.
-- Ours: alpha 1's NLL "holds within the seeds' spread"; the paired interval holds 0: untold.
-- Ours: a jump that "does not" grow in one evaluation; one evaluation tells nothing.
+golden/values.json.xz holds {report: {table: rows of cells}} of commit 1f169a1, of the archives in
+docs/results/runs and of the runs that `builders` makes: a number, [mean, low, high, n, how], or
+text; of a figure x and y. Labels are not in it: the functions make them now.
 """
 
 from __future__ import annotations
 
+import json
+import lzma
+import math
 from pathlib import Path
 
-import numpy as np
+import builders
 import pytest
-from builders import jreg_runs, nucl_runs, read_csv
+from tiny_models import REPOSITORY
 
 from ffn_heterogeneity import papers
-from ffn_heterogeneity.report.paper import write_paper
+from ffn_heterogeneity.report.paper import draw_all, gather
 
-GOLDEN = Path(__file__).parent / "golden"
-ABSENT = ("not run", "-", "")
-OLD_METHODS = {"unpruned": "Pre-trained baseline", "highest entropy (NUCL)": "Entropy-based"}
-OLD_METHODS |= {"highest gini": "gini", "highest mstd": "mstd", "random": "Random"}
-OLD_METHODS |= {"smallest magnitude": "Magnitude-based"}
-OLD_METHODS |= {
-    "Srinivas & Babu 2015: merged into the nearest": "Srinivas and Babu (2015)",
-    "Stahlberg & Byrne 2017: least squares, minimum norm": "Stahlberg and Byrne (2017)",
-    "Stahlberg & Byrne 2017: ridge": "Stahlberg and Byrne (2017), ridge",
-    "lowest entropy (sanity row)": "lowest entropy (sanity row)",
+GOLDEN = Path(__file__).parent / "golden" / "values.json.xz"
+VALUES = json.loads(lzma.decompress(GOLDEN.read_bytes()))
+ARCHIVES = {
+    "nucl": ("rivals-smollm2-135m-instruct-0.25", "own-smollm2", "nucl-gsm8k-qwen2.5-coder"),
+    "massive_weights": ("macdrop-*", "massive-states"),
+    "p32": ("p32-*",),
+    "mlp_fusion": ("ntk-*", "fusion-*", "webnlg-*"),
+    "docs/studies/own_removal.py": ("own-*",),
+    "docs/studies/massive_removal.py": ("rivals-smollm2-*-0.25", "needed-smollm2-*-0.25"),
 }
-OLD_LAYERS = {"none: unpruned": "all", "all layers": "all", "top half": "Top half of the layers"}
-OLD_LAYERS |= {"bottom half": "Bottom half of the layers"}
-OLD_LAYERS |= {"even": "Odd layers (after local attention)"}
-OLD_LAYERS |= {"odd": "Even layers (after global attention)"}
-PLACES = {"FFN, outgoing": "FFN outgoing", "attention, outgoing": "Attention outgoing"}
-# A run that is not finished is in no table; the paper prints PaLM-2's hardware.
-CHANGED = {"hardware, PaLM-2": "TPU v4"}
+# Points that the engine before lost where two curves had one label: a second learning rate of
+# lambda, LoRA's schedule next to DoRA's, layers of another number.
+MORE = {
+    ("p32", "figure_2"): 120,
+    ("massive_weights", "figure_7"): 60,
+    ("mlp_fusion", "figure_5"): 3245,
+}
+MERGED = {("p32", "table_3")}  # tasks of one model and depth are in one row now
 
 
-@pytest.fixture(scope="module")
-def new(tmp_path_factory):
-    """Table's key -> rows as dicts, of both papers."""
-    tables = {}
-    for paper, build in (("nucl", nucl_runs), ("jreg", jreg_runs)):
-        root = tmp_path_factory.mktemp(paper)
-        write_paper(papers.load(paper), build(root / "runs"), root / "out")
-        tables |= {f"{paper}_{x.stem}": table(x) for x in (root / "out").glob("*.csv")}
-    return tables
+def rows_of(one) -> list:
+    """The measured cells of each row, None left out; x and y of a figure."""
+    if one.header[-1] == "y":
+        return [list(row[-2:]) for row in one.rows]
+    place = list(one.header).index("from")
+    rows = [row[place + 1 :] for row in one.rows if str(row[place]).startswith("here")]
+    rows = [[x for x in row if x is not None] for row in rows]
+    return [row for row in rows if row]
 
 
-def table(path):
-    header, rows = read_csv(path)
-    return [dict(zip(header, row, strict=True)) for row in rows]
+def key(cell) -> str:
+    """Text, equal where numbers agree to 9 digits."""
+    if isinstance(cell, (list, tuple)):
+        return ", ".join(map(key, cell))
+    if isinstance(cell, str) or not math.isfinite(cell):
+        return str(cell)
+    return f"{float(cell):.9g}" if abs(cell) > 1e-9 else "0"
 
 
-def old(key):
-    return table(GOLDEN / f"{key}.csv")
+def check(name: str, paper, paths: list[str]) -> None:
+    drawn = {
+        one.key: rows_of(one)
+        for one in draw_all(paper, gather(paper, paths)[1])
+        if one.key != "claims"
+    }
+    assert {table for table, rows in drawn.items() if rows} == set(VALUES[name])
+    for table, wanted in VALUES[name].items():
+        found, wanted = list(map(key, drawn[table])), list(map(key, wanted))
+        if (name, table) in MERGED:
+            found, wanted = (", ".join(x).split(", ") for x in (found, wanted))
+        more = sorted(found)
+        for row in wanted:
+            assert row in more, (table, row)
+            more.remove(row)
+        assert len(more) == MORE.get((name, table), 0), (table, more)
 
 
-def cell(rows, column, **where):
-    """The one cell of the rows that fit; "-" without any."""
-    (row,) = [r for r in rows if all(r[k] == str(v) for k, v in where.items())] or [{column: "-"}]
-    return row.get(column, "-")
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archives(name):
+    folder = REPOSITORY / "docs/results/runs"
+    paths = sorted(str(x) for stem in ARCHIVES[name] for x in folder.glob(f"{stem}.tar.xz"))
+    assert len(paths) >= len(ARCHIVES[name])
+    check(name, papers.load(str(REPOSITORY / name) if "/" in name else name), paths)
 
 
-def same(before, after):
-    if before in ABSENT:
-        return after in ABSENT
-    return after not in ABSENT and float(after) == pytest.approx(float(before), rel=1e-12)
-
-
-def removed(row, key, new):
-    """The cells of one row of Table 4, Table 5 or Figure 4 in the one table of removals."""
-    model = key.rpartition("_")[2]
-    if "table_4" in key:
-        where = {"method": OLD_METHODS[row["removed by"]], "layers": "all"}
-    elif "table_5" in key:
-        name = row["removed from"]
-        layers = next(new for start, new in OLD_LAYERS.items() if name.startswith(start))
-        method = "unpruned" if name[:4] == "none" else "highest entropy (NUCL)"
-        where = {"method": OLD_METHODS[method], "layers": layers}
-    else:
-        first = row["layers from 0"].split(",")[0]
-        where = {"method": "Entropy-based", "layers": f"pair:{first}"}
-    measured = ("perplexity", "x unpruned", "% of parameters")
-    for column in (*measured, "hellaswag acc, 10 shots", "piqa acc, 0 shots"):
-        if column in row:
-            yield row[column], cell(new["nucl_removal"], column, model=model, **where)
-
-
-@pytest.mark.parametrize("key", [p.stem for p in sorted(GOLDEN.glob("nucl_*_[sO]*.csv"))])
-def test_removal(new, key):
-    cells = [pair for row in old(key) for pair in removed(row, key, new)]
-    assert len(cells) >= 3 and all(same(*pair) for pair in cells), cells
-
-
-def test_fine_tuning(new):
-    rows = new["nucl_finetuning"]
-    for row in old("nucl_table_2")[:4]:
-        where = {"loss": row["loss"].replace("plain", "mstd"), "connections": "FFN outgoing"}
-        where |= {key: row[key] for key in ("model", "alpha")}
-        assert same(row["validation NLL"], cell(rows, "validation NLL", **where))
-        below = cell(rows, "less standard", **where)
-        assert row["below plain"] in ABSENT or same(row["below plain"], str(-float(below)))
-        if row["gsm8k exact_match, 0 shots"].startswith("0"):
-            score = row["gsm8k exact_match, 0 shots"].split(" ")[0]
-            assert same(score, cell(rows, "gsm8k exact_match, 0 shots", **where))
-    for row in old("nucl_table_3")[1:]:
-        if row["variant, alpha"] not in ABSENT:
-            loss, alpha = row["variant, alpha"].split(", ")
-            where = {"connections": PLACES[row["connections"]], "loss": loss, "alpha": alpha}
-            assert same(row["validation NLL"], cell(rows, "validation NLL", **where))
-    for row in old("nucl_table_8"):
-        mine = [r for r in rows if r["loss"] == row["loss"] and r["connections"] == "FFN outgoing"]
-        best = min((r for r in mine if r["alpha"] != "0"), key=lambda r: float(r["validation NLL"]))
-        assert best["alpha"] == row["lowest NLL at alpha"]
-        tried = [r["line"] for r in new["nucl_figure_3"] if r["panel"].endswith(row["loss"])]
-        assert {x.removeprefix("alpha = ") for x in tried} == set(row["tried"].split(", "))
-
-
-@pytest.mark.parametrize("key", ["nucl_figure_2", "nucl_figure_3"])
-def test_curves_of_fine_tuning(new, key):
-    rows = old(key)
-    metric = list(rows[0])[-1]
-    assert len(rows) == len(new[key])
-    for row in rows:
-        where = {"panel": f"{row['model']}, {row['variant']}", "step": row["step"]}
-        where["line"] = f"alpha = {float(row['alpha']):g}"
-        assert same(row[metric], cell(new[key], "y", **where))
-
-
-def test_settings(new):
-    for row in old("nucl_table_7"):
-        for before, after in (("paper: Gemma-2", "Gemma-2"), ("paper: PaLM-2", "PaLM-2")):
-            name = row["setting"] + (", PaLM-2" if after == "PaLM-2" else "")
-            changed = CHANGED.get(name) if after != "Gemma-2" else None
-            value = cell(new["nucl_settings"], after, setting=row["setting"])
-            assert value == (changed or row[before])
-
-
-def where_of(row):
-    """Labels of a condition in our table of pre-training."""
-    size, _, differs = row["run on"].partition(", ")
-    found = differs or "optimizer.learning_rate 0.001"
-    loss = f"lambda 1, alpha {row['alpha']}" if row["loss"] == "JREG" else "baseline"
-    return {"size": size, "loss": loss, "from": f"here, {found}"}
-
-
-def test_pre_training(new):
-    for key in ("jreg_table_2", "jreg_table_3"):
-        columns = {"tokens", "parameters", "validation NLL", "entropy", "piqa acc, 0 shots"}
-        for row in old(key):
-            for column in (columns | {"zeta_L", "zeta_L-1", "zeta_L-2"}) & set(row):
-                after = cell(new["jreg_pretraining"], column, **where_of(row))
-                assert same(row[column], after), (key, row, column)
-            if row["loss"] == "JREG" and "above baseline" in row:
-                where = {k: v for k, v in where_of(row).items() if k != "from"}
-                apart = cell(new["jreg_paired"], "validation NLL", **where)
-                assert same(row["above baseline"], apart)
-
-
-def curve_of(name):
-    """(panel, line) of an old curve's name."""
-    if "final norm" in name:
-        return "checkpoints", name.replace(", ", ", h_L ")
-    group, _, rest = name.partition(", ")
-    differs = "optimizer.learning_rate 0.001"
-    if rest.startswith("optimizer"):
-        differs, _, rest = rest.partition(", ")
-    return group, f"{rest.replace('weight', 'lambda')}, {differs}"
-
-
-def test_curves_of_pre_training(new):
-    values = {}
-    for r in new["jreg_curves"]:
-        line = (r["panel"], r["line"], r["value"].removesuffix(" (%)"), int(r["step"]))
-        values.setdefault(line, {})[r["seed"]] = float(r["y"])
-    metrics = ("zeta_L", "zeta_L-1", "zeta_L-2", "validation NLL")
-    points = 0
-    for row in old("jreg_figure_4"):
-        for metric in metrics:
-            after = values.get((*curve_of(row["curve"]), metric, int(row["step"])), {})
-            assert same(row[metric], str(after.get(row["seed"], "-"))), row
-            points += row[metric] not in ABSENT
-    assert points == len(new["jreg_curves"]), "and no point more"
-    for row in old("jreg_table_7"):  # "13 [12, 14] n=2": of the seeds
-        for metric in metrics:
-            step = int(row["step"].replace(",", ""))
-            seeds = list(values.get((*curve_of(row["curve"]), metric, step), {}).values())
-            assert same(row[metric].split(" ")[0], str(np.mean(seeds)) if seeds else "-")
-
-
-@pytest.mark.parametrize(("before", "after"), [("figure_1", "figure_2"), ("figure_2", "psi")])
-def test_displacements_by_layer(new, before, after):
-    rows = old(f"jreg_{before}")
-    assert len(rows) == len(new[f"jreg_{after}"])
-    for row in rows:
-        if before == "figure_1":
-            where = {"panel": row["model"], "line": f"{row['final norm']} the final norm"}
-        else:
-            where = dict(zip(("panel", "line"), curve_of(row["curve"]), strict=True))
-            where["seed"] = row["seed"]
-        assert same(row["Psi"], cell(new[f"jreg_{after}"], "y", layer=row["layer"], **where))
-
-
-def test_models(new):
-    for row in old("jreg_table_1")[:2]:
-        for reading in ("before", "after"):
-            where = {"model": row["model"], "h_L": f"{reading} the final norm"}
-            for column in ("zeta_L", "zeta_L-1", "zeta_L-2"):
-                after = cell(new["jreg_models"], column, **where)
-                assert same(row[f"{column} {reading}"], after)
-            for column in ("layers", "tokens"):
-                assert same(row[column], cell(new["jreg_models"], column, **where))
-            assert cell(new["jreg_models"], "text", **where) == row["text"]
+@pytest.mark.parametrize("name", ["nucl", "jreg"])
+def test_runs_by_hand(name, tmp_path):
+    check(f"built {name}", papers.load(name), getattr(builders, f"{name}_runs")(tmp_path))

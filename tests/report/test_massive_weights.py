@@ -16,9 +16,9 @@ import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import stats
-from ffn_heterogeneity.report.paper import write_paper
+from ffn_heterogeneity.report.frame import plain
+from ffn_heterogeneity.report.paper import with_evaluations, write_paper
 from ffn_heterogeneity.report.stats import student
-from ffn_heterogeneity.report.tidy import evaluated, plain
 
 STUDY = str(REPOSITORY / "docs/studies/massive_removal.py")
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq")
@@ -82,12 +82,12 @@ def test_attacks(report, tmp_path):
     assert rows["top-5 zeroing"]["Avg. (perplexity)"] == "-"
     ours = {(r["attack"], r["k"], r["text"]): r for r in tables["attacks"]}
     zeroed = ours["zero", "5", "wikitext"]
-    assert float(zeroed["NLL less unattacked"]) == pytest.approx((1.5 + 1.7) / 2)
-    assert float(zeroed["PIQA less unattacked"]) == pytest.approx(-50)
-    assert ours["zero", "5", "c4"]["NLL less unattacked"] == "-"
+    assert float(zeroed["Δ NLL vs unattacked"]) == pytest.approx((1.5 + 1.7) / 2)
+    assert float(zeroed["Δ PIQA vs unattacked"]) == pytest.approx(-50)
+    assert ours["zero", "5", "c4"]["Δ NLL vs unattacked"] == "-"
     assert "bootstrap n=2" in tables["text"] and "bootstrap n=6" in tables["text"]
     points = lines(tables, "perplexity_by_k")
-    assert points["small", "zero, wikitext", "-"] == [(0, 20), (3, 80), (5, 90)]
+    assert points["small", "zero, wikitext, windows of 512", "-"] == [(0, 20), (3, 80), (5, 90)]
     assert claim(tables, "top-5 zeroing does more harm")[1] == "holds"
     assert claim(tables, "zeroing three already does harm")[1] == "holds"
 
@@ -97,14 +97,15 @@ def test_what_labels_do_not_tell_has_rows_of_its_own(report, tmp_path):
     texts = [f"data/{name}/train.txt" for name in ("wikitext2", "c4")]
     runs = [attack(tmp_path / f"a{x}", "zero", 5, 90.0 + x, layer=x) for x in (1, 2)]
     for i, text in enumerate(texts):
-        own = {"criterion": "mean_state", "calibration": text}
+        own = {"criterion": "mean_state", "calibration": text, "calibration_tokens": 8192}
         runs.append(removal(tmp_path / f"r{i}", 20.0 + i, **own))
         (tmp_path / f"r{i}/results.json").write_text(json.dumps({"perplexity": 20.0, "nll": i}))
     tables = report("massive_weights", runs)
     rows = {row["from"]: row["perplexity"] for row in tables["attacks"]}
-    assert rows == {"here, layer 1": "91.0", "here, layer 2": "92.0"}
+    end = ", windows of 512"
+    assert rows == {f"here, layer 1{end}": "91.0", f"here, layer 2{end}": "92.0"}
     methods = {row["method"] for row in report(STUDY, runs, "study")["removal"]}
-    assert methods == {"mean_state, on wikitext", "mean_state, on c4"}
+    assert methods == {f"mean_state, on {x}, 8192 tokens" for x in ("wikitext", "c4")}
 
 
 def test_the_analysis_against_table_7(report, tmp_path):
@@ -122,54 +123,6 @@ def test_the_analysis_against_table_7(report, tmp_path):
     points = {(row["line"], row["value"]): float(row["y"]) for row in rows}
     assert points["median", "intermediate state"] == pytest.approx(0.2)
     assert points["1st", "hidden state"] == 9
-
-
-def removals(root):
-    """Chance loses 1 nat and entropy 0.2; sparing the five of bos is worth three quarters, losing
-    two entropy's whole advantage, and any others nothing."""
-    rows = [("unpruned", {"criterion": "none"}, 3.0), ("entropy", {}, 3.2)]
-    rows.append(("lost", {"lose": "massive:2"}, 4.15))
-    rows += [(f"any{i}", {"lose": "random:5", "seed": i}, 3.1 + i / 10) for i in range(3)]
-    for seed, protect in product(range(4), ("", "bos:5")):
-        nll = 4.0 + seed / 10 - (0.6 if protect else 0)
-        settings = {"criterion": "random", "seed": seed, "protect": protect}
-        rows.append((f"{protect}{seed}", settings, nll))
-    made = []
-    for name, settings, nll in rows:
-        path = root / name.replace(":", "")
-        settings = {"protect": "", "lose": "", "calibration": "", **settings}
-        made.append(removal(path, float(np.exp(nll)), **settings))
-        results = json.loads((path / "results.json").read_text())
-        results |= {"nll": nll, "nll_windows": [nll - 0.1, nll, nll + 0.1]}
-        (path / "results.json").write_text(json.dumps(results))
-    return made
-
-
-def test_what_sparing_explains(report, tmp_path):
-    tables = report(STUDY, removals(tmp_path))
-    rows = {row["spared"]: row for row in tables["explained"]}
-    # (chance - spared) / (chance - entropy) of the means: 0.6 / 0.95
-    assert float(rows["bos:5"]["of entropy's advantage"]) == pytest.approx(0.6 / 0.95)
-    assert rows["nobody"]["of entropy's advantage"] == "-"
-    assert float(rows["bos:5"]["less chance"]) == pytest.approx(-0.6)
-    found = {row["method"]: row for row in tables["removal"]}
-    assert float(found["Random"]["less entropy"]) == pytest.approx(0.95)
-    assert float(found["Entropy-based"]["less unpruned"]) == pytest.approx(0.2)
-    # Its advantage goes with the two; of any others three draws are one row.
-    rows = {row["lost"]: row for row in tables["needed"]}
-    two, others, share = "massive:2", "random:5", "of entropy's advantage"
-    assert rows.keys() == {"none", two, others}
-    assert float(rows[two][share]) == pytest.approx(1) and rows[others][share] == "-"
-    assert float(rows[others]["less entropy"]) == pytest.approx(0)
-    points = {line: xy for (_, line, _), xy in lines(tables, "removal_by_ratio").items()}
-    assert points.keys() == {"Random", "Entropy-based"}  # nobody spared
-    assert points["Random"][0][1] == pytest.approx(1.15)
-    # Removals that spared neurons are no rows of plain chance, in NUCL's report either.
-    text = report("nucl", removals(tmp_path / "again"), "nucl")["text"]
-    assert 'protect "bos:5"' in text
-    rows = report("nucl", removals(tmp_path / "more"), "more")["removal"]
-    plain = [float(row["perplexity"]) for row in rows if row["method"] == "Random"]
-    assert plain == pytest.approx([np.exp(4.0 + np.arange(4) / 10).mean()])
 
 
 def test_adapters_attacked(report, tmp_path):
@@ -196,23 +149,23 @@ def test_adapters_attacked(report, tmp_path):
     tables = report("massive_weights", runs)
     assert "unset" not in tables["text"]
     drawn = lines(tables, "figure_7")
-    assert {name[1] for name in drawn} == {"step", "constant", "exp, a = 0.01"}
+    assert {name[1].split(", ", 2)[2] for name in drawn} == {"step", "constant", "exp, a = 0.01"}
     rows = [r for r in tables["macdrop"] if r["model"] == "small"]
     texts = [r for r in rows if r["text"] == "c4"]
-    other = {(r["method"], r["attack"]): float(r["NLL"].split()[0]) for r in texts}
+    other = {(r["method"], r["attacked"]): float(r["NLL"].split()[0]) for r in texts}
     assert other["LoRA", "zero 3"] == pytest.approx(5.5) and len(other) == 8
-    rows = {(r["method"], r["attack"]): r for r in rows if r["text"] == "wikitext"}
+    rows = {(r["method"], r["attacked"]): r for r in rows if r["text"] == "wikitext"}
     assert len(rows) == 11 and ("nf4 + dora, massive, exp, a 0.01, p0 0.8", "-") in rows
     for name in ("LoRA", "DoRA"):
         assert float(rows[name, "zero 3"]["NLL"].split()[0]) == pytest.approx(4.5)
         drops = rows[f"{name} + MacDrop", "zero 3"]
-        assert float(drops["less adapter alone"]) == pytest.approx(-1.1)
-        assert float(drops["less unattacked"]) == pytest.approx(0.4)
-        assert rows[name, "-"]["less adapter alone"] == "-"
+        assert float(drops["Δ vs adapter alone"]) == pytest.approx(-1.1)
+        assert float(drops["Δ vs unattacked"]) == pytest.approx(0.4)
+        assert rows[name, "-"]["Δ vs adapter alone"] == "-"
         for key, method, value in (("table_4", name, 25), ("table_8", f"{name} + MacDrop", 75)):
             own = [r for r in tables[key] if (r["Model"], r["Method"]) == ("small", method)]
             assert [float(r["PIQA"]) for r in own] == [value]
-    asked = {(r["method"], r["attack"]): r["PIQA"] for r in tables["macdrop_questions"]}
+    asked = {(r["method"], r["attacked"]): r["PIQA"] for r in tables["macdrop_questions"]}
     assert float(asked["DoRA + MacDrop", "zero 3"]) == 50
     better = "an adapter trained with MacDrop does better under"
     for where, text in product(("lora", "dora"), ("wikitext", "c4")):
@@ -220,9 +173,9 @@ def test_adapters_attacked(report, tmp_path):
     assert claim(tables, "trained with the massive weights", "small, lora, wiki")[1] == "holds"
     assert {row["Models"] for row in tables["table_1"]} & {"small", "model"} == set()
     points = lines(tables, "figure_7")
-    assert points["p0 0.8", "step", "-"][0] == (1, pytest.approx(0.8 * 59 / 60))
+    assert points["p0 0.8", "small, lora, step", "-"][0] == (1, pytest.approx(0.8 * 59 / 60))
     # Tasks of what an attack left are not the trained model's own.
-    frame = evaluated(plain(fh.results(*runs)))
+    frame = with_evaluations(plain(fh.results(*runs)))
     own = frame[frame["run"].str.endswith("control") & frame.task.notna()]
     assert [by.rpartition("/")[2] for by in own["by"]] == ["control_0"] and set(own.value) == {0.75}
 

@@ -19,7 +19,7 @@ NUCL, JREG = (printed(name)["tables"] for name in ("nucl", "jreg"))
 
 def rows_of(table):
     """labels -> numbers."""
-    n = len(table["labels"])
+    n = len(table["index"])
     return {tuple(row[:n]): row[n:] for row in table["rows"]}
 
 
@@ -92,20 +92,20 @@ def test_means_and_gains_are_those_of_their_rows():
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
 def test_what_is_drawn_has_its_function(name):
-    """A function of runs alone; a row has a cell for every label and column."""
+    """A function of runs and curves; a row has a cell for every label and column."""
     texts, functions = printed(name), papers.load(name).functions
-    ours = texts.get("ours", {"tables": {}, "figures": {}})
+    ours = {"tables": {}, "figures": {}, **texts.get("ours", {})}
     drawn = {*texts["claims"], *texts["figures"], *ours["figures"]}
     drawn |= {key for key, table in ours["tables"].items() if "rows" not in table}
     drawn |= {key for key, table in texts["tables"].items() if "title" in table}
     drawn |= {key for key in texts["tables"] if key in functions}
     for key in drawn:
         needed = inspect.signature(functions[key]).parameters.values()
-        assert [x.name for x in needed if x.default is x.empty] == ["runs"], key
+        assert {x.name for x in needed if x.default is x.empty} <= {"runs", "curves"}, key
     for table in texts["tables"].values():
         if "rows" not in table:
             continue
-        width = len(table["labels"]) + len(table["columns"])
+        width = len(table["index"]) + len(table["columns"])
         assert all(len(row) == width for row in table["rows"])
 
 
@@ -119,7 +119,7 @@ def test_a_report_of_ones_own(tmp_path):
     text = write_paper(papers.load(str(tmp_path / "removals.py")), [archive], tmp_path / "out")
     rows = [[x.strip() for x in line.split("|")[1:-1]] for line in text.splitlines()]
     found = {row[2]: row[4:] for row in rows if len(row) == 6}
-    assert found["entropy"] == ["4.88", "1.068 [1.025, 1.11] bootstrap n=40"]
+    assert found["Entropy-based"] == ["4.88", "1.068 [1.025, 1.11] bootstrap n=40"]
     assert [row[-1] for row in rows if row[:1] == ["entropy does less harm than chance"]] == [
         "holds"
     ]

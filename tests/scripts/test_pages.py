@@ -38,7 +38,7 @@ SOURCES = {
 }
 # Page -> numbers of its sentences that nothing measured, and what they are.
 SETTINGS = {
-    "nucl": {"256": "tokens a row"},
+    "nucl": {},
     "jreg": {"4,096": "tokens of the vocabulary"},
     "massive_weights": {"46,080": "all FFN neurons of SmolLM2", "1,536": "those of a layer"},
     "p32": {},

@@ -1,0 +1,319 @@
+"""Helpers for reports in plain pandas: settings that must exist or agree, cells, comparisons.
+
+Rows are those of `fh.results`, with settings under their own names ("ratio" for "config.ratio"),
+and "cell": a row's value, with its interval where it has one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+
+from ffn_heterogeneity.io.rows import FIELDS
+from ffn_heterogeneity.report import stats
+from ffn_heterogeneity.report.frame import units
+
+Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
+BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
+# Columns that are no setting: a row's fields, where it is from, and what reports add.
+OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
+OWN |= {"x", "y"}
+SEEDS = re.compile(r"(.*\.)?seeds?")
+# Settings of what is asked or saved, where, and on which devices: no measurement depends on them.
+NO_EFFECT = ("tasks", "num_fewshot", "data_root", "save_samples", "save_model", "push", "workdir")
+NO_EFFECT += ("checkpoint.", "mesh.", "remat", "unroll", "profile", "tensorboard", "wandb")
+NO_EFFECT += ("calibrations", "models")  # what a sweep goes through
+FOLDERS = ("_bundled/configs", "../configs")  # of an installed package; of its repository
+
+
+# ---- settings
+
+
+@functools.cache
+def config_words() -> frozenset[str]:
+    """Names that the code in `configs/` uses: attributes, keywords, parts of "dotted.keys"."""
+    package, words = Path(__file__).parents[1], set()
+    for path in (path for one in FOLDERS for path in (package / one).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+            text = text or getattr(node, "attr", None) or getattr(node, "arg", None)
+            words |= set(text.split(".")) if isinstance(text, str) else set()
+    return frozenset(words)
+
+
+def need(frame: Frame, *names: str) -> Frame:
+    """Return the frame with these settings as columns, empty where no run has them yet.
+
+    Raises:
+      ValueError: neither a run nor a config in `configs/` has the setting, as after a renaming.
+    """
+    absent = [name for name in names if name not in frame]
+    for name in absent:  # a sweep of stages numbers them: "mask_1"
+        parts = [{part, part.rstrip("0123456789")} for part in name.split(".")]
+        if not all(part & config_words() for part in parts):
+            raise ValueError(
+                f"setting {name!r} is in no run and in no config of configs/: renamed?"
+            )
+    return frame.join(pandas.DataFrame(None, frame.index, absent, dtype=object))
+
+
+def among(name: str, names: Sequence[str]) -> bool:
+    """True if a setting is one of these, or begins with one that ends in "."."""
+    return any(name == one or (one.endswith(".") and name.startswith(one)) for one in names)
+
+
+def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] = ()) -> None:
+    """Check that runs with equal `by` (all runs, without it) have equal settings, but for seeds.
+
+    Args:
+      except_for: settings that may differ; "losses.": all that begin so.
+
+    Raises:
+      ValueError: names the settings that differ, and their values.
+    """
+    away = [*except_for, *NO_EFFECT, *by, *OWN]
+    names = [x for x in frame if not (among(x, away) or SEEDS.fullmatch(x))]
+    runs = frame.drop_duplicates(["run", *by])
+    runs = runs[[*by]].join(runs[names].fillna(np.nan))  # None: null in a config, as if not there
+    names = [x for x in names if runs[x].nunique(dropna=False) > 1]
+    for key, its in runs.groupby(list(by), sort=False, dropna=False) if by else [((), runs)]:
+        differ = {x: its[x].unique() for x in names if its[x].nunique(dropna=False) > 1}
+        if differ:
+            named = [f"{x} ({', '.join(map(str, y[:3]))})" for x, y in differ.items()]
+            values = "; ".join(named[:8]) + (f"; and {len(named) - 8} more" if named[8:] else "")
+            place = ", ".join(map(str, key)) or "this table"
+            raise ValueError(f"runs of one cell ({place}) differ in {values}: report them apart")
+
+
+def without_idle_losses(rows: Frame, but: Sequence[str] = ()) -> Frame:
+    """The rows without the settings of losses whose weight is 0; `but`: those that stay."""
+    for weight in [name for name in rows if re.fullmatch(r"losses\.\w+\.weight", name)]:
+        idle = ~rows[weight].fillna(0).astype(bool)
+        names = [x for x in rows if x.startswith(weight[:-6]) and not x.startswith(tuple(but))]
+        rows = rows.assign(**{name: rows[name].where(~idle, None) for name in names})
+    return rows.copy()  # in one piece for further columns
+
+
+# ---- cells
+
+
+def spread(values: Any) -> Any:
+    """Mean, lowest and highest of a cell's runs (`aggfunc` of a pivot table).
+
+    One run, or runs that agree, keep the value's own interval; NaN is the text "nan".
+    """
+    value = stats.over(list(values))
+    return "nan" if isinstance(value, float) and np.isnan(value) else value
+
+
+def cells(rows: Frame, index: Sequence[str]) -> Any:
+    """A column of a table: the `spread` of the rows with equal `index`, in their order."""
+    return rows.groupby(list(index), sort=False)["cell"].agg(spread)
+
+
+def table(rows: Frame, index: Sequence[str], columns: Mapping[str, Any]) -> Frame:
+    """A table of measurements side by side.
+
+    Args:
+      index: labels of a row; runs with equal labels have equal settings, or this raises.
+      columns: heading -> the "what" of the rows, or a column made by `cells` or `against`.
+    """
+    one_setting(rows, index)
+    made = {
+        name: cells(last(rows[rows.what == x]), index) if isinstance(x, str) else x
+        for name, x in columns.items()
+    }
+    return pandas.concat(made, axis=1)
+
+
+def pivot(rows: Frame, index: Sequence[str], except_for: Sequence[str] = ()) -> Frame:
+    """A table with a column for each value of "column"; settings as in `one_setting`."""
+    one_setting(rows, [*index, "column"], except_for)
+    return rows.pivot_table("cell", list(index), "column", aggfunc=spread, sort=False)
+
+
+def points(rows: Frame, value: Any, panel: Any, line: Any, x: str = "step") -> Frame:
+    """Points of a figure; runs on one line have equal settings, but for `x`.
+
+    Args:
+      value: what the y axis shows; the rows' own "value" is y.
+    """
+    made = rows.assign(panel=panel, line=line, x=rows[x], y=rows["value"])
+    one_setting(made, ["panel", "line"], [x])
+    return made.assign(value=value)
+
+
+def label(rows: Frame, text: Callable[..., str], *columns: str) -> Any:
+    """A text for each row, of the values of these columns; missing where one alone is missing."""
+    values = rows[list(columns)].itertuples(index=False)
+    made = [None if len(x) == 1 and pandas.isna(x[0]) else text(*x) for x in values]
+    return pandas.Series(made, rows.index, dtype=object)
+
+
+def last(rows: Frame) -> Frame:
+    """The last step's row of each measurement of a run."""
+    names = ["run", "what", "task", "shots", "layer", "neuron"]
+    return rows.sort_values("step", kind="stable").drop_duplicates(names, keep="last")
+
+
+def with_cells(rows: Frame) -> Frame:
+    """The rows with "cell": the value, or a `Spread` of the value and its interval."""
+    made = rows["value"].astype(object)
+    own = rows[rows.low.notna()]
+    for i, value, low, high, n, how in own[["value", "low", "high", "n", "how"]].itertuples():
+        made[i] = stats.Spread(value, low, high, 0 if n is pandas.NA else int(n), how)
+    return rows.assign(cell=made)
+
+
+def in_percent(rows: Frame) -> Frame:
+    """The rows with values, intervals and cells in percent."""
+    return with_cells(rows.assign(**{end: 100 * rows[end] for end in ("value", "low", "high")}))
+
+
+def accuracies(rows: Frame, tasks: Mapping[str, Sequence], mean: str = "") -> Frame:
+    """Accuracies in percent; "column" is the task's name in a table.
+
+    Args:
+      tasks: column -> (task, examples in the prompt; None: any number).
+      mean: column of the mean of a run that answered all of them.
+    """
+    rows = rows[rows.task.notna() & rows.low.notna()]
+    rank = rows.what.map({name: i for i, name in enumerate(BEST_FIRST)}).fillna(len(BEST_FIRST))
+    places = "samples/" + rows.task + ".jsonl:" + rows.what
+    rows = in_percent(rows.assign(rank=rank, units=places)).sort_values("rank", kind="stable")
+    parts = []
+    for column, (task, shots) in tasks.items():
+        its = rows[
+            (rows.task == task) & (rows.shots.isna() | (shots is None) | (rows.shots == shots))
+        ]
+        parts.append(its.drop_duplicates("run").assign(column=column))
+    found: Frame = pandas.concat(parts, ignore_index=True) if parts else rows.assign(column="")
+    if mean:
+        means = found.groupby("run")["value"].agg(["mean", "size"])
+        means = means[means["size"] == len(tasks)]["mean"]
+        own = found[found["run"].isin(means.index)].drop_duplicates("run")
+        value = own["run"].map(means)
+        own = own.assign(value=value, cell=value, low=np.nan, column=mean)
+        found = pandas.concat([found, own], ignore_index=True)
+    return found.drop(columns="rank")
+
+
+def every_task(rows: Frame) -> dict[str, Frame]:
+    """Columns of all accuracies, as fractions: "piqa acc, 0 shots" -> rows."""
+    rows = rows[rows.task.notna() & rows.low.notna()]
+    shots = (", " + rows.shots.astype(str) + " shots").where(rows.shots.notna(), "")
+    return dict(iter(rows.groupby(rows.task + " " + rows.what + shots, sort=False)))
+
+
+# ---- comparisons
+
+
+def against(
+    rows: Frame,
+    base: Frame,
+    index: Sequence[str],
+    on: Sequence[str],
+    free: Sequence[str] = (),
+    how: Callable[[Frame, Frame], Any] | None = None,
+) -> Any:
+    """A column of a table: the rows with equal `index` against those of `base` with equal `on`.
+
+    Args:
+      on: labels that both sides share; groups without a base have no value.
+      free: settings in which the sides differ; all others but `index` have to be equal.
+      how: of the two sides; default: `difference`, seed by seed.
+    """
+    one_setting(rows, index)
+    one_setting(base, on)
+    one_setting(pandas.concat([rows, base]), on, (*free, *index))
+    bases = dict(iter(base.groupby(list(on), sort=False)))
+    found = {}
+    for key, its in rows.groupby(list(index), sort=False):
+        other = bases.get(tuple(its[list(on)].iloc[0]))
+        if other is not None and (how is ratio or not set(its["run"]) & set(other["run"])):
+            found[key] = (how or difference)(its, other)
+    keys = pandas.MultiIndex.from_tuples(found or [("",) * len(index)], names=index)
+    return pandas.Series([*found.values()] or [None], keys, dtype=object)[: len(found)]
+
+
+def by_seed(rows: Frame) -> dict[Any, float]:
+    """{seed: value} of one side; {None: value} where the seed does not matter."""
+    return dict(
+        zip(
+            rows["seed"].astype(object).where(rows["seed"].notna(), None),
+            rows["value"],
+            strict=True,
+        )
+    )
+
+
+def difference(own: Frame, other: Frame) -> Any:
+    """Mean difference seed by seed, with Student's interval (`differences`)."""
+    return stats.interval(differences(by_seed(own), by_seed(other)))
+
+
+def differences(own: Mapping[Any, float], other: Mapping[Any, float]) -> list[float]:
+    """Differences of the seeds that both sides have.
+
+    A side without seeds (None) meets every seed of the other. With no seed in common: the
+    difference of the means, one value.
+    """
+    if not own or not other:
+        return []
+    own = dict.fromkeys(other, own[None]) if None in own else own
+    other = dict.fromkeys(own, other[None]) if None in other else other
+    common = [own[seed] - other[seed] for seed in own if seed in other]
+    return common or [float(np.mean(list(own.values())) - np.mean(list(other.values())))]
+
+
+def ratio(own: Frame, other: Frame) -> float | None:
+    """Ratio of the means."""
+    value, base = own["value"].mean(), other["value"].mean()
+    return value / base if base else None
+
+
+def percent(own: Frame, other: Frame) -> float | None:
+    """Relative difference of the means, in percent."""
+    value = ratio(own, other)
+    return None if value is None else 100 * (value - 1)
+
+
+def z(own: Frame, other: Frame) -> float | None:
+    """z of two proportions, where one run answered n questions."""
+    n = own.n.iat[0] if len(own) == 1 and own.how.iat[0] == "Wilson" else None
+    return stats.two_proportions(other["value"].mean(), own["value"].mean(), n)
+
+
+def paired_units(own: Frame, other: Frame) -> Any:
+    """Mean difference over windows or questions with a bootstrap's interval; None unless both
+    sides have the same ones."""
+    one, base = _units(own), _units(other)
+    if not one or one.keys() != base.keys():
+        return None
+    return stats.bootstrap([one[unit] - base[unit] for unit in one])
+
+
+def _units(rows: Frame) -> dict[Any, float]:
+    """{window or question: mean over the seeds}; empty where the seeds' units differ."""
+    places = zip(rows["by"], rows["units"], strict=True)
+    each = [units(run, place) if isinstance(place, str) else {} for run, place in places]
+    scale = 100 if str(rows["units"].iat[0]).startswith("samples/") else 1
+    same = len({tuple(one) for one in each}) == 1
+    return {x: scale * float(np.mean([one[x] for one in each])) for x in each[0] if same}
+
+
+def judged(values: Any, sign: int = 1) -> Frame:
+    """Parts of a claim: each holds if its value is above 0 (`sign` 1), or below 0 (-1).
+
+    Args:
+      values: cells, indexed by "run_on" and "part".
+    """
+    told = [stats.verdict(value, sign) for value in values]
+    return values.rename("value").to_frame().assign(verdict=told).reset_index()

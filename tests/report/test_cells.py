@@ -1,0 +1,129 @@
+"""The helpers of reports: settings that exist and agree, cells, functions that stay short."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+
+import numpy as np
+import pandas
+import pytest
+from builders import nucl_runs, removal
+from tiny_models import REPOSITORY
+
+from ffn_heterogeneity import papers
+from ffn_heterogeneity.papers import printed
+from ffn_heterogeneity.report import cells
+from ffn_heterogeneity.report.cells import against, need, one_setting, spread
+from ffn_heterogeneity.report.paper import gather, write_paper
+from ffn_heterogeneity.report.stats import Spread
+
+REPORTS = [REPOSITORY / f"ffn_heterogeneity/papers/{name}.py" for name in papers.NAMES]
+REPORTS += sorted((REPOSITORY / "docs/studies").glob("*.py"))
+
+
+def frame(**columns):
+    rows = pandas.DataFrame({"run": list("abcd"), "what": "nll", **columns})
+    return rows.assign(cell=rows["value"].astype(object)) if "value" in rows else rows
+
+
+@pytest.fixture
+def renamed(tmp_path, monkeypatch):
+    """Runs and configs in which "criterion" has the name "rule"; without its runs, if asked."""
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    for path in (tmp_path / "configs").rglob("*.py"):
+        path.write_text(path.read_text().replace("criterion", "rule"))
+    monkeypatch.setattr(cells, "FOLDERS", (str(tmp_path / "configs"),))
+    cells.config_words.cache_clear()
+    yield tmp_path
+    cells.config_words.cache_clear()
+
+
+def test_a_renamed_setting_stops_the_report(renamed):
+    """By its name, before anything is written; without the check its tables would be empty."""
+    (run,) = [removal(renamed / "run", 7.0)]
+    config = json.loads((renamed / "run/config.json").read_text())
+    config["rule"] = config.pop("criterion")
+    (renamed / "run/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"nucl, \w+: setting 'criterion' is in no run"):
+        write_paper(papers.load("nucl"), [run], renamed / "out")
+    assert not (renamed / "out").exists()
+
+
+def test_a_setting_that_no_run_has_yet_is_an_empty_column(tmp_path):
+    rows = frame(ratio=[1, 2, 3, 4])
+    made = need(rows, "ratio", "losses.nucl.weight", "mask_3.layers")
+    assert list(made.ratio) == [1, 2, 3, 4] and made["mask_3.layers"].isna().all()
+    assert made.query("`losses.nucl.weight` > 0").empty
+    for name in ("losses.nukl.weight", "ratios_of_all"):
+        with pytest.raises(ValueError, match=name):
+            need(rows, name)
+
+
+def test_two_settings_in_one_cell_are_named():
+    rows = frame(method=["x", "x", "y", "y"], ratio=[1, 1, 2, None], seed=[0, 1, 0, 1])
+    one_setting(rows[:2].assign(batch=[None, np.nan]))
+    one_setting(rows, by=["method"], except_for=["ratio"])
+    with pytest.raises(ValueError, match=r"\(y\) differ in ratio \(2.0, nan\)"):
+        one_setting(rows, by=["method"])
+    with pytest.raises(ValueError, match="method .x, y.; ratio"):
+        one_setting(rows)
+    with pytest.raises(ValueError, match="losses.a.weight"):
+        one_setting(rows.assign(**{"losses.a.weight": list("1234")}), ["method"], ["ratio"])
+    one_setting(rows.assign(**{"losses.a.weight": list("1234")}), ["method"], ["ratio", "losses."])
+
+
+def test_a_cell_is_its_runs():
+    assert spread([2.0]) == 2.0 and spread([1.0, 3.0]) == Spread(2.0, 1.0, 3.0, 2)
+    own = Spread(2.0, 1.5, 2.5, 9, "Wilson")
+    assert spread([own]) == spread([own, 2.0]) == own and spread([np.nan]) == "nan"
+
+
+def test_sides_are_compared_by_seed_and_have_equal_settings():
+    values = {"value": [1.0, 2.0, 4.0, 8.0], "seed": [0, 1, 1, 0], "method": list("xxyy")}
+    rows = frame(model="m", batch=[1, 1, 1, 1], **values)
+    sides = (rows[rows.method == "y"], rows[rows.method == "x"])
+    (value,) = against(*sides, ["model", "method"], ["model"])
+    assert (value.mean, value.n, value.how) == (4.5, 2, "t")  # 4 - 2 and 8 - 1
+    sides = (sides[0].assign(batch=2), sides[1])
+    with pytest.raises(ValueError, match=r"batch \(2, 1\)"):
+        against(*sides, ["model", "method"], ["model"])
+    assert len(against(*sides, ["model", "method"], ["model"], ["batch"])) == 1
+    with pytest.raises(ValueError, match="batch"):  # two baselines
+        against(rows[:2], rows[2:].assign(batch=[1, 2]), ["model", "method"], ["model"], ["batch"])
+
+
+def test_a_run_that_is_there_twice_counts_once(tmp_path):
+    """As in two sweeps; an evaluation with tasks has the place of one without."""
+    tasks = {"piqa": {"n": 9, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6}}
+    runs = [removal(tmp_path / x, 7.0, seed=0, mesh={"data": i}) for i, x in enumerate("ab")]
+    runs.append(removal(tmp_path / "c", 7.0, seed=0, tasks=tasks, limit=9))
+    runs.append(removal(tmp_path / "d", 7.0, seed=1))
+    _, frames = gather(papers.load("nucl"), runs)
+    assert [run[-1] for run in frames["runs"]["run"].unique()] == ["c", "d"]
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_functions_are_short_and_texts_hold_no_logic(path):
+    """At most 25 lines without the docstring; JSON has captions, headings, notes and numbers."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+            assert node.end_lineno - first.lineno < 25, node.name
+    texts = printed(path.stem if path.stem in papers.NAMES else str(path))
+    allowed = {"caption", "title", "index", "columns", "rows", "notes", "source", "x", "xlabel"}
+    allowed |= {"log", "heat", "statement", "stated"}
+    for source in (texts, texts.get("ours", {})):
+        for kind in ("tables", "figures", "claims"):
+            for table in source.get(kind, {}).values():
+                assert table.keys() <= allowed and "{" not in json.dumps(table)[1:]
+
+
+def test_settings_that_differ_are_no_label(tmp_path):
+    """The old engine invented one; now the reader of the message decides."""
+    runs = [*nucl_runs(tmp_path / "runs"), removal(tmp_path / "x", 7.0, max_windows=3)]
+    with pytest.raises(
+        ValueError, match=r"runs of one cell \(.*\) differ in max_windows \(40, 3\)"
+    ):
+        write_paper(papers.load("nucl"), runs, tmp_path / "out")
