@@ -120,10 +120,14 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """Every compiled program takes four mappings or so, of which a process may have 65,530."""
+    """Drop compiled programs when there are many: each takes four mappings or so, of which a
+    process may have 65,530, and some megabytes; a worker stays below 4 GB."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    maps, memory = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if not maps.exists():
+        return
+    resident = int(memory.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > 2.2e9 or maps.read_bytes().count(b"\n") > 20_000:
         import jax
 
         jax.clear_caches()
