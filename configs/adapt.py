@@ -1,9 +1,9 @@
-"""Structure put beside a model's kernels, or folded away: `lora`, `dora` or `fold`.
+"""Add adapters to a model's kernels (`lora`, `dora`), or fold them in (`fold`).
 
 Command:   python scripts/compress.py --config=configs/adapt.py:lora --config.model=<any>
            python scripts/compress.py --config=configs/adapt.py:fold --config.model=<run>/model
            What comes out keeps its structure (io/hf/structure.py): a training resumes with it, and
-           any other tool reads the folded weights. Training inserts them by itself, too:
+           any other tool reads the folded weights. Training can add them, too:
            configs/nucl_finetune.py:<model>,<data>,dora; with macdrop it trains past the massive
            weights.
 Hardware:  any CPU with the model's size in memory three times.

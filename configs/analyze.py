@@ -9,7 +9,7 @@ Command:   python scripts/analyze.py --config=configs/analyze.py:connectivity --
            python scripts/analyze.py --config=configs/analyze.py:ntk --config.model=<any>
 Hardware:  any CPU with the model's size in memory; an accelerator is used where there is one.
 Hours:     seconds for SmolLM2-135M; displacement on 40 windows of 512: half a minute on 2 cores;
-           lesions an hour or two (it prints as it goes, and goes on where it was stopped); ntk of
+           lesions an hour or two (it prints as it goes, and resumes where it was stopped); ntk of
            MiniLM-L6 on 872 sentences a minute a method.
 Paper:     JREG, Table 1: next-word prediction on 100 samples of LAMBADA. Whether h_L is taken
            before or after the final norm, and over which tokens, is not stated: all are computed.
@@ -63,7 +63,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
         config.ratio = 0.75  # the paper's 3,072 -> 768 neurons
         config.data = ConfigDict({"task": "sst2", "path": ""})  # rows of p32_glue.py, or a file
         config.fields = ""
-        config.max_rows = 0  # the first so many; 0: all
+        config.max_rows = 0  # only the first max_rows; 0: all
         config.batch_size = 32
         config.seed = 0  # of the methods, and of the head of a model that has none
         config.compute_dtype = "float32"
@@ -74,7 +74,7 @@ def get_config(analysis: str = "connectivity") -> ConfigDict:
     config.jsonl = ""  # documents of unequal length, one JSON object a line, or ...
     config.token_ids = ""  # integers [windows, length] in a .npy file, used whole
     config.text_field = "text"  # of jsonl
-    config.max_documents = 100  # the first so many lines of jsonl; 0: all
+    config.max_documents = 100  # only the first lines of jsonl; 0: all
     config.window = 512  # tokens after bos in a window (longer documents are cut to it)
     config.max_windows = 40  # of text, at most; 0: all
     config.bos = "segment"  # segment: bos first in each (Gemma needs it) | stream | none

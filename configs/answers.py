@@ -3,8 +3,8 @@
 Command:   python scripts/evaluate.py --config=configs/answers.py --config.model=<any> \
              --config.data_root=<directory> --config.tasks="('superglue_rte', 'superglue_cb')" \
              --workdir=runs/superglue
-           Answers stand in <workdir>/answers/<task>.jsonl, scores in <workdir>/results.json; the
-           same command goes on where it stopped. WebNLG (BLEU, TER: extra `text`), all of it and
+           Answers are in <workdir>/answers/<task>.jsonl, scores in <workdir>/results.json; the
+           same command resumes where it stopped. WebNLG (BLEU, TER: extra `text`), all of it and
            its seen and unseen categories: --config.tasks="('webnlg',)" --config.split=test
            --config.max_new_tokens=100
 Hardware:  one CPU or accelerator.
@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
             "data_root": "",
             # SuperGLUE's test sets have no labels; WebNLG's has all references.
             "split": "validation",
-            # The first so many questions of each task, with all answers of MultiRC's; 0: all.
+            # Only the first `limit` questions of each task, with all answers of MultiRC's; 0: all.
             "limit": 0,
             "bos": "auto",  # as of training: auto | segment | document | none
             "max_new_tokens": 32,  # of an answer

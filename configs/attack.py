@@ -17,7 +17,7 @@ from ffn_heterogeneity.surgery.attack import Attack
 
 def get_config() -> ConfigDict:
     # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
-    # before and after, and stands in results.json and the model card.
+    # before and after, and written to results.json and the model card.
     config = perplexity.get_config()
     config.update(
         {

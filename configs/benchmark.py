@@ -13,7 +13,7 @@ Command:   python scripts/benchmark.py nucl | nll | model [--config.peer=transfo
            python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
 Hardware:  any; figures in docs/benchmarks.md are from 2 CPU cores.
 Hours:     nucl, nll, streaming a few minutes; model, all calls with the peer, two hours: what
-           was measured is kept, and the same command with the same --workdir goes on.
+           was measured is saved, and the same command with the same --workdir resumes.
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,8 @@
 
 Command:   python scripts/evaluate.py --config=configs/chat.py --config.benchmark=mt_bench \
              --config.model=<any> --config.data_root=<directory> --workdir=runs/mt_bench
-           Answers stand in <workdir>/model_answer/<model_id>.jsonl, in the benchmark's own form;
-           the same command goes on where it stopped. configs/judge.py has them judged.
+           Answers are in <workdir>/model_answer/<model_id>.jsonl, in the benchmark's own form;
+           the same command resumes where it stopped. configs/judge.py has them judged.
 Hardware:  one CPU or accelerator.
 Hours:     SmolLM2-135M, 12 questions of two turns, 64 tokens each: 2 minutes of one CPU core.
            All of MT-bench with 1,024 tokens is for an accelerator.
@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
             # spec_bench (480: MT-bench's, and 400 of one turn).
             "benchmark": "mt_bench",
             "data_root": "",  # directory of <benchmark>/test.jsonl or question.jsonl
-            # The first so many questions; 0: all.
+            # Only the first `limit` questions; 0: all.
             "limit": 0,
             # A message of the system before each conversation; "": none.
             "system": "",

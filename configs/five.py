@@ -10,7 +10,7 @@ Command:   python scripts/train.py --config=configs/five.py:<model>,<task> \
            p32        P-32: a learnt sum over the layers is classified; else the last layer
            nucl       NUCL on the outgoing weights as they act, adapters and lengths in them
            jreg       JREG: no jump of the last layer's hidden state
-           layerwise  MLP Fusion: the fused layers' states towards the whole model's
+           layerwise  MLP Fusion: the fused layers' states towards the dense model's
            Tasks as in configs/p32_glue.py.
 Hardware:  SmolLM2-135M trains on a CPU.
 Hours:     SmolLM2-135M, 60 steps of 32 rows: 230 seconds of a shared H100, half to compile.
@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from configs import p32_glue
 from ffn_heterogeneity.launch.sweep import product
 
-# In the order in which they come: shapes change, blocks are taught, leaves stand beside kernels.
+# In the order in which they apply: shapes change, teachers are added, then adapters' leaves.
 SURGERIES = ("fuse", "teacher", "lora", "dora", "macdrop")
 LOSSES = ("nucl", "jreg", "layerwise")
 DEFAULT = ("fuse", "dora", "macdrop", "p32", "nucl", "jreg")

@@ -19,7 +19,7 @@ from ffn_heterogeneity.surgery.fuse import Fusion
 
 def get_config() -> ConfigDict:
     # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
-    # before and after, and stands in results.json and the model card.
+    # before and after, and written to results.json and the model card.
     config = perplexity.get_config()
     config.update(
         {
@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
             "spare": Fusion.spare,  # massive neurons of the massive layer that stay as they are
             "skip": Fusion.skip,  # massive: that layer stays as it is
             "seed": Fusion.seed,  # of the draws
-            # Of unstructured: whose weights stand under the masks, in the place of its own (LTH).
+            # Of unstructured: the model whose weights are used under the masks (LTH).
             "rewind": Fusion.rewind,
             # Then: none | state_ridge (ours) | gram | bias, with the keys of configs/prune.py.
             "compensation": Fusion.compensation,

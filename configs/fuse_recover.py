@@ -25,7 +25,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,text") -> ConfigDict:
     config.stages = ("fuse", "recover", "score")
     config.fuse = {
         "kind": "surgery",
-        "base": "fuse",  # what the keys mean stands there
+        "base": "fuse",  # explains the keys
         "method": "fusion",
         "ratio": 0.25,
         "layers": "all",

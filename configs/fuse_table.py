@@ -4,7 +4,7 @@ Command:   python scripts/sweep.py --config=configs/fuse_table.py --sweep=method
              --config.model=<any> --config.text=<wiki.test.raw> --config.max_windows=40 \
              --workdir=runs/fusion
            --sweep=seeds: fusion, also in canonical form, over three seeds; --sweep=ratios: fusion
-           and SVD; --sweep=own: merged, plain and with state_ridge on the model's own text.
+           and SVD; --sweep=own: merged, plain and with state_ridge on self-generated text.
 Hardware:  one CPU or accelerator with the model's size in host memory three times. The model is
            loaded once; nothing but numbers is written.
 Hours:     SmolLM2-135M, 40 windows of 512: one to two minutes a point on 2 cores, mmd half an hour.
@@ -37,7 +37,7 @@ OURS = chain(
 SWEEPS = {
     "methods": chain(NONE, product({"method": CLUSTERED + OTHERS}), OURS),
     "seeds": product({"method": ("fusion",), "canonical": (False, True), "seed": (0, 1, 2)}),
-    # merged (fusion's outputs), and what its centroids can say for all neurons besides.
+    # merged (fusion's outputs), plain and with all neurons regressed on the centroids.
     "own": chain(
         NONE,
         point("merged", {"method": "merged"}),

@@ -2,8 +2,8 @@
 
 Command:   python scripts/evaluate.py --config=configs/harness.py --config.model=<any> \
              --config.tasks="('piqa', 'gsm8k', 'mmlu')" --config.data_root=<directory>
-           What a name gave stands in <workdir>/tasks/<name>.json as soon as it is done; the same
-           command with --workdir goes on where it stopped.
+           The results of a name are in <workdir>/tasks/<name>.json as soon as it is done; the same
+           command with --workdir resumes where it stopped.
 Hardware:  one CPU or accelerator.
 Hours:     SmolLM2-135M, 100 questions of PIQA on 2 cores: half a minute; all of MMLU with 5 shots
            is for an accelerator.

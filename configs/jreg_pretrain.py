@@ -44,7 +44,7 @@ def get_config(argument: str = "170m") -> ConfigDict:
         raise ValueError(f"config argument {argument!r}: choose one of {', '.join(SIZES)}")
     layers, d_model, ffn_width, heads, rate = SIZES[size]
     config = train.get_config()
-    config.model = ""  # a model to go on with; "": a new one of the shape below
+    config.model = ""  # a model to continue from; "": a new one of the shape below
 
     config.shape = ConfigDict()  # of a Llama with SwiGLU and as many key heads as heads
     config.shape.layers = layers  # transformer blocks
@@ -67,7 +67,7 @@ def get_config(argument: str = "170m") -> ConfigDict:
 
     config.data.task = "tokens"  # shards of scripts/prepare_data.py; or text, jsonl
     config.data.text_field = ""  # jsonl, parquet, hub data
-    config.data.passage_chars = 16_384  # text: shuffled in passages of at most so many
+    config.data.passage_chars = 16_384  # text: characters of a shuffled passage, at most
     config.data.validation_fraction = 0.001
 
     config.steps = 200_000
@@ -104,7 +104,7 @@ SWEEPS = {
     "alpha": chain(BASELINE, {ALPHA: (0.0, 0.1, 0.3, 0.5, 1.0, 3.0)}),
     # The weight (one compilation for all); the paper tried 1, 2, 3.
     "lambda": chain(BASELINE, {JREG: (0.3, 1.0, 2.0, 3.0)}),
-    # The same rows in a tenth of the steps, so a tenth of the tokens, each with its own schedule.
+    # The same batch size for 10% of the steps (10% of the tokens), each with its own schedule.
     # (Appendix D is another experiment: it keeps the tokens and changes the batch.)
     "steps": product({JREG: (0.0, 1.0), "steps": (20_000, 200_000)}),
     # NUCL in pre-training, what its paper names as a limitation (one compilation for all); with

@@ -12,7 +12,7 @@ Paper:     JREG: MT-bench, Vicuna and WizardLM questions judged by GPT-4. The pr
            (MT-bench's protocol of "[[8]]" and "[[A]]"): scores are comparable among runs of this
            judge, not with published ones.
 
-Judgments stand in <workdir>/model_judgment/<judge>_single.jsonl (or _pair), in FastChat's form;
+Judgments are in <workdir>/model_judgment/<judge>_single.jsonl (or _pair), in FastChat's form;
 calls without one in <workdir>/failed.jsonl, with the reason and what came back.
 """
 
@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
             # As in configs/chat.py; MT-bench's reference answers (reference_gpt4.jsonl, or
             # reference_answer/gpt-4.jsonl) are read from there.
             "data_root": "",
-            "limit": 0,  # judge the first so many questions; 0: all
+            "limit": 0,  # judge only the first `limit` questions; 0: all
             "answers": "",  # a file of configs/chat.py's answers
             "baseline": "",  # another, of pairwise
             "url": "",  # the endpoint's address before /v1/chat/completions
@@ -44,7 +44,7 @@ def get_config() -> ConfigDict:
             "timeout": 120.0,  # seconds for each try
             "retries": 5,  # further tries, after 0.5 s, then twice as long, up to 8 s
             "workers": 4,  # calls at once
-            # So many failures in a row end the run (0: none does).
+            # Consecutive failures that end the run (0: never).
             "give_up_after": 10,
         }
     )

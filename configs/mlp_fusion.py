@@ -109,7 +109,7 @@ def _training(config: ConfigDict, task: str) -> dict:
 
 
 def _tuning(config: ConfigDict, task: str) -> dict:
-    """The compressed blocks alone, at a constant rate, towards the whole model's states."""
+    """Tune the compressed blocks towards the dense model's states, at a constant learning rate."""
     group = _training(config, task)
     loss = "regression" if task in p32_glue.REGRESSIONS else "classification"
     off = {"weight": placeholder(float)}  # None: it is not built

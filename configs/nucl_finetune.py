@@ -49,7 +49,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
     if data.task in ("text", "jsonl"):
         data.text_field = ""  # of JSONL and parquet; "": "text"
     if data.task in ("text", "jsonl", "mixture"):
-        data.passage_chars = 16_384  # a long file is shuffled in passages of at most so many
+        data.passage_chars = 16_384  # characters of a shuffled passage of a long file, at most
     data.packing = True  # several documents in a row; False: one, padded
     data.bos = "auto"  # auto | segment | document | none
     if data.task != "text":
@@ -57,7 +57,7 @@ def get_config(argument: str = "HuggingFaceTB/SmolLM2-135M,gsm8k") -> ConfigDict
         data.append = ""
         data.loss_on_prompt = False  # True: prompts are learnt as well
     if data.task == "superglue":
-        data.with_dpr = True  # the published mixture has DPR beside the eight tasks
+        data.with_dpr = True  # the published mixture has DPR in addition to the eight tasks
 
     losses.add(config, ("nll", "nucl", *adapters.add(config, parts[place + 1 :])))
     config.monitors.entropy = losses.entropy(config)
@@ -79,7 +79,7 @@ SWEEPS = {
     "alpha": product(
         {"losses.nucl.variant": ("mstd", "gini"), WEIGHT: (0.0, 1.0, 10.0, 100.0, 1000.0)}
     ),
-    # Table 3, each target alone beside plain fine-tuning.
+    # Table 3, each target alone, and plain fine-tuning.
     "targets": chain(
         point("weight=0", {WEIGHT: 0.0}),
         {"losses.nucl.targets": tuple((name,) for name in TARGETS)},

@@ -7,7 +7,7 @@ Command:   python scripts/train.py --config=configs/p32_glue.py:<model>,<task> \
            qnli qqp mnli, from the hub where no path is given; labels | regression: a .jsonl, .csv
            or .tsv file with --config.fields=<a>[,<b>] and the field "label". Surgeries before it
            trains: nf4,lora (QLoRA, the paper's for decoders; an encoder trains whole). Losses
-           beside the task's: nucl, jreg, diversity.
+           in addition to the task's: nucl, jreg, diversity.
            Then scripts/evaluate.py --config=configs/classify.py predicts. Sweeps: --sweep=poolings
            | few | rivals | depths | fractions.
 Hardware:  paper: not stated. MiniLM-L6 and SmolLM2-135M train on a CPU.
@@ -61,13 +61,13 @@ def get_config(argument: str = "sentence-transformers/all-MiniLM-L6-v2,mrpc") ->
     config.lambda_rate = placeholder(float)  # of what weighs the layers; None: the model's rate
     config.lambda_rate = 1e-2
     config.lengths = ()  # tokens a row, at most three; (): 32, 64, 128; decoders 64, 128, 256
-    # So many rows stand in as many rows' places one after another, so that less is padding and
-    # shorter lengths do; no row sees another. 1: each by itself.
+    # Rows that are packed together, so that there is less padding and shorter lengths suffice;
+    # no row sees another. 1: no packing.
     config.together = 4
     config.epochs = 3.0
     config.steps = 0  # 0: what the epochs make
     config.least_steps = 100 if task in OWN else 0  # a minimum, whatever the epochs make
-    config.retries = 0  # runs with other seeds in the place of one whose loss is not finite
+    config.retries = 0  # runs with other seeds after one whose loss is not finite
     config.batch_size = 32
     config.dropout = 0.1
     del config.seq_len

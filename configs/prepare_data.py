@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
             "data_revision": placeholder(str),  # branch, tag or commit of hub data
             # Hub data are read as they come and not stored; each process reads all of them.
             "stream": False,
-            # No more shards are made once there are so many; 0: all. Of hub data not a row more.
+            # No shard is added after this number; 0: all. Hub data stop at exactly this row.
             "max_documents": 0,
             "max_tokens": 0,  # as max_documents
             # Of text files, what stands between documents: "" (a file is one) | blank_line | line |
@@ -41,13 +41,13 @@ def get_config() -> ConfigDict:
                 "min_frequency": 2,  # of a pair that is merged
                 "max_mb": 1000.0,  # of the input that it is trained on
             },
-            # A model that is to read the tokens: refused where its vocabulary is too small.
+            # A model that will read the tokens: rejected if its vocabulary is too small.
             "model": "",
             # Documents end with the tokenizer's eos; a bos is added when they are read.
             "eos": True,
-            # Longer documents are tokenised in pieces of at most so many characters.
+            # Longer documents are tokenised in pieces of at most this number of characters.
             "passage_chars": 16_384,
-            # Megabytes of input a shard, about: what is done again after a stop.
+            # Approximate megabytes of input per shard: the work repeated after an interruption.
             "shard_mb": 64.0,
             "processes": 1,  # that tokenise
             # Say what would be made, from a sample; write nothing.

@@ -17,7 +17,7 @@ from ffn_heterogeneity.surgery.reduce import Removal
 
 def get_config() -> ConfigDict:
     # Keys of perplexity.py: model, revision; with a text (or token_ids) the perplexity is measured
-    # before and after, and stands in results.json and the model card.
+    # before and after, and written to results.json and the model card.
     config = perplexity.get_config()
     config.update(
         {
@@ -28,14 +28,14 @@ def get_config() -> ConfigDict:
             # variance, times outgoing norms); reverse turns the order round.
             "criterion": Removal.criterion,
             # own: what the model itself writes, no data at all; a UTF-8 text, from its beginning;
-            # or the own_text.jsonl that a run on its own text leaves in its working directory
+            # or the own_text.jsonl that such a run leaves in its work directory
             "calibration": Removal.calibration,
             "calibration_tokens": placeholder(int),  # default: 2,048; own: 8,192
             # Who goes last: bos:5 (of each layer the 5 with the largest |h| on bos) | massive:5 (of
             # the massive layer alone) | entropy:0.01 (of each layer the lowest-entropy hundredth).
             "protect": Removal.protect,
             # Who goes whatever the criterion says, as many in all: named as those spared, or
-            # random:5, random:0.01 (of each layer so many of those that would stay).
+            # random:5, random:0.01 (a number or a share of each layer's neurons that would stay).
             "lose": Removal.lose,
             "reverse": Removal.reverse,  # what would be kept goes
             # What the survivors take over: none | sum (of the nearest, or merged into them) |
@@ -46,7 +46,7 @@ def get_config() -> ConfigDict:
             # magnitude) with least_squares or ridge.
             "compensation": Removal.compensation,
             # state_ridge, gram, bias: on the states of the model compensated so far (ours), not on
-            # the whole model's.
+            # the dense model's.
             "sequential": Removal.sequential,
             # How much: a ratio of each layer's neurons, or a count instead.
             "ratio": Removal.ratio,

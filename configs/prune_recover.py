@@ -4,7 +4,7 @@
 Command:   python scripts/train.py --config=configs/prune_recover.py:gemma2_2b,gsm8k \
              --config.prune.ratio=0.25 --config.score.text=<held-out.txt> --workdir=runs/recover
            The argument is <model>,<data> as of configs/nucl_finetune.py. scripts/sweep.py with
-           --sweep=own: entropy, the hybrid on the model's own text, and with state_ridge.
+           --sweep=own: entropy, the hybrid on self-generated text, and with state_ridge.
 Hardware:  that of the fine-tuning (configs/nucl_finetune.py); removal and scoring need less.
 Hours:     SmolLM2-135M, 40 steps of 4 x 256 tokens on 2 CPU cores: minutes.
 Paper:     Table 4 compares removal criteria without recovery; the recovery's settings are ours.

@@ -6,7 +6,7 @@ Command:   python scripts/sweep.py --config=configs/prune_table.py --sweep=crite
            --sweep=rivals: rules of a neuron's weights or activations, and 20 seeds of chance, a
            few neurons spared: --config.calibrations="('<one.txt>', '<other.txt>')"
            --sweep=own: rules on text that the model itself writes (or on `calibrations`, where an
-           own_text.jsonl saves its being written anew), plain and with the compensation
+           own_text.jsonl saves writing it again), plain and with the compensation
            state_ridge; --sweep=tokens: the hybrid on more and less of it
            --sweep=needed: does entropy need the neurons that it leaves alone? Some are lost too
 Hardware:  one CPU or accelerator with the model's size in host memory twice. The model is loaded
@@ -14,7 +14,7 @@ Hardware:  one CPU or accelerator with the model's size in host memory twice. Th
 Hours:     SmolLM2-135M, 40 windows of 512: about a minute a point on 2 cores.
 Paper:     Gemma-2 2B at 25%: 9,216 -> 6,912 neurons a layer, 414.06M parameters (16%) removed. Its
            tables give few-shot accuracies (MMLU 5, HellaSwag 10, ARC-e 0, PIQA 0, SIQA 0, TriviaQA
-           5, NQ-open 5 shots); magnitude and both merging rows stand at MMLU 22.95, chance.
+           5, NQ-open 5 shots); magnitude and both merging rows print MMLU 22.95, chance.
 
 The keys are those of configs/prune.py, configs/perplexity.py and configs/parts/tasks.py, explained
 there, and save_model. --config.tasks="('hellaswag', 'piqa')" adds accuracies.
@@ -39,7 +39,7 @@ KIND = "in_memory"
 def get_config() -> ConfigDict:
     # criterion: besides those of configs/prune.py also "none".
     config = in_memory.get_config(prune.get_config())
-    # Of the sweep "rivals": texts that criteria of activations look at, each in a point of its own.
+    # Of the sweep "rivals": texts for criteria that look at activations, one point each.
     config.calibrations = ()
     return config
 
@@ -62,7 +62,7 @@ def rivals(config: ConfigDict):
     on_text = [
         point(f"{name}-{os.path.basename(text)}", {"criterion": name, "calibration": text})
         for name in ON_TEXT
-        for text in config.calibrations or ("",)  # without one: refused, and said what is missing
+        for text in config.calibrations or ("",)  # without one: an error names it
     ]
     return chain(
         UNPRUNED,
@@ -87,7 +87,7 @@ WAYS = (
 
 def own(config: ConfigDict):
     """Removal without data: rules on `calibrations` (none: what the model itself writes), plain and
-    with what the kept neurons can say for the others."""
+    with the others regressed on the kept neurons."""
     texts = _named(config.calibrations or ("own",))
     return chain(
         UNPRUNED,

@@ -1,13 +1,13 @@
-"""Benchmarks on the machine at hand: ratios inside one run, with 95% intervals.
+"""Benchmarks on this machine: ratios inside one run, with 95% intervals.
 
 Example:
-  python scripts/benchmark.py nucl            NUCL (mstd) in a donated update, beside the listing
-  python scripts/benchmark.py nll             chunked cross-entropy beside the plain one
+  python scripts/benchmark.py nucl            NUCL (mstd) and the paper's listing
+  python scripts/benchmark.py nll             chunked and plain cross-entropy
   python scripts/benchmark.py model --config.peer=transformers    forward, step, perplexity and
-                                              generation beside torch's
+                                              generation, compared with PyTorch
   python scripts/benchmark.py steps --config.configs="('configs/five.py:<model>,mrpc', ...)"
   python scripts/benchmark.py streaming --config.model=gemma2_2b --config.repetitions=3
-                                              surgery from disk to disk beside a plain copy
+                                              surgery from disk to disk, compared with a copy
 
 Writes <workdir>/results.json.
 """

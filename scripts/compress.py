@@ -9,7 +9,7 @@ Example:
 Writes <workdir>/model/ (a directory that transformers loads where it can express the result),
 <workdir>/results.json with `removed` (one index list per layer), the parameter counts and, of a
 compensation, what it took in each layer. With streaming the model is never in memory. With
---config.text=<file> both models' perplexities stand there, and in the model card.
+--config.text=<file> both models' perplexities are there, and in the model card.
 """
 
 from ffn_heterogeneity.launch import cli

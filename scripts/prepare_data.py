@@ -11,7 +11,7 @@ Train on the shards with configs/jreg_pretrain.py, or with another config whose 
 to "tokens" and data.path to <workdir>.
 
 Writes <workdir>/tokens/ (shards and manifest.json), <workdir>/tokenizer/ where one is trained, and
-<workdir>/results.json. The same command goes on where it was stopped.
+<workdir>/results.json. The same command resumes where it was stopped.
 """
 
 from ffn_heterogeneity.launch import cli

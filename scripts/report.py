@@ -9,9 +9,9 @@ Example:
   python scripts/report.py --benchmarks docs/results/benchmarks/*.json --out=docs
 
 Reads config.json, results.json and metrics.jsonl of runs, also while they run; a directory of a
-sweep, or an archive, stands for every run in it, seeds for their mean [low, high]. Differences and
+sweep, or an archive, means every run in it; seeds are shown as mean [low, high]. Differences and
 ratios are against the first run. Writes <output>/compare.md and compare.png (one run: report.md);
---paper=nucl writes <output>/nucl.md, tables and figures beside the paper's numbers, "-" where there
+--paper=nucl writes <output>/nucl.md, tables and figures with the paper's numbers, "-" where there
 is none (a file of your own: docs/howto/report.md); --benchmarks writes <output>/benchmarks.md of
 what scripts/benchmark.py left.
 """

@@ -38,5 +38,5 @@ def main(config, workdir) -> None:
 
 
 if __name__ == "__main__":
-    # Each point has a directory of its own: several may run at once, from several commands.
+    # Each point has its own directory: several may run at once, from several commands.
     cli.launch(main, "sweep", CONFIG, alone=False)

@@ -1,4 +1,4 @@
-"""Fine-tunes a model: the text loss and, beside it, NUCL; or runs several stages as one job.
+"""Fine-tunes a model with the text loss and NUCL, or runs several stages as one job.
 
 Example:
   python scripts/train.py --config=configs/nucl_finetune.py:gemma2_2b,gsm8k \\

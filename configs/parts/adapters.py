@@ -61,7 +61,7 @@ def fuse() -> ConfigDict:
 def truncate() -> ConfigDict:
     return ConfigDict(
         {
-            "blocks": Truncation.blocks,  # the first so many stay; 0: all
+            "blocks": Truncation.blocks,  # only the first blocks are kept; 0: all
         }
     )
 
@@ -89,7 +89,7 @@ def score_mask() -> ConfigDict:
 
 
 def gates() -> ConfigDict:
-    # With losses.size, and rates of their own: the multipliers have to be fast, say
+    # With losses.size, and separate learning rates: the multipliers need a high one, e.g.
     # optimizer.rates=(('gates_multipliers$', 10.0), ('gates_log_alpha$', 3.0)).
     return ConfigDict(
         {
@@ -122,7 +122,7 @@ def add(config: ConfigDict, names: Sequence[str]) -> list[str]:
     chosen += [name for name in names if name in PARTS and name not in chosen]
     for name in chosen:
         settings, trains = PARTS[name]
-        # Surgeries before it trains, each with a group of its own.
+        # Surgeries before training, each with its group of settings.
         config.prepare = (*config.get("prepare", ()), name)
         config[name] = settings()
         if trains:

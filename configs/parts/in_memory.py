@@ -10,7 +10,7 @@ def get_config(surgery: ConfigDict) -> ConfigDict:
     keys = dict(tasks.get_config().items(preserve_field_references=True))
     config = ConfigDict(keys | dict(surgery.items(preserve_field_references=True)))
     config.compute_dtype = "float32"  # as what docs/results has, on any machine
-    config.tasks = ()  # scored beside the perplexity
+    config.tasks = ()  # scored in addition to the perplexity
     config.save_samples = False
     config.prompts = ()  # questions that the changed model answers: "('What is a neuron?',)"
     config.max_new_tokens = 64

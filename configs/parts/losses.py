@@ -117,7 +117,7 @@ def add(config: ConfigDict, names: Sequence[str]) -> None:
                 f"loss {name!r}: add one of {', '.join(set(LOSSES) - set(config.losses))}"
             )
         config.losses[name] = LOSSES[name]()
-        config.losses[name].get_ref("weight")  # one of its own: the command line may set None
+        config.losses[name].get_ref("weight")  # a separate reference: the command line may set None
 
 
 def entropy(config: ConfigDict) -> ConfigDict:

@@ -22,13 +22,13 @@ def get_config() -> ConfigDict:
             "fewshot_seed": 1234,  # of the draw of examples
             # auto: from the training file where it is there; train | evaluation.
             "fewshot_from": "auto",
-            # The first so many questions of each task or group, or all there are; 0: all.
+            # Only the first `limit` questions of each task or group; 0: all.
             "limit": 0,
             # bos before every text: auto (the tokenizer's rule) | always | never.
             "add_bos": "auto",
             # Questions as the tokenizer's chat template writes them.
             "chat_template": False,
-            # Strings that end an answer beside the task's own: "('\n[eod]',)" after such training.
+            # Further strings that end an answer: "('\n[eod]',)" after such training.
             "stop": (),
             # Longest input, of generation with what is generated; 0: the model's positions.
             "max_length": 0,

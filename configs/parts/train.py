@@ -1,7 +1,7 @@
 """The keys that every training experiment has, commented once; and those that one may add:
 
-prepare            surgeries before it trains, each with a group of its own (parts/adapters.py)
-refresh            what redraws leaves every step (adapters.REFRESHES), each with a group of its own
+prepare            surgeries before training, each with its group (parts/adapters.py)
+refresh            what redraws leaves every step (adapters.REFRESHES), each with its group
 objective          another task than language modelling (train/objectives.py)
 optimizer.rates    ((regex, factor), ...): leaves, or layers, whose learning rate is another
 optimizer.momentum and other settings of an optimiser (train/optimizers.py)
@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     # name; "" takes the task's own.
     config.data.path = ""
     config.data.validation_fraction = 0.05  # held out, the same part whatever the seed
-    config.data.validation_path = ""  # data of its own instead
+    config.data.validation_path = ""  # separate data instead
 
     config.steps = 1000  # of the whole run
     config.batch_size = 16  # rows a step
@@ -45,14 +45,14 @@ def get_config() -> ConfigDict:
     config.optimizer.clip_norm = placeholder(float)  # global gradient norm; None: no clipping
 
     # Regexes of parameter paths that stay as they are, and of the only ones that train (none: all).
-    # Layers have names of their own, layers/<i>/ffn/down/kernel.
+    # Each layer has its own names, layers/<i>/ffn/down/kernel.
     config.freeze = ()
     config.train_only = ()  # see freeze
 
     # Devices along each axis; one may be -1: all that are left. Batches are cut over data x fsdp,
     # weights and their optimiser state over fsdp x tensor.
     config.mesh = ConfigDict()
-    config.mesh.data = 1  # copies of the model, each with rows of its own
+    config.mesh.data = 1  # copies of the model, each with other rows
     config.mesh.fsdp = -1  # parts of the weights along d_model, gathered a layer at a time
     config.mesh.tensor = 1  # parts of the neurons and heads
     config.compute_dtype = "auto"  # float32 | bfloat16; auto: where it is fast, bfloat16
@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
     config.unroll = -1  # layers a scan step; 0: all; -1: all on a single GPU, elsewhere one
 
     _what_is_kept(config)
-    config.tensorboard = True  # events beside metrics.jsonl
+    config.tensorboard = True  # events in addition to metrics.jsonl
     config.wandb = ""  # project of Weights & Biases to log to as well (extra `wandb`)
     config.profile = ""  # <start>:<stop>, steps to trace into <workdir>/profile
     config.dry_run = ""  # here | v5e:8x8 | h100:8 ...: what the run needs there; nothing is trained
