@@ -1,4 +1,4 @@
-"""The public face in Python: what `import ffn_heterogeneity as fh` offers beside its rooms."""
+"""The public face in Python: functions of `import ffn_heterogeneity as fh`."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def perplexity(
 
 
 def prune(model: Model, criterion: str = "entropy", ratio: float = 0.25, **settings: Any) -> Made:
-    """(the model without a share of its FFN neurons, what was done).
+    """(the model without a share of its FFN neurons, a report).
 
     Args:
       criterion, ratio, settings: of `surgery.reduce.Removal`, as in configs/prune.py: layers,
@@ -173,7 +173,7 @@ def prune(model: Model, criterion: str = "entropy", ratio: float = 0.25, **setti
 
 
 def fuse(model: Model, method: str = "fusion", ratio: float = 0.25, **settings: Any) -> Made:
-    """(the model with fewer, clustered neurons, what was done).
+    """(the model with fewer, clustered neurons, a report).
 
     Args:
       method, ratio, settings: of `surgery.fuse.Fusion`, as in configs/fuse.py: layers, n_init ...
@@ -197,7 +197,7 @@ def attack(model: Model, k: int = 5, **settings: Any) -> Made:
 
 
 def lora(model: Model, rank: int = 16, *, seed: int = 0, **settings: Any) -> Made:
-    """(the model with low-rank factors beside its kernels, a report): the same outputs so far.
+    """(the model with low-rank adapters, a report): its outputs are still the same.
 
     Args:
       rank, settings: of `surgery.adapt.Lora`: alpha, targets, dropout.
@@ -237,7 +237,7 @@ def fit(config: str, workdir: str | os.PathLike, **overrides: Any) -> Made:
 
     Args:
       config: "nucl_finetune:smollm2,text", or a file of yours.
-      overrides: the config's keys; "__" stands for a dot: data__path="train.txt".
+      overrides: the config's keys; "__" means a dot: data__path="train.txt".
 
     Raises:
       ValueError: as `run`.
@@ -256,7 +256,7 @@ def analyze(
       analysis: of configs/analyze.py: "connectivity", "massive", "displacement", "lesions", "ntk";
         "": "displacement" where a text is given, else "connectivity".
       workdir: keeps results.json and figures; None: nothing is kept.
-      settings: the config's keys; "__" stands for a dot. `text` is a file, or the text itself
+      settings: the config's keys; "__" means a dot. `text` is a file, or the text itself
         (anything with a space that is no file).
 
     Raises:

@@ -4,7 +4,7 @@ Each leaf is declared once. The model's own leaves name the dimensions that thei
 "d_model", "neurons" (of a feed-forward block), "queries" and "keys" (heads times their width),
 "head" (one head's width), "vocab", "expert", "route" (columns of a router), "positions", "types",
 "pooled". An adapter's leaves name roles in the `Linear` that holds them: "in" and "out", the
-dimensions of its kernel; "half" and "block", so many inputs together; "picked", some of the
+dimensions of its kernel; "half" and "block", groups of inputs; "picked", some of the
 outputs; any other name ("rank", "one") is an axis of the adapter's own.
 """
 
@@ -35,8 +35,8 @@ class Leaf:
       numbers: the dimension whose places its values are.
       dtype: of data that are no real numbers.
       optional: a surgery puts it there: no file and no fresh model has it.
-      broadcasts: it may lack leading axes; then it stands for the last ones.
-      holds: parameters that one element stands for.
+      broadcasts: it may lack leading axes; its axes are then the last ones.
+      holds: number of parameters in one element.
       reads: of its parameters, the share that a token is multiplied by (an expert's: top_k / E).
     """
 
@@ -81,8 +81,8 @@ class Leaf:
         return self.axes.index(dimension) - len(self.axes) if dimension in self.axes else None
 
     def depends_on(self, dimension: str) -> bool:
-        """True if its values mean something else once part of the dimension is gone: sums over it,
-        numbers of its places, axes that run over several of them together."""
+        """True if its values change their meaning when part of the dimension is removed: sums over
+        it, numbers of its places, axes over several of them together."""
         apart = any(axis.startswith(f"{dimension}/") for axis in self.axes)
         return apart or dimension in self.sums or self.numbers == dimension
 
@@ -99,7 +99,7 @@ def data(*axes: str, **more: Any) -> Leaf:
 
 # ---- paths
 
-# Roots of a tree beside the model, which a surgery puts there and a loss reads (a teacher): frozen,
+# Further roots of a tree, which a surgery puts there and a loss reads (a teacher): frozen,
 # sealed in checkpoints with the frozen leaves, never exported. No walk over layers and no pattern
 # of a config sees them.
 TEACHER = "teacher"

@@ -1,7 +1,7 @@
 """Wording that errors share: choices, intervals of numbers, the nearest name, the place, one line;
 and tables as text.
 
-Settings that come as a mapping become a frozen dataclass here, so that a slip is refused.
+Settings that come as a mapping become a frozen dataclass here, so that a slip is an error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def naming(
     caught: type[Exception] | tuple[type[Exception], ...] = ValueError,
     raised: type[Exception] = ValueError,
 ) -> Iterator[None]:
-    """Errors caught inside are raised anew, as `raised`, with the place before their message."""
+    """Errors caught inside are raised again, as `raised`, with the place before their message."""
     try:
         yield
     except caught as error:

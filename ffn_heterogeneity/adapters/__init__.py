@@ -1,4 +1,4 @@
-"""Adapters: extra leaves beside a kernel, read by the one module that owns the kernel.
+"""Adapters: extra leaves of a `Linear`, read by the module that owns its kernel.
 
 An adapter is pure maths on leaves and imports no other room. `ADAPTERS` lists them in the order
 in which they apply; `models/linear.py` is the one place that applies them. What a leaf's axes run
@@ -148,7 +148,7 @@ def adapter_leaves() -> dict[str, Leaf]:
 
 
 def is_linear(node: Mapping[str, Any]) -> bool:
-    """True of a node of a tree that holds a kernel, or what stands for one."""
+    """True if a node of a tree holds a kernel, or leaves that represent one."""
     return "kernel" in node or any(adapter.base for adapter in adapters_of(node))
 
 

@@ -1,10 +1,10 @@
 """Hard-concrete gates on the rank of a factorised kernel (FLOP): K = A diag(gate) B.
 
-Each step of a training draws u ~ U(0, 1) anew and opens gate j by
+Each training step draws u ~ U(0, 1) again and opens gate j by
 
     s = clip(1.2 sigmoid(logit u + log_alpha_j) - 0.1, 0, 1)    (temperature 1, stretched by 0.1)
 
-which is 0 or 1 with a probability of its own: P(gate_j > 0) = sigmoid(log_alpha_j - log(0.1 /
+which is 0 or 1 with a probability for each gate: P(gate_j > 0) = sigmoid(log_alpha_j - log(0.1 /
 1.1)), and L0 is their sum. Elsewhere the draw is 0, as stored: the round(r - L0) gates with the
 smallest sigmoid(0.8 log_alpha) are 0 and the others have that value.
 

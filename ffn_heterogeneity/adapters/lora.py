@@ -17,14 +17,14 @@ def add_to_kernel(kernel: jax.Array, leaves: dict[str, jax.Array]) -> jax.Array:
 
 
 def add_to_product(y, x, leaves: dict[str, jax.Array], kernel, dot, drop) -> jax.Array:
-    """y + s (drop(x) A) B: 2 r (in + out) operations a token beside K's 2 in out."""
+    """y + s (drop(x) A) B: 2 r (in + out) operations per token, in addition to K's 2 in out."""
     return y + leaves["lora_scale"].astype(y.dtype) * dot(
         dot(drop(x), leaves["lora_a"]), leaves["lora_b"]
     )
 
 
 def init(key: jax.Array, kernel, rank: int, alpha: float) -> dict[str, jax.Array]:
-    """The three leaves beside a kernel [in, out], float32."""
+    """The three leaves for a kernel [in, out], float32."""
     fan_in, fan_out = kernel.shape
     bound = fan_in**-0.5
     return {

@@ -1,4 +1,4 @@
-"""A kernel as the product of two thin ones that train: K = A B, never made whole in a step."""
+"""A kernel as the product of two thin ones that train: K = A B, never materialized in a step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """MacDrop: dropout on massive weights while adapters train (massive weights, section 3).
 
 Columns `macdrop_rows` (the paper's rows of W_up and W_gate) of a frozen kernel are multiplied by
-`macdrop_keep`, ones as stored. While training every step draws it anew, elementwise
-Bernoulli(1 - p_t), one draw for gate and up as in Algorithm 1, and what is kept is not rescaled.
+`macdrop_keep`, ones as stored. Each training step draws it again, elementwise
+Bernoulli(1 - p_t), one draw for gate and up as in Algorithm 1, and kept values are not rescaled.
 DoRA's norm is that of the masked kernel, as where the weights themselves are masked (Algorithm 1),
 so it gives masked columns their length back: MacDrop does less there (docs/reproduce.md).
 Evaluation and export know nothing of it.
@@ -118,6 +118,6 @@ def refresh(settings: Mapping[str, Any]) -> Callable[..., dict]:
 
 
 def init(fan_in: int, rows) -> dict[str, jax.Array]:
-    """The two leaves beside a kernel with `fan_in` inputs."""
+    """The two leaves for a kernel with `fan_in` inputs."""
     rows = jnp.asarray(rows, jnp.int32)
     return {ROWS: rows, KEEP: jnp.ones((fan_in, len(rows)), jnp.float32)}

@@ -1,6 +1,6 @@
 """A mask on a kernel: a fixed one, W * mask, or one of scores that train in the weights' place.
 
-A score in [0, 1] stands for each weight of a frozen kernel (GEM-MINER): W * 1[score > 1/2], and
+Each weight of a frozen kernel has a score in [0, 1] (GEM-MINER): W * 1[score > 1/2], and
 the mask's gradient passes straight through to the score, as if the mask were the score. The authors
 clip the scores to [0, 1] after each step; here a score stays where a step left it, and a gradient
 that leads it further out is 0.

@@ -3,7 +3,7 @@
 Each 64 inputs of an output are divided by their largest |w|, the absmax, and rounded to 16 levels,
 two to a byte. The absmax less their mean are quantised again, 256 at a time, to 8 bits of a map
 with a dynamic exponent. bitsandbytes cuts its blocks of the torch kernel [out, in]; they are these
-where `in` is a multiple of 64, and other kernels are refused [ours].
+where `in` is a multiple of 64, and other kernels are rejected [ours].
 
     nf4_codes   uint8   [in / 2, out]   codes of inputs 2 i (upper half of the byte) and 2 i + 1
     nf4_scales  uint8   [in / 64, out]  places of the absmax in `EIGHT_BITS`

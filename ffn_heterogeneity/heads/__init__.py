@@ -1,9 +1,9 @@
 """Heads of tasks: what is predicted on top of a model's outputs, by name.
 
-`HEADS[name](config, settings) -> Head`. The leaves stand under `params["task_head"]`; what the head
-is stands in the model's config (`ModelConfig.head`) and in config.json, so that every command
-rebuilds it. The language model's own head is `models.causal_lm.logits`: its matrix may be the tied
-embedding, and training never makes its output whole.
+`HEADS[name](config, settings) -> Head`. The leaves are in `params["task_head"]`. The model's config
+(`ModelConfig.head`) and config.json describe the head, so that every command rebuilds it. The
+language model's own head is `models.causal_lm.logits`: its matrix may be the tied embedding, and
+training never materializes its output.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Head:
         dropout in training, x itself elsewhere.
       says: its leaves -> what results.json tells of them.
       probes: what it reads of the layers, in `outputs["probes"]`.
-      sizes: of the dimensions of its own that the declarations name.
+      sizes: of the head's own dimensions that the declarations name.
     """
 
     leaves: Mapping[str, Leaf]

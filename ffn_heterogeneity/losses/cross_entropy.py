@@ -6,7 +6,7 @@
 
 Logits exist for one chunk of rows at a time, and for targets only: where few positions are targets
 (answers of a few tokens after long prompts) the head costs as little as they do. When the sum is
-differentiated, the gradient is computed beside the value (three products, not four: no logits are
+differentiated, the gradient is computed with the value (three products, not four: no logits are
 computed twice) and only scaled by the upstream cotangent later; dK is accumulated in float32
 whatever the kernel's dtype.
 
@@ -33,7 +33,7 @@ from ffn_heterogeneity.wording import check_choice, check_number
 # before its products outweigh the read and write of the float32 dK; a CPU prefers its caches.
 CHUNK_BYTES = 2**30
 CHUNK_BYTES_CPU = 2**27
-# Of a chunk's part, below which it is not worth a loop of its own.
+# Rows of a chunk's part below which a separate loop does not pay.
 FEW_ROWS = 16
 LAYOUTS = ("vd", "dv")
 # How a mesh cuts the kernel; as parallel.partition has it.
@@ -98,7 +98,7 @@ def chunked_nll(
         hidden_btd, kernel, targets_bt, mask_bt, layout, softcap, chunk, kernel_trainable, mesh
     )
     targets_bt = jnp.asarray(targets_bt)
-    # The count depends on the mask alone: whoever wants only that pays for nothing else.
+    # The count depends on the mask alone: a caller that reads only it computes nothing else.
     count = jnp.sum(mask_bt, dtype=jnp.float32)
     sums: Any = _nll(hidden_btd, kernel, targets_bt, mask_bt, static)
     total, correct = sums

@@ -89,7 +89,7 @@ def _by_matrix(function, w, *more):
 
 
 def _forward_one(w):
-    """(D, what the backward pass needs beside W) of one [m, n]."""
+    """(D, residuals of the backward pass other than W) of one [m, n]."""
     a = _magnitude(w)
     top = jnp.max(a, -1, keepdims=True, initial=0)
     tiny = float(jnp.finfo(a.dtype).tiny)
@@ -132,7 +132,7 @@ def diversity_term(context: TermContext) -> LossTerm:
     def function(params: dict) -> TermValue:
         stacks = kernels(params, PLACE)
         values = [by_layer(stack, similarity) for stack in stacks]
-        # Of a layer with experts the sum over them, each a matrix of its own.
+        # Of a layer with experts the sum over them, one matrix each.
         values = jnp.concatenate([x if x.ndim == 1 else jnp.sum(x, 1) for x in values])
         order = np.argsort([layer for stack in stacks for layer in stack.layers])
         layers = jax.lax.stop_gradient(values)[order]

@@ -43,11 +43,11 @@ def layerwise_term(
 ) -> LossTerm:
     """The mean over layers and tokens of the squared differences to the teacher's states.
 
-    Metrics: "layers" [L], of each layer by itself.
+    Metrics: "layers" [L], of each layer.
 
     Args:
       states: of `STATES`, or `GRADIENT`, which needs labels.
-      sum_hidden: the sum over the hidden dimension in the place of its mean (the authors' code).
+      sum_hidden: the sum over the hidden dimension instead of its mean (the authors' code).
 
     Raises:
       ValueError: no such states; when traced: there is no teacher.

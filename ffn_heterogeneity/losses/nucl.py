@@ -68,7 +68,7 @@ def nucl_term(
 
     Metrics, from the same reductions (under the term's name): "<variant>/<target>/layer_mean"
     [layers that hold the target, in order] and "<variant>/<target>/mean" over the rows acted on.
-    Both are per row: a sum says little by itself (Gaussian weights: about -0.7555/n for mstd).
+    Both are per row, because a sum grows with the rows (Gaussian weights: -0.7555/n for mstd).
 
     Args:
       context: its weight is the paper's alpha; on a mesh of several devices see `nucl_rows`.

@@ -9,8 +9,8 @@ For a row w of n weights, with Z = sum |w|, r = |w| / Z and q = sum r^2 = (sum w
 
 Minimising any of the three makes the row less uniform. The penalty is the SUM over rows and over
 every targeted matrix of every layer (equation 6). Gradients are closed form: the forward pass reads
-the weights once, the backward pass reads them once and writes the gradient once; what is kept in
-between is three numbers a row.
+the weights once, the backward pass reads them once and writes the gradient once; three numbers per
+row are saved in between.
 
 Where the paper's listing breaks, this does not (chosen here): an all-zero row (a removed or padded
 neuron) contributes 0 with gradient 0; a uniform row has mstd 0 with gradient 0; a weight that is
@@ -86,7 +86,7 @@ def _rows_fwd(w, variant, axis, sharded):
     q = (1 + cv * cv) / n
     if variant == "gini":
         return jnp.where(alive, 1 - q, 0), (w, q, inv, jnp.full_like(q, 2))
-    # n s is the coefficient of variation. It stays a factor of its own beside 1 / Z: their product
+    # n s is the coefficient of variation. It stays a separate factor from 1 / Z: their product
     # could leave float32 for a tiny and nearly uniform row.
     return -cv / n, (w, q, inv, jnp.where(cv > 0, 1 / jnp.where(cv > 0, cv, 1), 0))
 

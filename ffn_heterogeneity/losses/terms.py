@@ -38,7 +38,7 @@ class TermValue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TermContext:
-    """The facts of a run that every term may use, beside the term's own settings.
+    """The facts of a run that every term may use, in addition to its own settings.
 
     Attributes:
       name: of this instance; prefix of its metrics. Two instances of one term have two names.
@@ -134,7 +134,7 @@ def check_weights(losses: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:
-    """The term, which refuses a setting that its signature has not and names the nearest."""
+    """The term, which rejects a setting that its signature lacks and names the nearest."""
     names = [*inspect.signature(term).parameters][1:]
 
     @functools.wraps(term)
@@ -148,8 +148,8 @@ def strict(term: Callable[..., LossTerm]) -> Callable[..., LossTerm]:
 def probe_term(context: TermContext, probe: Probe) -> LossTerm:
     """A monitor of what a probe sees, and no loss (its total is 0).
 
-    Metrics: for every "sum" among the probe's results its quotient with the "count" beside it, over
-    all tokens, [L]: "mean", or "<group>/mean" where the results are grouped.
+    Metrics: every "sum" among the probe's results, divided by the "count" next to it, over all
+    tokens, [L]: "mean", or "<group>/mean" where the results are grouped.
 
     Raises:
       ValueError: a probe of kind "example", whose rows are no sums.

@@ -12,7 +12,7 @@ import jax
 
 from ffn_heterogeneity.wording import first_line
 
-ALONE = "alone"  # Beside other tasks of one SLURM step, each a run of its own.
+ALONE = "alone"  # One of several tasks of a SLURM step, each a separate run.
 WAYS = (
     "'', 'auto' (TPU pod, SLURM, Open MPI), <host>:<port>,<processes>,<index>, or 'alone' (one of "
     "several SLURM tasks that are runs of their own)"
@@ -20,7 +20,7 @@ WAYS = (
 
 
 # One device of a program holds a few threads at a time: one for itself, one for each collective
-# that it started beside other work.
+# that it started during other work.
 THREADS_PER_FAKE_DEVICE = 4
 
 
@@ -69,7 +69,7 @@ def initialize(how: str) -> None:
             f"distributed={how!r}: the processes could not be joined ({first_line(error)}); "
             "start every process, each with its own index, and check the address"
         ) from error
-    # XLA:CPU loses the order of collectives in and beside a loop where a program comes from the
+    # XLA:CPU loses the order of collectives in and around a loop where a program comes from the
     # cache: one process then sums what another gathers, and both wait for ever (jaxlib 0.10.2).
     if jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)

@@ -42,7 +42,7 @@ OBJECTIVES: dict[str, Callable[[ObjectiveSettings, ModelConfig], Objective]] = {
 
 
 def auto_remat(platform: str | None) -> tuple[str, ...]:
-    """The choices that remat="auto" stands for on a platform, in the order of trial."""
+    """The choices of remat="auto" on a platform, in the order of trial."""
     return ("none", *AUTO_REMAT) if platform == "gpu" else AUTO_REMAT
 
 
@@ -56,7 +56,7 @@ def objective_of(task: ObjectiveSettings, model: ModelConfig) -> Objective:
 
 
 def made_whole(layers: Sequence[Slot], terms: Sequence[LossTerm]) -> list[str]:
-    """The kernels made whole in the step though their factors have a product of their own,
+    """The kernels that the step materializes although their factors have their own product,
     and what reads them.
 
     Args:
@@ -128,7 +128,7 @@ def make_terms(
     mesh: Mesh | AbstractMesh,
     trained: bool = True,
 ) -> tuple[LossTerm, ...]:
-    """The loss; or, not `trained`, monitors, which validation computes beside it.
+    """The loss; or, not `trained`, monitors, which validation computes in addition.
 
     A group is one term: `term` (default: the group's name) is its name in `losses.TERMS`, `weight`
     its factor (None: it is not built; 0 is built, so that a sweep over the weight is one program),

@@ -47,7 +47,7 @@ def catch_signals(callback: Callable[[str], None]) -> Iterator[None]:
 
 
 def _leave_terminal() -> bool:
-    """What is printed from here on goes nowhere: writing to a terminal that is gone is an error.
+    """Discard further output: writing to a closed terminal is an error.
 
     Returns whether anything went to one.
     """

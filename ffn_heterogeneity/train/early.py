@@ -23,7 +23,7 @@ PACKAGES = {"parquet": "pyarrow", "hub": "datasets"}
 
 
 def check_early(config: TrainConfig) -> None:
-    """Refuses what a run would only trip over behind its model.
+    """Reject what would otherwise fail only after the model is loaded.
 
     Raises:
       ImportError: a package that the run needs is not installed.

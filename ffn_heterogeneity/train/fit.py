@@ -126,7 +126,7 @@ def described(plan: Plan, steps: int) -> str:
     """A line of how much there is to do and to hold, before any weight is read.
 
     Raises:
-      ValueError: the training state does not fit by itself, so no batch would help.
+      ValueError: the training state alone does not fit, so no batch size would help.
     """
     held, have = state_bytes(plan), memory_of(plan.mesh.local_devices)
     del held["gradients"]  # the step's

@@ -1,4 +1,4 @@
-"""Peak figures of devices: the vendors' by name, or measured on the machine at hand."""
+"""Peak figures of devices: the vendors' by name, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ffn_heterogeneity.train.memory import memory_for_this_process
 
 GIB = 2**30
-# Bytes that Python, its libraries and the compiler hold beside a run's arrays.
+# Bytes that Python, its libraries and the compiler hold in addition to a run's arrays.
 PROGRAMS = 0.7 * GIB
 # Part of the reachable rate that a training step of dense matrix products is expected to take.
 # Data sheets: published runs reach 40 to 56% (nanochat 41-51%, llm.c 40-50% on H100, TinyLlama 56%

@@ -34,7 +34,7 @@ def collectives(text: str) -> list[Collective]:
     """Every collective of `compiled.as_text()`, each once.
 
     TPU programs hold several forms of one operation, on one channel; one is kept. The parts of a
-    product that is cut into a ring of permutes are operations of their own.
+    product that is cut into a ring of permutes are separate operations.
     """
     found, channels = [], set()
     looped = _loop_computations(text)

@@ -39,7 +39,7 @@ class LoopConfig:
 
     Attributes:
       steps: optimiser steps of the whole run.
-      checkpoint_every: save every so many steps; 0: only at the end, at a stop, and when best.
+      checkpoint_every: steps between checkpoints; 0: only at the end, at a stop, and when best.
       accumulation: micro-batches a step; batches [B, T] are cut into [A, B / A, T].
       best_metric, best_mode: which of the hooks' metrics is looked at, and whether its "min" or
         "max" is best.
@@ -110,7 +110,7 @@ class TrainLoop:
 
     Args:
       config: when to do what.
-      program: the compiled step, and what it takes beside state and batch.
+      program: the compiled step, and its arguments other than state and batch.
       state: the state at step 0, placed. It is donated: keep no reference.
       batches: see `objectives.Batches`; at its beginning.
       workdir: checkpoints and metrics go there; claim it with `prepare_workdir` first.

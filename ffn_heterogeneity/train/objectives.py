@@ -28,7 +28,7 @@ _HEAD_KEY = 0x4EAD
 
 
 class Batches(Protocol):
-    """Training batches: dicts of numpy arrays [B, ...], and a JSON-able place to go on from."""
+    """Training batches: dicts of numpy arrays [B, ...], and a JSON-able state."""
 
     def __next__(self) -> Batch: ...
 
@@ -60,10 +60,10 @@ class Data:
 
     Attributes:
       batches: for training. Each batch has one of the objective's lengths, the same in every
-        process: it is drawn by the seed and the step, so that a resumed run goes on with it.
+        process: it is drawn by the seed and the step, so that a resumed run draws the same.
       held_out: name of a set -> () -> one pass over its batches, always the same; the last one is
         filled up with rows that count nowhere.
-      says: (results) -> what results.json and the model card tell beside them, of this data.
+      says: (results) -> facts about this data for results.json and the model card.
       at_end: sets like `held_out`, measured once, on the weights that are exported.
     """
 
@@ -94,11 +94,11 @@ class Objective:
         held-out set, references among them; rows where "valid" [B] is False count nowhere.
       metrics: {name: numpy array of all valid rows, of every process} -> {name: number}, on the
         host: what does not add up over batches (F1, Matthews, Spearman).
-      evaluate: (params, batches) -> {name: number} in the place of both (answers to be decoded).
+      evaluate: (params, batches) -> {name: number}, instead of both (decoded answers).
       best: "min:" or "max:" and the metric that decides which checkpoint is the best. One held-out
         set: "validation/<metric>"; several: "validation/<set>/<metric>".
-      rates: (regex, peak learning rate) of leaves that have one of their own.
-      together: so many successive rows of a batch are one row of the model, [B / n, n T], in which
+      rates: (regex, peak learning rate) of leaves with a separate one.
+      together: n successive rows of a batch are one row of the model, [B / n, n T], in which
         "segment_ids" tell the examples apart: short ones fill the places that long ones leave.
     """
 

@@ -1,4 +1,4 @@
-"""A training experiment as a frozen config: its ConfigDict read once, and refused where wrong.
+"""A training experiment as a frozen config: its ConfigDict is read and checked once.
 
 Everything behind it takes this one, so that a key has one meaning and one place where it is read.
 """
@@ -59,7 +59,7 @@ class TrainConfig:
       best_metric: "" where the objective decides.
       loop: when to do what; its metric is the default one until the objective is known.
       prepare, refresh: name -> settings, in the order in which they apply.
-      retries: how often a run whose loss is not finite begins anew, with another seed.
+      retries: further attempts, with other seeds, after a loss that is not finite.
       own: keys and groups that only an objective knows.
     """
 
@@ -177,7 +177,7 @@ class TrainConfig:
 
     @property
     def static(self) -> Hashable:
-        """The settings that programs are made of, beside the model, its leaves and the mesh.
+        """The settings that programs depend on, other than the model, its leaves and the mesh.
 
         Configs that differ in `FREE` fields alone can use the same programs.
         """

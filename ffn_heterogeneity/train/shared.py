@@ -10,7 +10,7 @@ from ffn_heterogeneity.train.plan import Plan
 
 
 class Shared:
-    """Held by whoever starts several runs, one after the other, and given to each.
+    """State shared by several runs of one process, passed to each.
 
     Runs whose static settings are equal (`plan.static_key`: they differ in learning rates, weights
     of losses, dropout rates, schedules, seeds, steps) use the very same compiled train step and

@@ -26,14 +26,14 @@ from ffn_heterogeneity.wording import check_number
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run's model: which one, and what is done to it before it trains.
+    """A run's model: which one, and the surgeries before it trains.
 
     Attributes:
       model, revision: as `load_model` takes them; model "": a new one of `shape`.
       tokenizer: of a new model.
       shape: layers, d_model, n_heads, ffn_width, vocab_size, tied; None: none is made.
       seed: of new weights, and of what surgeries draw.
-      seq_len: a new model has at least so many positions.
+      seq_len: the least number of positions of a new model.
       prepare: name of a surgery -> settings, in the order in which they apply.
     """
 
@@ -52,7 +52,7 @@ class Start:
 
 
 def found_shapes(source: Start) -> tuple[Model, tuple[str, ...]]:
-    """(`found_model`, with shapes and dtypes in the place of its leaves; what of it is assumed).
+    """(`found_model`, with shapes and dtypes instead of arrays; what of it is assumed).
 
     A new model has its tokenizer, which names its special tokens; another one has none here.
 

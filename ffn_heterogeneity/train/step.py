@@ -21,7 +21,7 @@ ForwardFn = Callable[..., dict]
 
 
 def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> None:
-    """Refuses terms that cannot act.
+    """Reject terms that cannot act.
 
     Raises:
       ValueError: no terms, two of one name, or a "params" term with a target pattern that matches
@@ -46,7 +46,7 @@ def check_terms(terms: Sequence[LossTerm], trainable: Mapping[str, bool]) -> Non
 
 
 def check_names(terms: Sequence[LossTerm]) -> None:
-    """Refuses two terms (or monitors) of one name: their metrics would be one another's."""
+    """Reject two terms (or monitors) of one name: their metrics would overwrite each other."""
     names = [term.name for term in terms]
     for name in names:
         if names.count(name) > 1:
