@@ -254,9 +254,9 @@ def of_attacks(runs: Frame, attack: str, base: str) -> Frame:
     """The loss under one attack against that under another, or under none ("-")."""
     rows = untrained(runs).query("what == 'nll'")
     rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
-    sides = (rows[(rows.attacked == x) & rows["config.layer"].isna()] for x in (attack, base))
-    free = ("attack", "k", "attacked", "limit")
-    return c.judged(c.against(*sides, c.CLAIM, ["model", "text", "window"], free))
+    rows, on = rows[rows["config.layer"].isna()], ["model", "text", "window"]
+    ours, other = (rows[rows.attacked == x] for x in (attack, base))
+    return c.judged(c.against(ours, other, c.CLAIM, on, ("attack", "k", "attacked", "limit")))
 
 
 zeroing_and_retaining = partial(of_attacks, attack="zero 5", base="retain 5")

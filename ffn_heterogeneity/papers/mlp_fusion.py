@@ -303,8 +303,8 @@ def tuning(runs: Frame, tuned: str, base: str, sign: int) -> Frame:
     """A method tuned layer by layer against the method alone."""
     rows = default(scores(runs, "sst2"))
     rows = rows.assign(part="tuned", run_on=rows.task + rows.chosen)
-    sides = (rows[rows.method == x] for x in (tuned, base))
-    return c.judged(c.against(*sides, c.CLAIM, ON, FREE), sign)
+    ours, other = (rows[rows.method == x] for x in (tuned, base))
+    return c.judged(c.against(ours, other, c.CLAIM, ON, FREE), sign)
 
 
 tuning_helps = partial(tuning, tuned=TUNED["block"], base=FUSION, sign=1)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import product
 
 import numpy as np
 import pytest
 from builders import adapted, attack, claim, lines, massive, removal
 from scipy.stats import ttest_1samp
-from tiny_models import REPOSITORY, config_of
+from tiny_models import REPOSITORY
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
-from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import plain
 from ffn_heterogeneity.report.paper import with_evaluations, write_paper
@@ -23,45 +21,6 @@ from ffn_heterogeneity.report.stats import student
 STUDY = str(REPOSITORY / "docs/studies/massive_removal.py")
 NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq")
 NUMBERS += ("piqa", "winogrande", "mean")
-
-
-def test_the_configs_numbers_are_table_6s(shared_data):
-    text = (shared_data.parent / "papers" / "massive-weights.txt").read_text()
-    part = text.split("Table 6. Config")[1].split("\n\n")[0]
-    rows = re.findall(r"(.+)\t([\d.e-]+)\n", part + "\n")
-    config, table = config_of("macdrop_sft"), {key: float(value) for key, value in rows}
-    assert (table["lora rank"], table["lora alpha"]) == (config.lora.rank, config.lora.alpha)
-    assert table["learning rate"] == config.optimizer.learning_rate
-    assert table["num train epochs"] == config.macdrop.epochs
-    assert table["warmup ratio"] == round(config.optimizer.warmup_steps / config.steps, 2)
-    rows = dict(printed("massive_weights")["tables"]["table_6"]["rows"])
-    assert table == {key: value for key, value in rows.items() if not isinstance(value, str)}
-
-
-def test_what_is_printed(shared_data):
-    """Against the second typing of Tables 1 and 7."""
-    folder = shared_data.parent / "papers" / "printed"
-    other, tables = json.loads((folder / "massive_weights.json").read_text()), None
-    tables = printed("massive_weights")["tables"]
-    mine = [row[2:] for row in tables["table_1"]["rows"]]
-    assert mine == [[row[key] for key in NUMBERS] for row in other["table_1"].values()]
-    seven = {row[0]: (str(row[1]), row[2]) for row in tables["table_7"]["rows"]}
-    told = {k: (v["layer_from_1"], v["indices"]) for k, v in other["table_7"].items()}
-    assert seven == {k: (layer, ", ".join(map(str, own))) for k, (layer, own) in told.items()}
-    tuned = {"table_4": "table_4_top3_zeroing", "table_8": "table_3_and_8", "table_9": "table_9"}
-    for key, rows in ((key, other[name]) for key, name in tuned.items()):
-        found = {f"{row[0]} {row[1].replace(' ', '')}": row[2:] for row in tables[key]["rows"]}
-        assert found == {name: list(row.values()) for name, row in rows.items()}
-    curricula = [list(row.values()) for row in other["table_5"].values()]
-    *rows, mean = [row[1:] for row in tables["table_5"]["rows"]]
-    assert rows == curricula
-    np.testing.assert_allclose(np.mean(rows, 0), mean, atol=0.0501)
-    rows = tables["table_4"]["rows"] + tables["table_8"]["rows"]
-    wrong = {tuple(row[:2]) for row in rows if abs(sum(row[2:7]) / 5 - row[7]) > 0.0601}
-    assert wrong == {("Llama-2-13B", "LoRA + MacDrop")}
-    for row in mine:
-        assert sum(row[4:9]) / 5 == pytest.approx(row[9], abs=0.0501)
-        assert sum(row[:3]) / 3 == pytest.approx(row[3], abs=0.0051)
 
 
 def test_attacks(report, tmp_path):
