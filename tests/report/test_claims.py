@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from builders import FLAT, RISING, claim, nucl_runs, pretrain, training
 
@@ -54,10 +55,14 @@ def test_every_seed_has_to_lie_within(report, tmp_path):
 
 
 def test_several_seeds_decide_by_their_interval():
-    assert verdict(interval([1.0, 1.1, 0.9]), 1) == "holds"
-    assert verdict(interval([1.0, 1.1, 0.9]), -1) == "does not hold"
-    untold = (([1.0, -0.1, 0.9], 1), ([0.0, 0.0], -1), ([], 1), ([math.nan, 1.0], 1))
-    for values, sign in untold:
+    values = [1.0, 2.0, 4.0]
+    half = 4.302653 * np.std(values, ddof=1) / 3**0.5
+    mean, low, high, *how = interval(values)
+    assert (mean, *how) == (np.mean(values), 3, "t")
+    np.testing.assert_allclose((low, high), (mean - half, mean + half), 1e-6)
+    assert interval([3.0]) == 3.0 and interval([]) is None
+    assert [verdict(interval([1.0, 1.1, 0.9]), x) for x in (1, -1)] == ["holds", "does not hold"]
+    for values, sign in (([1.0, -0.1, 0.9], 1), ([0.0, 0.0], -1), ([], 1), ([math.nan, 1.0], 1)):
         assert verdict(interval(values), sign) == "cannot be told"
 
 
