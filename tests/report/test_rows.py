@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from builders import jreg_runs, nucl_runs, score, write_run
+from builders import write_run
 from tiny_models import REPOSITORY, TEXT, config_of, save_tiny, save_tiny_reader
 from tiny_runs import read_rows as rows_in
 from tiny_runs import small_run, write_rows
@@ -170,9 +170,8 @@ def test_curves_are_those_of_metrics(runs, tmp_path):
 
 def test_a_step_that_was_written_twice_has_its_later_row(tmp_path):
     """As after a crash; a training's row and an evaluation's of one step are both there."""
-    rows = [{"step": 1, "train/loss": 3.0}, {"step": 1, "train/loss": 2.0},
-            {"step": 1, "validation/nll": 5.0}]  # fmt: skip
-    write_run(tmp_path / "run", {"model": "m"}, rows=rows)
+    rows = [{"step": 1, "train/loss": x} for x in (3.0, 2.0)]
+    write_run(tmp_path / "run", {"model": "m"}, rows=[*rows, {"step": 1, "validation/nll": 5.0}])
     curves = fh.curves(tmp_path / "run")
     assert dict(zip(curves.what, curves.value, strict=True)) == {"loss": 2.0, "nll": 5.0}
 
@@ -199,16 +198,15 @@ def test_the_units_of_an_archive_that_was_written_again(tmp_path):
 
 
 def test_archives_are_read_as_what_is_in_them(runs, tmp_path):
-    path = tmp_path / "all.tar.xz"
+    path, names = tmp_path / "all.tar.xz", ("train", "evaluate")
     with tarfile.open(path, "w:xz") as archive:
-        archive.add(runs / "train", "runs/train")
-        archive.add(runs / "evaluate", "runs/evaluate")
-    inside, outside = fh.results(path), fh.results(runs / "train", runs / "evaluate")
+        for name in names:
+            archive.add(runs / name, f"runs/{name}")
+    inside, outside = fh.results(path), fh.results(*(runs / name for name in names))
+    assert inside.run.str.startswith(str(path)).all()
     shown = [*FIELDS, "config.seed", "config.window"]
-    assert len(inside) == len(outside) and inside.run.str.startswith(str(path)).all()
-    keys = ["run", "what", "step"]
-    one, other = (frame.sort_values(keys)[shown].astype(str) for frame in (inside, outside))
-    assert sorted(one.values.tolist()) == sorted(other.values.tolist())
+    one, other = (frame[shown].astype(str).values.tolist() for frame in (inside, outside))
+    assert sorted(one) == sorted(other)
 
 
 @pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name.split(".tar")[0])
@@ -219,23 +217,6 @@ def test_the_archives_that_are_kept(path):
     with tarfile.open(path) as archive:
         folders = {name.rpartition("/")[0] for name in archive.getnames() if "results" in name}
     assert frame.run.nunique() == len(folders) and frame["config.model"].notna().all()
-
-
-def test_runs_of_the_earlier_engine(tmp_path):
-    """Values stand under the names that their files had; an accuracy has its interval."""
-    write_run(tmp_path / "scored", {"model": "m"}, {"tasks": {"piqa": score(0.5, shots=2)}})
-    row = fh.results(tmp_path / "scored").set_index("what").loc["acc"]
-    assert (row.value, row.low, row.high, row.n) == (0.5, 0.4, 0.6, 100)
-    assert (row.task, row.shots, row.how) == ("piqa", 2, "Wilson")
-    nucl_runs(tmp_path / "nucl")
-    jreg_runs(tmp_path / "jreg")
-    frame = fh.results(tmp_path / "nucl", tmp_path / "jreg")
-    removed = frame[(frame.what == "perplexity") & (frame["config.criterion"] == "random")]
-    assert sorted(removed.value) == [400, 500, 900] and set(removed.seed) == {0, 1, 2}
-    seeds = frame[frame.run.str.contains("/many/") & (frame.what == "jreg/zeta_L")]
-    assert set(zip(seeds.seed, seeds.step, strict=True)) == {(3, 20), (4, 20)}
-    series = frame[frame.run.str.endswith("/series") & frame.what.str.endswith("zeta_L")]
-    assert set(series.step) == {1000, 2000}
 
 
 def test_numbers_that_are_none_and_text_that_is_markdown(tmp_path):
@@ -280,15 +261,11 @@ def test_damaged_rows_are_refused_by_file_and_line(line, words, tmp_path):
 )
 def test_a_stage_has_the_groups_of_all_stages(tmp_path, stages, ratio):
     """Those that its parent lists, whatever stands there."""
-    own = tmp_path / "00_score"
-    own.mkdir()
-    (tmp_path / "config.json").write_text(json.dumps({"stages": stages, "prune": {"ratio": 0.5}}))
-    (own / "config.json").write_text('{"seed": 1}')
-    (own / "results.json").write_text('{"nll": 2.0}')
+    write_run(tmp_path, {"stages": stages, "prune": {"ratio": 0.5}})
+    write_run(tmp_path / "00_score", {"seed": 1}, {"nll": 2.0})
     (row,) = fh.results(tmp_path).to_dict("records")
-    assert row["seed"] == 1
     found = row.get("config.prune.ratio")
-    assert found == ratio or (ratio is None and np.isnan(found))
+    assert row["seed"] == 1 and (found == ratio or (ratio is None and np.isnan(found)))
 
 
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
