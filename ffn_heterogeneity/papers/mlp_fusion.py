@@ -159,9 +159,12 @@ def table_1(runs: Frame) -> Frame:
     return c.table(rows, ["Method", "place"], {"Output": BLOCK, "NTK": NTK})
 
 
-def table_2(runs: Frame) -> Frame:
-    rows = default(scores(runs))
-    return c.pivot(rows, {"Method": rows.method, "place": rows.place}, rows.task)
+def table_2(runs: Frame, names: dict[str, str] = NAMES["table_2"]) -> Frame:
+    rows = default(scores(runs)).query("task in @names")
+    return c.pivot(rows, {"Method": rows.method, "place": rows.place}, rows.task.map(names))
+
+
+table_13 = partial(table_2, names=NAMES["table_13"])
 
 
 def table_5(runs: Frame) -> Frame:
@@ -185,12 +188,6 @@ def table_12(runs: Frame) -> Frame:
     rows = rows[rows[STATES] == "block"]
     names = rows.method.str.removesuffix(", tuned").replace(TUNED["block"], "MLP Fusion(Ours)")
     return c.pivot(rows, {label: names, "place": rows.place}, "Accuracy")
-
-
-def table_13(runs: Frame) -> Frame:
-    rows = default(scores(runs))
-    columns = rows.task.map(NAMES["table_13"])
-    return c.pivot(rows, {"Method": rows.method, "place": rows.place}, columns)
 
 
 def table_14(runs: Frame) -> Frame:

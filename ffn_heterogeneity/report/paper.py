@@ -138,10 +138,9 @@ def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures, then ours."""
     yield draw_claims(paper, frames)
     for source in (paper.printed, paper.printed.get("ours", {})):
-        for key, texts in source.get("tables", {}).items():
-            yield draw_table(key, texts, _made(paper, key, frames))
-        for key, texts in source.get("figures", {}).items():
-            yield draw_figure(key, texts, _made(paper, key, frames))
+        for kind, drawn in (("tables", draw_table), ("figures", draw_figure)):
+            for key, texts in source.get(kind, {}).items():
+                yield drawn(key, texts, _made(paper, key, frames))
 
 
 def _made(paper: Paper, key: str, frames: Mapping[str, Frame]) -> Frame:
@@ -235,8 +234,7 @@ def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
         panels.append(Panel(title, lines, label, ylabel, log))
     if panels:
         several = made["value"].nunique()
-        columns = several if several > 1 else 3
-        figure = heat(panels) if texts.get("heat") else draw(panels, columns=columns)
+        figure = heat(panels) if texts.get("heat") else draw(panels, several if several > 1 else 3)
     return Drawn(key, _title(key, texts), (*NAMES, texts.get("x", "step"), "y"), rows, (), figure)
 
 
