@@ -13,6 +13,7 @@ from tiny_runs import read_rows
 
 from ffn_heterogeneity import papers
 from ffn_heterogeneity.papers import printed
+from ffn_heterogeneity.papers.mlp_fusion import count_of
 from ffn_heterogeneity.report.paper import write_paper
 
 STUDIES = sorted((REPOSITORY / "docs/studies").glob("*.py"))
@@ -113,6 +114,13 @@ def test_the_majority_answers_are_those_of_the_validation_sets(shared_data, task
     share = max(map(labels.count, set(labels))) / len(labels)
     score = 2 * share / (1 + share) if task == "mrpc" else share  # F1 of always yes
     assert 100 * score == pytest.approx(printed("p32")["majority"][task], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count"), [("2-5", 4), ("0,3", 2), ("0-1,5", 3), ("top", None), ("nan", None)]
+)
+def test_how_many_layers(layers, count):
+    assert count_of(layers) == count
 
 
 @pytest.mark.parametrize("name", [*papers.NAMES, *map(str, STUDIES)])
