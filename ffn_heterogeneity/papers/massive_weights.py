@@ -16,9 +16,8 @@ from ffn_heterogeneity.report.stats import FAILS, HOLDS, middle
 
 PRINTED = printed("massive_weights")
 TASKS, TABLE_7 = PRINTED["tasks"], PRINTED["tables"]["table_7"]["rows"]
-MEAN, LONG = "mean accuracy (%)", ("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande")
-TEXTS = {"wikitext": "WikiText", "c4": "C4", "pg19": "PG-19"}
-ATTACKS = {"-": "-", "zero 5": "top-5 zeroing", "retain 5": "top-5 retaining"}
+TEXTS, ATTACKS = PRINTED["names"]["texts"], PRINTED["names"]["attacks"]
+MEAN = "mean accuracy (%)"
 DROP = "trained.macdrop."
 SCOPE, CURRICULUM, A, P0 = (DROP + key for key in ("scope", "curriculum", "a", "p0"))
 # Settings of a curriculum that the others do not read.
@@ -124,16 +123,14 @@ def table_7(runs: Frame) -> Frame:
     return rows.set_index(["Models", "place"])[["Layer", "Indices"]]
 
 
-def answers(runs: Frame, attack: str, names: tuple[str, ...]) -> Frame:
+def table_4(runs: Frame, attack: str = "zero 3", names: dict[str, str] | None = None) -> Frame:
     """Accuracies of models with adapters under one attack."""
     rows = c.accuracies(adapted(runs).query("attacked == @attack"), TASKS, "Avg.")
-    columns = rows["column"].replace(dict(zip(TASKS, names, strict=True)))
     labels = {"Model": rows.model, "Method": rows.method, "place": rows.place}
-    return c.pivot(rows, labels, columns, ["text"])
+    return c.pivot(rows, labels, rows["column"].replace(names or {}), ["text"])
 
 
-table_4 = partial(answers, attack="zero 3", names=tuple(TASKS))
-table_8 = partial(answers, attack="-", names=LONG)
+table_8 = partial(table_4, attack="-", names=PRINTED["names"]["table_8"])
 
 
 def schedule(rows: Frame, prefix: str = DROP) -> Any:

@@ -17,7 +17,7 @@ from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
 TABLES, NAMES = (printed("mlp_fusion")[key] for key in ("tables", "names"))
 METHODS, TUNED = NAMES["methods"], NAMES["tuned"]  # the paper's names, or ours
 BEST, SCORE, FUSION = "validation/best/", "score", METHODS["fusion"]
-NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
+NTK, BLOCK = "ntk_error", "block_error"
 STATES, LAYERS = "tune.losses.layerwise.states", "compress.layers"
 METHOD = ("compress.method", "mask_1.kind", "truncate.blocks", "tune.kind", STATES)
 # In which methods differ: stages of a job, and the learning rate, chosen for each method.
@@ -199,11 +199,7 @@ def table_14(runs: Frame) -> Frame:
 
 def kernels(runs: Frame) -> Frame:
     rows = blocks(runs)
-    columns = {"NTK": NTK, "of its norm": "share", "NTK of SGD": "sgd_ntk_error", "FFN output": FFN}
-    columns |= {"of words": f"{FFN}_words", "block output": BLOCK}
-    columns |= {"of words (block)": f"{BLOCK}_words", "kept share": "kept_share"}
-    rows = rows.assign(method=rows.kernel)
-    return c.table(rows, ["model", "method", "place"], columns)
+    return c.table(rows.assign(method=rows.kernel), ["model", "method", "place"], NAMES["kernels"])
 
 
 def webnlg(runs: Frame) -> Frame:

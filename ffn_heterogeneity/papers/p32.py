@@ -16,8 +16,7 @@ from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
 PRINTED = printed("p32")
 TABLES, MAJORITY = PRINTED["tables"], PRINTED["majority"]
 TASKS = TABLES["table_6"]["columns"][:-1]
-METHODS = {"last": "Baseline", "p32": "P-32", "average": "Avg.Pool"}
-METHODS |= {"scalar_mix": "scalar mix (ELMo)"}
+METHODS = PRINTED["methods"]  # pooling -> the paper's name, or ours
 OWN_RATE = "P-32, lambda at the model's rate"
 SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
 POOLED = ("pooling", "lambda_rate", "method", "rate", "place", "order")  # in which poolings differ
