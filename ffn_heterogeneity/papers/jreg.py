@@ -156,10 +156,9 @@ def paired(runs: Frame) -> Frame:
 def models(runs: Frame) -> Frame:
     rows, index = displacements(runs), ["model", "h_L", "place"]
     rows = rows.assign(place="here" + rows.windows)
-    first = rows.drop_duplicates(index)
-    layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float)
-    columns = {**RATES, "layers": layers.astype(object), "tokens": "tokens"}
-    return c.table(rows, index, columns | {"text": first.set_index(index).text})
+    layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float).astype(object)
+    text = rows.drop_duplicates(index).assign(cell=rows.text)
+    return c.table(rows, index, {**RATES, "layers": layers, "tokens": "tokens", "text": text})
 
 
 # ---- figures

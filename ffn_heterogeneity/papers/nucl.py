@@ -49,6 +49,7 @@ def read_text(rows: Frame) -> Any:
 
 
 def windows(rows: Frame) -> Any:
+    """Text of the length of the windows that each run read."""
     return ", windows of " + c.label(rows, "{:g}".format, "window")
 
 

@@ -114,15 +114,11 @@ def table_2(runs: Frame) -> Frame:
     return by_task(rows, Model=rows.model, Method=rows.method.replace("P-32", "P-32 (ours)"))
 
 
-def tuned(rows: Frame) -> Any:
-    """True where a run trained an adapter and not the model's own weights."""
-    return rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names).astype(bool)
-
-
 def table_3(runs: Frame, adapter: bool = False) -> Frame:
     """The baseline on all rows, by its number of blocks."""
     rows = classifiers(runs).query("method == 'Baseline' and `data.fraction` == 1")
-    rows = rows[tuned(rows) == adapter].sort_values("truncate.blocks", kind="stable")
+    lora = rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names)
+    rows = rows[lora.astype(bool) == adapter].sort_values("truncate.blocks", kind="stable")
     blocks = c.label(rows, "{:g}".format, "truncate.blocks")
     return by_task(rows, **{"Num Blocks": blocks, "place": "here: " + rows.model + rows.cut})
 

@@ -108,11 +108,8 @@ def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
     whole = rows.split.astype(object) + "/" + rows.what
     rows = rows.copy().assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
     rows = rows.rename(columns=names)
-    made = {
-        name: pandas.Series([_whole(x) for x in rows[name]], rows.index, dtype=object)
-        for name in rows.columns
-        if name not in FIELDS
-    }
+    own = [name for name in rows.columns if name not in FIELDS]
+    made = {x: pandas.Series([*map(_whole, rows[x])], rows.index, dtype=object) for x in own}
     return pandas.concat([rows[list(FIELDS)], pandas.DataFrame(made, rows.index)], axis="columns")
 
 
