@@ -90,8 +90,7 @@ def method_of(adapter: str, scope: Any, curriculum: Any, a: Any, p0: Any) -> str
 
 def analyses(runs: Frame) -> Frame:
     """Massive activations of models, and in "five" the neurons of the massive layer."""
-    rows = c.need(runs, "analysis", "config.layer", "token")
-    rows = rows[rows.analysis == "massive"]
+    rows = c.need(runs, "analysis", "config.layer", "token").query("analysis == 'massive'")
     for run in set(rows["run"]) - set(rows[rows.what == "h_out"]["run"]):
         raise ValueError(f"{run}/results.json is no analysis of activations: is it damaged?")
     ranks = rows[(rows.what == "massive_rank") & (rows["value"] <= 5)].sort_values("value")

@@ -94,8 +94,7 @@ def default(rows: Frame) -> Frame:
 
 def blocks(runs: Frame) -> Frame:
     """Analyses of one compressed block, apart for each method; seeds of the head and the method."""
-    rows = c.need(runs, "analysis", "config.layer", "ratio")
-    rows = rows[rows.analysis == "ntk"]
+    rows = c.need(runs, "analysis", "config.layer", "ratio").query("analysis == 'ntk'")
     norms = rows[rows.what == "kernel_norm"].set_index("run")["value"]
     rows = rows[rows.what.str.startswith("errors/")]
     parts = rows.what.str.split("/", expand=True).reindex(columns=range(3)).astype(object)
@@ -214,8 +213,7 @@ def webnlg(runs: Frame) -> Frame:
 def minus(rows: Frame, base: str, index: list[str]) -> Any:
     """Scores against a method's, seed by seed, each at its own learning rate."""
     rows = rows[rows.what == SCORE]
-    other = default(rows[rows.method == base])
-    return c.against(rows, other, index, ON, FREE)
+    return c.against(rows, default(rows[rows.method == base]), index, ON, FREE)
 
 
 def paired(runs: Frame) -> Frame:
@@ -236,8 +234,7 @@ def after_recovery(runs: Frame) -> Frame:
     rows, index = recovered(runs), ["model", "steps", "method", "place"]
     losses, columns = rows[rows.what == "nll"], {"NLL": "nll", "perplexity": "perplexity"}
     for name in ("whole", "entropy removal"):
-        base = losses[losses.method == name]
-        on = ["model", "steps"]
+        base, on = losses[losses.method == name], ["model", "steps"]
         columns[f"Δ vs {name}"] = c.against(losses, base, index, on, FREE, c.paired_units)
     return c.table(rows, index, columns)
 

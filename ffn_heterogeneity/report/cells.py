@@ -59,9 +59,7 @@ def need(frame: Frame, *names: str) -> Frame:
     for name in absent:  # a sweep of stages numbers them: "mask_1"
         parts = [{part, part.rstrip("0123456789")} for part in name.split(".")]
         if not all(part & config_words() for part in parts):
-            raise ValueError(
-                f"setting {name!r} is in no run and in no config of configs/: renamed?"
-            )
+            raise ValueError(f"setting {name!r} is in no run and no config of configs/: renamed?")
     return frame.join(pandas.DataFrame(None, frame.index, absent, dtype=object))
 
 
