@@ -103,17 +103,21 @@ def analyses(runs: Frame) -> Frame:
 # ---- the paper's tables
 
 
+def answers(rows: Frame, mean: str) -> Frame:
+    """Accuracies and their mean, whichever text the run read besides."""
+    return c.accuracies(rows, TASKS, mean).drop(columns="text")
+
+
 def table_1(runs: Frame) -> Frame:
     rows = untrained(runs).query("attacked in @ATTACKS")
     rows["Attack"], rows["Models"] = rows.attacked.map(ATTACKS), rows.model
     rows["place"] = "here: " + rows.place.str.removeprefix("here, ")
     read = rows.query("what == 'perplexity' and text in @TEXTS")
     read = c.pivot(read, read[LABELS_1], read.text.map(TEXTS))
-    rows = c.accuracies(rows, TASKS, "Avg. (accuracy)")
+    rows = answers(rows, "Avg. (accuracy)")
     means = read.reindex(columns=list(TEXTS.values())).map(middle).astype(float)
     means = means.mean(axis=1, skipna=False).rename("Avg. (perplexity)")
-    answers = c.pivot(rows, rows[LABELS_1], except_for=["text"])
-    return pandas.concat([read, means, answers], axis=1)
+    return pandas.concat([read, means, c.pivot(rows, rows[LABELS_1])], axis=1)
 
 
 def table_7(runs: Frame) -> Frame:
@@ -124,9 +128,9 @@ def table_7(runs: Frame) -> Frame:
 
 def table_4(runs: Frame, attack: str = "zero 3", names: dict[str, str] | None = None) -> Frame:
     """Accuracies of models with adapters under one attack."""
-    rows = c.accuracies(adapted(runs).query("attacked == @attack"), TASKS, "Avg.")
+    rows = answers(adapted(runs).query("attacked == @attack"), "Avg.")
     labels = {"Model": rows.model, "Method": rows.method, "place": rows.place}
-    return c.pivot(rows, labels, rows["column"].replace(names or {}), ["text"])
+    return c.pivot(rows, labels, rows["column"].replace(names or {}))
 
 
 table_8 = partial(table_4, attack="-", names=PRINTED["names"]["table_8"])
@@ -140,9 +144,9 @@ def schedule(rows: Frame, prefix: str = DROP) -> Any:
 
 def table_5(runs: Frame) -> Frame:
     rows = adapted(runs).query("attacked == '-' and `trained.adapter` == 'lora'")
-    rows = c.accuracies(rows[rows[SCOPE] == "massive"], TASKS, MEAN).query("column == @MEAN")
+    rows = answers(rows[rows[SCOPE] == "massive"], MEAN).query("column == @MEAN")
     labels = {"Curriculum": schedule(rows), "place": "here: " + rows.model}
-    return c.pivot(rows, labels, c.label(rows, "{:.1f}".format, P0), ["text"])
+    return c.pivot(rows, labels, c.label(rows, "{:.1f}".format, P0))
 
 
 # ---- ours

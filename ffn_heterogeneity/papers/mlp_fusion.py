@@ -46,15 +46,11 @@ def finetunings(runs: Frame) -> Frame:
     rate = ", learning rate " + rows[RATE].astype(str)
     chosen = ", " + c.label(rows, "epochs {:g}".format, "epochs") + rate.where(rows.epochs < 3, "")
     size = c.label(rows, size_of, "compress.ratio", LAYERS)
-    rows = rows.assign(
-        method=c.label(rows, method_of, *METHOD),
-        size=size,
-        layers=rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of),
-        neurons=rows["run"].map(os.path.dirname).map(widths),
-        task=rows["data.task"],
-        chosen=chosen,
-        place="here: " + rows.model + size + chosen,
-    )
+    rows = rows.assign(size=size, chosen=chosen, task=rows["data.task"])
+    rows["method"] = c.label(rows, method_of, *METHOD)
+    rows["layers"] = rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of)
+    rows["neurons"] = rows["run"].map(os.path.dirname).map(widths)
+    rows["place"] = "here: " + rows.model + size + chosen
     best = c.in_percent(rows[rows.what.str.startswith(BEST)])
     return pandas.concat([rows, best.assign(what=SCORE)], ignore_index=True)
 

@@ -82,12 +82,9 @@ def removals(runs: Frame) -> Frame:
     rows.loc[whole, "layers"], rows.loc[whole, "ratio"] = "all", 0.0
     rows.loc[rows.calibration == "", ["calibration_tokens", "sequential"]] = None
     draws = (rows.criterion == "random") | rows.lose.astype(str).str.startswith("random:")
-    rows = rows.assign(
-        method=c.label(rows, method_of, *(x for x in REMOVAL if x != "layers")),
-        removed=c.label(rows, size_of, *SIZE),
-        seed=rows.seed.where(draws),
-        place="here: " + read_text(rows) + windows(rows),
-    )
+    rows = rows.assign(seed=rows.seed.where(draws), removed=c.label(rows, size_of, *SIZE))
+    rows["method"] = c.label(rows, method_of, *(x for x in REMOVAL if x != "layers"))
+    rows["place"] = "here: " + read_text(rows) + windows(rows)
     return rows.sort_values(["model", "layers", "removed", "method"], kind="stable")
 
 
@@ -95,13 +92,9 @@ def trainings(runs: Frame) -> Frame:
     """Fine-tuning with and without NUCL; the accuracy on its own task, in percent, is "score"."""
     rows = c.need(runs, WEIGHT, VARIANT, TARGETS, "shape.layers", "data.task", "data.path")
     rows = c.without_idle_losses(rows[rows[TARGETS].notna() & rows["shape.layers"].isna()], [NUCL])
-    rows = rows.assign(
-        loss=rows[VARIANT],
-        alpha=rows[WEIGHT].fillna(0).map("{:g}".format),
-        connections=rows[TARGETS].map(", ".join).replace(NAMES["connections"]),
-        data=rows["data.task"],
-        place="here",
-    )
+    rows = rows.assign(loss=rows[VARIANT], data=rows["data.task"], place="here")
+    rows["alpha"] = rows[WEIGHT].fillna(0).map("{:g}".format)
+    rows["connections"] = rows[TARGETS].map(", ".join).replace(NAMES["connections"])
     own = c.accuracies(rows, {task: (task, None) for task in rows.data.dropna().unique()})
     return pandas.concat([rows, own[own.column == own.data].assign(what=SCORE)], ignore_index=True)
 

@@ -20,6 +20,7 @@ from ffn_heterogeneity.io.rows import FIELDS
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import units
 
+Names = Sequence[str]
 Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
 CLAIM = ["run_on", "part"]  # index of a claim's cells
 BEST_FIRST = {"acc_norm": 0, "acc": 1, "exact_match": 2}  # metrics, for a paper's one number
@@ -63,12 +64,12 @@ def need(frame: Frame, *names: str) -> Frame:
     return frame.join(pandas.DataFrame(None, frame.index, absent, dtype=object))
 
 
-def among(name: str, names: Sequence[str]) -> bool:
+def among(name: str, names: Names) -> bool:
     """True if a setting is one of these, or begins with one that ends in "."."""
     return any(name == one or (one.endswith(".") and name.startswith(one)) for one in names)
 
 
-def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] = ()) -> None:
+def one_setting(frame: Frame, by: Names = (), except_for: Names = ()) -> None:
     """Check that runs with equal `by` (all runs, without it) have equal settings, but for seeds.
 
     Args:
@@ -91,7 +92,7 @@ def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] 
             raise ValueError(f"runs of one cell ({place}) differ in {values}: report them apart")
 
 
-def without_idle_losses(rows: Frame, but: Sequence[str] = ()) -> Frame:
+def without_idle_losses(rows: Frame, but: Names = ()) -> Frame:
     """The rows without the settings of losses whose weight is 0; `but`: those that stay."""
     for weight in [name for name in rows if re.fullmatch(r"losses\.\w+\.weight", name)]:
         idle = ~rows[weight].fillna(0).astype(bool)
@@ -118,12 +119,12 @@ def spread(values: Any) -> Any:
     return "nan" if isinstance(value, float) and np.isnan(value) else value
 
 
-def cells(rows: Frame, index: Sequence[str]) -> Any:
+def cells(rows: Frame, index: Names) -> Any:
     """A column of a table: the `spread` of the rows with equal `index`, in their order."""
     return rows.groupby(list(index), sort=False)["cell"].agg(spread)
 
 
-def table(rows: Frame, index: Sequence[str], columns: Mapping[str, Any]) -> Frame:
+def table(rows: Frame, index: Names, columns: Mapping[str, Any]) -> Frame:
     """A table of measurements side by side.
 
     Args:
@@ -135,16 +136,14 @@ def table(rows: Frame, index: Sequence[str], columns: Mapping[str, Any]) -> Fram
     return pandas.concat({x: cells(y, index) if y.ndim > 1 else y for x, y in made.items()}, axis=1)
 
 
-def pivot(
-    rows: Frame, labels: Mapping[str, Any], column: Any = None, except_for: Sequence[str] = ()
-) -> Frame:
+def pivot(rows: Frame, labels: Mapping[str, Any], column: Any = None) -> Frame:
     """A table with a column for each value of `column` (default: of the rows' own "column").
 
     Args:
       labels: level of the index -> a value for each row; settings as in `one_setting`.
     """
     rows = rows.assign(**labels, column=rows["column"] if column is None else column)
-    one_setting(rows, [*labels, "column"], except_for)
+    one_setting(rows, [*labels, "column"])
     return rows.pivot_table("cell", list(labels), "column", aggfunc=spread, sort=False)
 
 
@@ -228,19 +227,14 @@ def every_task(rows: Frame) -> dict[str, Frame]:
 
 
 def against(
-    rows: Frame,
-    base: Frame,
-    index: Sequence[str],
-    on: Sequence[str],
-    free: Sequence[str] = (),
-    how: Callable[[Frame, Frame], Any] | None = None,
+    rows: Frame, base: Frame, index: Names, on: Names, free: Names = (), how: Any = None
 ) -> Any:
     """A column of a table: the rows with equal `index` against those of `base` with equal `on`.
 
     Args:
       on: labels that both sides share; groups without a base have no value.
       free: settings in which the sides differ; all others but `index` have to be equal.
-      how: of the two sides; default: `difference`, seed by seed.
+      how: a function of the two sides; default: `difference`, seed by seed.
     """
     one_setting(rows, index)
     one_setting(base, on)
