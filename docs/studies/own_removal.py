@@ -75,10 +75,8 @@ def tasks(runs: Frame) -> Frame:
 
 
 def clusters(runs: Frame) -> Frame:
-    rows = c.need(runs, "method", "compensation", "ratio", "calibration", "n_init")
-    rows = c.need(rows, "calibration_tokens", *nucl.EVALUATION)
-    rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
-    rows = rows.copy()
+    keys = ("method", "compensation", "ratio", "calibration", "calibration_tokens", "n_init")
+    rows = c.evaluated(c.need(runs, *keys, *nucl.EVALUATION), "method")
     whole = rows.ratio == 0
     rows.loc[whole, [*HOW]] = None
     return rows.assign(

@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 
 from ffn_heterogeneity.papers import printed
-from ffn_heterogeneity.papers.nucl import EVALUATION
+from ffn_heterogeneity.papers.nucl import EVALUATION, windows
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
@@ -29,8 +29,8 @@ TABLE_1 = (7.16, 22.2)  # zeta_L of its models: the lowest, the highest
 TASKS = printed("jreg")["tasks"]
 SETUP = [JREG + key for key in ("weight", "final_norm", "positions", "term")]
 RATE = "optimizer.learning_rate"
-LABELS = ["size", "loss", "steps", "place"]
-CLAIM = ["run_on", "part"]
+LABELS, ROW = ["size", "loss", "steps", "place"], ["Size", "Method", "alpha", "place"]
+OURS = "JREG (ours)"
 
 
 # ---- runs
@@ -43,21 +43,18 @@ def displacements(runs: Frame) -> Frame:
     rows = rows[rows.analysis == "displacement"]
     place, parts = rows.text.where(rows.text.astype(bool), rows.token_ids), []
     rows = rows.assign(model=two_names(rows), trained=rows.origin.isin(trained))
-    rows = rows.assign(text=[os.path.basename(str(x)) for x in place])
+    rows = rows.assign(text=[os.path.basename(str(x)) for x in place], windows=windows(rows))
     for start, reading in READINGS.items():
         its = rows[rows.what.str.startswith(start) | (rows.what == "tokens")]
-        name = its.what.str.replace(start, "validation/jreg/", regex=False)
+        name, h_l = its.what.str.replace(start, "validation/jreg/"), f"{reading} the final norm"
         steps = its[name == PSI].groupby("run")["step"].count()
         for path in set(rows["run"]) - set(steps.index):
             raise ValueError(f"{path}/results.json is no analysis of h_L: is it damaged?")
-        h_l = f"{reading} the final norm"
         series = its["run"].map(steps) > 0
         parts.append(its.assign(what=name, run=its["run"] + f" ({h_l})", h_L=h_l, series=series))
     rows = pandas.concat(parts, ignore_index=True)
-    windows = ", windows of " + c.label(rows, "{:g}".format, "window")
-    place = "here: h_L " + rows.h_L + windows
-    curve = rows.model + ", h_L " + rows.h_L + windows
-    return rows.assign(curve=curve, windows=windows, place=place)
+    read = rows.h_L + rows.windows
+    return rows.assign(curve=rows.model + ", h_L " + read, place="here: h_L " + read)
 
 
 def two_names(rows: Frame) -> Any:
@@ -70,20 +67,18 @@ def two_names(rows: Frame) -> Any:
 
 def trainings(runs: Frame) -> Frame:
     """Models trained from scratch, with and without JREG."""
-    rows = c.need(runs, *SHAPE, WEIGHT, ALPHA, "steps", "batch_size", "seq_len")
-    rows = c.need(rows, RATE)
+    rows = c.need(runs, *SHAPE, WEIGHT, ALPHA, "steps", "batch_size", "seq_len", RATE)
     rows = rows[rows["shape.layers"].notna()].fillna({WEIGHT: 0.0})
     rows = c.without_idle_losses(rows, [*SETUP, "losses.nll."])
-    loss = c.label(rows, "lambda {:g}, alpha {}".format, WEIGHT, ALPHA)
-    loss = loss.where(rows[WEIGHT] > 0, "baseline")
-    steps, rates = c.label(rows, "{:,g}".format, "steps"), c.label(rows, "{:g}".format, RATE)
+    ours, steps = rows[WEIGHT] > 0, c.label(rows, "{:,g}".format, "steps")
+    loss = c.label(rows, "lambda {:g}, alpha {}".format, WEIGHT, ALPHA).where(ours, "baseline")
+    rate = ", learning rate " + c.label(rows, "{:g}".format, RATE)
     setup = c.label(rows, "{:,g} steps of {:g} x {:g}".format, "steps", "batch_size", "seq_len")
-    sizes = c.label(rows, "{:g}x{:g}/{:g}".format, *SHAPE)
-    rows = rows.assign(size=sizes, loss=loss, setup=setup, place="here, learning rate " + rates)
-    curve = rows.loss + ", " + steps + " steps, learning rate " + rates
-    rows = rows.assign(curve=curve, steps=steps, total=rows.steps)
-    rows["Method"] = (rows[WEIGHT] > 0).map({True: "JREG (ours)", False: "Baseline"})
-    rows["alpha"] = c.label(rows, "{:.1f}".format, ALPHA).where(rows[WEIGHT] > 0, "-")
+    rows = rows.assign(size=c.label(rows, "{:g}x{:g}/{:g}".format, *SHAPE), setup=setup)
+    rows = rows.assign(loss=loss, total=rows.steps, steps=steps, place="here" + rate)
+    rows["curve"] = loss + ", " + steps + " steps" + rate
+    rows["Method"] = ours.map({True: OURS, False: "Baseline"})
+    rows["alpha"] = c.label(rows, "{:.1f}".format, ALPHA).where(ours, "-")
     return rows.sort_values(["total", WEIGHT, ALPHA], kind="stable")
 
 
@@ -110,11 +105,11 @@ def table_1(runs: Frame) -> Frame:
 
 def table_2(runs: Frame) -> Frame:
     rows = c.accuracies(as_printed(trainings(runs)), TASKS, MEAN)
-    return c.pivot(rows, ["Size", "Method", "alpha", "place"])
+    return c.pivot(rows, rows[ROW])
 
 
 def table_3(runs: Frame) -> Frame:
-    return c.table(as_printed(trainings(runs)), ["Size", "Method", "alpha", "place"], RATES)
+    return c.table(as_printed(trainings(runs)), ROW, RATES)
 
 
 def table_7(runs: Frame, curves: Frame) -> Frame:
@@ -125,14 +120,14 @@ def table_7(runs: Frame, curves: Frame) -> Frame:
     fifth = (5 * rows["step"].astype(float) / total.astype(float)).round()
     rows = rows.assign(column=(20 * fifth).map("{:g}%".format))
     rows = rows[(rows["step"] == (fifth / 5 * total.astype(float)).round()) & (fifth > 0)]
-    rows = rows.assign(Model=rows.model.where(rows.series.notna(), "trained here"))
-    rows = rows.assign(Size=rows["size"].replace(SIZES).fillna("-"), place="here: " + rows.curve)
-    return c.pivot(rows.sort_values("step", kind="stable"), ["Model", "Size", "place"])
+    rows = rows.sort_values("step", kind="stable")
+    labels = {"Model": rows.model.where(rows.series.notna(), "trained here")}
+    labels |= {"Size": rows["size"].replace(SIZES).fillna("-"), "place": "here: " + rows.curve}
+    return c.pivot(rows, labels)
 
 
 def figure_5(runs: Frame) -> Frame:
-    rows = as_printed(trainings(runs))
-    rows = rows[rows.Method == "Baseline"]
+    rows = as_printed(trainings(runs)).query("Method == 'Baseline'")
     return c.table(rows, ["Size", "steps", "place"], {"zeta_L": ZETA})
 
 
@@ -140,16 +135,14 @@ def pretraining(runs: Frame) -> Frame:
     rows = trainings(runs)
     tokens = rows.drop_duplicates(LABELS)
     tokens = tokens.assign(cell=tokens.total * tokens.batch_size * tokens.seq_len)
-    columns = {"tokens": c.cells(tokens, LABELS), "parameters": "parameters", **METRICS}
-    columns |= {"entropy": ENTROPY}
-    columns |= {name: c.cells(its, LABELS) for name, its in c.every_task(rows).items()}
-    return c.table(rows, LABELS, columns)
+    columns = {"tokens": tokens, "parameters": "parameters", **METRICS, "entropy": ENTROPY}
+    return c.table(rows, LABELS, columns | c.every_task(rows))
 
 
 def against_baseline(rows: Frame, what: str, index: list[str]) -> Any:
     """Trainings with JREG against the baseline of the same seed and setup."""
     rows = c.last(rows[rows.what == what])
-    ours, base = (rows[rows.Method == x] for x in ("JREG (ours)", "Baseline"))
+    ours, base = (rows[rows.Method == x] for x in (OURS, "Baseline"))
     free = (WEIGHT, ALPHA, "loss", "alpha", "Method", "curve")
     return c.against(ours, base, index, ["size", "setup", "place"], free)
 
@@ -163,18 +156,16 @@ def paired(runs: Frame) -> Frame:
 def models(runs: Frame) -> Frame:
     rows, index = displacements(runs), ["model", "h_L", "place"]
     rows = rows.assign(place="here" + rows.windows)
-    first = rows.drop_duplicates(index)
-    layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float)
-    columns = {**RATES, "layers": layers.astype(object), "tokens": "tokens"}
-    return c.table(rows, index, columns | {"text": first.set_index(index).text})
+    layers = rows[rows.what == PSI].groupby(index).layer.max().astype(float).astype(object)
+    text = rows.drop_duplicates(index).assign(cell=rows.text)
+    return c.table(rows, index, {**RATES, "layers": layers, "tokens": "tokens", "text": text})
 
 
 # ---- figures
 
 
 def figure_2(runs: Frame) -> Frame:
-    rows = displacements(runs)
-    rows = rows[(rows.what == PSI) & ~rows.series]
+    rows = displacements(runs).query("what == @PSI and not series")
     return c.points(rows, DEPTH, rows.model, rows.h_L + rows.windows, "layer")
 
 
@@ -183,9 +174,8 @@ def psi(curves: Frame) -> Frame:
     rows = trainings(curves)
     rows, by = rows[rows.what == PSI], ["size", "curve"]
     seeds = rows.groupby(by)["run"].transform("nunique")
-    having = rows.groupby([*by, "step"])["run"].transform("nunique")
-    step = rows["step"].where(having == seeds)
-    rows = rows[rows["step"] == rows.assign(step=step).groupby(by)["step"].transform("max")]
+    rows = rows[rows.groupby([*by, "step"])["run"].transform("nunique") == seeds]
+    rows = rows[rows["step"] == rows.groupby(by)["step"].transform("max")]
     return c.points(rows, DEPTH, rows["size"], rows.curve, "layer")
 
 
@@ -193,21 +183,17 @@ def figure_4(runs: Frame, curves: Frame) -> Frame:
     """A line for each evaluated step, at most five of them."""
     rows = over_steps(runs, curves)
     rows = rows[rows.what == PSI].sort_values("step", kind="stable")
-    chosen = [rows.head(0)]
-    for _, its in rows.groupby("curve", sort=False):
-        steps = sorted(its["step"].unique())
-        some = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(5, len(steps)))}
-        chosen.append(its[its["step"].isin(some if len(steps) > 1 else ())])
-    made = pandas.concat(chosen)
-    lines = [f"step {step:,d}" for step in made["step"]]
-    return c.points(made, DEPTH, made.curve, lines, "layer")
+    by = rows.groupby("curve")["step"]
+    pairs = zip(by.rank("dense") - 1, by.transform("nunique"), strict=True)
+    some = [n > 1 and i in np.linspace(0, n - 1, min(5, n)).round() for i, n in pairs]
+    rows = rows[np.array(some, bool)]
+    return c.points(rows, DEPTH, rows.curve, c.label(rows, "step {:,d}".format, "step"), "layer")
 
 
 def curves(runs: Frame, curves: Frame) -> Frame:
     panels = {f"{name} (%)" if name in RATES else name: what for name, what in METRICS.items()}
     rows = over_steps(runs, curves)
-    parts = [rows[rows.what == what].assign(shown=name) for name, what in panels.items()]
-    made = pandas.concat(parts)
+    made = pandas.concat([rows[rows.what == x].assign(shown=name) for name, x in panels.items()])
     return c.points(made, made.shown, made["size"].fillna("checkpoints"), made.curve)
 
 
@@ -216,11 +202,9 @@ def curves(runs: Frame, curves: Frame) -> Frame:
 
 def claimed(runs: Frame, what: str, sign: int = 1) -> Frame:
     """JREG against the baseline: the runs of a size, and each loss a part."""
-    every = named(trainings(runs))
-    scored = c.accuracies(every, TASKS, MEAN)
-    rows = scored[scored.column == MEAN].assign(what=MEAN) if what == MEAN else every
-    parts = every[every.Method == "JREG (ours)"].drop_duplicates(CLAIM).set_index(CLAIM).index
-    return c.judged(against_baseline(rows, what, CLAIM).reindex(parts), sign)
+    rows = c.with_answers(named(trainings(runs)), TASKS, MEAN)
+    parts = rows[rows.Method == OURS].drop_duplicates(c.CLAIM).set_index(c.CLAIM).index
+    return c.judged(against_baseline(rows, what, c.CLAIM).reindex(parts), sign)
 
 
 def named(rows: Frame) -> Frame:
@@ -249,13 +233,13 @@ def within(rows: Frame, low: float, high: float) -> Frame:
     """The last zeta_L, and whether that of every seed is between these."""
 
     def told(its: Any) -> str:
-        return FAILS if not its.between(low, high).all() else HOLDS
+        holds = HOLDS if its.between(low, high).all() else FAILS
+        return holds if np.isfinite(its).all() else OPEN
 
     rows = c.last(rows[rows.what == ZETA])
-    c.one_setting(rows, CLAIM)
-    by = rows.groupby(CLAIM, sort=False)["value"]
-    found = by.agg(lambda its: OPEN if not np.isfinite(its).all() else told(its))
-    return pandas.concat({"value": c.cells(rows, CLAIM), "verdict": found}, axis=1).reset_index()
+    c.one_setting(rows, c.CLAIM)
+    by = rows.groupby(c.CLAIM, sort=False)
+    return by.agg(value=("cell", c.spread), verdict=("value", told)).reset_index()
 
 
 def rising(runs: Frame, curves: Frame) -> Frame:
@@ -274,7 +258,7 @@ def rising(runs: Frame, curves: Frame) -> Frame:
             apart = (table[step] - table[before]).tolist()
             told = verdict(interval(apart), 1) if any(apart) else FAILS
             made.append((place, f"step {step:,d}", interval(apart), told))
-    return pandas.DataFrame(made, columns=[*CLAIM, "value", "verdict"])
+    return pandas.DataFrame(made, columns=[*c.CLAIM, "value", "verdict"])
 
 
 CURVES = (PSI, ENTROPY, *METRICS.values())

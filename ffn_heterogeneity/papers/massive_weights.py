@@ -9,22 +9,21 @@ import pandas
 
 from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.papers.jreg import two_names
-from ffn_heterogeneity.papers.nucl import EVALUATION, corpus
+from ffn_heterogeneity.papers.nucl import EVALUATION, read_text, windows
 from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
-from ffn_heterogeneity.report.stats import FAILS, HOLDS
+from ffn_heterogeneity.report.stats import FAILS, HOLDS, middle
 
 PRINTED = printed("massive_weights")
 TASKS, TABLE_7 = PRINTED["tasks"], PRINTED["tables"]["table_7"]["rows"]
-MEAN, LONG = "mean accuracy (%)", ("ARC-Easy", "ARC-Challenge", "BoolQ", "PIQA", "WinoGrande")
-TEXTS = {"wikitext": "WikiText", "c4": "C4", "pg19": "PG-19"}
-ATTACKS = {"-": "-", "zero 5": "top-5 zeroing", "retain 5": "top-5 retaining"}
+TEXTS, ATTACKS = PRINTED["names"]["texts"], PRINTED["names"]["attacks"]
+MEAN = "mean accuracy (%)"
 DROP = "trained.macdrop."
 SCOPE, CURRICULUM, A, P0 = (DROP + key for key in ("scope", "curriculum", "a", "p0"))
 # Settings of a curriculum that the others do not read.
 READ_BY = {"macdrop.a": ["exp"], "macdrop.epochs": ["epoch_before", "epoch_after"]}
 LABELS = ["model", "text", "method", "attacked", "place"]
-CLAIM = ["run_on", "part"]
+LABELS_1 = ["Models", "Attack", "place"]
 
 
 # ---- runs
@@ -32,22 +31,20 @@ CLAIM = ["run_on", "part"]
 
 def evaluations(runs: Frame) -> Frame:
     """Models attacked ("zero 5"), or evaluated as they are ("-")."""
-    rows = c.need(runs, "attack", "k", "config.layer", "token", "prepare", *EVALUATION)
-    measured = rows[rows.what == "perplexity"]["run"]
-    rows = rows[rows.attack.notna() & rows["run"].isin(measured)]
+    names = ("attack", "k", "config.layer", "token", "prepare", *EVALUATION)
+    rows = c.evaluated(c.need(runs, *names), "attack")
     attacked = (rows.attack + " " + rows.k.astype(str)).where(rows.k != 0, "-")
     layers = c.label(rows, ", layer {:g}".format, "config.layer").fillna("")
-    windows = ", windows of " + c.label(rows, "{:g}".format, "window")
-    text = rows.text.where(rows.text.astype(bool), rows.token_ids).map(corpus)
-    rows = rows.assign(attacked=attacked, text=text, place="here" + layers + windows)
+    place = "here" + layers + windows(rows)
+    rows = rows.assign(attacked=attacked, text=read_text(rows), place=place)
     return rows.sort_values(["model", "text", "k"], kind="stable")
 
 
 def tunings(runs: Frame) -> Frame:
     """Trainings of adapters; settings of MacDrop only where it drops and the curriculum reads
     them."""
-    rows = c.need(runs, "prepare", "train_only", "macdrop.p0", "macdrop.scope", *READ_BY)
-    rows = c.need(rows, "macdrop.curriculum")
+    own = [f"macdrop.{key}" for key in ("p0", "scope", "curriculum", "a", "epochs")]
+    rows = c.need(runs, "prepare", "train_only", *own)
     rows = rows[rows.prepare.astype(bool) & rows.prepare.notna()]
     drops = rows.prepare.map(lambda names: "macdrop" in names).astype(bool)
     drops &= rows["macdrop.p0"].fillna(0).astype(bool)
@@ -71,12 +68,12 @@ def adapted(runs: Frame) -> Frame:
     rows = evaluations(runs)
     rows = rows[rows.origin.isin(tuned.index)]
     away = [*c.OWN, *c.NO_EFFECT, "model"]
-    own = tuned.drop(columns=[name for name in tuned if c.among(name, away)])
-    model, seed = (rows.origin.map(x).astype(object) for x in (tuned.model, tuned.seed))
-    rows = rows.assign(model=model, seed=seed).join(own.add_prefix("trained."), on="origin").copy()
-    names = c.label(rows, method_of, "trained.adapter", SCOPE, CURRICULUM, A, P0)
-    rows = rows.assign(method=names).sort_values([CURRICULUM, P0], na_position="first")
+    own = tuned[[name for name in tuned if not c.among(name, away)]].add_prefix("trained.")
+    theirs = {name: rows.origin.map(tuned[name]).astype(object) for name in ("model", "seed")}
+    rows = rows.assign(**theirs).join(own, on="origin").copy()
+    rows["method"] = c.label(rows, method_of, "trained.adapter", SCOPE, CURRICULUM, A, P0)
     by = ["model", "text", "trained.adapter"]
+    rows = rows.sort_values([CURRICULUM, P0], na_position="first")
     return rows.sort_values(by, ascending=[True, True, False], kind="stable")
 
 
@@ -93,8 +90,7 @@ def method_of(adapter: str, scope: Any, curriculum: Any, a: Any, p0: Any) -> str
 
 def analyses(runs: Frame) -> Frame:
     """Massive activations of models, and in "five" the neurons of the massive layer."""
-    rows = c.need(runs, "analysis", "config.layer", "token")
-    rows = rows[rows.analysis == "massive"]
+    rows = c.need(runs, "analysis", "config.layer", "token").query("analysis == 'massive'")
     for run in set(rows["run"]) - set(rows[rows.what == "h_out"]["run"]):
         raise ValueError(f"{run}/results.json is no analysis of activations: is it damaged?")
     ranks = rows[(rows.what == "massive_rank") & (rows["value"] <= 5)].sort_values("value")
@@ -107,17 +103,21 @@ def analyses(runs: Frame) -> Frame:
 # ---- the paper's tables
 
 
+def answers(rows: Frame, mean: str) -> Frame:
+    """Accuracies and their mean, whichever text the run read besides."""
+    return c.accuracies(rows, TASKS, mean).drop(columns="text")
+
+
 def table_1(runs: Frame) -> Frame:
-    rows, index = untrained(runs), ["Models", "Attack", "place"]
-    rows = rows[rows.attacked.isin(list(ATTACKS))]
-    place = "here: " + rows.place.str.removeprefix("here, ")
-    rows = rows.assign(Models=rows.model, Attack=rows.attacked.map(ATTACKS), place=place)
-    read = rows[(rows.what == "perplexity") & rows.text.isin(list(TEXTS))]
-    read = c.pivot(read.assign(column=read.text.map(TEXTS)), index)
-    means = read.reindex(columns=list(TEXTS.values())).map(lambda x: getattr(x, "mean", x))
-    answers = c.pivot(c.accuracies(rows, TASKS, "Avg. (accuracy)"), index, ["text"])
-    means = means.astype(float).mean(axis=1, skipna=False).rename("Avg. (perplexity)")
-    return pandas.concat([read, means, answers], axis=1)
+    rows = untrained(runs).query("attacked in @ATTACKS")
+    rows["Attack"], rows["Models"] = rows.attacked.map(ATTACKS), rows.model
+    rows["place"] = "here: " + rows.place.str.removeprefix("here, ")
+    read = rows.query("what == 'perplexity' and text in @TEXTS")
+    read = c.pivot(read, read[LABELS_1], read.text.map(TEXTS))
+    rows = answers(rows, "Avg. (accuracy)")
+    means = read.reindex(columns=list(TEXTS.values())).map(middle).astype(float)
+    means = means.mean(axis=1, skipna=False).rename("Avg. (perplexity)")
+    return pandas.concat([read, means, c.pivot(rows, rows[LABELS_1])], axis=1)
 
 
 def table_7(runs: Frame) -> Frame:
@@ -126,37 +126,30 @@ def table_7(runs: Frame) -> Frame:
     return rows.set_index(["Models", "place"])[["Layer", "Indices"]]
 
 
-def answers(runs: Frame, attack: str, names: tuple[str, ...]) -> Frame:
+def table_4(runs: Frame, attack: str = "zero 3", names: dict[str, str] | None = None) -> Frame:
     """Accuracies of models with adapters under one attack."""
-    rows = adapted(runs)
-    rows = c.accuracies(rows[rows.attacked == attack], TASKS, "Avg.")
-    rows["column"] = rows["column"].replace(dict(zip(TASKS, names, strict=True)))
-    rows = rows.assign(Model=rows.model, Method=rows.method)
-    return c.pivot(rows, ["Model", "Method", "place"], ["text"])
+    rows = answers(adapted(runs).query("attacked == @attack"), "Avg.")
+    labels = {"Model": rows.model, "Method": rows.method, "place": rows.place}
+    return c.pivot(rows, labels, rows["column"].replace(names or {}))
 
 
-table_4 = partial(answers, attack="zero 3", names=tuple(TASKS))
-table_8 = partial(answers, attack="-", names=LONG)
+table_8 = partial(table_4, attack="-", names=PRINTED["names"]["table_8"])
+
+
+def schedule(rows: Frame, prefix: str = DROP) -> Any:
+    """Name of a curriculum, with a of "exp"."""
+    exp = "exp, a = " + c.label(rows, "{:.2f}".format, prefix + "a")
+    return rows[prefix + "curriculum"].where(rows[prefix + "curriculum"] != "exp", exp)
 
 
 def table_5(runs: Frame) -> Frame:
-    rows = adapted(runs)
-    rows = rows[(rows.attacked == "-") & (rows["trained.adapter"] == "lora")]
-    rows = c.accuracies(rows[rows[SCOPE] == "massive"], TASKS, MEAN)
-    exp = "exp, a = " + c.label(rows, "{:.2f}".format, A)
-    names = rows[CURRICULUM].where(rows[CURRICULUM] != "exp", exp)
-    columns = c.label(rows, "{:.1f}".format, P0)
-    rows = rows[rows.column == MEAN].assign(column=columns, Curriculum=names)
-    return c.pivot(rows.assign(place="here: " + rows.model), ["Curriculum", "place"], ["text"])
+    rows = adapted(runs).query("attacked == '-' and `trained.adapter` == 'lora'")
+    rows = answers(rows[rows[SCOPE] == "massive"], MEAN).query("column == @MEAN")
+    labels = {"Curriculum": schedule(rows), "place": "here: " + rows.model}
+    return c.pivot(rows, labels, c.label(rows, "{:.1f}".format, P0))
 
 
 # ---- ours
-
-
-def with_answers(rows: Frame) -> Frame:
-    """The rows, and accuracies with the name of their column as "what"."""
-    asked = c.accuracies(rows, TASKS, MEAN)
-    return pandas.concat([rows, asked.assign(what=asked.column, task=None)], ignore_index=True)
 
 
 def alone(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
@@ -166,17 +159,16 @@ def alone(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
     return c.against(rows, base, index, on, (DROP, "method", "limit"), how)
 
 
-def unattacked(rows: Frame, what: str, index: list[str], how: Any = None, only: str = "") -> Any:
-    """Models under every attack, or one, against the same models as they are."""
+def unattacked(rows: Frame, what: str, index: list[str], how: Any = None) -> Any:
+    """Models under every attack against the same models as they are."""
     rows = rows[rows.what == what]
-    ours = rows[rows.attacked == only] if only else rows
     on = [x for x in ("model", "text", "method", "window") if x in rows]
     free = ("attack", "k", "attacked", "config.layer", "limit", "place")
-    return c.against(ours, rows[rows.attacked == "-"], index, on, free, how)
+    return c.against(rows, rows[rows.attacked == "-"], index, on, free, how)
 
 
 def macdrop(runs: Frame) -> Frame:
-    rows = with_answers(adapted(runs))
+    rows = c.with_answers(adapted(runs), TASKS, MEAN)
     columns = {"NLL": "nll", "Δ vs adapter alone": alone(rows, "nll", LABELS)}
     columns |= {"Δ vs unattacked": unattacked(rows, "nll", LABELS), "accuracy": MEAN}
     columns |= {"Δ accuracy vs adapter alone": alone(rows, MEAN, LABELS)}
@@ -184,16 +176,16 @@ def macdrop(runs: Frame) -> Frame:
 
 
 def macdrop_questions(runs: Frame) -> Frame:
-    rows = with_answers(adapted(runs))
+    rows = c.with_answers(adapted(runs), TASKS, MEAN)
     return c.table(rows, LABELS, {x: alone(rows, x, LABELS, c.paired_units) for x in TASKS})
 
 
 def attacks(runs: Frame) -> Frame:
-    rows, index = with_answers(untrained(runs)), ["model", "text", "attack", "k", "place"]
-    columns = {"perplexity": "perplexity"}
-    columns["Δ NLL vs unattacked"] = unattacked(rows, "nll", index, c.paired_units)
-    for name in TASKS:
-        columns[f"Δ {name} vs unattacked"] = unattacked(rows, name, index, c.paired_units)
+    rows = c.with_answers(untrained(runs), TASKS, MEAN)
+    index = ["model", "text", "attack", "k", "place"]
+    columns, names = {"perplexity": "perplexity"}, {"NLL": "nll", **{x: x for x in TASKS}}
+    for name, what in names.items():
+        columns[f"Δ {name} vs unattacked"] = unattacked(rows, what, index, c.paired_units)
     return c.table(rows, index, columns)
 
 
@@ -220,37 +212,30 @@ def figure_3(runs: Frame) -> Frame:
 
 
 def figure_4(runs: Frame) -> Frame:
-    rows = with_answers(untrained(runs))
-    rows = rows[rows.what == MEAN]
+    rows = c.with_answers(untrained(runs), TASKS, MEAN).query("what == @MEAN")
     return at(rows, MEAN, rows.model, rows.attack + rows.place.str[4:], "k")
 
 
 def perplexity_by_k(runs: Frame) -> Frame:
-    rows = untrained(runs)
-    rows = rows[rows.what == "perplexity"]
+    rows = untrained(runs).query("what == 'perplexity'")
     line = rows.attack + ", " + rows.text + rows.place.str[4:]
     return at(rows, "perplexity", rows.model, line, "k")
 
 
 def figure_6(runs: Frame) -> Frame:
-    rows = with_answers(adapted(runs))
-    rows, parts = rows[rows[CURRICULUM] == "constant"], []
-    for what in (MEAN, "perplexity"):
-        its = rows[rows.what == what].drop(columns="method")
-        line = its["trained.adapter"] + ", " + its[SCOPE] + ", "
-        line += its.attack + " " + its.k.astype(str) + ", " + its.text
-        parts.append(at(its, what, its.model, line, P0))
-    return pandas.concat(parts)
+    rows = c.with_answers(adapted(runs), TASKS, MEAN)
+    rows = rows[rows[CURRICULUM] == "constant"].drop(columns="method")
+    line = rows["trained.adapter"] + ", " + rows[SCOPE] + ", "
+    rows["curve"] = line + rows.attack + " " + rows.k.astype(str) + ", " + rows.text
+    parts = {what: rows[rows.what == what] for what in (MEAN, "perplexity")}
+    return pandas.concat([at(x, what, x.model, x.curve, P0) for what, x in parts.items()])
 
 
 def figure_7(curves: Frame) -> Frame:
     """Trainings with MacDrop: the share that is dropped, step by step."""
-    rows = tunings(curves)
-    rows = rows[(rows.what == "train/macdrop") & (rows["macdrop.scope"] == "massive")]
-    exp = "exp, a = " + c.label(rows, "{:.2f}".format, "macdrop.a")
-    line = rows["macdrop.curriculum"].where(rows["macdrop.curriculum"] != "exp", exp)
+    rows = tunings(curves).query("what == 'train/macdrop' and `macdrop.scope` == 'massive'")
     panel = "p0 " + c.label(rows, "{:.1f}".format, "macdrop.p0")
-    line = rows.model + ", " + rows.adapter + ", " + line
+    line = rows.model + ", " + rows.adapter + ", " + schedule(rows, "macdrop.")
     return c.points(rows.assign(seed=None), "p", panel, line)
 
 
@@ -258,37 +243,34 @@ def figure_7(curves: Frame) -> Frame:
 
 
 def as_printed(runs: Frame) -> Frame:
-    rows = analyses(runs).drop_duplicates(["model", "five"])
     table = {name: f"{layer}; {five}" for name, layer, five in TABLE_7}
-    rows = rows[rows.model.isin(list(table))]
-    rows = rows.assign(text=c.label(rows, "{}; {}".format, "found", "five"))
-    told = (rows.text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
-    return rows.assign(part=rows.model, value=rows.text, verdict=told, run_on=rows.model)
+    rows = analyses(runs).drop_duplicates(["model", "five"]).query("model in @table")
+    text = c.label(rows, "{}; {}".format, "found", "five")
+    told = (text == rows.model.map(table)).map({True: HOLDS, False: FAILS})
+    return rows.assign(part=rows.model, value=text, verdict=told, run_on=rows.model)
 
 
-def zeroing_and_retaining(runs: Frame) -> Frame:
-    rows = untrained(runs)
-    rows = rows[(rows.what == "nll") & rows["config.layer"].isna()]
+def of_attacks(runs: Frame, attack: str, base: str) -> Frame:
+    """The loss under one attack against that under another, or under none ("-")."""
+    rows = untrained(runs).query("what == 'nll'")
     rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
-    five, retain = (rows[rows.attacked == x] for x in ("zero 5", "retain 5"))
-    on = ["model", "text", "window"]
-    return c.judged(c.against(five, retain, CLAIM, on, ("attack", "attacked", "limit")))
+    rows, on = rows[rows["config.layer"].isna()], ["model", "text", "window"]
+    ours, other = (rows[rows.attacked == x] for x in (attack, base))
+    return c.judged(c.against(ours, other, c.CLAIM, on, ("attack", "k", "attacked", "limit")))
 
 
-def zeroing_three(runs: Frame) -> Frame:
-    rows = untrained(runs)
-    rows = rows.assign(part=rows.text, run_on=rows.model + ", " + rows.text)
-    return c.judged(unattacked(rows, "nll", CLAIM, only="zero 3"))
+zeroing_and_retaining = partial(of_attacks, attack="zero 5", base="retain 5")
+zeroing_three = partial(of_attacks, attack="zero 3", base="-")
 
 
 def of_adapters(runs: Frame, what: str, attack: str, drop: tuple, sign: int) -> Frame:
     """A training with this MacDrop (scope, curriculum, p0) against the adapter alone."""
-    rows = with_answers(adapted(runs))
+    rows = c.with_answers(adapted(runs), TASKS, MEAN)
     mine = (rows[[SCOPE, CURRICULUM, P0]] == list(drop)).all(axis="columns")
     rows = rows[(rows.attacked == attack) & (rows[P0].isna() | mine)]
     place = c.label(rows, "{}, {}, {}".format, "model", "trained.adapter", "text")
-    found = alone(rows.assign(part=rows.method, run_on=place), what, CLAIM)
-    return c.judged(found, sign)
+    rows = rows.assign(part=rows.method, run_on=place)
+    return c.judged(alone(rows, what, c.CLAIM), sign)
 
 
 ITS_STEP, ALWAYS = ("massive", "step", 0.8), ("massive", "constant", 1.0)

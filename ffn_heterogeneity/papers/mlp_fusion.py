@@ -14,28 +14,19 @@ from ffn_heterogeneity.report import cells as c
 from ffn_heterogeneity.report.cells import Frame
 from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN
 
-TABLES = printed("mlp_fusion")["tables"]
-BEST, SCORE, FUSION = "validation/best/", "score", "MLP Fusion (Ours)"
-NTK, FFN, BLOCK = "ntk_error", "output_error", "block_error"
+TABLES, NAMES = (printed("mlp_fusion")[key] for key in ("tables", "names"))
+METHODS, TUNED = NAMES["methods"], NAMES["tuned"]  # the paper's names, or ours
+BEST, SCORE, FUSION = "validation/best/", "score", METHODS["fusion"]
+NTK, BLOCK = "ntk_error", "block_error"
 STATES, LAYERS = "tune.losses.layerwise.states", "compress.layers"
-METHODS = {"fusion": FUSION, "sqrt": "Clustering", "merged": "Clustering, merged"}
-METHODS |= {"sketch": "Sketch", "hybrid_sketch": "Sketch, hybrid", "mmd": "MMD", "svd": "SVD"}
-METHODS |= {"unstructured": "Pruning", "structured": "Pruning, structured"}
-METHODS |= {"bias_only": "the bias alone"}
-TUNED = {"block": "+Task-specific Tuning", "gradient": f"{FUSION}, gradients tuned"}
-TUNED |= {"ffn": f"{FUSION}, FFN outputs tuned"}
 METHOD = ("compress.method", "mask_1.kind", "truncate.blocks", "tune.kind", STATES)
-KEPT = {"ffn": "Maintain Output", "gradient": "Maintain NTK Gradient"}  # Table XIV
-TASKS = {"sst2": "SST2", "mrpc": "MRPC", "cola": "CoLA", "mnli": "MNLI"}
-TABLE_13 = {"stsb": "STS-B(7k)", "qnli": "QNLI(105k)"}
-PARTS = {"webnlg_seen": "S", "webnlg_unseen": "U", "webnlg": "A"}  # Table IV's letters
 # In which methods differ: stages of a job, and the learning rate, chosen for each method.
 STAGES = ("compress.", "tune.", "truncate.", "finetune.", "fuse.", "prune.", "stages")
 STAGES += tuple(f"{kind}_{i}." for kind in ("mask", "round") for i in (1, 2, 3))
-FREE = (*STAGES, "optimizer.learning_rate", "method", "size", "layers", "neurons")
-SIZED = ("size", "neurons", "optimizer.learning_rate")
+RATE = "optimizer.learning_rate"
+FREE = (*STAGES, RATE, "method", "size", "layers", "neurons")
+ON = ["model", "task", "chosen"]
 DRAWN = ["fusion", "merged", "sqrt", "sketch", "hybrid_sketch", "mmd"]  # whose seed matters
-CLAIM = ["run_on", "part"]
 
 
 # ---- runs
@@ -46,24 +37,22 @@ def finetunings(runs: Frame) -> Frame:
 
     Runs of less than three epochs choose the learning rate, which their "place" has.
     """
-    rows = c.need(runs, *METHOD, "objective", "compress.ratio", LAYERS, "mask_3.layers")
-    rows = c.need(rows, "finetune.base", "epochs", "optimizer.learning_rate", "data.task")
+    more = ("compress.ratio", LAYERS, "mask_3.layers", "finetune.base", "epochs", RATE)
+    rows = c.need(runs, *METHOD, *more, "objective", "data.task")
     widths = rows[rows.what == "ffn_widths_after"]
     widths = widths.groupby(widths["run"].map(os.path.dirname))["value"].min()
     rows = rows[rows["run"].str.fullmatch(r".*[/_]finetune") & (rows.objective == "labels")]
     rows = c.without_idle_losses(rows.assign(model=model_of(rows["finetune.base"])))
-    rows = rows.assign(
-        method=c.label(rows, method_of, *METHOD),
-        size=c.label(rows, size_of, "compress.ratio", LAYERS),
-        layers=rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of),
-        neurons=rows["run"].map(os.path.dirname).map(widths),
-        task=rows["data.task"],
-    )
-    rates = ", learning rate " + rows["optimizer.learning_rate"].astype(str)
-    epochs = ", " + c.label(rows, "epochs {:g}".format, "epochs") + rates.where(rows.epochs < 3, "")
-    rows = rows.assign(chosen=epochs, place="here: " + rows.model + rows["size"] + epochs)
-    best = rows[rows.what.str.startswith(BEST)]
-    return pandas.concat([rows, c.in_percent(best.assign(what=SCORE))], ignore_index=True)
+    rate = ", learning rate " + rows[RATE].astype(str)
+    chosen = ", " + c.label(rows, "epochs {:g}".format, "epochs") + rate.where(rows.epochs < 3, "")
+    size = c.label(rows, size_of, "compress.ratio", LAYERS)
+    rows = rows.assign(size=size, chosen=chosen, task=rows["data.task"])
+    rows["method"] = c.label(rows, method_of, *METHOD)
+    rows["layers"] = rows[LAYERS].fillna(rows["mask_3.layers"]).map(count_of)
+    rows["neurons"] = rows["run"].map(os.path.dirname).map(widths)
+    rows["place"] = "here: " + rows.model + size + chosen
+    best = c.in_percent(rows[rows.what.str.startswith(BEST)])
+    return pandas.concat([rows, best.assign(what=SCORE)], ignore_index=True)
 
 
 def method_of(method: Any, masked: Any, blocks: Any, tuned: Any, states: Any) -> str:
@@ -101,27 +90,25 @@ def default(rows: Frame) -> Frame:
 
 def blocks(runs: Frame) -> Frame:
     """Analyses of one compressed block, apart for each method; seeds of the head and the method."""
-    rows = c.need(runs, "analysis", "config.layer", "ratio")
-    rows = rows[rows.analysis == "ntk"]
+    rows = c.need(runs, "analysis", "config.layer", "ratio").query("analysis == 'ntk'")
     norms = rows[rows.what == "kernel_norm"].set_index("run")["value"]
     rows = rows[rows.what.str.startswith("errors/")]
     parts = rows.what.str.split("/", expand=True).reindex(columns=range(3)).astype(object)
     rows = rows.assign(method=parts[1], kernel=parts[1].replace(METHODS), what=parts[2])
-    rows = rows.assign(norm=rows["run"].map(norms), run=rows["run"] + " (" + rows.method + ")")
     shares = rows[rows.what == NTK]
-    shares = c.with_cells(shares.assign(what="share", value=shares["value"] / shares.norm))
-    rows = pandas.concat([rows, shares], ignore_index=True).drop(columns="norm")
-    return rows.assign(place="here: " + rows.model)
+    shares = shares.assign(what="share", value=shares["value"] / shares["run"].map(norms))
+    rows = pandas.concat([rows, c.with_cells(shares)], ignore_index=True)
+    run = rows["run"] + " (" + rows.method + ")"
+    return rows.assign(run=run, place="here: " + rows.model)
 
 
 def in_memory(runs: Frame) -> Frame:
     """Language models compressed in memory."""
-    rows = c.need(runs, "method", "ratio", "canonical", "spare")
-    rows = rows[rows.method.notna() & rows["run"].isin(rows[rows.what == "perplexity"]["run"])]
-    names = c.label(rows, fused, "method", "canonical", "spare")
-    rows = rows.assign(seed=rows.seed.where(rows.method.isin(DRAWN)), names=names)
-    names = rows.names.where(rows.ratio != 0, "whole")
-    return rows.assign(names=names, place="here").sort_values(["model", "ratio"], kind="stable")
+    rows = c.evaluated(c.need(runs, "method", "ratio", "canonical", "spare"), "method")
+    names = c.label(rows, fused, "method", "canonical", "spare").where(rows.ratio != 0, "whole")
+    seed = rows.seed.where(rows.method.isin(DRAWN))
+    rows = rows.assign(seed=seed, names=names, place="here")
+    return rows.sort_values(["model", "ratio"], kind="stable")
 
 
 def fused(method: str, canonical: Any, spare: Any) -> str:
@@ -133,22 +120,24 @@ def fused(method: str, canonical: Any, spare: Any) -> str:
 
 def recovered(runs: Frame) -> Frame:
     """Language models compressed, or neurons removed, then trained on: their last measurement."""
-    rows = c.need(runs, "recover.kind", "recover.base", "recover.steps", "stages", "fuse.method")
-    rows = c.need(rows, "fuse.canonical", "fuse.spare", "prune.criterion", "prune.compensation")
+    keys = ("fuse.method", "fuse.canonical", "fuse.spare", "prune.criterion", "prune.compensation")
+    rows = c.need(runs, "recover.kind", "recover.base", "recover.steps", "stages", *keys)
     rows = rows[rows["run"].str.fullmatch(r".*[/_]score") & rows["recover.kind"].notna()]
-    rows = rows.assign(model=model_of(rows["recover.base"]))
     for stage in ("fuse", "prune"):  # in the config of a job that leaves that stage out, too
         out = ~rows.stages.map(lambda stages, name=stage: name in (stages or ())).astype(bool)
         rows.loc[out, [name for name in rows if name.startswith(f"{stage}.")]] = None
-    refit = rows["prune.compensation"].isin(["state_ridge", "gram", "bias"])
-    removed = "removal by " + rows["prune.criterion"].astype(str)
-    removed = removed.replace("removal by entropy", "entropy removal")
-    removed += (", " + rows["prune.compensation"].astype(str)).where(refit, "")
-    merged = c.label(rows, fused, "fuse.method", "fuse.canonical", "fuse.spare")
-    merged = merged.where(rows["fuse.method"].notna(), "whole")
-    method = merged.where(rows["prune.criterion"].isna(), removed)
+    method = c.label(rows, recovered_from, *keys)
     steps = c.label(rows, "{:g}".format, "recover.steps")
-    return rows.assign(method=method, steps=steps, place="here")
+    model = model_of(rows["recover.base"])
+    return rows.assign(model=model, method=method, steps=steps, place="here")
+
+
+def recovered_from(method: Any, canonical: Any, spare: Any, criterion: Any, more: Any) -> str:
+    """Name of what was done to a model before it was trained on."""
+    if not isinstance(criterion, str):
+        return fused(method, canonical, spare) if isinstance(method, str) else "whole"
+    name = "entropy removal" if criterion == "entropy" else f"removal by {criterion}"
+    return f"{name}, {more}" if more in ("state_ridge", "gram", "bias") else name
 
 
 # ---- tables
@@ -165,74 +154,62 @@ def table_1(runs: Frame) -> Frame:
     return c.table(rows, ["Method", "place"], {"Output": BLOCK, "NTK": NTK})
 
 
-def table_2(runs: Frame) -> Frame:
-    rows = default(scores(runs))
-    return c.pivot(rows.assign(Method=rows.method, column=rows.task), ["Method", "place"])
+def table_2(runs: Frame, names: dict[str, str] = NAMES["table_2"]) -> Frame:
+    rows = default(scores(runs)).query("task in @names")
+    return c.pivot(rows, {"Method": rows.method, "place": rows.place}, rows.task.map(names))
+
+
+table_13 = partial(table_2, names=NAMES["table_13"])
 
 
 def table_5(runs: Frame) -> Frame:
-    rows = scores(runs, "sst2")
-    columns = rows.method.map({"Sketch": "Sketch", FUSION: "MLP Fusion"})
-    label, widths = "Intermediate Dimension", c.label(rows, "{:g}".format, "neurons")
-    rows = rows.assign(column=columns, **{label: widths})
-    rows = rows[rows.column.notna() & rows[LAYERS].isin(["2-5"])]
-    return c.pivot(rows, [label, "place"])
+    rows = scores(runs, "sst2").query("method in ['Sketch', @FUSION]")
+    rows = rows[rows[LAYERS].isin(["2-5"])]
+    widths = c.label(rows, "{:g}".format, "neurons")
+    labels = {"Intermediate Dimension": widths, "place": rows.place}
+    return c.pivot(rows, labels, rows.method.replace(FUSION, "MLP Fusion"))
 
 
 def table_10(runs: Frame) -> Frame:
     """Sizes of each data set, as the first run on it read them."""
     names = {"train/rows": "Train size", "validation/rows": "Test Size"}
-    rows = finetunings(runs)
-    rows = rows[rows.what.isin(list(names))].drop_duplicates(["task", "what"])
-    rows = rows.assign(Dataset=rows.task.replace(TASKS), column=rows.what.map(names))
-    return c.pivot(rows.assign(place="here: " + rows.model), ["Dataset", "place"])
+    rows = finetunings(runs).query("what in @names").drop_duplicates(["task", "what"])
+    labels = {"Dataset": rows.task.replace(NAMES["tasks"]), "place": "here: " + rows.model}
+    return c.pivot(rows, labels, rows.what.map(names))
 
 
 def table_12(runs: Frame) -> Frame:
     rows, label = default(scores(runs, "sst2")), "Method+Task-specific Fine-tuning"
-    rows = rows[rows[STATES] == "block"].assign(column="Accuracy")
+    rows = rows[rows[STATES] == "block"]
     names = rows.method.str.removesuffix(", tuned").replace(TUNED["block"], "MLP Fusion(Ours)")
-    return c.pivot(rows.assign(**{label: names}), [label, "place"])
-
-
-def table_13(runs: Frame) -> Frame:
-    rows = default(scores(runs))
-    rows = rows[rows.task.isin(list(TABLE_13))]
-    rows = rows.assign(Method=rows.method, column=rows.task.map(TABLE_13))
-    return c.pivot(rows, ["Method", "place"])
+    return c.pivot(rows, {label: names, "place": rows.place}, "Accuracy")
 
 
 def table_14(runs: Frame) -> Frame:
     rows = default(scores(runs, "sst2"))
-    names = rows[STATES].map(KEPT).where(rows.method != FUSION, FUSION)
-    rows = rows[(rows["compress.method"] == "fusion") & names.notna()]
-    return c.pivot(rows.assign(column="Accuracy", Methods=names), ["Methods", "place"])
+    names = rows[STATES].map(NAMES["kept"]).where(rows.method != FUSION, FUSION)
+    rows = rows.assign(Methods=names)[(rows["compress.method"] == "fusion") & names.notna()]
+    return c.pivot(rows, rows[["Methods", "place"]], "Accuracy")
 
 
 def kernels(runs: Frame) -> Frame:
     rows = blocks(runs)
-    columns = {"NTK": NTK, "of its norm": "share", "NTK of SGD": "sgd_ntk_error", "FFN output": FFN}
-    columns |= {"of words": f"{FFN}_words", "block output": BLOCK}
-    columns |= {"of words (block)": f"{BLOCK}_words", "kept share": "kept_share"}
-    rows = rows.assign(method=rows.kernel)
-    return c.table(rows, ["model", "method", "place"], columns)
+    return c.table(rows.assign(method=rows.kernel), ["model", "method", "place"], NAMES["kernels"])
 
 
 def webnlg(runs: Frame) -> Frame:
     """BLEU and TER, in percent, of what other runs asked of models trained on WebNLG."""
-    rows = c.need(runs, "data.task", "steps")
+    rows, parts = c.need(runs, "data.task", "steps"), NAMES["webnlg"]
     rows = rows[(rows["data.task"] == "webnlg") & rows.what.isin(["bleu", "ter"])]
-    columns = rows.what.str.upper() + " " + rows.task.map(PARTS)
-    rows = rows.assign(column=columns, steps=rows.steps.astype(str))
-    made = c.pivot(rows.assign(place="here: " + rows.model), ["model", "steps", "place"])
-    return made.reindex(columns=[f"{x} {y}" for x in ("BLEU", "TER") for y in PARTS.values()])
+    labels = {"model": rows.model, "steps": rows.steps.astype(str), "place": "here: " + rows.model}
+    made = c.pivot(rows, labels, rows.what.str.upper() + " " + rows.task.map(parts))
+    return made.reindex(columns=[f"{x} {y}" for x in ("BLEU", "TER") for y in parts.values()])
 
 
 def minus(rows: Frame, base: str, index: list[str]) -> Any:
     """Scores against a method's, seed by seed, each at its own learning rate."""
     rows = rows[rows.what == SCORE]
-    other = default(rows[rows.method == base])
-    return c.against(rows, other, index, ["model", "task", "chosen"], FREE)
+    return c.against(rows, default(rows[rows.method == base]), index, ON, FREE)
 
 
 def paired(runs: Frame) -> Frame:
@@ -253,9 +230,8 @@ def after_recovery(runs: Frame) -> Frame:
     rows, index = recovered(runs), ["model", "steps", "method", "place"]
     losses, columns = rows[rows.what == "nll"], {"NLL": "nll", "perplexity": "perplexity"}
     for name in ("whole", "entropy removal"):
-        base = losses[losses.method == name]
-        apart = c.against(losses, base, index, ["model", "steps"], FREE, c.paired_units)
-        columns[f"Δ vs {name}"] = apart
+        base, on = losses[losses.method == name], ["model", "steps"]
+        columns[f"Δ vs {name}"] = c.against(losses, base, index, on, FREE, c.paired_units)
     return c.table(rows, index, columns)
 
 
@@ -265,15 +241,15 @@ def after_recovery(runs: Frame) -> Frame:
 def figure_4(runs: Frame) -> Frame:
     rows = scores(runs, "sst2")
     rows = rows[rows["tune.kind"].isna() & rows["compress.ratio"].isin([0.75])]
-    by = rows.groupby(["method", "chosen", "seed"])["layers"].transform("nunique")
-    rows = rows[by > 1]
-    rows = rows.drop(columns=[name for name in rows if name.startswith((*STAGES, *SIZED))])
+    rows = rows[rows.groupby(["method", "chosen", "seed"])["layers"].transform("nunique") > 1]
+    away = (*STAGES, "size", "neurons", RATE)
+    rows = rows.drop(columns=[name for name in rows if name.startswith(away)])
     return c.points(rows, "accuracy (%)", rows.task, rows.method + rows.chosen, "layers")
 
 
 def figure_5(curves: Frame) -> Frame:
     rows = finetunings(curves)
-    rows = rows[(rows.task == "sst2") & (rows.method == FUSION) & (rows.what == "train/loss")]
+    rows = rows.query("task == 'sst2' and method == @FUSION and what == 'train/loss'")
     return c.points(rows, "training loss", rows.task, rows.place.str.removeprefix("here: "))
 
 
@@ -295,29 +271,26 @@ def of_paper(key: str, place: int, sign: int, but: tuple[str, ...] = ()) -> Fram
 
 
 def closest_kernel(runs: Frame) -> Frame:
-    rows = blocks(runs)
-    rows = rows[(rows.what == NTK) & ~rows.method.isin(["structured", "bias_only"])]
+    rows = blocks(runs).query("what == @NTK and method not in ['structured', 'bias_only']")
     rows = rows.assign(part=rows.method, run_on=rows.model)
-    base, on = rows[rows.method == "fusion"], ["run_on"]
-    found = c.against(rows, base, CLAIM, on, ("method", "kernel", "part"))
+    base, free = rows[rows.method == "fusion"], ("method", "kernel", "part")
+    found = c.against(rows, base, c.CLAIM, ["run_on"], free)
     return pandas.concat([of_paper("table_1", 2, 1), c.judged(found)])
 
 
 def above_all(runs: Frame) -> Frame:
-    rows = default(scores(runs, "sst2"))
-    rows = rows[rows["tune.kind"].isna() & (rows.method != "whole")]
+    rows = default(scores(runs, "sst2")).query("`tune.kind`.isna() and method != 'whole'")
     rows = rows.assign(part=rows.method, run_on=rows.task + rows.chosen)
     paper = of_paper("table_2", 1, -1, ("RoBERTa", "+Task-specific Tuning"))
-    return pandas.concat([paper, c.judged(minus(rows, FUSION, CLAIM), -1)])
+    return pandas.concat([paper, c.judged(minus(rows, FUSION, c.CLAIM), -1)])
 
 
 def tuning(runs: Frame, tuned: str, base: str, sign: int) -> Frame:
     """A method tuned layer by layer against the method alone."""
     rows = default(scores(runs, "sst2"))
-    rows = rows[rows.method.isin([tuned, base])]
     rows = rows.assign(part="tuned", run_on=rows.task + rows.chosen)
-    sides = (rows[rows.method == tuned], rows[rows.method == base])
-    return c.judged(c.against(*sides, CLAIM, ["model", "task", "chosen"], FREE), sign)
+    ours, other = (rows[rows.method == x] for x in (tuned, base))
+    return c.judged(c.against(ours, other, c.CLAIM, ON, FREE), sign)
 
 
 tuning_helps = partial(tuning, tuned=TUNED["block"], base=FUSION, sign=1)
@@ -328,9 +301,8 @@ def above_half_depth(runs: Frame) -> Frame:
     rows = scores(runs, "sst2")
     rows = rows.assign(part=rows.method + rows["size"], run_on=rows.task + rows.chosen)
     half = rows[rows.method.str.startswith("first ")]
-    rows = rows[rows.layers < 5]  # of six: the paper's fewer than 10 of twelve
-    on, ours = ["model", "task", "chosen"], rows[rows.method == FUSION]
-    return c.judged(c.against(ours, half, CLAIM, on, FREE))
+    ours = rows[(rows.layers < 5) & (rows.method == FUSION)]  # of six; the paper: < 10 of twelve
+    return c.judged(c.against(ours, half, c.CLAIM, ON, FREE))
 
 
 CURVES = ("train/loss",)

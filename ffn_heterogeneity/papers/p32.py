@@ -16,15 +16,13 @@ from ffn_heterogeneity.report.stats import FAILS, HOLDS, OPEN, interval, verdict
 PRINTED = printed("p32")
 TABLES, MAJORITY = PRINTED["tables"], PRINTED["majority"]
 TASKS = TABLES["table_6"]["columns"][:-1]
-METHODS = {"last": "Baseline", "p32": "P-32", "average": "Avg.Pool"}
-METHODS |= {"scalar_mix": "scalar mix (ELMo)"}
-ORDER = {name: i for i, name in enumerate(METHODS)}
+METHODS = PRINTED["methods"]  # pooling -> the paper's name, or ours
 OWN_RATE = "P-32, lambda at the model's rate"
 SCORE, TEST, DEPTH, PEAK = "score", "test score", "max |w - 1/L|", "peak layer"
 POOLED = ("pooling", "lambda_rate", "method", "rate", "place", "order")  # in which poolings differ
 DATA = ["model", "data.task", "data.fraction"]
 WHOLE = [1.0, 0.2727, 0.4016]  # decoders read 1,000 rows of MRPC or RTE: all, for this report
-CLAIM = ["run_on", "part"]
+INDEX = ["model", "task", "method", "place"]
 
 
 # ---- runs
@@ -37,8 +35,8 @@ def classifiers(runs: Frame, whole: bool = False) -> Frame:
     Args:
       whole: those on all blocks; a run on the first n of n blocks is not one.
     """
-    rows = c.need(runs, "objective", "pooling", "lambda_rate", "truncate.blocks", "data.fraction")
-    rows = c.need(rows, "final_norm", "data.task", "prepare")
+    keys = ("objective", "pooling", "lambda_rate", "final_norm", "prepare", "data.task")
+    rows = c.need(runs, *keys, "truncate.blocks", "data.fraction")
     rows = c.without_idle_losses(rows[(rows.objective == "labels") & rows.pooling.notna()])
     learned = rows.lambda_rate.notna() & (rows.pooling == "p32")
     method = rows.pooling.map(METHODS).where(learned | (rows.pooling != "p32"), OWN_RATE)
@@ -52,7 +50,7 @@ def classifiers(runs: Frame, whole: bool = False) -> Frame:
     all_blocks = rows["truncate.blocks"].fillna(0).eq(0)
     cut = (~all_blocks & (rows["truncate.blocks"] == every)).map({True: ", truncated", False: ""})
     rows["truncate.blocks"] = rows["truncate.blocks"].where(~all_blocks, every)
-    rows = rows.assign(cut=cut, order=rows.pooling.map(ORDER))
+    rows = rows.assign(cut=cut, order=rows.pooling.map(list(METHODS).index))
     chosen: Frame = rows[all_blocks] if whole else rows
     return chosen.sort_values(["model", "task", "order"], kind="stable")
 
@@ -95,45 +93,34 @@ def minus(rows: Frame, method: str, base: str, index: list[str], what: str = SCO
 def table_1(runs: Frame) -> Frame:
     """Sizes of each model, with the head of the first task that was run."""
     rows = whole(runs)
-    rows = rows[(rows.method == "Baseline") & (rows.what == "parameters")].drop_duplicates("model")
+    rows = rows.query("method == 'Baseline' and what == 'parameters'").drop_duplicates("model")
     rows = rows.assign(Model=rows.model, place="here")
     names = {"truncate.blocks": "# Transformer Blocks", "value": "# Parameters"}
     return rows.set_index(["Model", "place"])[[*names]].rename(columns=names)
 
 
-def by_task(rows: Frame, index: list[str], **labels: Any) -> Frame:
+def by_task(rows: Frame, **labels: Any) -> Frame:
     """Scores, a column for each task.
 
     The mean of all nine stays empty: MNLI's second set is no column of one run.
     """
-    rows = rows[rows.what == SCORE].assign(column=rows["data.task"], **labels)
-    rows["place"] = rows.place.str.replace(r"0\.\d+ of", "a part of", regex=True)
-    return c.pivot(rows, [*index, "place"])
+    rows = rows[rows.what == SCORE].assign(**labels)
+    place = rows.place.str.replace(r"0\.\d+ of", "a part of", regex=True)
+    return c.pivot(rows, {**labels, "place": place}, rows["data.task"])
 
 
 def table_2(runs: Frame) -> Frame:
     rows = whole(runs)
-    method = rows.method.replace("P-32", "P-32 (ours)")
-    return by_task(rows, ["Model", "Method"], Model=rows.model, Method=method)
-
-
-def by_depth(rows: Frame) -> Frame:
-    """The baseline on all rows, by its number of blocks."""
-    rows = rows[(rows.method == "Baseline") & (rows["data.fraction"] == 1)]
-    rows = rows.sort_values("truncate.blocks", kind="stable")
-    blocks = c.label(rows, "{:g}".format, "truncate.blocks")
-    rows = rows.assign(place="here: " + rows.model + rows.cut)
-    return by_task(rows, ["Num Blocks"], **{"Num Blocks": blocks})
-
-
-def tuned(rows: Frame) -> Any:
-    """True where a run trained an adapter and not the model's own weights."""
-    return rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names).astype(bool)
+    return by_task(rows, Model=rows.model, Method=rows.method.replace("P-32", "P-32 (ours)"))
 
 
 def table_3(runs: Frame, adapter: bool = False) -> Frame:
-    rows = classifiers(runs)
-    return by_depth(rows[tuned(rows) == adapter])
+    """The baseline on all rows, by its number of blocks."""
+    rows = classifiers(runs).query("method == 'Baseline' and `data.fraction` == 1")
+    lora = rows.prepare.map(lambda names: isinstance(names, tuple) and "lora" in names)
+    rows = rows[lora.astype(bool) == adapter].sort_values("truncate.blocks", kind="stable")
+    blocks = c.label(rows, "{:g}".format, "truncate.blocks")
+    return by_task(rows, **{"Num Blocks": blocks, "place": "here: " + rows.model + rows.cut})
 
 
 table_4 = partial(table_3, adapter=True)
@@ -142,32 +129,30 @@ table_4 = partial(table_3, adapter=True)
 def table_5(runs: Frame) -> Frame:
     """Sizes of each data set, as the first run of each model read it."""
     names = {"train/rows": "# Train Samples", "train/tokens_a_row": "Avg. Input Length"}
-    rows = whole(runs)
-    rows = rows[rows.what.isin(list(names))].drop_duplicates(["data.task", "model", "what"])
-    rows = rows.assign(Dataset=rows["data.task"], column=rows.what.map(names))
-    return c.pivot(rows.assign(place="here: " + rows.model), ["Dataset", "place"])
+    rows = whole(runs).query("what in @names").drop_duplicates(["data.task", "model", "what"])
+    labels = {"Dataset": rows["data.task"], "place": "here: " + rows.model}
+    return c.pivot(rows, labels, rows.what.map(names))
 
 
 def table_6(runs: Frame) -> Frame:
     rows = whole(runs)
     place = "here: " + rows.model + rows.place.str.removeprefix("here")
-    return by_task(rows, ["Method"], Method=rows.method, place=place)
+    return by_task(rows, Method=rows.method, place=place)
 
 
 def paired(runs: Frame) -> Frame:
-    rows, index = whole(runs), ["model", "task", "method", "place"]
-    known = rows[rows["data.task"].isin(list(MAJORITY))].drop_duplicates([*index])
-    majority = known.assign(cell=known["data.task"].map(MAJORITY).astype(object))
-    columns = {"score": SCORE, "Δ vs Baseline": minus(rows, "", "Baseline", index)}
-    columns |= {"Δ vs Avg.Pool": minus(rows, "", "Avg.Pool", index)}
-    columns |= {"majority": c.cells(majority, index), DEPTH: DEPTH, PEAK: PEAK}
-    return c.table(rows, index, columns)
+    rows = whole(runs)
+    known = rows.query("task in @MAJORITY").drop_duplicates(INDEX)
+    columns = {"score": SCORE, "Δ vs Baseline": minus(rows, "", "Baseline", INDEX)}
+    columns |= {"Δ vs Avg.Pool": minus(rows, "", "Avg.Pool", INDEX)}
+    columns |= {"majority": known.assign(cell=known.task.map(MAJORITY).astype(object))}
+    return c.table(rows, INDEX, columns | {DEPTH: DEPTH, PEAK: PEAK})
 
 
 def test_sets(runs: Frame) -> Frame:
-    rows, index = whole(runs), ["model", "task", "method", "place"]
-    columns = {"score": TEST, "Δ vs Baseline": minus(rows, "", "Baseline", index, TEST)}
-    return c.table(rows, index, columns)
+    rows = whole(runs)
+    columns = {"score": TEST, "Δ vs Baseline": minus(rows, "", "Baseline", INDEX, TEST)}
+    return c.table(rows, INDEX, columns)
 
 
 # ---- figures
@@ -175,8 +160,7 @@ def test_sets(runs: Frame) -> Frame:
 
 def figure_2(runs: Frame) -> Frame:
     """Data sets ordered by their size."""
-    rows = whole(runs)
-    rows = rows[rows.pooling == "p32"]
+    rows = whole(runs).query("pooling == 'p32'")
     sizes = rows[rows.what == "train/rows"].set_index("run")["value"]
     rows = rows.assign(size=rows["run"].map(sizes)).sort_values("size", kind="stable")
     rows = rows[rows.what == "lambda"]
@@ -184,20 +168,22 @@ def figure_2(runs: Frame) -> Frame:
     return c.points(rows, "raw lambda", rows.model, rows["data.task"] + rate, "layer")
 
 
+def fractions(runs: Frame) -> Frame:
+    """Scores on STS-B's rows, or on a share of them."""
+    return classifiers(runs, whole=True).query("what == @SCORE and task == 'stsb'")
+
+
 def figure_3(runs: Frame) -> Frame:
     """Runs of a seed at several shares of the rows: others would move a mean over seeds."""
-    rows = classifiers(runs, whole=True)
-    rows = rows[(rows.what == SCORE) & (rows["data.task"] == "stsb")]
-    rows = rows[rows.pooling.isin(["last", "p32"])]
+    rows = fractions(runs).query("pooling in ['last', 'p32']").drop(columns="place")
     by = rows.groupby(["model", "method", "rate", "seed"], dropna=False)["data.fraction"]
-    rows = rows[by.transform("nunique") > 1].drop(columns=["place"])
-    value = "Spearman's correlation (%)"
+    rows, value = rows[by.transform("nunique") > 1], "Spearman's correlation (%)"
     return c.points(rows, value, rows.model, rows.method + rows.rate, "data.fraction")
 
 
 def figure_4(runs: Frame) -> Frame:
     rows = classifiers(runs).drop(columns="cut")
-    rows = rows[(rows.what == SCORE) & (rows.method == "Baseline") & (rows["data.fraction"] == 1)]
+    rows = rows.query("what == @SCORE and method == 'Baseline' and `data.fraction` == 1")
     by = rows.groupby(["model", "data.task", "seed"])["truncate.blocks"]
     rows = rows[by.transform("nunique") > 1]
     return c.points(rows, "score (%)", rows.model, rows["data.task"], "truncate.blocks")
@@ -206,10 +192,14 @@ def figure_4(runs: Frame) -> Frame:
 # ---- claims
 
 
+def parts_of(rows: Any) -> Frame:
+    """Parts of claims, from (run on, part, value, verdict)."""
+    return pandas.DataFrame(rows, columns=[*c.CLAIM, "value", "verdict"])
+
+
 def on_paper(parts: list[tuple[str, str, Any, str]]) -> Frame:
     """Parts of a claim on the paper's numbers, from (model, part, value, verdict)."""
-    rows = [(f"the paper's {model}", *rest) for model, *rest in parts]
-    return pandas.DataFrame(rows, columns=[*CLAIM, "value", "verdict"])
+    return parts_of([(f"the paper's {model}", *rest) for model, *rest in parts])
 
 
 def told(holds: bool) -> str:
@@ -229,7 +219,7 @@ def claimed(runs: Frame, method: str, base: str) -> Frame:
     """A pooling against another: each model's runs, each task a part."""
     rows = whole(runs)
     rows = rows.assign(part=rows["data.task"], run_on=rows.model + rows.rate)
-    return c.judged(minus(rows, method, base, CLAIM))
+    return c.judged(minus(rows, method, base, c.CLAIM))
 
 
 def above_baseline(runs: Frame) -> Frame:
@@ -256,11 +246,9 @@ def depths(runs: Frame) -> dict[tuple[str, str], Any]:
 
 def told_by_depth(runs: Frame, tell: Callable[[Any], bool]) -> Frame:
     """A claim on scores by blocks."""
-    rows = []
-    for (run_on, task), its in depths(runs).items():
-        value = f"best at {its.idxmax()} of {its.index.max()}"
-        rows.append((run_on, task, value, told(tell(its))))
-    return pandas.DataFrame(rows, columns=[*CLAIM, "value", "verdict"])
+    text = "best at {} of {}".format
+    every = ((*key, x, text(x.idxmax(), x.index.max())) for key, x in depths(runs).items())
+    return parts_of([(*place, value, told(tell(x))) for *place, x, value in every])
 
 
 rising_with_depth = partial(told_by_depth, tell=lambda its: (its.diff().dropna() > 0).all())
@@ -268,29 +256,24 @@ overthinking = partial(told_by_depth, tell=lambda its: its.idxmax() < its.index.
 
 
 def peak_at_best_depth(runs: Frame) -> Frame:
-    rows = whole(runs)
-    rows = rows[(rows.method == "P-32") & (rows.what == PEAK)]
+    rows = whole(runs).query("method == 'P-32' and what == @PEAK")
     best = {key: its.idxmax() for key, its in depths(runs).items()}
+    at = c.label(rows, lambda *key: best.get(key), "model", "data.task")
+    verdicts = (at == rows["value"]).map(told).where(at.notna(), OPEN)
     part = rows["data.task"] + ", seed " + rows.seed.astype(str)
-    rows = rows.assign(part=part, run_on=rows.model + rows.rate)
-    at = [best.get(place) for place in zip(rows.model, rows["data.task"], strict=True)]
-    pairs = zip(at, rows["value"], strict=True)
-    rows["verdict"] = [OPEN if n is None else told(n == peak) for n, peak in pairs]
-    return rows[[*CLAIM, "value", "verdict"]]
+    return parts_of(zip(rows.model + rows.rate, part, rows["value"], verdicts, strict=True))
 
 
 def gap_grows(runs: Frame) -> Frame:
     """Seed by seed: the gain on a fifth of STS-B's rows minus that on all."""
-    rows = classifiers(runs, whole=True)
-    rows = rows[(rows.what == SCORE) & (rows["data.task"] == "stsb")]
-    rows = rows[rows["data.fraction"].isin([0.2, 1.0])]
+    rows = fractions(runs).query("`data.fraction` in [0.2, 1.0]")
     c.one_setting(rows, ["model", "method", "data.fraction"])
-    wide = rows.pivot_table("value", ["model", "seed"], ["method", "data.fraction"])
-    columns = [(x, share) for x in ("P-32", "Baseline") for share in (0.2, 1.0)]
-    wide = wide.reindex(columns=columns).dropna()
-    gap = wide.iloc[:, 0] - wide.iloc[:, 2] - (wide.iloc[:, 1] - wide.iloc[:, 3])
+    wide = rows.pivot_table("value", ["model", "seed", "data.fraction"], "method")
+    wide = wide.reindex(columns=["P-32", "Baseline"])
+    gain = (wide["P-32"] - wide["Baseline"]).unstack().reindex(columns=[0.2, 1.0])
+    gap = (gain[0.2] - gain[1.0]).dropna()
     found = gap.groupby("model").agg(lambda its: interval(list(its)))
-    found.index = pandas.MultiIndex.from_product([found.index, ["stsb"]], names=CLAIM)
+    found.index = pandas.MultiIndex.from_product([found.index, ["stsb"]], names=c.CLAIM)
     return c.judged(found.astype(object))
 
 

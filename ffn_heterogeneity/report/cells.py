@@ -20,8 +20,10 @@ from ffn_heterogeneity.io.rows import FIELDS
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import units
 
+Names = Sequence[str]
 Frame = Any  # a pandas.DataFrame: its type hints do not separate rows from columns
-BEST_FIRST = ("acc_norm", "acc", "exact_match")  # metrics of a task, for a paper's one number
+CLAIM = ["run_on", "part"]  # index of a claim's cells
+BEST_FIRST = {"acc_norm": 0, "acc": 1, "exact_match": 2}  # metrics, for a paper's one number
 # Columns that are no setting: a row's fields, where it is from, and what reports add.
 OWN = {*FIELDS, "run", "by", "origin", "cell", "column", "panel", "line", "part", "run_on", "place"}
 OWN |= {"x", "y"}
@@ -58,18 +60,16 @@ def need(frame: Frame, *names: str) -> Frame:
     for name in absent:  # a sweep of stages numbers them: "mask_1"
         parts = [{part, part.rstrip("0123456789")} for part in name.split(".")]
         if not all(part & config_words() for part in parts):
-            raise ValueError(
-                f"setting {name!r} is in no run and in no config of configs/: renamed?"
-            )
+            raise ValueError(f"setting {name!r} is in no run and no config of configs/: renamed?")
     return frame.join(pandas.DataFrame(None, frame.index, absent, dtype=object))
 
 
-def among(name: str, names: Sequence[str]) -> bool:
+def among(name: str, names: Names) -> bool:
     """True if a setting is one of these, or begins with one that ends in "."."""
     return any(name == one or (one.endswith(".") and name.startswith(one)) for one in names)
 
 
-def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] = ()) -> None:
+def one_setting(frame: Frame, by: Names = (), except_for: Names = ()) -> None:
     """Check that runs with equal `by` (all runs, without it) have equal settings, but for seeds.
 
     Args:
@@ -92,13 +92,19 @@ def one_setting(frame: Frame, by: Sequence[str] = (), except_for: Sequence[str] 
             raise ValueError(f"runs of one cell ({place}) differ in {values}: report them apart")
 
 
-def without_idle_losses(rows: Frame, but: Sequence[str] = ()) -> Frame:
+def without_idle_losses(rows: Frame, but: Names = ()) -> Frame:
     """The rows without the settings of losses whose weight is 0; `but`: those that stay."""
     for weight in [name for name in rows if re.fullmatch(r"losses\.\w+\.weight", name)]:
         idle = ~rows[weight].fillna(0).astype(bool)
         names = [x for x in rows if x.startswith(weight[:-6]) and not x.startswith(tuple(but))]
         rows = rows.assign(**{name: rows[name].where(~idle, None) for name in names})
     return rows.copy()  # in one piece for further columns
+
+
+def evaluated(rows: Frame, setting: str) -> Frame:
+    """The rows of evaluations on text, of runs that have this setting."""
+    measured = rows[rows.what == "perplexity"]["run"]
+    return rows[rows[setting].notna() & rows["run"].isin(measured)].copy()
 
 
 # ---- cells
@@ -113,30 +119,32 @@ def spread(values: Any) -> Any:
     return "nan" if isinstance(value, float) and np.isnan(value) else value
 
 
-def cells(rows: Frame, index: Sequence[str]) -> Any:
+def cells(rows: Frame, index: Names) -> Any:
     """A column of a table: the `spread` of the rows with equal `index`, in their order."""
     return rows.groupby(list(index), sort=False)["cell"].agg(spread)
 
 
-def table(rows: Frame, index: Sequence[str], columns: Mapping[str, Any]) -> Frame:
+def table(rows: Frame, index: Names, columns: Mapping[str, Any]) -> Frame:
     """A table of measurements side by side.
 
     Args:
       index: labels of a row; runs with equal labels have equal settings, or this raises.
-      columns: heading -> the "what" of the rows, or a column made by `cells` or `against`.
+      columns: heading -> the "what" of the rows, other rows, or a column made by `against`.
     """
     one_setting(rows, index)
-    made = {
-        name: cells(last(rows[rows.what == x]), index) if isinstance(x, str) else x
-        for name, x in columns.items()
-    }
-    return pandas.concat(made, axis=1)
+    made = {x: last(rows[rows.what == y]) if isinstance(y, str) else y for x, y in columns.items()}
+    return pandas.concat({x: cells(y, index) if y.ndim > 1 else y for x, y in made.items()}, axis=1)
 
 
-def pivot(rows: Frame, index: Sequence[str], except_for: Sequence[str] = ()) -> Frame:
-    """A table with a column for each value of "column"; settings as in `one_setting`."""
-    one_setting(rows, [*index, "column"], except_for)
-    return rows.pivot_table("cell", list(index), "column", aggfunc=spread, sort=False)
+def pivot(rows: Frame, labels: Mapping[str, Any], column: Any = None) -> Frame:
+    """A table with a column for each value of `column` (default: of the rows' own "column").
+
+    Args:
+      labels: level of the index -> a value for each row; settings as in `one_setting`.
+    """
+    rows = rows.assign(**labels, column=rows["column"] if column is None else column)
+    one_setting(rows, [*labels, "column"])
+    return rows.pivot_table("cell", list(labels), "column", aggfunc=spread, sort=False)
 
 
 def points(rows: Frame, value: Any, panel: Any, line: Any, x: str = "step") -> Frame:
@@ -185,24 +193,27 @@ def accuracies(rows: Frame, tasks: Mapping[str, Sequence], mean: str = "") -> Fr
       mean: column of the mean of a run that answered all of them.
     """
     rows = rows[rows.task.notna() & rows.low.notna()]
-    rank = rows.what.map({name: i for i, name in enumerate(BEST_FIRST)}).fillna(len(BEST_FIRST))
-    places = "samples/" + rows.task + ".jsonl:" + rows.what
-    rows = in_percent(rows.assign(rank=rank, units=places)).sort_values("rank", kind="stable")
-    parts = []
+    rows = rows.sort_values("what", key=lambda x: x.map(BEST_FIRST).fillna(9), kind="stable")
+    rows = in_percent(rows.assign(units="samples/" + rows.task + ".jsonl:" + rows.what))
+    parts = [rows.head(0).assign(column="")]
     for column, (task, shots) in tasks.items():
-        its = rows[
-            (rows.task == task) & (rows.shots.isna() | (shots is None) | (rows.shots == shots))
-        ]
-        parts.append(its.drop_duplicates("run").assign(column=column))
-    found: Frame = pandas.concat(parts, ignore_index=True) if parts else rows.assign(column="")
+        asked = rows.shots.isna() | (shots is None) | (rows.shots == shots)
+        its = rows[(rows.task == task) & asked].drop_duplicates("run")
+        parts.append(its.assign(column=column))
+    found: Frame = pandas.concat(parts, ignore_index=True)
     if mean:
-        means = found.groupby("run")["value"].agg(["mean", "size"])
-        means = means[means["size"] == len(tasks)]["mean"]
-        own = found[found["run"].isin(means.index)].drop_duplicates("run")
-        value = own["run"].map(means)
+        by = found.groupby("run")["value"]
+        own = found[by.transform("size") == len(tasks)].drop_duplicates("run")
+        value = own["run"].map(by.mean())
         own = own.assign(value=value, cell=value, low=np.nan, column=mean)
         found = pandas.concat([found, own], ignore_index=True)
-    return found.drop(columns="rank")
+    return found
+
+
+def with_answers(rows: Frame, tasks: Mapping[str, Sequence], mean: str) -> Frame:
+    """The rows, and `accuracies` with the name of their column as "what"."""
+    asked = accuracies(rows, tasks, mean)
+    return pandas.concat([rows, asked.assign(what=asked.column, task=None)], ignore_index=True)
 
 
 def every_task(rows: Frame) -> dict[str, Frame]:
@@ -216,19 +227,14 @@ def every_task(rows: Frame) -> dict[str, Frame]:
 
 
 def against(
-    rows: Frame,
-    base: Frame,
-    index: Sequence[str],
-    on: Sequence[str],
-    free: Sequence[str] = (),
-    how: Callable[[Frame, Frame], Any] | None = None,
+    rows: Frame, base: Frame, index: Names, on: Names, free: Names = (), how: Any = None
 ) -> Any:
     """A column of a table: the rows with equal `index` against those of `base` with equal `on`.
 
     Args:
       on: labels that both sides share; groups without a base have no value.
       free: settings in which the sides differ; all others but `index` have to be equal.
-      how: of the two sides; default: `difference`, seed by seed.
+      how: a function of the two sides; default: `difference`, seed by seed.
     """
     one_setting(rows, index)
     one_setting(base, on)
@@ -245,13 +251,8 @@ def against(
 
 def by_seed(rows: Frame) -> dict[Any, float]:
     """{seed: value} of one side; {None: value} where the seed does not matter."""
-    return dict(
-        zip(
-            rows["seed"].astype(object).where(rows["seed"].notna(), None),
-            rows["value"],
-            strict=True,
-        )
-    )
+    seeds = rows["seed"].astype(object).where(rows["seed"].notna(), None)
+    return dict(zip(seeds, rows["value"], strict=True))
 
 
 def difference(own: Frame, other: Frame) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -80,19 +81,15 @@ def read_runs(paths: Sequence[str]) -> Runs:
     """The runs in some directories, in the order of the paths."""
     places = [path if "://" in path else os.path.realpath(path) for path in map(os.fspath, paths)]
     rows, curves, settings = everything(*places)
-    folders = settings.index.str.replace(r"/seed_\d+$", "", regex=True)
-    settings["folder"] = folders
+    settings["folder"] = settings.index.str.replace(r"/seed_\d+$", "", regex=True)
     # Of a run over seeds, a sweep and a job of stages what lies in their folders.
     holders = settings.index.isin(settings.index.map(os.path.dirname))
     settings = settings[~holders | settings.index.isin(curves["run"])]
     names = settings.folder.unique()
     labels = dict(zip(names, tables.shorter(names), strict=True))
     settings = settings.assign(label=settings.folder.map(labels))
-    rows, curves = (
-        plain(one[one.layer.isna()]).assign(label=one["run"].map(settings["label"]))
-        for one in (rows, curves)
-    )
-    return Runs(settings, rows, curves)
+    made = (plain(one[one.layer.isna()]) for one in (rows, curves))
+    return Runs(settings, *(one.assign(label=one["run"].map(settings["label"])) for one in made))
 
 
 def states(runs: Runs) -> Iterator[tuple[str, str, str]]:
@@ -134,19 +131,15 @@ def numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
     found = with_cells(last(pandas.concat([runs.rows, begun], ignore_index=True)))
     names = (found.task.astype(object) + " ").where(found.task.notna(), "") + found.what
     cells: dict[str, dict[str, Any]] = {}
-    for (name, label), its in found.groupby([names, "label"], sort=False):
-        values = list(its["cell"])
-        means = list(map(middle, values))
-        cells.setdefault(name, {})[label] = (
-            stats.interval(means) if len(set(means)) > 1 else values[0]
-        )
+    for (name, label), its in found.groupby([names, "label"], sort=False)["cell"]:
+        means = [middle(value) for value in its]
+        value = stats.interval(means) if len(set(means)) > 1 else its.iloc[0]
+        cells.setdefault(name, {})[label] = value
     rows = []
     for name in sorted(cells, key=lambda name: [not name.startswith(x) for x in FIRST_ROWS]):
-        base = cells[name].get(first)
-        row = [name, number(base, DIGITS)]
-        for value in map(cells[name].get, others):
-            row += [number(value, DIGITS), *_against(middle(value), middle(base))]
-        rows.append(row)
+        base, *values = (cells[name].get(label) for label in (first, *others))
+        more = [(number(x, DIGITS), *_against(middle(x), middle(base))) for x in values]
+        rows.append([name, number(base, DIGITS), *itertools.chain(*more)])
     return header, rows
 
 
@@ -191,13 +184,12 @@ def choose_panels(runs: Runs) -> list[str]:
 
 def draw_runs(runs: Runs):
     """The matplotlib figure: a panel per metric, a colour per run; None where nothing has begun."""
-    each = dict(iter(runs.curves.groupby("run")))
-    panels = []
+    each, panels = dict(iter(runs.curves.groupby("run"))), []
     for name in choose_panels(runs):
         lines = []
         for label, its in runs.settings.groupby("label", sort=False):
             curves = [_curve(each[run], name) for run in its.index if run in each]
-            lines.append(of_seeds(label, [curve for curve in curves if curve]))
+            lines.append(of_seeds(label, list(filter(None, curves))))
         panels.append(Panel(name, lines))
     return draw(panels) if panels else None
 

@@ -55,7 +55,7 @@ def of_seeds(label: str, curves: Sequence[Mapping[int, float]]) -> Line:
     return Line(label + more, x, np.array([[curve[i] for i in x] for curve in curves]))
 
 
-def draw(panels: Sequence[Panel], *, columns: int = 3):
+def draw(panels: Sequence[Panel], columns: int = 3):
     """The matplotlib figure of some panels."""
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -172,11 +172,8 @@ def curves_figure(
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path} is not drawn: pip install 'ffn-heterogeneity[plots]'", file=sys.stderr)
         return
-    made = []
-    for title, curves in panels.items():
-        lines = [of_seeds(label, [curve]) for label, curve in curves.items()]
-        made.append(Panel(title, lines, xlabel, ylabel))
-    figure = draw(made)
+    lines = [[of_seeds(x, [its]) for x, its in curves.items()] for curves in panels.values()]
+    figure = draw([Panel(*one, xlabel, ylabel) for one in zip(panels, lines, strict=True)])
     for axis, bound in zip(figure.axes, bounds, strict=False):
         axis.axhline(bound, color="0.6", linewidth=0.8, linestyle="--")
     save(figure, path)

@@ -11,29 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
+from ffn_heterogeneity.io import rows as io_rows
+from ffn_heterogeneity.io import runs as files
 from ffn_heterogeneity.io.metrics import parse_metrics
 from ffn_heterogeneity.io.read import parse_object
-from ffn_heterogeneity.io.rows import (
-    FIELDS,
-    RESULTS,
-    ROWS,
-    flatten_config,
-    is_count,
-    measurement,
-    read_results,
-    read_rows,
-)
-from ffn_heterogeneity.io.runs import (
-    ARCHIVES,
-    CONFIG,
-    INPUTS,
-    METRICS,
-    READ,
-    SWEEP,
-    Texts,
-    folders,
-    read_text,
-)
+from ffn_heterogeneity.io.rows import FIELDS
 from ffn_heterogeneity.report.links import Facts, model_names, origins, spell_alike
 
 if TYPE_CHECKING:
@@ -60,7 +42,7 @@ def results(*directories: str | os.PathLike) -> pandas.DataFrame:
       ImportError: pandas is not installed.
       ValueError: there is no run in a directory, or a file is damaged; the message names it.
     """
-    return everything(*directories, read=READ)[0]
+    return everything(*directories, read=files.READ)[0]
 
 
 def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.DataFrame:
@@ -81,7 +63,7 @@ def curves(*directories: str | os.PathLike, what: Sequence[str] = ()) -> pandas.
 def everything(
     *directories: str | os.PathLike,
     what: Sequence[str] = (),
-    read: Sequence[str] = (*READ, METRICS),
+    read: Sequence[str] = (*files.READ, files.METRICS),
 ) -> tuple[pandas.DataFrame, pandas.DataFrame, pandas.DataFrame]:
     """(results, curves, settings), read in one go: models and data have the same names in them.
 
@@ -95,17 +77,18 @@ def everything(
     runs: dict[str, Facts] = {}
     measured, steps = [], []
     for directory in _without_files(*map(os.fspath, directories)):
-        found = dict(folders(directory, read))
-        if not found and not (epath.Path(directory) / SWEEP).exists():
-            raise ValueError(f"{directory} holds no run: no {CONFIG} is in it or below it")
+        found = dict(files.folders(directory, read))
+        if not found and not (epath.Path(directory) / files.SWEEP).exists():
+            raise ValueError(f"{directory} holds no run: no {files.CONFIG} is in it or below it")
         for path, config in _configs(found).items():
             if path not in runs:
                 texts = found[path]
-                inputs, said = (_object(path, texts, name) for name in (INPUTS, RESULTS))
+                names = (files.INPUTS, io_rows.RESULTS)
+                inputs, said = (_object(path, texts, name) for name in names)
                 fingerprint = said.get("model_fingerprint", "")
-                runs[path] = Facts(flatten_config(config), inputs, fingerprint)
+                runs[path] = Facts(io_rows.flatten_config(config), inputs, fingerprint)
                 seed = config.get("seed")
-                own = {"run": path, "seed": seed if is_count(seed) else None}
+                own = {"run": path, "seed": seed if io_rows.is_count(seed) else None}
                 measured += [own | row for row in _measured(path, texts)]
                 steps += [own | row for row in _steps(path, texts, what)]
     settings = _settings(runs)
@@ -125,11 +108,8 @@ def plain(rows: pandas.DataFrame) -> pandas.DataFrame:
     whole = rows.split.astype(object) + "/" + rows.what
     rows = rows.copy().assign(what=whole.where(rows.split.notna(), rows.what), by=rows["run"])
     rows = rows.rename(columns=names)
-    made = {
-        name: pandas.Series([_whole(x) for x in rows[name]], rows.index, dtype=object)
-        for name in rows.columns
-        if name not in FIELDS
-    }
+    own = [name for name in rows.columns if name not in FIELDS]
+    made = {x: pandas.Series([*map(_whole, rows[x])], rows.index, dtype=object) for x in own}
     return pandas.concat([rows[list(FIELDS)], pandas.DataFrame(made, rows.index)], axis="columns")
 
 
@@ -150,7 +130,7 @@ def progress(rows: pandas.DataFrame, curves: pandas.DataFrame) -> dict[str, str]
 
 def _without_files(*paths: str) -> list[str]:
     """The paths, as a shell makes them of a *, but stray files; says which those are."""
-    stray = [path for path in paths if os.path.isfile(path) and not path.endswith(ARCHIVES)]
+    stray = [x for x in paths if os.path.isfile(x) and not x.endswith(files.ARCHIVES)]
     if not stray or len(stray) == len(paths):
         return list(paths)
     print(f"no runs, left out: {', '.join(stray)}", file=sys.stderr)
@@ -171,18 +151,14 @@ def _settings(runs: Mapping[str, Facts]) -> pandas.DataFrame:
     import pandas
 
     spell_alike(runs.values())
-    wrote = origins(runs)
-    values = {
-        path: {SETTINGS + key: _hashable(x) for key, x in run.config.items()}
-        for path, run in runs.items()
-    }
-    columns = pandas.DataFrame.from_dict(values, orient="index")
-    table = pandas.DataFrame({"model": model_names(runs.values())}, index=list(runs))
-    table["origin"] = pandas.Series({path: wrote.get(path) for path in runs}, dtype=object)
+    values = [{SETTINGS + k: _hashable(x) for k, x in run.config.items()} for run in runs.values()]
+    columns = pandas.DataFrame(values, list(runs))
+    table = pandas.DataFrame({"model": model_names(runs.values())}, list(runs))
+    table["origin"] = pandas.Series(origins(runs), list(runs), dtype=object)
     return table.join(columns[sorted(columns)])
 
 
-def _configs(found: Mapping[str, Texts]) -> dict[str, dict[str, Any]]:
+def _configs(found: Mapping[str, files.Texts]) -> dict[str, dict[str, Any]]:
     """The config of each folder; one of a seed, or without a config, has its parent's; one of a
     stage has the groups of all stages beside its own keys."""
     configs: dict[str, dict[str, Any]] = {}
@@ -192,38 +168,39 @@ def _configs(found: Mapping[str, Texts]) -> dict[str, dict[str, Any]]:
         above = configs.get(parent, {})
         if above and seed != name and seed.isdigit():
             above = above | {"seed": int(seed)}
-        elif CONFIG in texts:
+        elif files.CONFIG in texts:
             stages = above.get("stages")
             groups = ["stages", *stages] if isinstance(stages, list) else []
             above = {key: value for key, value in above.items() if key in groups}
-        configs[path] = above | _object(path, texts, CONFIG)
+        configs[path] = above | _object(path, texts, files.CONFIG)
     return configs
 
 
-def _measured(path: str, texts: Texts) -> list[dict[str, Any]]:
+def _measured(path: str, texts: files.Texts) -> list[dict[str, Any]]:
     """The measurements; none yet, or none but those of the folders below, of which this one only
     tells the mean."""
-    values = _object(path, texts, RESULTS)
+    values = _object(path, texts, io_rows.RESULTS)
     if "seeds" in values or "stages" in values:
         return []
-    if ROWS in texts:
-        return read_rows(texts[ROWS], os.path.join(path, ROWS))
-    rows = read_results(values, os.path.join(path, RESULTS))
-    if RESULTS in texts and not rows:
-        place = os.path.join(path, RESULTS)
+    if io_rows.ROWS in texts:
+        return io_rows.read_rows(texts[io_rows.ROWS], os.path.join(path, io_rows.ROWS))
+    place = os.path.join(path, io_rows.RESULTS)
+    rows = io_rows.read_results(values, place)
+    if io_rows.RESULTS in texts and not rows:
         raise ValueError(f"{place} holds no measurement: is it damaged?")
     return rows
 
 
-def _steps(path: str, texts: Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _steps(path: str, texts: files.Texts, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of metrics.jsonl; of a step that was written twice the later one holds."""
     values = {}
-    for line in parse_metrics(texts.get(METRICS, ""), os.path.join(path, METRICS)):
+    place = os.path.join(path, files.METRICS)
+    for line in parse_metrics(texts.get(files.METRICS, ""), place):
         for name, value in line.items():
             if name != "step" and (not names or name in names):
                 values[line["step"], name] = value
     for (step, name), value in values.items():
-        yield from measurement(name, value, {"step": step})
+        yield from io_rows.measurement(name, value, {"step": step})
 
 
 def units(run: str, spec: str) -> dict[Any, float]:
@@ -234,8 +211,8 @@ def units(run: str, spec: str) -> dict[Any, float]:
       spec: the frame's: "results.json:nll_windows", or "samples/<task>.jsonl:<metric>".
     """
     name, _, key = spec.partition(":")
-    text = read_text(os.path.join(run, name))
     place = os.path.join(run, name)
+    text = files.read_text(place)
     try:
         if name.endswith(".jsonl"):
             rows = [parse_object(line, place) for line in text.splitlines()]
@@ -245,7 +222,7 @@ def units(run: str, spec: str) -> dict[Any, float]:
         raise ValueError(f"{place}: {key} is no number a row ({error})") from None
 
 
-def _object(path: str, texts: Texts, name: str) -> dict[str, Any]:
+def _object(path: str, texts: files.Texts, name: str) -> dict[str, Any]:
     """The object in a file of JSON; empty where there is no such file."""
     return parse_object(texts.get(name, "{}"), os.path.join(path, name))
 

@@ -138,10 +138,9 @@ def draw_all(paper: Paper, frames: Mapping[str, Frame]) -> Iterator[Drawn]:
     """The claims, the paper's tables and figures, then ours."""
     yield draw_claims(paper, frames)
     for source in (paper.printed, paper.printed.get("ours", {})):
-        for key, texts in source.get("tables", {}).items():
-            yield draw_table(key, texts, _made(paper, key, frames))
-        for key, texts in source.get("figures", {}).items():
-            yield draw_figure(key, texts, _made(paper, key, frames))
+        for kind, drawn in (("tables", draw_table), ("figures", draw_figure)):
+            for key, texts in source.get(kind, {}).items():
+                yield drawn(key, texts, _made(paper, key, frames))
 
 
 def _made(paper: Paper, key: str, frames: Mapping[str, Frame]) -> Frame:
@@ -163,19 +162,18 @@ def draw_table(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
     labels = texts.get("index") or [x for x in made.index.names if x != "place"]
     columns = texts.get("columns") or list(made.dropna(axis="columns", how="all"))
     rows: dict[tuple, list[tuple]] = {}
+    n, source = len(labels), texts.get("source", "paper")
     for row in texts.get("rows", ()):
-        its = (texts.get("source", "paper"), *row[len(labels) :])
-        rows.setdefault(tuple(row[: len(labels)]), []).append(its)
-    printed = list(rows)
+        rows.setdefault(tuple(row[:n]), []).append((source, *row[n:]))
+    printed = list(rows) if made is not None else []
     if made is not None and len(made):
         made = made.reindex(columns=columns).reset_index()
         made = made if "place" in made else made.assign(place="here")
         for row in made[[*labels, "place", *columns]].itertuples(index=False, name=None):
-            values = [None if is_missing(x) else x for x in row[len(labels) + 1 :]]
+            values = [None if is_missing(x) else x for x in row[n + 1 :]]
             if any(x is not None for x in values):
-                name = tuple(map(str, row[: len(labels)]))
-                rows.setdefault(name, []).append((row[len(labels)], *values))
-    for name in printed if made is not None else ():
+                rows.setdefault(tuple(map(str, row[:n])), []).append((row[n], *values))
+    for name in printed:
         rows[name] += [("here", *[None] * len(columns))] if len(rows[name]) == 1 else []
     table = [(*name, *row) for name, its in rows.items() for row in its]
     header = (*labels, "from", *columns)
@@ -235,8 +233,7 @@ def draw_figure(key: str, texts: Mapping[str, Any], made: Frame) -> Drawn:
         panels.append(Panel(title, lines, label, ylabel, log))
     if panels:
         several = made["value"].nunique()
-        columns = several if several > 1 else 3
-        figure = heat(panels) if texts.get("heat") else draw(panels, columns=columns)
+        figure = heat(panels) if texts.get("heat") else draw(panels, several if several > 1 else 3)
     return Drawn(key, _title(key, texts), (*NAMES, texts.get("x", "step"), "y"), rows, (), figure)
 
 

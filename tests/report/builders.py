@@ -215,17 +215,11 @@ def attack(path, attack, k, perplexity, *, windows=(3.0, 3.2), answers=None, **c
     return run
 
 
-def adapted(path, names, p0=0.8, seed=0, curriculum="step", scope="massive"):
+def adapted(path):
     """A run of configs/macdrop_sft.py."""
-    drops = {"k": 5, "p0": p0, "curriculum": curriculum, "a": 0.01, "epochs": 3, "scope": scope}
-    values = {"model": "models/small.gguf", "prepare": names, "seed": seed, "steps": 60}
-    values |= {"batch_size": 8, "optimizer": {"name": "adamw", "learning_rate": 1e-4}}
-    (name,) = set(names) & {"lora", "dora"}
-    own = {"rank": 16, "alpha": 16.0, "targets": "attention/|ffn/", "dropout": 0.0}
-    values |= {"macdrop": drops, name: own, "train_only": [f"/{name[0]}lora_"]}
-    values |= {"nf4": {"targets": "ffn/"}} if "nf4" in names else {}
-    rows = [{"step": i, "train/macdrop": p0 * (1 - i / 60)} for i in range(1, 61)]
-    return write_run(path, values, {"final": rows[-1]}, rows)
+    drops = {"k": 5, "p0": 0.8, "curriculum": "step", "a": 0.01, "epochs": 3, "scope": "massive"}
+    values = {"model": "models/small.gguf", "prepare": ["lora", "macdrop"], "macdrop": drops}
+    return write_run(path, values | {"train_only": ["/lora_"], "lora": {"rank": 16}}, {"nll": 1.0})
 
 
 def massive(path, model, layer=2, indices=(5, 3, 1, 2, 0)):

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pandas
 import pytest
-from builders import nucl_runs, removal
+from builders import removal
 from tiny_models import REPOSITORY
 
 from ffn_heterogeneity import papers
@@ -118,12 +118,3 @@ def test_functions_are_short_and_texts_hold_no_logic(path):
         for kind in ("tables", "figures", "claims"):
             for table in source.get(kind, {}).values():
                 assert table.keys() <= allowed and "{" not in json.dumps(table)[1:]
-
-
-def test_settings_that_differ_are_no_label(tmp_path):
-    """The old engine invented one; now the reader of the message decides."""
-    runs = [*nucl_runs(tmp_path / "runs"), removal(tmp_path / "x", 7.0, max_windows=3)]
-    with pytest.raises(
-        ValueError, match=r"runs of one cell \(.*\) differ in max_windows \(40, 3\)"
-    ):
-        write_paper(papers.load("nucl"), runs, tmp_path / "out")

@@ -2,7 +2,8 @@
 
 golden/values.json.xz holds {report: {table: rows of cells}} of commit 1f169a1, of the archives in
 docs/results/runs and of the runs that `builders` makes: a number, [mean, low, high, n, how], or
-text; of a figure x and y. Labels are not in it: the functions make them now.
+text; of a figure x and y. Labels are not in it: the functions make them now. golden/claims.json
+holds what those functions first said of every claim: [run on, measured, verdict].
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ffn_heterogeneity.report.paper import draw_all, gather
 
 GOLDEN = Path(__file__).parent / "golden" / "values.json.xz"
 VALUES = json.loads(lzma.decompress(GOLDEN.read_bytes()))
+CLAIMS = json.loads(GOLDEN.with_name("claims.json").read_text())
 ARCHIVES = {
     "nucl": ("rivals-smollm2-135m-instruct-0.25", "own-smollm2", "nucl-gsm8k-qwen2.5-coder"),
     "massive_weights": ("macdrop-*", "massive-states"),
@@ -31,11 +33,8 @@ ARCHIVES = {
 }
 # Points that the engine before lost where two curves had one label: a second learning rate of
 # lambda, LoRA's schedule next to DoRA's, layers of another number.
-MORE = {
-    ("p32", "figure_2"): 120,
-    ("massive_weights", "figure_7"): 60,
-    ("mlp_fusion", "figure_5"): 3245,
-}
+MORE = {("p32", "figure_2"): 120, ("massive_weights", "figure_7"): 60}
+MORE |= {("mlp_fusion", "figure_5"): 3245}
 MERGED = {("p32", "table_3")}  # tasks of one model and depth are in one row now
 
 
@@ -59,11 +58,9 @@ def key(cell) -> str:
 
 
 def check(name: str, paper, paths: list[str]) -> None:
-    drawn = {
-        one.key: rows_of(one)
-        for one in draw_all(paper, gather(paper, paths)[1])
-        if one.key != "claims"
-    }
+    made = {one.key: one for one in draw_all(paper, gather(paper, paths)[1])}
+    assert [list(row[2:]) for row in made.pop("claims").rows] == CLAIMS.get(name, [])
+    drawn = {key: rows_of(one) for key, one in made.items()}
     assert {table for table, rows in drawn.items() if rows} == set(VALUES[name])
     for table, wanted in VALUES[name].items():
         found, wanted = list(map(key, drawn[table])), list(map(key, wanted))

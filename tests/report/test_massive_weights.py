@@ -2,182 +2,72 @@
 
 from __future__ import annotations
 
-import json
-import re
-from itertools import product
-
 import numpy as np
 import pytest
-from builders import adapted, attack, claim, lines, massive, removal
+from builders import adapted, attack, claim, lines, massive
 from scipy.stats import ttest_1samp
-from tiny_models import REPOSITORY, config_of
+from tiny_models import REPOSITORY
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity import papers
-from ffn_heterogeneity.papers import printed
 from ffn_heterogeneity.report import stats
 from ffn_heterogeneity.report.frame import plain
 from ffn_heterogeneity.report.paper import with_evaluations, write_paper
 from ffn_heterogeneity.report.stats import student
 
 STUDY = str(REPOSITORY / "docs/studies/massive_removal.py")
-NUMBERS = ("wikitext", "c4", "pg19", "perplexity_mean", "arc_easy", "arc_challenge", "boolq")
-NUMBERS += ("piqa", "winogrande", "mean")
-
-
-def test_the_configs_numbers_are_table_6s(shared_data):
-    text = (shared_data.parent / "papers" / "massive-weights.txt").read_text()
-    part = text.split("Table 6. Config")[1].split("\n\n")[0]
-    rows = re.findall(r"(.+)\t([\d.e-]+)\n", part + "\n")
-    config, table = config_of("macdrop_sft"), {key: float(value) for key, value in rows}
-    assert (table["lora rank"], table["lora alpha"]) == (config.lora.rank, config.lora.alpha)
-    assert table["learning rate"] == config.optimizer.learning_rate
-    assert table["num train epochs"] == config.macdrop.epochs
-    assert table["warmup ratio"] == round(config.optimizer.warmup_steps / config.steps, 2)
-    rows = dict(printed("massive_weights")["tables"]["table_6"]["rows"])
-    assert table == {key: value for key, value in rows.items() if not isinstance(value, str)}
-
-
-def test_what_is_printed(shared_data):
-    """Against the second typing of Tables 1 and 7."""
-    folder = shared_data.parent / "papers" / "printed"
-    other, tables = json.loads((folder / "massive_weights.json").read_text()), None
-    tables = printed("massive_weights")["tables"]
-    mine = [row[2:] for row in tables["table_1"]["rows"]]
-    assert mine == [[row[key] for key in NUMBERS] for row in other["table_1"].values()]
-    seven = {row[0]: (str(row[1]), row[2]) for row in tables["table_7"]["rows"]}
-    told = {k: (v["layer_from_1"], v["indices"]) for k, v in other["table_7"].items()}
-    assert seven == {k: (layer, ", ".join(map(str, own))) for k, (layer, own) in told.items()}
-    tuned = {"table_4": "table_4_top3_zeroing", "table_8": "table_3_and_8", "table_9": "table_9"}
-    for key, rows in ((key, other[name]) for key, name in tuned.items()):
-        found = {f"{row[0]} {row[1].replace(' ', '')}": row[2:] for row in tables[key]["rows"]}
-        assert found == {name: list(row.values()) for name, row in rows.items()}
-    curricula = [list(row.values()) for row in other["table_5"].values()]
-    *rows, mean = [row[1:] for row in tables["table_5"]["rows"]]
-    assert rows == curricula
-    np.testing.assert_allclose(np.mean(rows, 0), mean, atol=0.0501)
-    rows = tables["table_4"]["rows"] + tables["table_8"]["rows"]
-    wrong = {tuple(row[:2]) for row in rows if abs(sum(row[2:7]) / 5 - row[7]) > 0.0601}
-    assert wrong == {("Llama-2-13B", "LoRA + MacDrop")}
-    for row in mine:
-        assert sum(row[4:9]) / 5 == pytest.approx(row[9], abs=0.0501)
-        assert sum(row[:3]) / 3 == pytest.approx(row[3], abs=0.0051)
 
 
 def test_attacks(report, tmp_path):
-    right, wrong = [1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0]
+    right, wrong, text = [1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0], "data/c4/a.txt"
     runs = [
         attack(tmp_path / "without_tasks", "zero", 0, 20.0),
         attack(tmp_path / "none", "zero", 0, 20.0, answers=right),
         attack(tmp_path / "zero", "zero", 5, 90.0, windows=(4.5, 4.9), answers=wrong),
         attack(tmp_path / "retain", "retain", 5, 30.0, windows=(3.4, 3.5)),
-        attack(tmp_path / "c4", "zero", 5, 120.0, windows=(4.7, 4.8), text="data/c4/a.txt"),
+        attack(tmp_path / "c4", "zero", 5, 120.0, windows=(4.7, 4.8), text=text),
         attack(tmp_path / "three", "zero", 3, 80.0, windows=(4.4, 4.3)),
+        attack(tmp_path / "layer", "zero", 3, 81.0, layer=1),
     ]
     tables = report("massive_weights", runs)
-    ours = [row for row in tables["table_1"] if row["from"] != "paper"]
-    rows = {row["Attack"]: row for row in ours if row["Models"] == "small"}
+    place = "here: windows of 512"
+    rows = {row["Attack"]: row for row in tables["table_1"] if row["from"] == place}
     assert rows["-"]["WikiText"] == "20.0" and float(rows["-"]["PIQA"]) == pytest.approx(500 / 6)
     assert (rows["top-5 zeroing"]["WikiText"], rows["top-5 zeroing"]["C4"]) == ("90.0", "120.0")
     assert rows["top-5 zeroing"]["Avg. (perplexity)"] == "-"
-    ours = {(r["attack"], r["k"], r["text"]): r for r in tables["attacks"]}
-    zeroed = ours["zero", "5", "wikitext"]
+    ours = {(r["attack"], r["k"], r["text"], r["from"]): r for r in tables["attacks"]}
+    assert ours["zero", "3", "wikitext", "here, layer 1, windows of 512"]["perplexity"] == "81.0"
+    place = "here, windows of 512"
+    zeroed = ours["zero", "5", "wikitext", place]
     assert float(zeroed["Δ NLL vs unattacked"]) == pytest.approx((1.5 + 1.7) / 2)
     assert float(zeroed["Δ PIQA vs unattacked"]) == pytest.approx(-50)
-    assert ours["zero", "5", "c4"]["Δ NLL vs unattacked"] == "-"
+    assert ours["zero", "5", "c4", place]["Δ NLL vs unattacked"] == "-"
     assert "bootstrap n=2" in tables["text"] and "bootstrap n=6" in tables["text"]
     points = lines(tables, "perplexity_by_k")
     assert points["small", "zero, wikitext, windows of 512", "-"] == [(0, 20), (3, 80), (5, 90)]
-    assert claim(tables, "top-5 zeroing does more harm")[1] == "holds"
-    assert claim(tables, "zeroing three already does harm")[1] == "holds"
-
-
-def test_what_labels_do_not_tell_has_rows_of_its_own(report, tmp_path):
-    """Two layers attacked alike; two texts calibrate one rule."""
-    texts = [f"data/{name}/train.txt" for name in ("wikitext2", "c4")]
-    runs = [attack(tmp_path / f"a{x}", "zero", 5, 90.0 + x, layer=x) for x in (1, 2)]
-    for i, text in enumerate(texts):
-        own = {"criterion": "mean_state", "calibration": text, "calibration_tokens": 8192}
-        runs.append(removal(tmp_path / f"r{i}", 20.0 + i, **own))
-        (tmp_path / f"r{i}/results.json").write_text(json.dumps({"perplexity": 20.0, "nll": i}))
-    tables = report("massive_weights", runs)
-    rows = {row["from"]: row["perplexity"] for row in tables["attacks"]}
-    end = ", windows of 512"
-    assert rows == {f"here, layer 1{end}": "91.0", f"here, layer 2{end}": "92.0"}
-    methods = {row["method"] for row in report(STUDY, runs, "study")["removal"]}
-    assert methods == {f"mean_state, on {x}, 8192 tokens" for x in ("wikitext", "c4")}
+    assert claim(tables, "top-5 zeroing does more harm") == ("wikitext 1.25", "holds")
+    assert claim(tables, "zeroing three already does harm") == ("wikitext 1.25", "holds")
 
 
 def test_the_analysis_against_table_7(report, tmp_path):
-    runs = [
-        massive(tmp_path / "a", "hub/Meta-Llama-3-8B", 2, (2427, 198, 6412, 12657, 591)),
-        massive(tmp_path / "b", "hub/Mistral-7B-v0.1", 2, (7310, 8572, 2514, 1878, 1)),
-        massive(tmp_path / "c", "hub/little"),
-    ]
+    names = {"Meta-Llama-3-8B": (2427, 198, 6412, 12657, 591), "Mistral-7B-v0.1": (7310, 8572, 1)}
+    runs = [massive(tmp_path / name, f"hub/{name}", 2, own) for name, own in names.items()]
     tables = report("massive_weights", runs)
     rows = {row["Models"]: row for row in tables["table_7"] if row["from"] == "here"}
-    assert rows["little"]["Indices"] == "5, 3, 1, 2, 0" and rows["little"]["Layer"] == "2"
-    verdicts = [claim(tables, "the massive layer and its five", name)[1] for name in ("Meta", "Mi")]
+    own = rows["Meta-Llama-3-8B"]
+    assert (own["Layer"], own["Indices"]) == ("2", "2427, 198, 6412, 12657, 591")
+    verdicts = [claim(tables, "the massive layer and its five", name)[1] for name in names]
     assert verdicts == ["holds", "does not hold"]
-    rows = [row for row in tables["figure_3"] if row["panel"] == "little" and row["layer"] == "3"]
-    points = {(row["line"], row["value"]): float(row["y"]) for row in rows}
-    assert points["median", "intermediate state"] == pytest.approx(0.2)
-    assert points["1st", "hidden state"] == 9
 
 
-def test_adapters_attacked(report, tmp_path):
-    """Evaluations of trained models are rows of how these were trained, paired over its seeds."""
-    right, wrong, runs = [1, 1, 1, 0], [0, 1, 0, 0], []
-    for name, p0, seed in product(("lora", "dora"), (0.0, 0.8), (0, 1, 2)):
-        path = tmp_path / f"{name}{p0}{seed}"
-        runs.append(adapted(path, [name, "macdrop"], p0, seed))
-        gain = 1.0 + 0.1 * seed if p0 else 0.0
-        for k, nll in ((0, 3.0), (3, 4.5 - gain)):
-            own = {"windows": (nll, nll), "model": f"{path}/model"}
-            own["answers"] = right if k == 0 or p0 else wrong
-            runs.append(attack(tmp_path / f"{path.name}_{k}", "zero", k, float(np.exp(nll)), **own))
-            own = {"windows": (nll + 1, nll + 1), "model": own["model"], "text": "c4.txt"}
-            runs.append(attack(tmp_path / f"c4_{path.name}_{k}", "zero", k, 9.0, **own))
-    path = tmp_path / "control"
-    runs.append(adapted(path, ["lora", "macdrop"], 1.0, 0, "constant"))
-    for k, nll in ((0, 3.1), (3, 3.2)):
-        own = {"windows": (nll, nll), "model": f"{path}/model", "answers": wrong if k else right}
-        runs.append(attack(tmp_path / f"control_{k}", "zero", k, float(np.exp(nll)), **own))
-    path = tmp_path / "exp"
-    runs.append(adapted(path, ["nf4", "macdrop", "dora"], 0.8, 0, "exp"))
-    runs.append(attack(tmp_path / "exp_0", "zero", 0, 20.0, model=f"{path}/model"))
-    tables = report("massive_weights", runs)
-    assert "unset" not in tables["text"]
-    drawn = lines(tables, "figure_7")
-    assert {name[1].split(", ", 2)[2] for name in drawn} == {"step", "constant", "exp, a = 0.01"}
-    rows = [r for r in tables["macdrop"] if r["model"] == "small"]
-    texts = [r for r in rows if r["text"] == "c4"]
-    other = {(r["method"], r["attacked"]): float(r["NLL"].split()[0]) for r in texts}
-    assert other["LoRA", "zero 3"] == pytest.approx(5.5) and len(other) == 8
-    rows = {(r["method"], r["attacked"]): r for r in rows if r["text"] == "wikitext"}
-    assert len(rows) == 11 and ("nf4 + dora, massive, exp, a 0.01, p0 0.8", "-") in rows
-    for name in ("LoRA", "DoRA"):
-        assert float(rows[name, "zero 3"]["NLL"].split()[0]) == pytest.approx(4.5)
-        drops = rows[f"{name} + MacDrop", "zero 3"]
-        assert float(drops["Δ vs adapter alone"]) == pytest.approx(-1.1)
-        assert float(drops["Δ vs unattacked"]) == pytest.approx(0.4)
-        assert rows[name, "-"]["Δ vs adapter alone"] == "-"
-        for key, method, value in (("table_4", name, 25), ("table_8", f"{name} + MacDrop", 75)):
-            own = [r for r in tables[key] if (r["Model"], r["Method"]) == ("small", method)]
-            assert [float(r["PIQA"]) for r in own] == [value]
-    asked = {(r["method"], r["attacked"]): r["PIQA"] for r in tables["macdrop_questions"]}
-    assert float(asked["DoRA + MacDrop", "zero 3"]) == 50
-    better = "an adapter trained with MacDrop does better under"
-    for where, text in product(("lora", "dora"), ("wikitext", "c4")):
-        assert claim(tables, better, f"small, {where}, {text}")[1] == "holds"
-    assert claim(tables, "trained with the massive weights", "small, lora, wiki")[1] == "holds"
-    assert {row["Models"] for row in tables["table_1"]} & {"small", "model"} == set()
-    points = lines(tables, "figure_7")
-    assert points["p0 0.8", "small, lora, step", "-"][0] == (1, pytest.approx(0.8 * 59 / 60))
-    # Tasks of what an attack left are not the trained model's own.
-    frame = with_evaluations(plain(fh.results(*runs)))
-    own = frame[frame["run"].str.endswith("control") & frame.task.notna()]
-    assert [by.rpartition("/")[2] for by in own["by"]] == ["control_0"] and set(own.value) == {0.75}
+def test_tasks_of_an_attacked_adapter_are_not_its_own(tmp_path):
+    runs = [adapted(tmp_path / "lora")]
+    for k, answers in ((0, [1, 1, 1, 0]), (3, [0, 1, 0, 0])):
+        own = {"model": f"{runs[0]}/model", "answers": answers}
+        runs.append(attack(tmp_path / f"lora_{k}", "zero", k, 9.0, **own))
+    rows = with_evaluations(plain(fh.results(*runs)))
+    own = rows[(rows["run"] == runs[0]) & rows.task.notna()]
+    assert [by.rpartition("/")[2] for by in own["by"]] == ["lora_0"] and set(own.value) == {0.75}
 
 
 def test_paired_intervals_against_a_plain_loop():

@@ -1,25 +1,20 @@
-"""rows.jsonl of every command, and `fh.results`: runs, sweeps, seeds, archives as one frame."""
+"""rows.jsonl of every command, of every kept archive, and of benchmarks; damaged rows."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import tarfile
-import time
 
 import numpy as np
 import pytest
-from builders import jreg_runs, nucl_runs, score, write_run
-from tiny_models import REPOSITORY, TEXT, config_of, save_tiny, save_tiny_reader
+from tiny_models import REPOSITORY, TEXT, save_tiny, save_tiny_reader
 from tiny_runs import read_rows as rows_in
 from tiny_runs import small_run, write_rows
 
 import ffn_heterogeneity as fh
 from ffn_heterogeneity.evaluate.chat.judge import pairwise_summary, single_summary
-from ffn_heterogeneity.io import runs as run_files
-from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of, write_results
-from ffn_heterogeneity.report import frame as frames
+from ffn_heterogeneity.io.rows import FIELDS, MAX_LINE, read_rows, rows_of
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 ARCHIVES = sorted((REPOSITORY / "docs/results/runs").glob("*.tar.xz"))
@@ -154,61 +149,24 @@ def test_rounds_of_a_benchmark_are_its_median(path):
     assert not [what for what in found if not listed(what)]
 
 
-def test_curves_are_those_of_metrics(runs, tmp_path):
-    """Also of a run that has not ended; of a measurement a layer a row for each."""
+def test_curves_are_those_of_metrics(runs):
     curves = fh.curves(runs / "train", what=["train/loss", "validation/nll"])
     assert set(curves.what) == {"loss", "nll"} and set(curves.seed) == {0, 1}
     rows = rows_in(runs / "train/seed_1/metrics.jsonl")
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert list(curves[(curves.what == "loss") & (curves.seed == 1)].value) == losses
-    rows = [{"step": 1, "psi": [0.5, 0.25], "train/loss": 2.0}, {"step": 2, "train/loss": "nan"}]
-    write_run(tmp_path / "begun", {"model": "m", "seed": 3}, rows=rows)
-    begun = fh.curves(tmp_path / "begun")
-    assert list(begun[begun.what == "psi"].layer) == [1, 2] and set(begun.model) == {"m"}
-    assert np.isnan(begun[begun.step == 2].value.item()) and set(begun.seed) == {3}
-
-
-def test_a_step_that_was_written_twice_has_its_later_row(tmp_path):
-    """As after a crash; a training's row and an evaluation's of one step are both there."""
-    rows = [{"step": 1, "train/loss": 3.0}, {"step": 1, "train/loss": 2.0},
-            {"step": 1, "validation/nll": 5.0}]  # fmt: skip
-    write_run(tmp_path / "run", {"model": "m"}, rows=rows)
-    curves = fh.curves(tmp_path / "run")
-    assert dict(zip(curves.what, curves.value, strict=True)) == {"loss": 2.0, "nll": 5.0}
-
-
-def test_results_and_curves_read_together_name_models_alike(tmp_path):
-    """A run that has not ended may have another model of the same short name."""
-    write_run(tmp_path / "a", {"model": "x/small"}, {"nll": 1.0})
-    write_run(tmp_path / "b", {"model": "y/small"}, rows=[{"step": 1, "train/loss": 2.0}])
-    measured, curves, _ = frames.everything(tmp_path)
-    assert (set(measured.model), set(curves.model)) == ({"x/small"}, {"y/small"})
-
-
-def test_the_units_of_an_archive_that_was_written_again(tmp_path):
-    path = tmp_path / "all.tar"
-    for i, windows in enumerate(([1.0, 2.0], [3.0, 4.0])):
-        run = tmp_path / str(i) / "run"
-        write_run(run, {"model": "m"}, {"nll": 1.0, "nll_windows": windows})
-        with tarfile.open(path, "w") as archive:
-            archive.add(run, "run")
-        os.utime(path, (i, i))
-        row = fh.results(path).iloc[0]
-        assert frames.units(row.run, row.units) == dict(enumerate(windows))
-    assert frames.units(f"{path}/nobody", "results.json:nll_windows") == {}
 
 
 def test_archives_are_read_as_what_is_in_them(runs, tmp_path):
-    path = tmp_path / "all.tar.xz"
+    path, names = tmp_path / "all.tar.xz", ("train", "evaluate")
     with tarfile.open(path, "w:xz") as archive:
-        archive.add(runs / "train", "runs/train")
-        archive.add(runs / "evaluate", "runs/evaluate")
-    inside, outside = fh.results(path), fh.results(runs / "train", runs / "evaluate")
+        for name in names:
+            archive.add(runs / name, f"runs/{name}")
+    inside, outside = fh.results(path), fh.results(*(runs / name for name in names))
+    assert inside.run.str.startswith(str(path)).all()
     shown = [*FIELDS, "config.seed", "config.window"]
-    assert len(inside) == len(outside) and inside.run.str.startswith(str(path)).all()
-    keys = ["run", "what", "step"]
-    one, other = (frame.sort_values(keys)[shown].astype(str) for frame in (inside, outside))
-    assert sorted(one.values.tolist()) == sorted(other.values.tolist())
+    one, other = (frame[shown].astype(str).values.tolist() for frame in (inside, outside))
+    assert sorted(one) == sorted(other)
 
 
 @pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name.split(".tar")[0])
@@ -219,36 +177,6 @@ def test_the_archives_that_are_kept(path):
     with tarfile.open(path) as archive:
         folders = {name.rpartition("/")[0] for name in archive.getnames() if "results" in name}
     assert frame.run.nunique() == len(folders) and frame["config.model"].notna().all()
-
-
-def test_runs_of_the_earlier_engine(tmp_path):
-    """Values stand under the names that their files had; an accuracy has its interval."""
-    write_run(tmp_path / "scored", {"model": "m"}, {"tasks": {"piqa": score(0.5, shots=2)}})
-    row = fh.results(tmp_path / "scored").set_index("what").loc["acc"]
-    assert (row.value, row.low, row.high, row.n) == (0.5, 0.4, 0.6, 100)
-    assert (row.task, row.shots, row.how) == ("piqa", 2, "Wilson")
-    nucl_runs(tmp_path / "nucl")
-    jreg_runs(tmp_path / "jreg")
-    frame = fh.results(tmp_path / "nucl", tmp_path / "jreg")
-    removed = frame[(frame.what == "perplexity") & (frame["config.criterion"] == "random")]
-    assert sorted(removed.value) == [400, 500, 900] and set(removed.seed) == {0, 1, 2}
-    seeds = frame[frame.run.str.contains("/many/") & (frame.what == "jreg/zeta_L")]
-    assert set(zip(seeds.seed, seeds.step, strict=True)) == {(3, 20), (4, 20)}
-    series = frame[frame.run.str.endswith("/series") & frame.what.str.endswith("zeta_L")]
-    assert set(series.step) == {1000, 2000}
-
-
-def test_numbers_that_are_none_and_text_that_is_markdown(tmp_path):
-    task = {"n": 3, "acc": 0.5, "acc_low": 0.1, "acc_high": 0.9}
-    results = {"nll": float("nan"), "perplexity": float("inf"), "note": "| <b>bold</b> |"}
-    results |= {"ok": True, "tasks": {"<script>": task}}
-    write_results(tmp_path, results)
-    frame = fh.results(tmp_path)
-    assert set(frame.what) == {"nll", "perplexity", "acc"} and set(frame.task.dropna()) == {
-        "<script>"
-    }
-    values = frame.set_index("what").value
-    assert np.isnan(values["nll"]) and np.isinf(values["perplexity"])
 
 
 @pytest.mark.parametrize(
@@ -272,48 +200,3 @@ def test_damaged_rows_are_refused_by_file_and_line(line, words, tmp_path):
     (tmp_path / "rows.jsonl").write_text(good + line)
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2"):
         fh.results(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("stages", "ratio"),
-    [(["prune"], 0.5), ([[1], {}, "prune"], 0.5), (5, None), ("prune", None), (None, None)],
-)
-def test_a_stage_has_the_groups_of_all_stages(tmp_path, stages, ratio):
-    """Those that its parent lists, whatever stands there."""
-    own = tmp_path / "00_score"
-    own.mkdir()
-    (tmp_path / "config.json").write_text(json.dumps({"stages": stages, "prune": {"ratio": 0.5}}))
-    (own / "config.json").write_text('{"seed": 1}')
-    (own / "results.json").write_text('{"nll": 2.0}')
-    (row,) = fh.results(tmp_path).to_dict("records")
-    assert row["seed"] == 1
-    found = row.get("config.prune.ratio")
-    assert found == ratio or (ratio is None and np.isnan(found))
-
-
-def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no directory of runs"):
-        fh.results(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="holds no run"):
-        fh.results(tmp_path)
-    (tmp_path / "bad.tar.xz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"bad.tar.xz is no archive"):
-        fh.results(tmp_path / "bad.tar.xz")
-    (tmp_path / "results.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match="malformed: it holds a list"):
-        fh.results(tmp_path)
-    monkeypatch.setattr(run_files, "MAX_FILE", 3)
-    with pytest.raises(ValueError, match="more than the 3"):
-        fh.results(tmp_path)
-
-
-def test_a_thousand_runs_are_read_in_seconds(tmp_path):
-    config = config_of("prune_table", model="m").to_dict()
-    results = {"perplexity": 3.0, "nll": 1.1, "ffn_widths_after": [4] * 30}
-    results |= {"nll_windows": [1.0] * 40, "windows": 40}
-    for i in range(1000):
-        write_run(tmp_path / f"run{i}", config | {"seed": i}, results)
-    start = time.perf_counter()
-    frame = fh.results(tmp_path)
-    assert time.perf_counter() - start < 10 and frame.run.nunique() == 1000
-    assert frame[frame.what == "ffn_widths_after"].layer.max() == 30
