@@ -152,6 +152,7 @@ def paired(runs: Frame) -> Frame:
 def test_sets(runs: Frame) -> Frame:
     rows = whole(runs)
     columns = {"score": TEST, "Δ vs Baseline": minus(rows, "", "Baseline", INDEX, TEST)}
+    columns |= {"Δ vs Avg.Pool": minus(rows, "", "Avg.Pool", INDEX, TEST)}
     return c.table(rows, INDEX, columns)
 
 

@@ -36,6 +36,7 @@ ARCHIVES = {
 MORE = {("p32", "figure_2"): 120, ("massive_weights", "figure_7"): 60}
 MORE |= {("mlp_fusion", "figure_5"): 3245}
 MERGED = {("p32", "table_3")}  # tasks of one model and depth are in one row now
+LONGER = {("p32", "test_sets")}  # rows have a further column now
 
 
 def rows_of(one) -> list:
@@ -68,8 +69,9 @@ def check(name: str, paper, paths: list[str]) -> None:
             found, wanted = (", ".join(x).split(", ") for x in (found, wanted))
         more = sorted(found)
         for row in wanted:
-            assert row in more, (table, row)
-            more.remove(row)
+            longer = (x for x in more if x.startswith(f"{row}, ") and (name, table) in LONGER)
+            assert (same := row if row in more else next(longer, None)), (table, row)
+            more.remove(same)
         assert len(more) == MORE.get((name, table), 0), (table, more)
 
 
