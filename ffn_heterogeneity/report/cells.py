@@ -153,7 +153,7 @@ def points(rows: Frame, value: Any, panel: Any, line: Any, x: str = "step") -> F
     Args:
       value: what the y axis shows; the rows' own "value" is y.
     """
-    made = rows.assign(panel=panel, line=line, x=rows[x], y=rows["value"])
+    made = rows.copy().assign(panel=panel, line=line, x=rows[x], y=rows["value"])
     one_setting(made, ["panel", "line"], [x])
     return made.assign(value=value)
 
@@ -177,7 +177,7 @@ def with_cells(rows: Frame) -> Frame:
     own = rows[rows.low.notna()]
     for i, value, low, high, n, how in own[["value", "low", "high", "n", "how"]].itertuples():
         made[i] = stats.Spread(value, low, high, 0 if n is pandas.NA else int(n), how)
-    return rows.assign(cell=made)
+    return rows.copy().assign(cell=made)  # in one piece
 
 
 def in_percent(rows: Frame) -> Frame:
